@@ -1,0 +1,64 @@
+# GPU=auto|cuda|off   CUDA where nvcc and a GPU are found, forced, or never
+# AMX=auto|on|off     AMX where a probe proves that it works, forced, or never
+PYTHON ?= python3
+GPU ?=
+AMX ?=
+CUDA_ARCH ?=
+BENCH ?=
+
+TOOL := $(PYTHON) patches/tool.py
+FLAGS := $(if $(GPU),--gpu $(GPU)) $(if $(AMX),--amx $(AMX)) \
+         $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH))
+IN_ENV = "$$($(TOOL) python)"
+
+.PHONY: help build chat test check bench patches-verify patches-refresh cuda-check gpu-check clean
+
+help:
+	@echo 'make build            set everything up: environment, patched llama.cpp, moe-edge'
+	@echo 'make chat             the same, then chat with the demo model'
+	@echo 'make test             the same, then run the tests'
+	@echo 'make check            ruff, mypy, docs and patches'
+	@echo 'make bench            the benchmark (BENCH="--routing zipf --json" passes options)'
+	@echo 'make patches-verify   check the patch series'
+	@echo 'make patches-refresh  rewrite the patches (TREE=DIR: from an edited llama.cpp)'
+	@echo 'make cuda-check       compile some CUDA objects; needs nvcc, no GPU'
+	@echo 'make gpu-check        the tests that need a GPU'
+	@echo 'make clean            remove .venv and tool caches'
+
+build:
+	@$(TOOL) setup $(FLAGS)
+
+chat:
+	@$(TOOL) setup $(FLAGS) >&2
+	@exec $(IN_ENV) -m orchestrator chat
+
+test:
+	@$(TOOL) setup --extras dev,convert $(FLAGS)
+	@$(IN_ENV) -m pytest
+
+check:
+	@$(TOOL) setup --extras dev $(FLAGS)
+	@$(IN_ENV) -m ruff check .
+	@$(IN_ENV) -m mypy
+	@$(TOOL) verify --fetch
+	@$(IN_ENV) -m pytest -q tests/contract
+
+bench:
+	@$(TOOL) setup $(FLAGS)
+	@exec $(IN_ENV) -m orchestrator bench $(BENCH)
+
+patches-verify:
+	@$(TOOL) verify --fetch
+
+patches-refresh:
+	@$(TOOL) refresh $(if $(TREE),--tree $(TREE))
+
+cuda-check:
+	@$(TOOL) cuda-check $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH))
+
+gpu-check:
+	@$(TOOL) gpu-check
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

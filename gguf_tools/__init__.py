@@ -1,0 +1,1 @@
+"""Bytes on disk: the expert file and ordinary GGUFs, read, written and quantized."""

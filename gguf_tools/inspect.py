@@ -1,0 +1,161 @@
+"""What a model file holds and what of it fits a budget: as numbers, and as text."""
+
+from typing import Any
+
+from .experts import ExpertModel
+from .layout import KINDS, slot_bytes
+
+BUDGET_SHARES = (0.25, 0.40, 0.60, 0.80, 1.00)
+KV_TOKENS = 4096
+
+
+def describe(model: ExpertModel) -> dict[str, Any]:
+    """Facts about an opened model, ready for JSON; sizes in bytes.
+
+    ``budgets``: for shares of the best tier's expert bytes, how many experts of each tier
+    a layer could keep resident if all of the budget went to that tier. ``ram_bytes`` adds
+    dense weights and an F16 KV cache of KV_TOKENS tokens; compute scratch comes on top.
+    """
+    n_ctx = min(KV_TOKENS, model.context_length or KV_TOKENS)
+    kv_bytes = model.kv_bytes(n_ctx)
+    budgets = []
+    for share in BUDGET_SHARES:
+        slot_budget = round(share * model.tier_bytes[0])
+        budgets.append(
+            {
+                "share": share,
+                "slot_bytes": slot_budget,
+                "ram_bytes": model.dense_bytes + kv_bytes + slot_budget,
+                "experts_per_layer": {
+                    tier.name: _experts_per_layer(model, index, slot_budget)
+                    for index, tier in enumerate(model.tiers)
+                },
+            }
+        )
+    return {
+        "file": str(model.path),
+        "files": [str(path) for path in model.files],
+        "name": model.name,
+        "architecture": model.arch,
+        "layers": model.block_count,
+        "moe_layers": model.n_layers,
+        "experts": model.n_expert,
+        "experts_used": model.n_expert_used,
+        "shared_experts": model.has_shared,
+        "context_length": model.context_length,
+        "embedding_length": model.embedding_length,
+        "matrices": _matrices(model),
+        "file_bytes": sum(path.stat().st_size for path in model.files),
+        "dense_bytes": model.dense_bytes,
+        "kv_tokens": n_ctx,
+        "kv_bytes": kv_bytes,
+        "tiers": [
+            {
+                "name": tier.name,
+                "bits_per_weight": round(tier.bpw, 3),
+                "bytes": model.tier_bytes[index],
+                "expert_bytes": tier.bytes_per_expert,
+                "types": _types(model, index),
+            }
+            for index, tier in enumerate(model.tiers)
+        ],
+        "fallbacks": list(model.fallbacks),
+        "budgets": budgets,
+    }
+
+
+def _experts_per_layer(model: ExpertModel, tier: int, budget: int) -> int:
+    """Whole experts of every layer that the budget holds, block rounding of slots included."""
+    per_expert = sum(
+        slot_bytes(each.offset, each.expert_bytes, model.n_expert)
+        for layer in model.slices
+        for kind in layer
+        if (each := kind[tier]) is not None
+    )
+    if budget >= model.tier_bytes[tier]:
+        return model.n_expert
+    return min(model.n_expert, budget // per_expert)
+
+
+def _matrices(model: ExpertModel) -> list[dict[str, Any]]:
+    """Different matrix shapes: kind, row length, rows."""
+    found = {
+        (kind, shape): None
+        for layer in model.shapes
+        for kind, shape in enumerate(layer)
+        if shape is not None
+    }
+    return [{"kind": KINDS[kind], "row": shape[0], "rows": shape[1]} for kind, shape in found]
+
+
+def _types(model: ExpertModel, tier: int) -> dict[str, list[str]]:
+    """ggml types in use for each matrix kind of a tier."""
+    types: dict[str, list[str]] = {}
+    for layer in model.slices:
+        for kind, tiers in enumerate(layer):
+            each = tiers[tier]
+            if each is not None:
+                names = types.setdefault(KINDS[kind], [])
+                if each.type.tier_name not in names:
+                    names.append(each.type.tier_name)
+    return types
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The facts of ``describe`` as text for a terminal."""
+    shared = " and shared experts" if facts["shared_experts"] else ""
+    lines = [
+        facts["file"] + (f" and {len(facts['files']) - 1} more" if len(facts["files"]) > 1 else ""),
+        f"  {facts['name']}: {facts['architecture']}, {facts['layers']} layers,"
+        f" {facts['moe_layers']} of them with {facts['experts']} experts{shared},"
+        f" {facts['experts_used']} experts per token",
+        "  expert matrices: "
+        + ", ".join(f"{each['kind']} {each['rows']}x{each['row']}" for each in facts["matrices"]),
+        f"  dense weights {size(facts['dense_bytes'])}, KV cache {size(facts['kv_bytes'])}"
+        f" for {facts['kv_tokens']} tokens, files {size(facts['file_bytes'])}",
+        "",
+    ]
+    rows = [["tier", "bits/weight", "all experts", "one expert", "types"]]
+    for tier in facts["tiers"]:
+        types = sorted({name for names in tier["types"].values() for name in names})
+        rows.append(
+            [
+                tier["name"],
+                f"{tier['bits_per_weight']:.2f}",
+                size(tier["bytes"]),
+                size(tier["expert_bytes"]),
+                " ".join(types),
+            ]
+        )
+    lines += _table(rows)
+    lines += [f"  fallback {text}" for text in facts["fallbacks"]]
+    lines += ["", f"  experts per layer (of {facts['experts']}) that fit a budget, by tier:"]
+    rows = [["expert slots", "", "RAM in all", *(tier["name"] for tier in facts["tiers"])]]
+    for budget in facts["budgets"]:
+        rows.append(
+            [
+                f"{budget['share']:.0%}",
+                size(budget["slot_bytes"]),
+                size(budget["ram_bytes"]),
+                *(str(n) for n in budget["experts_per_layer"].values()),
+            ]
+        )
+    lines += _table(rows)
+    lines.append("  RAM in all: slots, dense weights and KV cache; compute scratch comes on top")
+    return "\n".join(lines)
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    cells = [[text.rjust(width) for text, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  " + "  ".join(row).rstrip() for row in cells]
+
+
+def size(n: int) -> str:
+    """A byte count with a binary unit and three digits or more."""
+    value = float(n)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

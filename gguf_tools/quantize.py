@@ -1,0 +1,186 @@
+"""ggml's own quantization, called through ctypes: the same bytes that llama.cpp writes.
+
+The library is ``libggml-base`` of the installed ``llama_cpp`` package, or of the folder
+named by LLAMA_CPP_LIB_PATH, the variable that ``llama_cpp`` itself obeys. ctypes releases
+the interpreter lock during a call, so threads quantize in parallel.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import QuantizeError
+from .layout import BLOCK, MAX_TIERS, TIER_TYPES, GGMLType, bits_per_weight, row_bytes, type_by_name
+
+Floats = npt.NDArray[np.float32]
+Blocks = npt.NDArray[np.uint8]
+
+# The first version with Q1_0 and Q2_0; asking an older one about them would abort.
+MIN_VERSION = (0, 25)
+_NAMES = ("libggml-base.so", "libggml-base.dylib", "ggml-base.dll")
+
+
+class _TypeTraits(ctypes.Structure):
+    """struct ggml_type_traits of ggml.h."""
+
+    _fields_ = [
+        ("type_name", ctypes.c_char_p),
+        ("blck_size", ctypes.c_int64),
+        ("blck_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.c_void_p),
+        ("from_float_ref", ctypes.c_void_p),
+    ]
+
+
+_TO_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+
+
+class Ggml:
+    """One loaded libggml-base, checked against the block sizes of ``layout.BLOCK``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            library = ctypes.CDLL(str(path))
+            library.ggml_version.restype = ctypes.c_char_p
+            self.version = str(library.ggml_version() or b"", "ascii", "replace")
+            self._traits = library.ggml_get_type_traits
+            self._quantize = library.ggml_quantize_chunk
+        except (OSError, AttributeError) as error:
+            raise QuantizeError(f"{path}: not a usable libggml-base: {error}") from error
+        found = re.match(r"(\d+)\.(\d+)", self.version)
+        if found is None or (int(found[1]), int(found[2])) < MIN_VERSION:
+            raise QuantizeError(
+                f"{path}: ggml {self.version or 'of unknown version'}; at least"
+                f" {MIN_VERSION[0]}.{MIN_VERSION[1]} is needed: run `make build`"
+            )
+        self._traits.argtypes = [ctypes.c_int]
+        self._traits.restype = ctypes.POINTER(_TypeTraits)
+        self._quantize.argtypes = [
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+        ]
+        self._quantize.restype = ctypes.c_size_t
+        self._to_float: dict[GGMLType, Any] = {}
+        for ggml_type, block in BLOCK.items():
+            traits = self._traits(ggml_type).contents
+            if (traits.blck_size, traits.type_size) != block:
+                raise QuantizeError(
+                    f"{path}: {ggml_type.tier_name} has blocks of {traits.blck_size} weights in"
+                    f" {traits.type_size} bytes, expected {block.weights} in {block.bytes}"
+                )
+            if traits.to_float:
+                self._to_float[ggml_type] = _TO_FLOAT(traits.to_float)
+
+    def dequantize(self, ggml_type: GGMLType, data: Blocks, n_per_row: int) -> Floats:
+        """Float32 [rows, n_per_row] of encoded rows; QuantizeError for a type without one."""
+        n_rows, rest = divmod(data.nbytes, row_bytes(ggml_type, n_per_row))
+        if rest:
+            raise QuantizeError(f"{data.nbytes} bytes are not whole rows of {n_per_row}")
+        if ggml_type is GGMLType.F32:
+            return data.view(np.float32).reshape(n_rows, n_per_row)
+        to_float = self._to_float.get(ggml_type)
+        if to_float is None:
+            raise QuantizeError(f"ggml cannot turn {ggml_type.tier_name} into floats")
+        data = np.ascontiguousarray(data)
+        values = np.empty((n_rows, n_per_row), np.float32)
+        to_float(data.ctypes.data, values.ctypes.data, values.size)
+        return values
+
+    def quantize(self, ggml_type: GGMLType, values: Floats) -> Blocks:
+        """Encoded bytes of float32 rows [rows, n_per_row].
+
+        Raises QuantizeError for a type that needs an importance matrix or does not fit the
+        rows, and for values that are not finite: ggml would abort the process or write
+        blocks that poison every result.
+        """
+        n_rows, n_per_row = values.shape
+        if ggml_type not in TIER_TYPES:
+            raise QuantizeError(unusable(ggml_type.tier_name))
+        if n_per_row % BLOCK[ggml_type].weights:
+            raise QuantizeError(
+                f"rows of {n_per_row} are not a multiple of {BLOCK[ggml_type].weights}, the"
+                f" block of {ggml_type.tier_name}"
+            )
+        if not np.isfinite(values).all():
+            raise QuantizeError("a value is not finite")
+        values = np.ascontiguousarray(values, np.float32)
+        blocks = np.empty(n_rows * row_bytes(ggml_type, n_per_row), np.uint8)
+        written = self._quantize(
+            ggml_type, values.ctypes.data, blocks.ctypes.data, 0, n_rows, n_per_row, None
+        )
+        if written != blocks.nbytes:
+            raise QuantizeError(
+                f"{self.path}: {ggml_type.tier_name}: {written} bytes, expected {blocks.nbytes}"
+            )
+        return blocks
+
+
+def library_path() -> Path:
+    """Where libggml-base is; QuantizeError with one sentence of advice where it is not."""
+    override = os.environ.get("LLAMA_CPP_LIB_PATH")
+    if override:
+        folder = Path(override)
+    else:
+        spec = importlib.util.find_spec("llama_cpp")
+        if spec is None or not spec.submodule_search_locations:
+            raise QuantizeError("quantizing needs the llama_cpp package: run `make build`")
+        folder = Path(next(iter(spec.submodule_search_locations))) / "lib"
+    for name in _NAMES:
+        if (folder / name).exists():
+            return folder / name
+    raise QuantizeError(f"{folder}: no libggml-base in this folder: run `make build`")
+
+
+@functools.lru_cache(maxsize=4)
+def _load(path: Path) -> Ggml:
+    return Ggml(path)
+
+
+def load(path: Path | None = None) -> Ggml:
+    """The loaded library, loaded once; QuantizeError where it is missing or does not fit."""
+    return _load(library_path() if path is None else path)
+
+
+def unusable(name: str) -> str:
+    """Why a name cannot be a tier, and which can, in one sentence."""
+    known = ", ".join(each.tier_name for each in TIER_TYPES)
+    if type_by_name(name) is None:
+        return f"unknown tier {name}: known tiers are {known}"
+    return f"tier {name} cannot be made without an importance matrix; known tiers are {known}"
+
+
+def parse_tiers(names: Sequence[str]) -> list[GGMLType]:
+    """ggml types of tier names; QuantizeError unless they are known, at most
+    ``layout.MAX_TIERS``, and listed best first by bits per weight."""
+    types = []
+    for name in names:
+        found = type_by_name(name)
+        if found is None or found not in TIER_TYPES:
+            raise QuantizeError(unusable(name))
+        types.append(found)
+    if not 1 <= len(types) <= MAX_TIERS:
+        raise QuantizeError(f"{len(types)} tiers; a file holds 1 to {MAX_TIERS}")
+    for high, low in pairwise(types):
+        if bits_per_weight(low) >= bits_per_weight(high):
+            raise QuantizeError(
+                f"tier {low.tier_name} ({bits_per_weight(low):.2f} bits per weight) is not below"
+                f" {high.tier_name} ({bits_per_weight(high):.2f}); list tiers best first"
+            )
+    return types

@@ -1,0 +1,1 @@
+"""Models that moe-edge ships or knows about."""

@@ -1,0 +1,1 @@
+"""Runs Mixture-of-Experts models whose experts live on disk in several precisions."""

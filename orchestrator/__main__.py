@@ -1,0 +1,5 @@
+"""`python -m orchestrator` is `moe-edge`."""
+
+from orchestrator.cli import main
+
+main()

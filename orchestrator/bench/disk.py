@@ -1,0 +1,100 @@
+"""How fast this disk delivers experts: direct reads of the very slices a miss would read."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import threading
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.layout import IO_BLOCK_BYTES, pad
+
+
+class Bandwidth(NamedTuple):
+    """bytes_per_s of `direct` (O_DIRECT) or buffered reads of slice_bytes on average."""
+
+    bytes_per_s: float
+    direct: bool
+    slice_bytes: int
+
+
+class _Window(NamedTuple):
+    path: Path
+    offset: int
+    length: int
+
+
+def _windows(model: ExpertModel, tier: int) -> list[_Window]:
+    """The block-aligned window around every expert matrix of a tier."""
+    found = []
+    for layer in model.slices:
+        for tiers in layer:
+            piece = tiers[tier]
+            if piece is None:
+                continue
+            for expert in range(model.n_expert):
+                start = piece.offset + expert * piece.expert_bytes
+                first = start // IO_BLOCK_BYTES * IO_BLOCK_BYTES
+                length = pad(start + piece.expert_bytes - first, IO_BLOCK_BYTES)
+                found.append(_Window(model.files[piece.file_index], first, length))
+    return found
+
+
+def _open_direct(path: Path) -> tuple[int, bool]:
+    flag = getattr(os, "O_DIRECT", 0)
+    if flag:
+        try:
+            return os.open(path, os.O_RDONLY | flag), True
+        except OSError:
+            pass  # the file system refuses; buffered reads are what the store does then too
+    return os.open(path, os.O_RDONLY), False
+
+
+def read_bandwidth(
+    model: ExpertModel, *, tier: int = 0, threads: int = 4, seconds: float = 1.5, seed: int = 0
+) -> Bandwidth:
+    """Reads expert matrices of a tier in random order for so long, one at a time a thread.
+
+    An upper limit for a store with as many I/O threads: nothing else runs meanwhile.
+    Raises OSError.
+    """
+    windows = _windows(model, tier)
+    files = {path: _open_direct(path) for path in {window.path for window in windows}}
+    direct = all(is_direct for _, is_direct in files.values())
+    total = [0] * threads
+    failed: list[OSError] = []
+    longest = max(window.length for window in windows)
+    deadline = 0.0
+
+    def work(index: int) -> None:
+        order = random.Random(f"{seed} {index}")
+        with mmap.mmap(-1, longest) as memory, memoryview(memory) as view:
+            while perf_counter() < deadline and not failed:
+                window = order.choice(windows)
+                try:
+                    n = os.preadv(files[window.path][0], [view[: window.length]], window.offset)
+                except OSError as error:
+                    failed.append(error)
+                    return
+                total[index] += n
+
+    try:
+        workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+        start = perf_counter()
+        deadline = start + seconds
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        elapsed = perf_counter() - start
+    finally:
+        for fd, _ in files.values():
+            os.close(fd)
+    if failed:
+        raise failed[0]
+    mean_bytes = sum(window.length for window in windows) // len(windows)
+    return Bandwidth(sum(total) / elapsed, direct, mean_bytes)

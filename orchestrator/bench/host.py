@@ -1,0 +1,115 @@
+"""What the benchmark asks of the operating system: a memory limit, and a cold page cache."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+
+
+class MemoryGroup:
+    """A memory cgroup (version 1 or 2) of a process that is still to start."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """Makes the group. Raises OSError where that is not allowed."""
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        folder.mkdir()
+        try:
+            if (folder / "memory.limit_in_bytes").exists():
+                (folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
+                # Without this, swap would take what the limit refuses.
+                with contextlib.suppress(OSError):
+                    (folder / "memory.memsw.limit_in_bytes").write_text(str(limit_bytes))
+            else:
+                (folder / "memory.max").write_text(str(limit_bytes))
+                with contextlib.suppress(OSError):
+                    (folder / "memory.swap.max").write_text("0")
+        except OSError:
+            folder.rmdir()
+            raise
+
+    @property
+    def procs(self) -> Path:
+        """Writing its process id here puts a process into the group."""
+        return self.folder / "cgroup.procs"
+
+    def was_killed(self) -> bool:
+        """Whether the kernel ended a process of the group for want of memory."""
+        for name in ("memory.oom_control", "memory.events"):
+            with contextlib.suppress(OSError):
+                for line in (self.folder / name).read_text().splitlines():
+                    key, _, value = line.partition(" ")
+                    if key == "oom_kill":
+                        return int(value) > 0
+        return False
+
+    def remove(self) -> None:
+        """Removes the group; its processes must have ended."""
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+
+def memory_folders(root: Path = CGROUP_ROOT, proc: Path = Path("/proc/self/cgroup")) -> list[Path]:
+    """Cgroup folders below which a memory group may be made, likeliest first."""
+    found = []
+    for line in proc.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            found.append(root / "memory" / path.lstrip("/"))
+        elif controllers == "" and (root / "cgroup.controllers").exists():
+            own = root / path.lstrip("/")
+            found += [own, own.parent] if own != root else [own]
+    return [folder for folder in found if folder.is_dir()]
+
+
+@contextlib.contextmanager
+def memory_group(limit_bytes: int) -> Iterator[MemoryGroup | str]:
+    """A group with this limit, removed on leaving, or the reason why there is none."""
+    reason = "no memory cgroup is mounted here"
+    group = None
+    try:
+        folders = memory_folders()
+    except OSError as error:
+        folders, reason = [], str(error)
+    for folder in folders:
+        try:
+            group = MemoryGroup(folder / f"moe-edge-bench-{os.getpid()}", limit_bytes)
+            break
+        except OSError as error:
+            reason = f"a memory cgroup could not be made ({error.strerror}: {error.filename})"
+    if group is None:
+        yield reason
+        return
+    try:
+        yield group
+    finally:
+        group.remove()
+
+
+def forget_files(paths: Iterable[Path]) -> str:
+    """Takes files out of the page cache. Returns "" or what could not be done."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        DROP_CACHES.write_text("3\n")
+    except OSError as error:
+        return f"only the model's own pages were dropped, not all of the cache ({error.strerror})"
+    return ""
+
+
+def memory_status(proc: Path = Path("/proc/self/status")) -> dict[str, int]:
+    """Resident and peak resident bytes of this process: {"rss", "peak_rss"}."""
+    wanted = {"VmRSS": "rss", "VmHWM": "peak_rss"}
+    found = {}
+    for line in proc.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key in wanted:
+            found[wanted[key]] = int(value.split()[0]) * 1024
+    return found

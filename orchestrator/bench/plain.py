@@ -1,0 +1,103 @@
+"""The reference: a model on the plain upstream path of the installed library.
+
+It goes through the bindings' own low-level calls and nothing of ours, so that what is
+measured here is upstream at the flags given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import llama_cpp.llama_cpp as ll
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.errors import NativeError
+
+
+@ll.llama_log_callback
+def _silent(level: int, text: bytes, user_data: object) -> None:
+    pass
+
+
+class PlainModel:
+    """One model and one context; a context manager.
+
+    mmap: weights are mapped and paged in, otherwise read into memory at load.
+    extra_bufts: weights may be repacked for the CPU. Raises NativeError.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        n_ctx: int,
+        n_ubatch: int = 512,
+        threads: int,
+        mmap: bool = True,
+        extra_bufts: bool = False,
+    ) -> None:
+        ll.llama_log_set(_silent, None)
+        ll.llama_backend_init()
+        model_params = ll.llama_model_default_params()
+        model_params.load_mode = ll.LLAMA_LOAD_MODE_MMAP if mmap else ll.LLAMA_LOAD_MODE_NONE
+        model_params.use_extra_bufts = extra_bufts
+        model_params.n_gpu_layers = 0
+        self._model = ll.llama_model_load_from_file(str(path).encode(), model_params)
+        if not self._model:
+            raise NativeError(f"{path}: upstream could not load it")
+        params = ll.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_ubatch, n_ubatch
+        params.n_threads = params.n_threads_batch = threads
+        self._context = ll.llama_init_from_model(self._model, params)
+        if not self._context:
+            ll.llama_model_free(self._model)
+            raise NativeError(f"{path}: upstream could not make a context of {n_ctx} tokens")
+        vocab = ll.llama_model_get_vocab(self._model)
+        self.n_vocab = int(ll.llama_vocab_n_tokens(vocab))
+        self._n_batch = n_ubatch
+        self._batch = ll.llama_batch_init(n_ubatch, 0, 1)
+
+    def __enter__(self) -> PlainModel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees everything; further calls are not allowed."""
+        ll.llama_batch_free(self._batch)
+        ll.llama_free(self._context)
+        ll.llama_model_free(self._model)
+
+    def eval(
+        self, tokens: list[int], pos: int, want_all_logits: bool = False
+    ) -> npt.NDArray[np.float32]:
+        """Decodes tokens at positions pos.. and returns logits [n_out, n_vocab], a copy.
+
+        n_out is len(tokens) with want_all_logits, else 1 (the last token's).
+        """
+        rows = []
+        for start in range(0, len(tokens), self._n_batch):
+            chunk = tokens[start : start + self._n_batch]
+            last = start + len(chunk) == len(tokens)
+            batch = self._batch
+            batch.n_tokens = len(chunk)
+            for i, token in enumerate(chunk):
+                batch.token[i] = token
+                batch.pos[i] = pos + start + i
+                batch.n_seq_id[i] = 1
+                batch.seq_id[i][0] = 0
+                batch.logits[i] = want_all_logits or (last and i == len(chunk) - 1)
+            status = ll.llama_decode(self._context, batch)
+            if status:
+                raise NativeError(f"llama_decode failed with {status}")
+            wanted = range(len(chunk)) if want_all_logits else [len(chunk) - 1] if last else []
+            for i in wanted:
+                pointer = ll.llama_get_logits_ith(self._context, i)
+                rows.append(np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy())
+        return np.stack(rows)
+
+    def reset(self) -> None:
+        """Forgets the context."""
+        ll.llama_memory_clear(ll.llama_get_memory(self._context), True)

@@ -1,0 +1,112 @@
+"""The benchmark's figures as a table of at most 100 columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WIDTH = 100
+
+_HEAD = (
+    f"{'':22}{'tok/s':>7}{'p50 ms':>8}{'p99 ms':>8}{'TTFT ms':>9}{'hit %':>7}{'MB/tok':>8}"
+    f"{'hi/lo/skip %':>14}{'of bound':>10}{'x mmap':>7}"
+)
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report of bench.run as text."""
+    model, options, bandwidth = report["model"], report["options"], report["bandwidth"]
+    lines = [
+        f"{model['shape']}: {model['n_layers']} layers of {model['n_expert']} experts, top-"
+        f"{model['n_expert_used']}, {model['file_bytes'] / 2**30:.2f} GiB in "
+        f"{model['tiers'][0]}, random weights",
+        f"{report['machine']['processor']}, {report['machine']['cores']} cores",
+        f"{'direct' if bandwidth['direct'] else 'buffered'} reads of "
+        f"{bandwidth['slice_bytes'] / 1e6:.2f} MB by {bandwidth['threads']} threads: "
+        f"{bandwidth['bytes_per_s'] / 1e9:.2f} GB/s "
+        f"({', '.join(f'{each / 1e9:.2f}' for each in bandwidth['runs'])})",
+        _routing_line(options["routing"], report["routing"]),
+        f"{options['tokens']} decode steps with the same random tokens for all, "
+        f"{options['prompt_tokens']} before them, {options['runs']} runs in turn, "
+        f"r = {options['retention']}",
+    ]
+    for cap in dict.fromkeys(row["cap"] for row in report["cases"]):
+        rows = [row for row in report["cases"] if row["cap"] == cap]
+        lines += ["", _title(cap, rows), _HEAD, *(_row(row) for row in rows), *_notes(rows)]
+    lines += ["", *_resident_ratios(report["cases"])]
+    lines += [f"note: {reason}" for reason in report["skipped"]]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _title(cap: float | None, rows: list[dict[str, Any]]) -> str:
+    if cap is None:
+        return "everything resident"
+    limit = rows[0]["limit_bytes"]
+    if limit is None:
+        return f"expert slots of {cap:.0%} of the experts"
+    return f"whole process within {cap:.0%} of the file, {limit / 2**20:.0f} MiB"
+
+
+def _routing_line(routing: str, measured: dict[str, Any] | None) -> str:
+    if measured is None:
+        return f"{routing} routing, not measured"
+    use = measured["use"]
+    top = " ".join(f"{share * 100:.0f}" for share in use[:6])
+    return (
+        f"{routing} routing, measured on {measured['tokens']} tokens: the experts of a layer are "
+        f"used by {top} ..\n  {use[len(use) // 2] * 100:.1f} (median) .. {use[-1] * 100:.1f} % of "
+        f"the tokens, most used first; exponent {measured['exponent']:.2f}"
+    )
+
+
+def _percent(value: float | None, digits: int = 0) -> str:
+    return "" if value is None else f"{value * 100:.{digits}f}"
+
+
+def _row(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['name']:22} {row['error']}"[:WIDTH]
+    mix = row.get("mix")
+    parts = "/".join(_percent(mix[key]) for key in ("high", "low", "skip")) if mix else ""
+    moved = row.get("bytes_per_token")
+    bound, speedup = row.get("of_bound"), row.get("speedup_mmap")
+    cells = (
+        f"{row['name']:22}{row['tokens_per_s']:7.1f}{row['tpot_ms_p50']:8.1f}"
+        f"{row['tpot_ms_p99']:8.1f}{row['ttft_ms']:9.0f}{_percent(row.get('hit_rate'), 1):>7}"
+    )
+    cells += f"{'' if moved is None else f'{moved / 1e6:.1f}':>8}{parts:>14}"
+    cells += f"{'' if bound is None else f'{bound * 100:.0f} %':>10}"
+    cells += f"{'' if speedup is None else f'{speedup:.1f}':>7}"
+    return cells.rstrip()
+
+
+def _notes(rows: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for row in rows:
+        if "budget_bytes" not in row:
+            continue
+        parts = [f"peak {row['peak_rss_bytes'] / 2**20:.0f} MiB"]
+        if row["limit_bytes"]:
+            kept = "OVER its promise of" if row["over_promise"] else "promised"
+            parts.append(f"{kept} {row['limit_bytes'] / 2**20:.0f}")
+        parts.append(f"slots {row['budget_bytes'] / 2**20:.0f} MiB")
+        if "bound_tpot_ms" in row:
+            parts.append(f"bound {1e3 / row['bound_tpot_ms']:.1f} tok/s")
+        if row.get("callback_us_p50") is not None:
+            parts.append(f"callback {row['callback_us_p50']:.0f} us")
+        if not row["direct_io"]:
+            parts.append("buffered I/O")
+        lines.append(f"  {row['name']}: {', '.join(parts)}")
+    return lines
+
+
+def _resident_ratios(rows: list[dict[str, Any]]) -> list[str]:
+    speed = {row["name"]: row.get("tokens_per_s") for row in rows if row["cap"] is None}
+    plain, managed = speed.get("moe-edge plain"), speed.get("moe-edge managed")
+    bare = speed.get("upstream, no repack")
+    best = max(speed.get(f"upstream, {flag}") or 0.0 for flag in ("repack", "no repack"))
+    lines = []
+    if plain and best:
+        lines.append(f"resident, plain path: {plain / best:.2f} of upstream at its best flags")
+    if managed and bare:
+        lines.append(f"resident, managed path: {managed / bare:.2f} of upstream without repack")
+    return lines

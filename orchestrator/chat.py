@@ -1,0 +1,368 @@
+"""The conversation: its messages, its commands, and one answer at a time on a terminal.
+
+`Session` is the conversation and knows no terminal, `console.Console` is the terminal and knows no
+engine; `Chat` (interactive) and `one_shot` join them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.config import Config, format_size
+from orchestrator.console import Console
+from orchestrator.errors import MoeEdgeError
+from orchestrator.policy import known_policies
+from orchestrator.sampling import Sampling
+
+if TYPE_CHECKING:
+    from orchestrator.engine import Engine
+    from orchestrator.events import GenerationStats
+
+# Why an answer ended, where it was not the model that ended it.
+ENDINGS = {
+    "cancelled": "stopped",
+    "context": "cut: the context is full (--ctx)",
+    "length": "cut at --max-tokens",
+}
+
+Message = dict[str, str]
+Prefill = Callable[[int, int], None]
+
+
+@contextmanager
+def stoppable(cancel: Callable[[], None]) -> Iterator[list[int]]:
+    """Turn Ctrl-C into a call of `cancel`; the list that is yielded holds one entry a press."""
+    presses: list[int] = []
+
+    def handler(signum: int, _frame: object) -> None:
+        presses.append(signum)
+        cancel()
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield presses
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class Session:
+    """The messages of a conversation, and the engine that answers them.
+
+    `messages` is everything said. Where that outgrows the context, the oldest exchanges are left
+    out of what the model sees: `left_out` counts the messages.
+    """
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        self.engine = engine
+        self.sampling = Sampling(config.temp, config.top_p, config.seed)
+        self.max_tokens = config.max_tokens
+        self.messages: list[Message] = []
+        self.left_out = 0
+        self.stopped = False
+        self.system = config.system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system prompt."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.left_out = 0
+
+    def answer(self, text: str, on_prefill: Prefill | None = None) -> Iterator[str]:
+        """Yield the pieces of the answer to `text`. Ctrl-C ends it early and sets `stopped`.
+
+        A message that failed (any MoeEdgeError of the engine) or that got no answer is forgotten,
+        so that the conversation always alternates between user and assistant. What was said
+        before a stop is kept.
+        """
+        start = len(self.messages)
+        self.messages.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        keep = False
+        self.stopped = False
+        try:
+            with stoppable(self.engine.cancel) as presses:
+                tokens = self._visible_tokens()
+                # A press before the engine has begun would be lost on it.
+                if not presses:
+                    for piece in self.engine.generate(
+                        tokens, self.sampling, self.max_tokens, on_prefill
+                    ):
+                        pieces.append(piece)
+                        yield piece
+                        if presses:  # again, for a press that came while it was starting
+                            self.engine.cancel()
+                self.stopped = bool(presses)
+            keep = bool(pieces)
+        except GeneratorExit:
+            keep = bool(pieces)
+            raise
+        finally:
+            if keep:
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            else:
+                del self.messages[start:]
+
+    def _visible_tokens(self) -> list[int]:
+        """Tokens of what the model shall see; moves `left_out` on where that is too long.
+
+        It goes down to half of the context at once: dropping one exchange a turn would change the
+        prefix, and so evaluate the whole conversation again, at every turn.
+        """
+        head = self.messages[: 1 if self.system else 0]
+        context = self.engine.n_ctx
+        limit = context - min(self.max_tokens, context // 4)
+        while True:
+            rest = self.messages[len(head) + self.left_out :]
+            tokens = self.engine.render_chat(head + rest)
+            if len(tokens) <= limit or len(rest) < 3:
+                return tokens
+            self.left_out += 2
+            limit = context // 2
+
+    def save(self, path: Path) -> None:
+        """Write the messages to `path` as JSON lines; raises OSError and leaves no half file."""
+        lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages]
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.writelines(lines)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+
+def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
+    """Answer `prompt` on stdout, the answer alone or as one JSON object; False if it was stopped.
+
+    Bars and the statistics line go to stderr, and only where that is a terminal.
+    """
+    pieces = []
+    for piece in session.answer(prompt, console.prefill_bar):
+        console.end_bar()
+        pieces.append(piece)
+        if not as_json:
+            console.answer(piece)
+    console.end_bar()
+    stats = session.engine.last_stats
+    if as_json:
+        if session.stopped or stats is None:
+            return False
+        result = {"text": "".join(pieces), "stats": stats.as_dict()}
+        console.answer(json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n", raw=True)
+        return True
+    if not pieces or not pieces[-1].endswith("\n"):
+        console.answer("\n")
+    if console.err_tty and stats is not None:
+        console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
+    return not session.stopped
+
+
+def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
+    """The statistics of one answer, short: the fields of the dim line below it.
+
+    ram_bytes is the cap on everything that the model takes.
+    What the plain path does not have (hits, mix, reads, slots) is left out there.
+    """
+    fields = [ENDINGS[stats.finish]] if stats.finish in ENDINGS else []
+    fields.append(f"TTFT {stats.ttft_ms:.0f} ms")
+    if math.isfinite(stats.tokens_per_s):
+        fields.append(f"{stats.tokens_per_s:.1f} tokens/s")
+    if stats.hit_rate is not None:
+        fields.append(f"hits {100 * stats.hit_rate:.0f} %")
+        shares = (f"{name} {100 * stats.mix[name]:.0f} %" for name in ("high", "low", "skip"))
+        fields.append(" ".join(shares))
+    if stats.budget_bytes:
+        fields.append(f"read {format_size(stats.bytes_read)}")
+    fields.append(f"memory {format_size(stats.peak_rss_bytes)} of {format_size(ram_bytes)}")
+    if stats.budget_bytes:
+        fields.append(f"expert slots {format_size(stats.budget_bytes)}")
+    fields.append(_short_mode(stats.mode))
+    return fields
+
+
+def _short_mode(mode: str) -> str:
+    """The part of the mode line before its reasons and amounts."""
+    if mode.startswith("managed: "):
+        return mode.removeprefix("managed: ").split(",")[0]
+    return mode.split(":")[0]
+
+
+def stats_table(stats: GenerationStats) -> str:
+    """All statistics of an answer, one a line."""
+    rows: list[tuple[str, str]] = []
+    for key, value in stats.as_dict().items():
+        if value is None:
+            text = "-"
+        elif isinstance(value, dict):
+            text = ", ".join(f"{name} {_number(share)}" for name, share in value.items())
+        elif "bytes" in key:
+            text = f"{value} ({format_size(value)})"
+        else:
+            text = _number(value)
+        rows.append((key, text))
+    width = max(len(key) for key, _ in rows)
+    return "\n".join(f"{key:<{width}}  {text}" for key, text in rows)
+
+
+def _number(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+class Chat:
+    """The interactive loop: read a line, run a command or answer it, until /quit."""
+
+    def __init__(self, session: Session, console: Console) -> None:
+        self.session = session
+        self.console = console
+        self.commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
+            "/help": ("", "this list", self._help),
+            "/reset": ("", "forget the conversation", self._reset),
+            "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
+            "/stats": ("", "everything measured on the last answer", self._stats),
+            "/policy": ("NAME", "change the policy, live", self._policy),
+            "/retention": ("R", "change the share of critical experts, 0 to 1", self._retention),
+            "/save": ("FILE", "write the conversation as JSON lines", self._save),
+            "/quit": ("", "leave (so does Ctrl-D)", self._quit),
+        }
+        self._running = True
+        self._saved: set[Path] = set()
+
+    def run(self) -> None:
+        """Talk until /quit or the end of the input."""
+        engine, model = self.session.engine, self.session.engine.model
+        tiers = " ".join(tier.name for tier in model.tiers)
+        self.console.note(
+            f"{model.name or model.arch}: {model.n_layers} layers of {model.n_expert} experts, "
+            f"{model.n_expert_used} a token, in {tiers}"
+        )
+        self.console.note(engine.mode)
+        self.console.note("/help lists the commands, Ctrl-C stops an answer, /quit leaves\n")
+        words = [name + " " if usage else name for name, (usage, _, _) in self.commands.items()]
+        self.console.open_history(words)
+        while self._running:
+            try:
+                line = self.console.ask()
+            except KeyboardInterrupt:
+                self.console.note("\n/quit or Ctrl-D leaves")
+                continue
+            if line is None:
+                self.console.note("")
+                return
+            if not line.strip():
+                continue
+            try:
+                if line.startswith("/"):
+                    self._command(line)
+                else:
+                    self._turn(line.strip())
+            except MoeEdgeError as error:
+                self.console.error(str(error))
+            except KeyboardInterrupt:
+                self.console.note("\nstopped")
+
+    def _turn(self, text: str) -> None:
+        session, console = self.session, self.console
+        before = session.left_out
+        length = 0
+        last = ""
+        try:
+            for piece in session.answer(text, console.prefill_bar):
+                console.end_bar()
+                console.answer(piece)
+                length += len(piece)
+                last = piece or last
+        finally:
+            console.end_bar()
+            if length and not last.endswith("\n"):
+                console.answer("\n")
+        stats = session.engine.last_stats
+        if not length or stats is None:
+            console.note("stopped\n" if session.stopped else "(no answer)\n")
+            return
+        if session.left_out > before:
+            console.note(
+                f"The conversation outgrew the context of {session.engine.n_ctx} tokens: "
+                f"the first {session.left_out} messages are no longer seen."
+            )
+        console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
+        console.note("")
+
+    def _command(self, line: str) -> None:
+        name, _, argument = line.strip().partition(" ")
+        if name not in self.commands:
+            near = difflib.get_close_matches(name, self.commands, 1)
+            hint = f"did you mean {near[0]}?" if near else "/help lists them"
+            self.console.error(
+                f"unknown command {name}: {hint} (a leading space sends the line as text)"
+            )
+            return
+        self.commands[name][2](argument.strip())
+
+    def _help(self, _argument: str) -> None:
+        rows = [(f"{name} {usage}", text) for name, (usage, text, _) in self.commands.items()]
+        rows.append(("Ctrl-C", "stop the answer, keep the session"))
+        width = max(len(name) for name, _ in rows)
+        self.console.note("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
+
+    def _reset(self, _argument: str) -> None:
+        self.session.reset()
+        self.console.note("The conversation is empty.")
+
+    def _system(self, argument: str) -> None:
+        if argument:
+            self.session.system = None if argument == "-" else argument
+            self.session.reset()
+            self.console.note("The conversation is empty.")
+        self.console.note(f"System prompt: {self.session.system or 'none'}")
+
+    def _stats(self, _argument: str) -> None:
+        stats = self.session.engine.last_stats
+        self.console.note(stats_table(stats) if stats else "Nothing was answered yet.")
+
+    def _policy(self, argument: str) -> None:
+        if argument:
+            # Ctrl-C in the middle of a change would leave an engine that is neither.
+            with stoppable(lambda: None):
+                self.session.engine.set_policy(argument)
+        self.console.note(self.session.engine.mode)
+        if not argument:
+            self.console.note(f"Known policies: {', '.join(known_policies())}")
+
+    def _retention(self, argument: str) -> None:
+        if argument:
+            try:
+                retention = float(argument)
+            except ValueError:
+                self.console.error(f"retention is a number from 0 to 1, not {argument!r}")
+                return
+            self.session.engine.set_retention(retention)
+        self.console.note(self.session.engine.mode)
+
+    def _save(self, argument: str) -> None:
+        if not argument:
+            self.console.error("/save needs a file name")
+            return
+        path = Path(argument).expanduser().absolute()
+        if path.exists() and path not in self._saved:
+            self.console.error(f"{path} exists: choose another name")
+            return
+        try:
+            self.session.save(path)
+        except OSError as error:
+            self.console.error(f"{path}: {error.strerror}")
+            return
+        self._saved.add(path)
+        self.console.note(f"{len(self.session.messages)} messages written to {path}")
+
+    def _quit(self, _argument: str) -> None:
+        self._running = False

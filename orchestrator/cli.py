@@ -1,0 +1,347 @@
+"""The command line: parse, build the config, call one function.
+
+Everything heavy is imported inside the commands, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from orchestrator.config import Config, format_size, parse_size
+from orchestrator.errors import MoeEdgeError
+
+if TYPE_CHECKING:
+    from gguf_tools.pack import PackReport
+    from orchestrator.console import Console
+    from orchestrator.engine import Engine
+
+DEMO = Path("models/demo/moe-edge-demo.gguf")
+FILE = click.Path(path_type=Path)
+# The same text everywhere: README holds a copy of it, and a test compares them.
+HELP_WIDTH = 80
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    """The bytes of an option that is written as 6GiB or 500MB."""
+    try:
+        return None if value is None else parse_size(value)
+    except MoeEdgeError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+class Commands(click.Group):
+    """The commands, and the edge where an error becomes one sentence and an exit status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MoeEdgeError as error:
+            raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt:
+            ctx.exit(130)
+        except OSError as error:
+            if error.errno == errno.EPIPE or not error.strerror:
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            raise click.ClickException(f"{where}{error.strerror}") from error
+
+
+def _default(name: str) -> str:
+    """The default of a field of the config, for a help text."""
+    return f"[default: {Config.__dataclass_fields__[name].default}]"
+
+
+def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
+    def apply(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+model_options = _options(
+    click.option(
+        "-m",
+        "--model",
+        type=FILE,
+        metavar="FILE",
+        help="Any MoE model as GGUF, or a packed one.  [default: the demo model]",
+    ),
+    click.option(
+        "--low",
+        type=FILE,
+        metavar="FILE",
+        help="The same model in a lower precision, as a second GGUF.",
+    ),
+    click.option(
+        "--ram",
+        callback=_size,
+        metavar="SIZE",
+        help="Cap on everything the model takes, as 6GiB or 500MB.  [default: free memory]",
+    ),
+    click.option(
+        "--expert-ram",
+        callback=_size,
+        metavar="SIZE",
+        help="Cap on the expert slots alone, for experiments.",
+    ),
+    click.option(
+        "--policy",
+        metavar="NAME",
+        help="Which experts stay, and in which precision: lru, dymoe.  [default: chosen]",
+    ),
+    click.option(
+        "--retention",
+        type=float,
+        metavar="R",
+        help=f"Average share of critical experts, 0 to 1.  {_default('retention')}",
+    ),
+    click.option(
+        "--high-tier",
+        metavar="TIER",
+        help="Precision of critical experts, as q4_k.  [default: the best]",
+    ),
+    click.option(
+        "--low-tier", metavar="TIER", help="Precision of the others, or skip.  [default: the next]"
+    ),
+    click.option("--ctx", type=int, metavar="N", help=f"Context in tokens.  {_default('ctx')}"),
+    click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores]"),
+)
+
+answer_options = _options(
+    click.option(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"Longest answer in tokens.  {_default('max_tokens')}",
+    ),
+    click.option(
+        "--temp",
+        type=float,
+        metavar="T",
+        help=f"Temperature; 0 always takes the likeliest token.  {_default('temp')}",
+    ),
+    click.option(
+        "--top-p", type=float, metavar="P", help=f"Nucleus sampling.  {_default('top_p')}"
+    ),
+    click.option("--seed", type=int, metavar="N", help="Makes the sampling repeatable."),
+    click.option("--system", metavar="TEXT", help="System prompt."),
+)
+
+
+def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for package in ("moe-edge", "llama_cpp_python"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"{package} (not installed)")
+    click.echo(", ".join(found))
+    ctx.exit()
+
+
+@click.group(
+    name="moe-edge",
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "terminal_width": HELP_WIDTH},
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the versions and exit.",
+)
+def cli() -> None:
+    """Run Mixture-of-Experts models that do not fit the memory: experts stay on
+    disk in several precisions, and come into RAM within a budget."""
+
+
+@cli.command()
+@model_options
+@answer_options
+@click.option(
+    "-p",
+    "--prompt",
+    metavar="TEXT",
+    help="Answer this, print the answer alone, and exit. So does text on stdin.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="With a prompt: print one JSON object, the text and its statistics.",
+)
+def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
+    """Talk to a model."""
+    from orchestrator.chat import Chat, Session, one_shot
+    from orchestrator.console import Console
+
+    console = Console()
+    if prompt is None and not console.in_tty:
+        prompt = sys.stdin.read() if sys.stdin else ""
+        if not prompt.strip():
+            raise click.UsageError("no prompt: give -p TEXT, or text on stdin, or a terminal")
+    if prompt is None and as_json:
+        raise click.UsageError("--json needs a prompt: give -p TEXT, or text on stdin")
+    if prompt is not None and not prompt.strip():
+        raise click.UsageError("the prompt is empty")
+    config = _config(options)
+    with _engine(config, console) as engine:
+        session = Session(engine, config)
+        if prompt is None:
+            Chat(session, console).run()
+        elif not one_shot(session, console, prompt.strip(), as_json):
+            raise KeyboardInterrupt
+
+
+def _config(options: dict[str, Any]) -> Config:
+    """The config of the options that were given; without --model, of the demo model."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if "model" not in given:
+        given["model"] = _demo_model()
+    return Config.build(**given)
+
+
+def _demo_model() -> Path:
+    for folder in (Path(__file__).resolve().parent.parent, Path.cwd()):
+        if (folder / DEMO).is_file():
+            return folder / DEMO
+    raise MoeEdgeError(f"the demo model {DEMO} is not here: name a model with -m FILE.gguf")
+
+
+def _engine(config: Config, console: Console) -> Engine:
+    from orchestrator.engine import Engine
+
+    try:
+        return Engine.open(config, console.load_bar)
+    finally:
+        console.end_bar()
+
+
+@cli.command()
+@click.argument("source", metavar="IN", type=FILE)
+@click.argument("target", metavar="OUT", type=FILE)
+@click.option(
+    "--tiers",
+    required=True,
+    metavar="LIST",
+    help="Precisions to store, best first, as q8_0,q4_k,q2_k.",
+)
+@click.option(
+    "--dense",
+    type=click.Choice(["q8_0"]),
+    help="Also quantize the F16 and F32 matrices that are not experts.",
+)
+@click.option("--threads", type=int, metavar="N", help="Threads.  [default: the cores]")
+def pack(source: Path, target: Path, tiers: str, dense: str | None, threads: int | None) -> None:
+    """Write the experts of a GGUF in several precisions into one file."""
+    from gguf_tools.pack import pack as run
+
+    names = [name.strip().lower() for name in tiers.split(",")]
+    with _progress("Packing") as progress:
+        report = run(source, target, names, dense=dense, progress=progress, threads=threads)
+    _print_report(report)
+
+
+@cli.command()
+@click.argument("source", metavar="IN", type=FILE)
+@click.argument("target", metavar="OUT", type=FILE)
+@click.option("--tier", required=True, metavar="TIER", help="The precision to keep, as q4_k.")
+def export(source: Path, target: Path, tier: str) -> None:
+    """Write one precision of a packed file as a GGUF for any llama.cpp."""
+    from gguf_tools.pack import export as run
+
+    with _progress("Exporting") as progress:
+        report = run(source, target, tier.lower(), progress=progress)
+    _print_report(report)
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr, gone at the end."""
+    from orchestrator.console import Console
+
+    console = Console()
+    try:
+        yield lambda fraction: console.bar(label, fraction)
+    finally:
+        console.end_bar()
+
+
+def _print_report(report: PackReport) -> None:
+    """What was written on stdout, what is odd about it on stderr."""
+    tiers = ", ".join(
+        f"{name} {bpw:.2f} bits {format_size(nbytes)}" for name, bpw, nbytes in report.tiers
+    )
+    click.echo(f"{report.path}: {format_size(report.nbytes)}, experts in {tiers}")
+    for sentence in (*report.fallbacks, *report.warnings):
+        click.echo(f"Note: {sentence}", err=True)
+
+
+@cli.command()
+@click.argument("file", metavar="FILE", type=FILE)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def inspect(file: Path, as_json: bool) -> None:
+    """Show what a model file holds, and what fits which budget."""
+    from gguf_tools.experts import ExpertModel
+    from gguf_tools.inspect import describe, render
+
+    description = describe(ExpertModel.open(file))
+    click.echo(json.dumps(description, ensure_ascii=False) if as_json else render(description))
+
+
+@cli.command()
+@click.option(
+    "--shape", metavar="NAME", help="Experts of the random-weight model.  [default: olmoe]"
+)
+@click.option(
+    "--routing", metavar="KIND", help="How experts are used: uniform, zipf.  [default: uniform]"
+)
+@click.option(
+    "--caps", metavar="LIST", help="Memory caps in % of the model file.  [default: 60,80]"
+)
+@click.option("--tokens", type=int, metavar="N", help="Measured decode steps.  [default: 128]")
+@click.option("--prompt-tokens", type=int, metavar="N", help="Prompt length.  [default: 128]")
+@click.option("--runs", type=int, metavar="N", help="Passes over all cases.  [default: 2]")
+@click.option(
+    "--retention",
+    type=float,
+    metavar="R",
+    help="Share of critical experts of dymoe.  [default: 0.75]",
+)
+@click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores]")
+@click.option("--seed", type=int, metavar="N", help="Seed of the weights.  [default: 0]")
+@click.option("--quick", is_flag=True, help="A tiny model, in seconds; no figures to quote.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench(caps: str | None, as_json: bool, **options: Any) -> None:
+    """Measure this machine: upstream and every policy under memory caps."""
+    from orchestrator.bench import BenchOptions, render, run
+    from orchestrator.bench.plan import parse_caps
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if caps is not None:
+        given["caps"] = parse_caps(caps)
+    result = run(BenchOptions(**given), lambda text: click.echo(text, err=True))
+    click.echo(json.dumps(result) if as_json else render(result))
+
+
+def main() -> None:
+    """The entry point `moe-edge`."""
+    cli(prog_name=cli.name)

@@ -1,0 +1,173 @@
+"""The settings of one engine: frozen, built once, checked where they come in."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "6GiB", "1.5 GiB", "500MB" or "4096".
+
+    Raises ConfigError for anything else, zero included.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _UNITS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"'{text}' is not a size: write it as 6GiB, 500MB or a number of bytes")
+    size_bytes = int(float(match.group(1)) * factor)
+    if size_bytes <= 0:
+        raise ConfigError(f"the size '{text}' must be more than zero bytes")
+    return size_bytes
+
+
+def format_size(size_bytes: float) -> str:
+    """The shortest of "1.23 GiB", "345 MiB", "67 KiB" that fits the number."""
+    if size_bytes >= 2**30:
+        return f"{size_bytes / 2**30:.2f} GiB"
+    if size_bytes >= 2**20:
+        return f"{size_bytes / 2**20:.0f} MiB"
+    return f"{size_bytes / 2**10:.0f} KiB"
+
+
+def native_log_enabled() -> bool:
+    """Whether llama.cpp's own log goes to stderr (MOE_EDGE_LOG set and not 0)."""
+    return os.environ.get("MOE_EDGE_LOG", "") not in ("", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One engine's settings; sizes in bytes. Make it with Config.build.
+
+    ram caps everything the model takes; expert_ram the expert slots alone. policy
+    None lets the planner choose; "plain" is the upstream path without a store.
+    low_tier "skip" drops the experts that are not critical. n_ahead is the look-ahead
+    depth: 0 turns prefetching off. logits_all keeps room for the logits of every
+    token of a batch, which evaluation needs and chatting does not.
+    """
+
+    model: Path
+    low: Path | None = None
+    ram: int | None = None
+    expert_ram: int | None = None
+    policy: str | None = None
+    retention: float = 0.75
+    high_tier: str | None = None
+    low_tier: str | None = None
+    ctx: int = 4096
+    max_tokens: int = 512
+    temp: float = 0.7
+    top_p: float = 0.95
+    seed: int | None = None
+    threads: int | None = None
+    system: str | None = None
+    n_ubatch: int = 512
+    n_ahead: int = 1
+    io_threads: int = 4
+    use_extra_bufts: bool | None = None
+    force_managed: bool = False
+    renormalize: bool = False
+    direct_io: bool = True
+    logits_all: bool = False
+
+    @classmethod
+    def build(cls, **settings: Any) -> Config:
+        """The checked configuration. Raises ConfigError for an unknown key (with the
+        nearest known name), a value of the wrong type, or one out of range."""
+        known = [field.name for field in fields(cls)]
+        for key in settings:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+                hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
+                raise ConfigError(f"unknown setting '{key}'{hint}")
+        if settings.get("model") is None:
+            raise ConfigError("the setting 'model' is missing")
+        for key in ("model", "low"):
+            if isinstance(settings.get(key), str):
+                settings[key] = Path(settings[key])
+        config = cls(**settings)
+        config._check()
+        return config
+
+    def with_changes(self, **settings: Any) -> Config:
+        """A checked copy with some settings replaced."""
+        unchanged = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Config.build(**(unchanged | settings))
+
+    def _check(self) -> None:
+        for name, kinds, optional in _TYPES:
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            wrong_bool = isinstance(value, bool) and bool not in kinds
+            if not isinstance(value, kinds) or wrong_bool:
+                wanted = " or ".join(kind.__name__ for kind in kinds)
+                raise ConfigError(f"the setting '{name}' must be {wanted}, not {value!r}")
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not (low <= value <= high and math.isfinite(value)):
+                upper = f" to {high}" if high != math.inf else " or more"
+                raise ConfigError(f"the setting '{name}' must be {low}{upper}, not {value}")
+
+
+_TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
+    ("model", (Path,), False),
+    ("low", (Path,), True),
+    ("ram", (int,), True),
+    ("expert_ram", (int,), True),
+    ("policy", (str,), True),
+    ("retention", (float, int), False),
+    ("high_tier", (str,), True),
+    ("low_tier", (str,), True),
+    ("ctx", (int,), False),
+    ("max_tokens", (int,), False),
+    ("temp", (float, int), False),
+    ("top_p", (float, int), False),
+    ("seed", (int,), True),
+    ("threads", (int,), True),
+    ("system", (str,), True),
+    ("n_ubatch", (int,), False),
+    ("n_ahead", (int,), False),
+    ("io_threads", (int,), False),
+    ("use_extra_bufts", (bool,), True),
+    ("force_managed", (bool,), False),
+    ("renormalize", (bool,), False),
+    ("direct_io", (bool,), False),
+    ("logits_all", (bool,), False),
+)
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("ram", 1, math.inf),
+    ("expert_ram", 1, math.inf),
+    ("retention", 0.0, 1.0),
+    ("ctx", 8, 2**24),
+    ("max_tokens", 1, 2**24),
+    ("temp", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("seed", 0, 2**32 - 1),
+    ("threads", 1, 1024),
+    ("n_ubatch", 1, 65536),
+    ("n_ahead", 0, 4),
+    ("io_threads", 1, 64),
+)

@@ -1,0 +1,208 @@
+"""The terminal: answers on stdout, all else on stderr, and no escape code in a pipe.
+
+The only place that reads NO_COLOR, TERM and XDG_STATE_HOME.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+BAR_CELLS = 24
+# A bar that would be gone before it can be read only flickers.
+BAR_DELAY_S = 0.4
+BAR_INTERVAL_S = 0.1
+HISTORY_LINES = 1000
+
+# C0 and C1 controls but newline and tab, and the codes that reorder text: what a model says must
+# not be able to move the cursor, set the title or the clipboard, or show other text than it is.
+_CONTROLS = dict.fromkeys(
+    [c for c in range(0x20) if c not in (0x09, 0x0A)]
+    + list(range(0x7F, 0xA0))
+    + list(range(0x202A, 0x202F))
+    + list(range(0x2066, 0x206A))
+)
+
+
+def strip_controls(text: str) -> str:
+    """`text` without the characters that a terminal acts upon; newline and tab stay."""
+    return text.translate(_CONTROLS)
+
+
+def state_dir() -> Path:
+    """The folder of what is kept between runs (the XDG base directory specification)."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return Path(base if os.path.isabs(base) else Path.home() / ".local/state") / "moe-edge"
+
+
+class Console:
+    """stdin, stdout and stderr of a conversation, and what each of them can show."""
+
+    def __init__(self) -> None:
+        # A character that a terminal's encoding lacks shall not end the answer.
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            reconfigure = getattr(stream, "reconfigure", None)
+            if reconfigure:
+                reconfigure(errors="replace")
+        self.in_tty = _is_tty(sys.stdin)
+        self.out_tty = _is_tty(sys.stdout)
+        self.err_tty = _is_tty(sys.stderr)
+        self.notes: TextIO = sys.stdout if self.out_tty and not self.err_tty else sys.stderr
+        smart = os.environ.get("TERM", "dumb") != "dumb"
+        self._bars = self.err_tty and smart
+        self._color = smart and not os.environ.get("NO_COLOR") and (self.err_tty or self.out_tty)
+        self._history: Path | None = None
+        self._bar_shown = False
+        self._bar_label = ""
+        self._bar_start_s = 0.0
+        self._bar_next_s = 0.0
+
+    def answer(self, text: str, raw: bool = False) -> None:
+        """Write a piece of the answer to stdout, without control characters on a terminal."""
+        sys.stdout.write(strip_controls(text) if self.out_tty and not raw else text)
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Write a dim line for the person at the terminal."""
+        self.end_bar()
+        self.notes.write(self._style("2", strip_controls(text)) + "\n")
+        self.notes.flush()
+
+    def fields(self, fields: list[str]) -> None:
+        """Write `fields` as one dim line; where the terminal is narrower, it breaks between two."""
+        width = shutil.get_terminal_size().columns
+        lines = [""]
+        for field in fields:
+            if not lines[-1]:
+                lines[-1] = field
+            elif len(lines[-1]) + 3 + len(field) <= width:
+                lines[-1] += f" · {field}"
+            else:
+                lines.append(field)
+        for line in lines:
+            self.note(line)
+
+    def error(self, text: str) -> None:
+        """Write one sentence about what went wrong to stderr."""
+        self.end_bar()
+        sys.stderr.write(f"Error: {strip_controls(text)}\n")
+        sys.stderr.flush()
+
+    def load_bar(self, fraction: float) -> None:
+        """Show how much of the model is loaded, 0 to 1."""
+        self.bar("Loading", fraction)
+
+    def prefill_bar(self, done: int, total: int) -> None:
+        """Show how many of the prompt's tokens are evaluated."""
+        self.bar(f"Reading {total} tokens", done / total if total else 1.0)
+
+    def bar(self, label: str, fraction: float) -> None:
+        """Show on a terminal how much of something is done, 0 to 1; end_bar takes it away."""
+        if not self._bars:
+            return
+        now = time.monotonic()
+        if label != self._bar_label:
+            self.end_bar()
+            self._bar_label, self._bar_start_s = label, now
+        if now < max(self._bar_start_s + BAR_DELAY_S, self._bar_next_s):
+            return
+        self._bar_next_s = now + BAR_INTERVAL_S
+        full = round(BAR_CELLS * min(max(fraction, 0.0), 1.0))
+        bar = "#" * full + "-" * (BAR_CELLS - full)
+        text = f"{label} [{bar}] {100 * fraction:3.0f} %"
+        width = shutil.get_terminal_size().columns
+        sys.stderr.write("\r\x1b[K" + self._style("2", text[: width - 1]))
+        sys.stderr.flush()
+        self._bar_shown = True
+
+    def end_bar(self) -> None:
+        """Remove the bar, if one is shown."""
+        self._bar_label = ""
+        if self._bar_shown:
+            self._bar_shown = False
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def ask(self) -> str | None:
+        """The next line that the person types, None at the end of the input.
+
+        Raises KeyboardInterrupt at Ctrl-C.
+        """
+        try:
+            if self.in_tty and self.out_tty:
+                # readline has to know which characters of the prompt take no place.
+                line = input("\001\x1b[1m\002>\001\x1b[0m\002 " if self._color else "> ")
+            else:
+                self.notes.write("> ")
+                self.notes.flush()
+                line = sys.stdin.readline()
+                if not line:
+                    return None
+        except EOFError:
+            return None
+        self._keep_history()
+        return line.rstrip("\n")
+
+    def open_history(self, words: list[str]) -> None:
+        """Give `ask` arrow keys over the lines of earlier sessions, and Tab over `words`.
+
+        Without readline, or where the folder cannot be written, a note says so.
+        """
+        if not (self.in_tty and self.out_tty):
+            return
+        try:
+            import readline
+        except ImportError:
+            self.note("This Python has no readline: no history, no arrow keys.")
+            return
+        path = state_dir() / "history"
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # What was said is nobody else's business.
+            os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+            readline.set_history_length(HISTORY_LINES)
+            readline.read_history_file(path)
+            self._history = path
+        except OSError as error:
+            self.note(f"History is not kept: {path}: {error.strerror}")
+        matches: list[str] = []
+
+        def complete(text: str, state: int) -> str | None:
+            if state == 0:
+                matches[:] = [word for word in words if text and word.startswith(text)]
+            return matches[state] if state < len(matches) else None
+
+        readline.set_completer(complete)
+        readline.set_completer_delims(" \t\n")
+        libedit = "libedit" in (readline.__doc__ or "")
+        readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
+
+    def _keep_history(self) -> None:
+        if self._history is None:
+            return
+        import readline
+
+        try:
+            readline.write_history_file(self._history)
+        except OSError as error:
+            self.note(f"History is not kept: {self._history}: {error.strerror}")
+            self._history = None
+
+    def _style(self, code: str, text: str) -> str:
+        """`text` in an SGR style, its newlines outside of it."""
+        if not (self._color and text.strip()):
+            return text
+        start = len(text) - len(text.lstrip("\n"))
+        end = len(text.rstrip("\n"))
+        return f"{text[:start]}\x1b[{code}m{text[start:end]}\x1b[0m{text[end:]}"
+
+
+def _is_tty(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False

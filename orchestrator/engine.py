@@ -1,0 +1,387 @@
+"""The engine: a model, a policy, a store, and the loop between them.
+
+router -> on_route: the policy decides -> the store acts -> experts compute
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from orchestrator import hardware
+from orchestrator.config import Config, format_size
+from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
+from orchestrator.events import GenerationStats, Phase, RouteEvent
+from orchestrator.llama import Bindings, Context, Model, SamplerChain
+from orchestrator.meter import Meter
+from orchestrator.native import Slices, Store, StoreSpec
+from orchestrator.policy import Policy
+from orchestrator.sampling import Sampling
+from orchestrator.template import ChatTemplate
+
+__all__ = ["Engine", "GenerationStats", "Sampling"]
+
+_NO_ROOM = 1
+
+
+class Engine:
+    """One model ready to answer. Make it with Engine.open; free it with close or `with`.
+
+    plan: where everything lies. last_stats: the latest answer's costs, or None. policy and
+    store exist in managed mode only. One generation at a time.
+    """
+
+    policy: Policy
+    store: Store
+
+    def __init__(
+        self, config: Config, model: ExpertModel, progress: Callable[[float], None] | None
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.last_stats: GenerationStats | None = None
+        self._cached: list[int] = []
+        self._cancelled = False
+        self._parts: list[Context | Store | Model] = []
+        self._bindings = Bindings.load()
+        self._machine = hardware.probe(config.model)
+        self._start(hardware.make_plan(config, model, self._machine), progress)
+
+    @classmethod
+    def open(cls, config: Config, progress: Callable[[float], None] | None = None) -> Engine:
+        """Reads the file's layout, plans the memory and loads the dense weights.
+
+        progress gets the loaded share, 0 to 1. Raises MoeEdgeError in one of its forms.
+        """
+        model = ExpertModel.open(config.model, config.low)
+        try:
+            return cls(config, model, progress)
+        except BaseException:
+            model.close()
+            raise
+
+    def on_route(self, event: RouteEvent) -> None:
+        """Once per MoE layer: the policy decides, the store acts."""
+        self.policy.decide(event, self.store.view, self.store.decision)
+        self.store.apply(self.store.decision)
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        on_prefill: Callable[[int, int], None] | None = None,
+    ) -> Iterator[str]:
+        """Streams the answer to a prompt as whole characters.
+
+        What the cache holds of the prompt already is not evaluated again. on_prefill gets
+        (tokens done, tokens to do). Ends at the model's end token, after max_tokens, when
+        the context is full, or after cancel; last_stats.finish says which: "end", "length",
+        "context" or "cancelled". Afterwards, closed early included, the engine is ready for
+        the next call and last_stats is set.
+
+        Raises ConfigError for a prompt that leaves no room for an answer, NativeError for a
+        failed step, and whatever a policy raised.
+        """
+        if not tokens:
+            raise ConfigError("the prompt is empty")
+        if len(tokens) >= self.n_ctx:
+            raise ConfigError(
+                f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}: shorten "
+                f"it or raise --ctx"
+            )
+        self._begin()
+        meter = Meter(self.store if self.managed else None, len(tokens))
+        chain = SamplerChain(self._context, sampling)
+        text = codecs.getincrementaldecoder("utf-8")("replace")
+        try:
+            if not self._prefill(list(tokens), meter, on_prefill):
+                return
+            for _ in range(max_tokens):
+                if meter.tokens and not self._step([token], Phase.DECODE):
+                    return
+                token = chain.sample()
+                meter.token(is_end := self._model.is_end(token))
+                if is_end:
+                    meter.finish = "end"
+                    break
+                piece = text.decode(self._model.piece(token))
+                if piece:
+                    yield piece
+                if self._cancelled:
+                    return
+                if len(self._cached) >= self.n_ctx:
+                    meter.finish = "context"
+                    break
+            else:
+                meter.finish = "length"
+            rest = text.decode(b"", final=True)
+            if rest:
+                yield rest
+        finally:
+            chain.close()
+            self.last_stats = meter.stats(self.mode, self.plan.budget_bytes)
+
+    def _begin(self) -> None:
+        self._cancelled = False
+        if self.managed:
+            self.store.cancel(False)
+
+    def _prefill(
+        self, tokens: list[int], meter: Meter, on_prefill: Callable[[int, int], None] | None
+    ) -> bool:
+        """Evaluates what the cache does not hold; False when cancelled on the way."""
+        kept = self._keep_prefix(tokens)
+        todo = tokens[kept:]
+        meter.evaluated_tokens = len(todo)
+        for start in range(0, len(todo), self._context.n_ubatch):
+            if on_prefill is not None:
+                on_prefill(start, len(todo))
+            part = todo[start : start + self._context.n_ubatch]
+            if self._cancelled or not self._step(part, Phase.PREFILL):
+                return False
+        if on_prefill is not None:
+            on_prefill(len(todo), len(todo))
+        return True
+
+    def _keep_prefix(self, tokens: list[int]) -> int:
+        """Cuts the cache back to what it shares with tokens, one token short of all of them,
+        since the last one's logits are needed. Returns how many tokens stay."""
+        same = 0
+        for ours, theirs in zip(self._cached, tokens[:-1], strict=False):
+            if ours != theirs:
+                break
+            same += 1
+        self._rewind(same)
+        return len(self._cached)
+
+    def _rewind(self, length: int) -> None:
+        """Drops the cache beyond length tokens; all of it where the model's memory cannot be
+        cut in the middle."""
+        if self._context.forget_from(length):
+            del self._cached[length:]
+        else:
+            self.reset()
+
+    def _step(self, tokens: list[int], phase: Phase, all_logits: bool = False) -> bool:
+        """One llama_decode. True when its logits are good, False when it was cancelled; the
+        cache holds the tokens only in the first case. Raises what went wrong otherwise."""
+        before = len(self._cached)
+        try:
+            if self.managed:
+                self.store.begin_step(phase)
+            long = phase is Phase.PREFILL
+            status = self._context.decode(tokens, before, all_logits, interruptible=long)
+            if self.managed:
+                self.store.check_step()
+        except BaseException:
+            self._rewind(before)
+            raise
+        if status == 0:
+            self._cached += tokens
+            return True
+        self._rewind(before)
+        if self._cancelled:
+            return False
+        if status == _NO_ROOM:
+            raise ConfigError(f"the context of {self.n_ctx} tokens is full: raise --ctx")
+        raise NativeError(f"llama.cpp failed to evaluate{self._bindings.complaint()}")
+
+    def cancel(self) -> None:
+        """Stops the running generation soon; safe in a signal handler and from any thread."""
+        self._cancelled = True
+        if self.managed:
+            self.store.cancel(True)
+
+    def _should_stop(self) -> bool:
+        return self._cancelled or (self.managed and self.store.should_abort())
+
+    def eval(
+        self,
+        tokens: Sequence[int],
+        pos: int,
+        want_all_logits: bool = False,
+        phase: Phase | None = None,
+    ) -> np.ndarray:
+        """Evaluates tokens at positions pos, pos+1, ... after dropping the cache from pos on.
+
+        Returns float32 logits [n_out, n_vocab], a copy: of the last token, or of all of them
+        where the engine was opened with logits_all. phase None: decode for a single token,
+        prefill for more. More than n_ubatch tokens are evaluated in several steps.
+        """
+        if not tokens or not 0 <= pos <= len(self._cached):
+            raise ConfigError(f"cannot evaluate {len(tokens)} tokens at position {pos}")
+        if want_all_logits and not self.config.logits_all:
+            raise ConfigError("the engine was opened without logits_all")
+        if phase is None:
+            phase = Phase.DECODE if len(tokens) == 1 else Phase.PREFILL
+        self._begin()
+        if pos < len(self._cached):
+            self._rewind(pos)
+        results = []
+        todo = list(tokens)
+        for start in range(0, len(todo), self._context.n_ubatch):
+            part = todo[start : start + self._context.n_ubatch]
+            if not self._step(part, phase, want_all_logits):
+                raise NativeError("the evaluation was cancelled")
+            if want_all_logits:
+                results.append(self._context.logits(len(part)).copy())
+        return np.concatenate(results) if results else self._context.logits().copy()
+
+    def reset(self) -> None:
+        """Forgets every token; the experts in memory stay."""
+        self._context.forget_all()
+        self._cached = []
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text; special: names of control tokens become those tokens, and the
+        begin token that the model wants stands first."""
+        return self._model.tokenize(text, add_special=special, parse_special=special)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Tokens of a conversation, [{"role": ..., "content": ...}], up to where the answer
+        starts. Raises MoeEdgeError where the model's template refuses it."""
+        text = self._template.render(messages)
+        bos = self._model.bos()
+        add_bos = self._model.adds_bos() and not (bos and text.startswith(bos))
+        return self._model.tokenize(text, add_special=add_bos, parse_special=True)
+
+    def set_policy(self, name: str) -> None:
+        """Starts over with another policy; the conversation is evaluated again by the next
+        call. Raises before anything changes where the policy cannot work."""
+        self._restart(self.config.with_changes(policy=name))
+
+    def set_retention(self, retention: float) -> None:
+        """Changes the share of critical experts from the next token on."""
+        self.config = self.config.with_changes(retention=retention)
+        if self.managed:
+            self.policy.set_retention(retention)
+
+    def _restart(self, config: Config) -> None:
+        plan = hardware.make_plan(config, self.model, self._machine)
+        old_config, old_plan = self.config, self.plan
+        self._stop()
+        self.config = config
+        try:
+            self._start(plan)
+        except MoeEdgeError:
+            self.config = old_config
+            self._start(old_plan)
+            raise
+
+    @property
+    def managed(self) -> bool:
+        """Whether the experts live in the native store; False on the plain upstream path."""
+        return self.plan.managed
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that a conversation may have, answers included."""
+        return self._context.n_ctx
+
+    @property
+    def mode(self) -> str:
+        """One line: what runs, and why or how."""
+        if not self.managed:
+            return f"plain upstream path: {self.plan.reason}"
+        slots = format_size(self.plan.slots.total_bytes) if self.plan.slots else "no"
+        direct = "direct I/O" if self.store.stats().direct_io else "buffered I/O"
+        return f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}"
+
+    def _start(self, plan: hardware.Plan, progress: Callable[[float], None] | None = None) -> None:
+        config, bindings = self.config, self._bindings
+        self.plan = plan
+        extra = config.use_extra_bufts
+        try:
+            if plan.policy is not None:
+                self.policy = plan.policy
+                self.store = Store.create(bindings.library(), store_spec(config, self.model, plan))
+                self._parts.append(self.store)
+            self._model = Model(
+                bindings,
+                config.model,
+                managed=plan.managed,
+                use_extra_bufts=not plan.managed if extra is None else extra,
+                use_mmap=not plan.managed and config.ram is None and len(self.model.tiers) == 1,
+                progress=progress,
+            )
+            self._parts.append(self._model)
+            if plan.policy is not None:
+                self.store.attach(self._model.handle)
+                self.store.set_route(self.on_route if plan.policy.needs_callback else None)
+            self._context = Context(
+                bindings,
+                self._model,
+                n_ctx=plan.n_ctx,
+                n_ubatch=min(config.n_ubatch, plan.n_ctx),
+                threads=config.threads or self._machine.cores,
+                all_logits=config.logits_all,
+                should_stop=self._should_stop,
+                abort=self.store.abort if plan.managed else None,
+            )
+            self._parts.append(self._context)
+        except BaseException:
+            self._stop()
+            raise
+        self._cached = []
+        loaded = self._model
+        self._template = ChatTemplate(loaded.chat_template(), loaded.bos(), loaded.eos())
+
+    def _stop(self) -> None:
+        """The context goes first, then the store, then the model that it was attached to."""
+        order = (Context, Store, Model)
+        for part in sorted(self._parts, key=lambda each: order.index(type(each))):
+            part.close()
+        self._parts = []
+
+    def close(self) -> None:
+        """Frees everything; safe to call twice."""
+        self._stop()
+        self.model.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def store_spec(config: Config, model: ExpertModel, plan: hardware.Plan) -> StoreSpec:
+    """The native store's layout: the plan's tiers renumbered from 0."""
+    if plan.slots is None:
+        raise ConfigError("the plain path has no store")
+    layers = []
+    for layer, (il, kinds) in enumerate(zip(model.layer_ids, model.slices, strict=True)):
+        slices = {}
+        for kind, by_tier in enumerate(kinds):
+            for tier, file_tier in enumerate(plan.tiers):
+                each = by_tier[file_tier]
+                if each is not None:
+                    group = plan.slots.group_of[layer, kind, tier]
+                    slices[kind, tier] = Slices(
+                        each.file_index, each.offset, each.expert_bytes, int(each.type), group
+                    )
+        layers.append((il, slices))
+    needs_ahead = plan.policy is not None and plan.policy.needs_callback
+    return StoreSpec(
+        files=tuple(model.files),
+        layers=tuple(layers),
+        groups=tuple((group.slot_bytes, group.n_slots) for group in plan.slots.groups),
+        budget_bytes=plan.budget_bytes,
+        n_tiers=len(plan.tiers),
+        n_expert=model.n_expert,
+        n_expert_used=model.n_expert_used,
+        max_tokens=min(config.n_ubatch, plan.n_ctx),
+        n_ahead=config.n_ahead if needs_ahead else 0,
+        n_io_threads=config.io_threads,
+        direct_io=config.direct_io,
+    )

@@ -1,0 +1,36 @@
+"""Every error that a user can cause or meet, below one base.
+
+The command line turns a MoeEdgeError into one sentence; anything else is a bug and
+keeps its traceback.
+"""
+
+from gguf_tools.errors import GGUFError, MoeEdgeError
+
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "GGUFError",
+    "MoeEdgeError",
+    "NativeError",
+    "PolicyError",
+]
+
+
+class ConfigError(MoeEdgeError):
+    """A setting that is unknown, out of its range or at odds with another."""
+
+
+class NativeError(MoeEdgeError):
+    """The native library is missing, does not match, or failed while running."""
+
+
+class BudgetError(MoeEdgeError):
+    """A memory budget that cannot work; names the smallest one that does."""
+
+    def __init__(self, message: str, needed_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
+class PolicyError(MoeEdgeError):
+    """An unknown policy or tier, or a policy that the model's tiers cannot serve."""

@@ -1,0 +1,204 @@
+"""What the layers tell each other: the router's choice, its answer, an answer's costs.
+
+RouteEvent, StoreView and DecisionBuffer are views of the native store's own memory.
+They are built once per store; their contents are valid only while a route callback
+runs. Inputs are read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+SKIP = 255  # tier of an expert that contributes nothing
+ABSENT = 254  # residency: no tier of the expert is in memory
+MAX_PREFETCH = 1024
+ALL_KINDS = 0  # in a prefetch request: every matrix of the layer
+
+
+class Phase(IntEnum):
+    """What a step is for, as given to Store.begin_step."""
+
+    PREFILL = 0
+    DECODE = 1
+
+
+# Memoryviews beside numpy: reading one scalar or a short list costs a third.
+def _bytes(array: np.ndarray) -> memoryview:
+    """The array's memory, read-only; empty for an empty array, which cannot be cast."""
+    return (array.reshape(-1).data.cast("B") if array.size else memoryview(b"")).toreadonly()
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    view: np.ndarray = array.view()
+    view.flags.writeable = False
+    return view
+
+
+class RouteEvent:
+    """What the router of one MoE layer chose for the T tokens of a step.
+
+    layer counts MoE layers only; phase is a Phase; step counts llama_decode calls.
+    k experts a token, n_ahead look-ahead layers (layer+1 .. layer+n_ahead) present.
+
+    Flat memoryviews for small T (row-major, capacity max_tokens rows):
+        ids, weights      [T, k]  chosen experts and their routing weights
+        ahead_ids, ahead  [n_ahead, max_tokens, k] predicted top-k of the layers ahead,
+                          best first, and their scores (DyMoE eq. 6)
+    The same memory as read-only numpy arrays for large T: ids_array, weights_array,
+    tokens_array [T] (position of each token in its batch), ahead_ids_array.
+    """
+
+    __slots__ = (
+        "_ahead_ids",
+        "_ids",
+        "_tokens",
+        "_weights",
+        "ahead",
+        "ahead_ids",
+        "ids",
+        "k",
+        "layer",
+        "max_tokens",
+        "n_ahead",
+        "n_tokens",
+        "phase",
+        "step",
+        "weights",
+    )
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        weights: np.ndarray,
+        tokens: np.ndarray,
+        ahead_ids: np.ndarray,
+        ahead: np.ndarray,
+    ) -> None:
+        """ids int32 [max_tokens, k], weights float32 alike, tokens int32 [max_tokens],
+        ahead_ids int32 and ahead float32 [P, max_tokens, k]."""
+        self.max_tokens, self.k = ids.shape
+        self._ids = _frozen(ids)
+        self._weights = _frozen(weights)
+        self._tokens = _frozen(tokens)
+        self._ahead_ids = _frozen(ahead_ids)
+        self.ids = _bytes(ids).cast("i")
+        self.weights = _bytes(weights).cast("f")
+        self.ahead_ids = _bytes(ahead_ids).cast("i")
+        self.ahead = _bytes(ahead).cast("f")
+        self.layer = 0
+        self.phase = int(Phase.DECODE)
+        self.n_tokens = 1
+        self.n_ahead = 0
+        self.step = 0
+
+    @property
+    def ids_array(self) -> np.ndarray:
+        return self._ids[: self.n_tokens]
+
+    @property
+    def weights_array(self) -> np.ndarray:
+        return self._weights[: self.n_tokens]
+
+    @property
+    def tokens_array(self) -> np.ndarray:
+        return self._tokens[: self.n_tokens]
+
+    @property
+    def ahead_ids_array(self) -> np.ndarray:
+        """[n_ahead, T, k]"""
+        return self._ahead_ids[: self.n_ahead, : self.n_tokens]
+
+
+class StoreView:
+    """What is in memory now: resident[layer * n_expert + expert] is the best tier of
+    which every matrix is resident, or ABSENT."""
+
+    __slots__ = ("n_expert", "n_layers", "resident", "resident_array")
+
+    def __init__(self, resident: np.ndarray) -> None:
+        """resident uint8 [n_layers, n_expert]"""
+        self.n_layers, self.n_expert = resident.shape
+        self.resident = _bytes(resident)
+        self.resident_array = _frozen(resident)
+
+
+class DecisionBuffer:
+    """The answer to a route event, written in place.
+
+    tier[expert] starts as 0 (the best tier) for every expert before each event; only
+    routed experts are read. A tier index or SKIP. renormalize: the remaining weights
+    of a token keep their sum when experts of it are skipped.
+    """
+
+    __slots__ = ("_prefetch", "n_prefetch", "renormalize", "tier", "tier_array")
+
+    def __init__(self, tier: np.ndarray, prefetch: np.ndarray) -> None:
+        """tier uint8 [n_expert], prefetch int64 [capacity], both writable."""
+        self.tier = tier.data
+        self.tier_array = tier
+        self._prefetch = prefetch.data.cast("B").cast("q")
+        self.n_prefetch = 0
+        self.renormalize = False
+
+    def prefetch(self, layer: int, expert: int, tier: int, kinds: int = ALL_KINDS) -> None:
+        """Asks for an expert before it is needed, most urgent first. kinds is a bit mask
+        of matrix kinds. What is over the buffer's capacity is dropped: a prefetch is
+        never owed."""
+        n = self.n_prefetch
+        if n < len(self._prefetch):
+            self._prefetch[n] = layer | expert << 16 | tier << 32 | kinds << 40
+            self.n_prefetch = n + 1
+
+    def prefetches(self) -> list[tuple[int, int, int, int]]:
+        """(layer, expert, tier, kinds) of every request so far."""
+        return [
+            (key & 0xFFFF, key >> 16 & 0xFFFF, key >> 32 & 0xFF, key >> 40 & 0xFF)
+            for key in self._prefetch[: self.n_prefetch]
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """What one answer cost. Times in milliseconds unless named otherwise.
+
+    ttft_ms runs from the call until the first token is chosen. tpot is the time between
+    tokens after it; nan with fewer than two. hit_rate is the share of matrices whose
+    asked-for tier (or a better one) was in memory while decoding; prefill_hit_rate the
+    same in prefill; None where nothing was asked for. mix: shares of the routed experts by
+    decided tier, while decoding. budget_bytes is the budget of the expert slots.
+    """
+
+    ttft_ms: float
+    tpot_ms_p50: float
+    tpot_ms_p99: float
+    tokens: int
+    tokens_per_s: float
+    prompt_tokens: int
+    evaluated_tokens: int
+    hit_rate: float | None
+    prefill_hit_rate: float | None
+    bytes_read: int
+    wait_ms: float
+    mix: dict[str, float]
+    peak_rss_bytes: int
+    budget_bytes: int
+    mode: str
+    callback_us_p50: float | None
+    finish: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, nan turned into None: fit for JSON."""
+        return {
+            key: None if isinstance(value, float) and value != value else value
+            for key, value in asdict(self).items()
+        }
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The q-th percentile (0..100) with linear interpolation; nan of nothing."""
+    return float(np.percentile(values, q)) if len(values) else float("nan")

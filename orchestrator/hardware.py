@@ -1,0 +1,323 @@
+"""What this machine has, and how a model is laid out in it: plain or managed, which
+tiers, which slots."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.layout import DOWN
+from orchestrator.config import Config, format_size
+from orchestrator.errors import BudgetError, ConfigError, PolicyError
+from orchestrator.policy import Policy, PolicySettings, known_policies, make_policy
+from orchestrator.policy.base import ModelShape, SlotPlan, slot_bytes
+
+PLAIN = "plain"
+SKIP_TIER = "skip"
+
+# Everything that is neither weights nor KV nor growing with the batch: the interpreter,
+# numpy, the libraries, the vocabulary, thread stacks and the loader's buffers.
+PROCESS_BYTES = 192 * 2**20
+_HEADROOM_SHARE = 0.1
+_HEADROOM_BYTES = (256 * 2**20, 2 * 2**30)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a probe found. memory_bytes is free memory, or what is left under a cgroup's
+    limit where that is less."""
+
+    memory_bytes: int
+    total_bytes: int
+    cores: int
+    disk_free_bytes: int
+
+    @property
+    def usable_bytes(self) -> int:
+        """Free memory less a headroom for everything else that runs."""
+        low, high = _HEADROOM_BYTES
+        headroom = min(max(int(self.memory_bytes * _HEADROOM_SHARE), low), high)
+        return max(0, self.memory_bytes - headroom)
+
+
+def probe(path: Path = Path()) -> Machine:
+    """Reads this machine; path is where disk space is looked up."""
+    memory = psutil.virtual_memory()
+    free, total = memory.available, memory.total
+    for limit, used in _cgroup_limits():
+        free = min(free, max(0, limit - used))
+        total = min(total, limit)
+    return Machine(free, total, _cores(), shutil.disk_usage(path.resolve().parent).free)
+
+
+def _cores() -> int:
+    """Cores that computing should use: physical ones where there are many, and no more than
+    this process is allowed to."""
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    physical = psutil.cpu_count(logical=False) or allowed
+    return max(1, min(allowed, physical) if allowed > 4 else allowed)
+
+
+def _cgroup_limits(
+    root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
+) -> list[tuple[int, int]]:
+    """(limit, bytes in use that cannot be dropped) of every memory cgroup around this
+    process; version 1 and 2."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        elif controllers == "":
+            base, names = root, ("memory.max", "memory.current")
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        while folder == base or base in folder.parents:
+            found = _read_limit(folder, *names)
+            if found is not None:
+                limits.append(found)
+            folder = folder.parent
+    return limits
+
+
+def _read_limit(folder: Path, limit_name: str, usage_name: str) -> tuple[int, int] | None:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        used = int((folder / usage_name).read_text())
+        stat = (folder / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    if not limit.isdigit() or int(limit) >= 2**60:
+        return None
+    counters = dict(line.split(maxsplit=1) for line in stat if " " in line)
+    prefix = "total_" if "total_inactive_file" in counters else ""
+    droppable = sum(int(counters.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
+    return int(limit), max(0, used - droppable)
+
+
+def context_tokens(model: ExpertModel, config: Config) -> int:
+    """The context to make: what was asked for, as far as the model was trained for it."""
+    return min(config.ctx, model.context_length) if model.context_length else config.ctx
+
+
+def compute_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
+    """Scratch that llama.cpp needs to compute one batch of n_ubatch tokens: an upper estimate.
+
+    Per token, in float32: the residual stream and its norms, queries, keys and values, the
+    k experts' intermediate rows, the attention mask over the context; and the logits of
+    every token that has an output.
+    """
+    tokens = min(config.n_ubatch, n_ctx)
+    n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
+    heads = max(model.n_head) + 2 * max(model.n_head_kv)
+    floats = (
+        12 * model.embedding_length
+        + 3 * heads * max(model.key_length, model.value_length)
+        + model.n_expert_used * (4 * n_ff + 3 * model.embedding_length)
+        + 6 * model.n_expert
+        + 2 * n_ctx
+    )
+    n_vocab = len(model.metadata.get("tokenizer.ggml.tokens", ()))
+    outputs = tokens if config.logits_all else 1
+    return 4 * (tokens * floats + 3 * outputs * n_vocab)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where everything goes. Sizes in bytes.
+
+    tiers: the file's tier indices in use, best first; policy, shape and slots are None in
+    plain mode. ram_bytes is the cap over all of it; budget_bytes that of the slots.
+    """
+
+    managed: bool
+    reason: str
+    n_ctx: int
+    tiers: tuple[int, ...]
+    tier_names: tuple[str, ...]
+    ram_bytes: int
+    dense_bytes: int
+    kv_bytes: int
+    scratch_bytes: int
+    expert_bytes: int
+    budget_bytes: int
+    policy: Policy | None
+    shape: ModelShape | None
+    slots: SlotPlan | None
+
+    @property
+    def total_bytes(self) -> int:
+        """The most that the model takes."""
+        experts = self.slots.total_bytes if self.slots else self.expert_bytes
+        return self.dense_bytes + self.kv_bytes + self.scratch_bytes + experts
+
+
+def model_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
+    """The model as policies see it, reduced to some of its tiers."""
+    slots = []
+    for layer in model.slices:
+        by_tier = []
+        for tier in tiers:
+            sizes = {}
+            for kind, slices in enumerate(layer):
+                each = slices[tier]
+                if each is not None:
+                    sizes[kind] = slot_bytes(each.offset, each.expert_bytes, model.n_expert)
+            by_tier.append(sizes)
+        slots.append(tuple(by_tier))
+    names = tuple(model.tiers[tier].name for tier in tiers)
+    return ModelShape(model.n_expert, model.n_expert_used, names, tuple(slots))
+
+
+def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
+    """Lays the model out in memory.
+
+    Without a policy: the plain upstream path where everything fits and neither a low tier
+    nor expert slots are asked for; else dymoe where a lower tier is there (or asked for)
+    and the high one does not fit whole; else lru.
+
+    Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
+    for a policy or tiers that do not go with the model.
+    """
+    if config.policy is not None and config.policy not in known_policies():
+        raise PolicyError(f"unknown policy '{config.policy}'; known: {', '.join(known_policies())}")
+    ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
+    n_ctx = context_tokens(model, config)
+    dense, kv = model.dense_bytes, model.kv_bytes(n_ctx)
+    scratch = PROCESS_BYTES + compute_bytes(model, config, n_ctx)
+    rest = ram - dense - kv - scratch
+
+    if _wants_plain(config, model):
+        needed = dense + kv + scratch + model.tier_bytes[0]
+        fits = needed <= ram
+        if fits or config.policy == PLAIN:
+            amounts = f"{format_size(needed)} of {format_size(ram)}"
+            reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
+            return Plan(
+                managed=False,
+                reason=reason,
+                n_ctx=n_ctx,
+                tiers=(0,),
+                tier_names=(model.tiers[0].name,),
+                ram_bytes=ram,
+                dense_bytes=dense,
+                kv_bytes=kv,
+                scratch_bytes=scratch,
+                expert_bytes=model.tier_bytes[0],
+                budget_bytes=0,
+                policy=None,
+                shape=None,
+                slots=None,
+            )
+
+    budget = (
+        min(config.expert_ram, rest)
+        if config.expert_ram and config.ram
+        else (config.expert_ram or rest)
+    )
+    name, tiers = _choose(config, model, budget)
+    shape = model_shape(model, tiers)
+    settings = PolicySettings(
+        retention=config.retention,
+        skip_low=config.low_tier == SKIP_TIER,
+        prefetch=config.n_ahead > 0,
+        renormalize=config.renormalize,
+    )
+    policy = make_policy(name, shape, settings)
+    try:
+        slots = policy.plan(max(0, budget))
+    except BudgetError as error:
+        raise _too_small(config, error.needed_bytes, dense + kv + scratch, ram) from None
+    asked = config.expert_ram or config.ram
+    return Plan(
+        managed=True,
+        reason=policy.describe(),
+        n_ctx=n_ctx,
+        tiers=tiers,
+        tier_names=shape.tiers,
+        ram_bytes=ram,
+        dense_bytes=dense,
+        kv_bytes=kv,
+        scratch_bytes=scratch,
+        expert_bytes=sum(model.tier_bytes[tier] for tier in tiers),
+        budget_bytes=budget if asked else slots.total_bytes,
+        policy=policy,
+        shape=shape,
+        slots=slots,
+    )
+
+
+def _too_small(config: Config, slots: int, fixed: int, ram: int) -> BudgetError:
+    if config.expert_ram and (not config.ram or config.expert_ram < slots):
+        return BudgetError(
+            f"--expert-ram {format_size(config.expert_ram)} is too small: the smallest that works "
+            f"is {slots} bytes ({format_size(slots)})",
+            slots,
+        )
+    needed = fixed + slots
+    given = "--ram" if config.ram else "free memory,"
+    return BudgetError(
+        f"{given} {format_size(ram)} is too little: the smallest --ram that works is {needed} "
+        f"bytes ({format_size(needed)}: {format_size(fixed)} for dense weights, KV cache and "
+        f"scratch, {format_size(slots)} for one expert at a time; a smaller --ctx needs less)",
+        needed,
+    )
+
+
+def _wants_plain(config: Config, model: ExpertModel) -> bool:
+    """Whether the plain path could serve what is asked for, were there memory enough."""
+    best = config.high_tier is None or model.tier_index(config.high_tier) == 0
+    low_asked = config.low is not None or config.low_tier is not None
+    if config.policy == PLAIN:
+        if not best or config.low_tier is not None or config.force_managed or config.expert_ram:
+            raise ConfigError(
+                "the plain path runs the best tier of the file and no expert slots: leave out "
+                "high_tier, low_tier and expert_ram, or choose another policy"
+            )
+        return True
+    managed = config.force_managed or config.expert_ram is not None or low_asked
+    return config.policy is None and best and not managed
+
+
+def _choose(config: Config, model: ExpertModel, budget: int) -> tuple[str, tuple[int, ...]]:
+    """(policy name, file tier indices) where the user left them open."""
+    names = [tier.name for tier in model.tiers]
+    if config.high_tier is not None:
+        high = model.tier_index(config.high_tier)
+    elif config.low is None and config.low_tier in (None, SKIP_TIER) and "q4_k" in names:
+        high = names.index("q4_k")
+    else:
+        high = 0
+    low = high + 1 if high + 1 < len(names) else None
+    if config.low_tier is not None and config.low_tier != SKIP_TIER:
+        low = model.tier_index(config.low_tier)
+        if low <= high:
+            raise PolicyError(
+                f"the low tier {names[low]} is not below the high tier {names[high]}; the file "
+                f"holds {', '.join(names)}, best first"
+            )
+    if config.policy is not None:
+        name = config.policy
+    elif config.low is not None or config.low_tier is not None:
+        name = "dymoe"
+    else:
+        shape = model_shape(model, (high,))
+        whole = sum(
+            shape.n_expert * shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)
+        )
+        name = "lru" if low is None or whole <= budget else "dymoe"
+    if name == "lru" or low is None or config.low_tier == SKIP_TIER:
+        return name, (high,)
+    return name, (high, low)

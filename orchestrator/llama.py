@@ -1,0 +1,330 @@
+"""Upstream's model and context through the stock bindings, no more than the engine needs.
+
+The high-level Llama class is not used: it copies the logits of every token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orchestrator.config import native_log_enabled
+from orchestrator.errors import NativeError
+from orchestrator.native import Library
+from orchestrator.sampling import Sampling
+
+EXPERT_PATTERN = rb"blk\.\d+\.ffn_(up|gate|gate_up|down)_exps\.weight"
+_LOG_ERROR = 3
+_PIECE_BYTES = 256
+
+
+class _BufferTypeOverride(ctypes.Structure):
+    """struct llama_model_tensor_buft_override; the bindings leave it out."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+class Bindings:
+    """The loaded llama_cpp module, and what its library last complained about."""
+
+    _shared: Bindings | None = None
+
+    def __init__(self) -> None:
+        try:
+            self.api: Any = import_module("llama_cpp.llama_cpp")
+        except (ImportError, OSError, RuntimeError) as error:
+            raise NativeError(f"llama_cpp cannot be loaded ({error}): run `make build`") from error
+        self.complaints: deque[str] = deque(maxlen=4)
+        self._log = self.api.llama_log_callback(self._on_log)
+        self.api.llama_log_set(self._log, ctypes.c_void_p(0))
+        self.api.llama_backend_init()
+        self._library: Library | None = None
+
+    @classmethod
+    def load(cls) -> Bindings:
+        """The bindings, loaded once a process. Raises NativeError."""
+        if cls._shared is None:
+            cls._shared = cls()
+        return cls._shared
+
+    def library(self) -> Library:
+        """Our own functions in the loaded library. Raises NativeError for a stock package."""
+        if self._library is None:
+            self._library = Library(self.api._lib)
+        return self._library
+
+    def _on_log(self, level: int, text: bytes, _user: int | None) -> None:
+        line = text.decode("utf-8", "replace")
+        if level == _LOG_ERROR and line.strip():
+            self.complaints.append(line.strip())
+        if native_log_enabled():
+            print(line, end="", file=sys.stderr, flush=True)
+
+    def complaint(self) -> str:
+        """The latest error of the library's log in brackets, or nothing."""
+        return f" ({self.complaints[-1]})" if self.complaints else ""
+
+
+class Model:
+    """A loaded llama_model and its vocabulary. Free it with close, after its contexts."""
+
+    def __init__(
+        self,
+        bindings: Bindings,
+        path: Path,
+        *,
+        managed: bool,
+        use_extra_bufts: bool,
+        use_mmap: bool,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """managed: expert tensors become placeholders for the native store.
+
+        Raises NativeError with the library's own reason; what progress raises comes through.
+        """
+        api = self.api = bindings.api
+        self._handle: int | None = None
+        params = api.llama_model_default_params()
+        params.n_gpu_layers = 0
+        params.load_mode = api.LLAMA_LOAD_MODE_AUTO if use_mmap else api.LLAMA_LOAD_MODE_NONE
+        params.use_extra_bufts = use_extra_bufts
+        overrides = (_BufferTypeOverride * 2)()
+        if managed:
+            overrides[0].pattern = EXPERT_PATTERN
+            overrides[0].buffer_type = bindings.library().buffer_type()
+            params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+        raised: list[BaseException] = []
+
+        def report(done: float, _user: int | None) -> bool:
+            if progress is not None:
+                try:
+                    progress(done)
+                except BaseException as error:  # noqa: BLE001 - raised below, once C has returned
+                    raised.append(error)
+            return not raised
+
+        params.progress_callback = api.llama_progress_callback(report)
+        bindings.complaints.clear()
+        handle = api.llama_model_load_from_file(str(path).encode(), params)
+        if raised:
+            if handle:
+                api.llama_model_free(handle)
+            raise raised[0]
+        if not handle:
+            raise NativeError(f"{path}: llama.cpp cannot load it{bindings.complaint()}")
+        self._handle = handle
+        self.vocab = api.llama_model_get_vocab(handle)
+        self.n_vocab: int = api.llama_vocab_n_tokens(self.vocab)
+        self.n_ctx_train: int = api.llama_model_n_ctx_train(handle)
+        self._piece = ctypes.create_string_buffer(_PIECE_BYTES)
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise NativeError("the model is closed")
+        return self._handle
+
+    def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text. Raises NativeError if the tokenizer fails."""
+        data = text.encode("utf-8", "replace")
+        room = len(data) + 16
+        for _ in range(2):
+            tokens = (self.api.llama_token * room)()
+            count = self.api.llama_tokenize(
+                self.vocab, data, len(data), tokens, room, add_special, parse_special
+            )
+            if count >= 0:
+                return list(tokens[:count])
+            room = -count
+        raise NativeError("the text cannot be tokenized")
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        """The bytes that a token stands for; control tokens are empty unless special."""
+        count = self.api.llama_token_to_piece(
+            self.vocab, token, self._piece, len(self._piece), 0, special
+        )
+        if count < 0:
+            self._piece = ctypes.create_string_buffer(-count)
+            return self.piece(token, special)
+        return self._piece.raw[:count]
+
+    def is_end(self, token: int) -> bool:
+        return bool(self.api.llama_vocab_is_eog(self.vocab, token))
+
+    def adds_bos(self) -> bool:
+        return bool(self.api.llama_vocab_get_add_bos(self.vocab))
+
+    def bos(self) -> str:
+        return self._token_text(self.api.llama_vocab_bos(self.vocab))
+
+    def eos(self) -> str:
+        return self._token_text(self.api.llama_vocab_eos(self.vocab))
+
+    def _token_text(self, token: int) -> str:
+        return "" if token < 0 else self.piece(token, special=True).decode("utf-8", "replace")
+
+    def chat_template(self) -> str | None:
+        """The model's Jinja chat template."""
+        text = self.api.llama_model_chat_template(self.handle, None)
+        return text.decode("utf-8", "replace") if text else None
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self.api.llama_model_free(self._handle)
+            self._handle = None
+
+
+class Context:
+    """A llama_context with one sequence. Free it with close, before the store and the model."""
+
+    def __init__(
+        self,
+        bindings: Bindings,
+        model: Model,
+        *,
+        n_ctx: int,
+        n_ubatch: int,
+        threads: int,
+        all_logits: bool,
+        should_stop: Callable[[], bool],
+        abort: tuple[Any, int] | None = None,
+    ) -> None:
+        """should_stop and abort say that a decode should end early: the first one in Python,
+        asked during interruptible steps; the second one a C function and its data, asked
+        during the others. Raises NativeError."""
+        api = self.api = bindings.api
+        self.model = model
+        params = api.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = params.n_ubatch = n_ubatch
+        params.n_outputs_max = params.n_outputs_max_per_seq = n_ubatch if all_logits else 1
+        params.n_threads = params.n_threads_batch = threads
+        params.no_perf = True
+        bindings.complaints.clear()
+        self._handle: int | None = api.llama_init_from_model(model.handle, params)
+        if not self._handle:
+            raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
+        self._should_stop = should_stop
+        self._raised: BaseException | None = None
+        self._slow_abort = api.ggml_abort_callback(self._on_abort)
+        self._fast_abort = api.ggml_abort_callback(0)
+        self._abort_data = None
+        if abort is not None:
+            self._fast_abort = ctypes.cast(abort[0], api.ggml_abort_callback)
+            self._abort_data = abort[1]
+        self._interruptible: bool | None = None
+        self.n_ubatch: int = api.llama_n_ubatch(self._handle)
+        self.n_ctx: int = api.llama_n_ctx(self._handle)
+        self._memory = api.llama_get_memory(self._handle)
+        self._batch = api.llama_batch_init(self.n_ubatch, 0, 1)
+        shape = (self.n_ubatch,)
+        self._tokens = np.ctypeslib.as_array(self._batch.token, shape)
+        self._positions = np.ctypeslib.as_array(self._batch.pos, shape)
+        self._wanted = np.ctypeslib.as_array(self._batch.logits, shape)
+        np.ctypeslib.as_array(self._batch.n_seq_id, shape)[:] = 1
+        for i in range(self.n_ubatch):
+            self._batch.seq_id[i][0] = 0
+
+    def _on_abort(self, _data: int | None) -> bool:
+        # Running Python between graph nodes is also what lets a Ctrl-C handler run.
+        try:
+            return self._should_stop()
+        except BaseException as error:  # noqa: BLE001 - decode raises it, once C has returned
+            self._raised = error
+            return True
+
+    def _set_interruptible(self, on: bool) -> None:
+        if on == self._interruptible:
+            return
+        self._interruptible = on
+        if on:
+            self.api.llama_set_abort_callback(self.handle, self._slow_abort, None)
+        else:
+            self.api.llama_set_abort_callback(self.handle, self._fast_abort, self._abort_data)
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise NativeError("the context is closed")
+        return self._handle
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        pos: int,
+        all_logits: bool = False,
+        interruptible: bool = False,
+    ) -> int:
+        """Evaluates at most n_ubatch tokens at positions pos, pos+1, ...; the last one (or
+        each) gets logits. interruptible costs a Python call for every graph node: for long
+        steps. Returns llama_decode's status: 0, 1 without room, 2 aborted, negative on an
+        error. Raises what a signal handler raised meanwhile."""
+        n = len(tokens)
+        self._set_interruptible(interruptible)
+        self._tokens[:n] = tokens
+        self._positions[:n] = range(pos, pos + n)
+        self._wanted[:n] = all_logits
+        self._wanted[n - 1] = 1
+        self._batch.n_tokens = n
+        status = int(self.api.llama_decode(self.handle, self._batch))
+        if self._raised is not None:
+            error, self._raised = self._raised, None
+            raise error
+        return status
+
+    def logits(self, n_outputs: int = 1) -> np.ndarray:
+        """Logits [n_outputs, n_vocab] of the last decode: a view, valid until the next one."""
+        pointer = self.api.llama_get_logits(self.handle)
+        if not pointer:
+            raise NativeError("llama.cpp has no logits")
+        return np.ctypeslib.as_array(pointer, (n_outputs, self.model.n_vocab))
+
+    def forget_from(self, pos: int) -> bool:
+        """Drops the cache from a position on; False where this kind of memory cannot."""
+        return bool(self.api.llama_memory_seq_rm(self._memory, 0, pos, -1))
+
+    def forget_all(self) -> None:
+        self.api.llama_memory_clear(self._memory, True)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self.api.llama_batch_free(self._batch)
+            self.api.llama_free(self._handle)
+            self._handle = None
+
+
+class SamplerChain:
+    """llama.cpp's samplers for one answer. Free it with close."""
+
+    def __init__(self, context: Context, sampling: Sampling) -> None:
+        api = self.api = context.api
+        self._context = context
+        self._chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        if sampling.greedy:
+            samplers = [api.llama_sampler_init_greedy()]
+        else:
+            # The 40 best first, as upstream does: top_p would sort the whole vocabulary.
+            samplers = [
+                api.llama_sampler_init_top_k(40),
+                api.llama_sampler_init_top_p(sampling.top_p, 1),
+                api.llama_sampler_init_temp(sampling.temp),
+                api.llama_sampler_init_dist(sampling.start_seed()),
+            ]
+        for sampler in samplers:
+            api.llama_sampler_chain_add(self._chain, sampler)
+
+    def sample(self) -> int:
+        """The next token from the last logits; the samplers remember it."""
+        return int(self.api.llama_sampler_sample(self._chain, self._context.handle, -1))
+
+    def close(self) -> None:
+        if self._chain is not None:
+            self.api.llama_sampler_free(self._chain)
+            self._chain = None

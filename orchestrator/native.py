@@ -1,0 +1,560 @@
+"""The native store of patches/native/moe-edge.h, seen from Python.
+
+The only ctypes for our own C API: mirrors of its structs, and Store, which owns one
+store, its views and its route callback.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter_ns
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from orchestrator.errors import NativeError
+from orchestrator.events import (
+    MAX_PREFETCH,
+    DecisionBuffer,
+    Phase,
+    RouteEvent,
+    StoreView,
+    percentile,
+)
+
+ABI_VERSION = 1
+MAX_TIERS = 4
+MAX_AHEAD = 4
+N_KINDS = 4
+DIRECT_IO = 1
+_ERROR_BYTES = 512
+_RING = 4096
+
+RouteCallback = Callable[[RouteEvent], None]
+
+
+class CSlices(ctypes.Structure):
+    _fields_ = [
+        ("offset", ctypes.c_uint64),
+        ("expert_bytes", ctypes.c_uint64),
+        ("file", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class CGroup(ctypes.Structure):
+    _fields_ = [
+        ("slot_bytes", ctypes.c_uint64),
+        ("n_slots", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class CLayer(ctypes.Structure):
+    _fields_ = [
+        ("il", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("slices", (CSlices * MAX_TIERS) * N_KINDS),
+    ]
+
+
+class CConfig(ctypes.Structure):
+    _fields_ = [
+        ("files", ctypes.POINTER(ctypes.c_char_p)),
+        ("layers", ctypes.POINTER(CLayer)),
+        ("groups", ctypes.POINTER(CGroup)),
+        ("budget_bytes", ctypes.c_uint64),
+        ("n_files", ctypes.c_int32),
+        ("n_layers", ctypes.c_int32),
+        ("n_groups", ctypes.c_int32),
+        ("n_tiers", ctypes.c_int32),
+        ("n_expert", ctypes.c_int32),
+        ("n_expert_used", ctypes.c_int32),
+        ("max_tokens", ctypes.c_int32),
+        ("n_ahead", ctypes.c_int32),
+        ("n_io_threads", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("reserved", ctypes.c_int32 * 2),
+    ]
+
+
+class CEvent(ctypes.Structure):
+    _fields_ = [
+        ("layer", ctypes.c_int32),
+        ("phase", ctypes.c_int32),
+        ("n_tokens", ctypes.c_int32),
+        ("n_ahead", ctypes.c_int32),
+        ("step", ctypes.c_int64),
+        ("ids", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("ahead_ids", ctypes.c_void_p),
+        ("ahead", ctypes.c_void_p),
+        ("resident", ctypes.c_void_p),
+    ]
+
+
+class CPrefetch(ctypes.Structure):
+    _fields_ = [
+        ("layer", ctypes.c_int16),
+        ("expert", ctypes.c_int16),
+        ("tier", ctypes.c_uint8),
+        ("kinds", ctypes.c_uint8),
+        ("reserved", ctypes.c_int16),
+    ]
+
+
+class CDecision(ctypes.Structure):
+    _fields_ = [
+        ("tier", ctypes.c_void_p),
+        ("prefetch", ctypes.c_void_p),
+        ("n_prefetch", ctypes.c_int32),
+        ("renormalize", ctypes.c_int32),
+    ]
+
+
+class CStats(ctypes.Structure):
+    _fields_ = [
+        ("requests", ctypes.c_uint64 * 2),
+        ("hits", ctypes.c_uint64 * 2),
+        ("demand_bytes", ctypes.c_uint64 * 2),
+        ("prefetch_bytes", ctypes.c_uint64 * 2),
+        ("wait_us", ctypes.c_uint64 * 2),
+        ("callback_us", ctypes.c_uint64 * 2),
+        ("callbacks", ctypes.c_uint64 * 2),
+        ("routed", (ctypes.c_uint64 * (MAX_TIERS + 1)) * 2),
+        ("computed", (ctypes.c_uint64 * MAX_TIERS) * 2),
+        ("waves", ctypes.c_uint64),
+        ("promotions", ctypes.c_uint64),
+        ("evictions", ctypes.c_uint64),
+        ("prefetch_used", ctypes.c_uint64),
+        ("prefetch_wasted", ctypes.c_uint64),
+        ("prefetch_cancelled", ctypes.c_uint64),
+        ("slot_bytes_in_use", ctypes.c_uint64),
+        ("slot_bytes_peak", ctypes.c_uint64),
+        ("budget_bytes", ctypes.c_uint64),
+        ("read_us", ctypes.c_uint64),
+        ("direct_io", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+# What the header's structs measure on a 64-bit machine. The library is built from the
+# same header and checked by its ABI version; these catch a mirror that went astray.
+STRUCT_BYTES = {
+    CSlices: 32,
+    CGroup: 16,
+    CLayer: 8 + N_KINDS * MAX_TIERS * 32,
+    CConfig: 80,
+    CEvent: 72,
+    CPrefetch: 8,
+    CDecision: 24,
+    CStats: 344,
+}
+
+_ROUTE_CB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_PROGRESS_CB = ctypes.CFUNCTYPE(None, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
+_VISIT_CB = ctypes.CFUNCTYPE(
+    None,
+    ctypes.c_int32,
+    ctypes.c_int32,
+    ctypes.c_int32,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+)
+
+_STORE = ctypes.c_void_p
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "moe_edge_abi_version": (ctypes.c_int32, []),
+    "moe_edge_slot_bytes": (ctypes.c_uint64, [ctypes.c_uint64, ctypes.c_uint64]),
+    "moe_edge_store_create": (
+        _STORE,
+        [ctypes.POINTER(CConfig), ctypes.c_char_p, ctypes.c_size_t],
+    ),
+    "moe_edge_store_free": (None, [_STORE]),
+    "moe_edge_buffer_type": (ctypes.c_void_p, []),
+    "moe_edge_store_attach": (
+        ctypes.c_int,
+        [_STORE, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t],
+    ),
+    "moe_edge_store_event": (ctypes.POINTER(CEvent), [_STORE]),
+    "moe_edge_store_decision": (ctypes.POINTER(CDecision), [_STORE]),
+    "moe_edge_set_callback": (None, [_STORE, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]),
+    "moe_edge_begin_step": (None, [_STORE, ctypes.c_int32]),
+    "moe_edge_error": (ctypes.c_char_p, [_STORE]),
+    "moe_edge_abort": (ctypes.c_bool, [ctypes.c_void_p]),
+    "moe_edge_cancel": (None, [_STORE, ctypes.c_int32]),
+    "moe_edge_get_stats": (None, [_STORE, ctypes.POINTER(CStats)]),
+    "moe_edge_reset_stats": (None, [_STORE]),
+    "moe_edge_warm": (
+        ctypes.c_int32,
+        [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32, _PROGRESS_CB, ctypes.c_void_p],
+    ),
+    "moe_edge_check": (ctypes.c_int, [_STORE, ctypes.c_char_p, ctypes.c_size_t]),
+    "moe_edge_apply": (
+        ctypes.c_int,
+        [
+            _STORE,
+            ctypes.c_int32,
+            ctypes.POINTER(ctypes.c_int32),
+            ctypes.POINTER(ctypes.c_uint8),
+            ctypes.c_int32,
+        ],
+    ),
+    "moe_edge_prefetch": (None, [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32]),
+    "moe_edge_use": (
+        ctypes.c_int,
+        [
+            _STORE,
+            ctypes.c_int32,
+            ctypes.c_int32,
+            ctypes.POINTER(ctypes.c_int32),
+            ctypes.c_int32,
+            _VISIT_CB,
+            ctypes.c_void_p,
+        ],
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Where the experts of one (layer, kind, tier) lie; see struct moe_edge_slices."""
+
+    file: int
+    offset: int
+    expert_bytes: int
+    type: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """Everything a store is built from.
+
+    layers: (il, {(kind, tier): Slices}) for each MoE layer in order, tiers numbered
+    best first without gaps; groups: (slot_bytes, n_slots).
+    """
+
+    files: tuple[Path, ...]
+    layers: tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
+    groups: tuple[tuple[int, int], ...]
+    budget_bytes: int
+    n_tiers: int
+    n_expert: int
+    n_expert_used: int
+    max_tokens: int
+    n_ahead: int
+    n_io_threads: int
+    direct_io: bool = True
+
+
+class Library:
+    """The moe_edge_* functions of a loaded llama library, ABI checked.
+
+    Raises NativeError where the library is the stock one or another version.
+    """
+
+    def __init__(self, lib: ctypes.CDLL) -> None:
+        if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
+            raise NativeError("moe-edge needs a 64-bit little-endian machine")
+        for struct, size in STRUCT_BYTES.items():
+            if ctypes.sizeof(struct) != size:
+                raise NativeError(
+                    f"{struct.__name__} measures {ctypes.sizeof(struct)} bytes, not {size}"
+                )
+        self.lib = lib
+        for name, (restype, argtypes) in _FUNCTIONS.items():
+            function = self._find(name)
+            function.restype = restype
+            function.argtypes = argtypes
+            setattr(self, name.removeprefix("moe_edge_"), function)
+        found = self.abi_version()
+        if found != ABI_VERSION:
+            raise NativeError(
+                f"the installed llama_cpp has moe-edge ABI {found}, this Python code needs "
+                f"{ABI_VERSION}: run `make build`"
+            )
+
+    def _find(self, name: str) -> Any:
+        # A symbol of a library that this one depends on (ggml-cpu) is found through it.
+        try:
+            return self.lib[name]
+        except AttributeError:
+            raise NativeError(
+                "the installed llama_cpp is the stock package, without the expert store: "
+                f"run `make build` (missing symbol {name})"
+            ) from None
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class Store:
+    """One native store. Make it with Store.create; free it with close or `with`.
+
+    event, view and decision are this store's buffers, alive as long as the store;
+    their contents are valid while a route callback runs.
+    """
+
+    def __init__(self, library: Library, handle: int, spec: StoreSpec) -> None:
+        self.library = library
+        self.spec = spec
+        self._handle: int | None = handle
+        self._error: BaseException | None = None
+        self._route: RouteCallback | None = None
+        self._trampoline: Any = None
+        self._ring = array("q", bytes(8 * _RING))
+        self._calls = 0
+        event = library.store_event(handle).contents
+        decision = library.store_decision(handle).contents
+        self.event, self.view = _event_views(event, spec)
+        self._event_header = _ints(event)
+        tier = _array(decision.tier, ctypes.c_uint8, (spec.n_expert,))
+        prefetch = _array(decision.prefetch, ctypes.c_int64, (MAX_PREFETCH,))
+        self.decision = DecisionBuffer(tier, prefetch)
+        self._decision_header = _ints(decision)
+
+    @classmethod
+    def create(cls, library: Library, spec: StoreSpec) -> Store:
+        """Allocates pools and starts I/O threads. Raises NativeError with the store's reason."""
+        config, keep_alive = _c_config(spec)
+        message = ctypes.create_string_buffer(_ERROR_BYTES)
+        handle = library.store_create(ctypes.byref(config), message, _ERROR_BYTES)
+        del keep_alive
+        if not handle:
+            raise NativeError(_text(message.value) or "the native store could not be created")
+        return cls(library, handle, spec)
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise NativeError("the native store is closed")
+        return self._handle
+
+    def attach(self, model: int) -> None:
+        """Binds the store to the expert tensors of a loaded llama_model."""
+        message = ctypes.create_string_buffer(_ERROR_BYTES)
+        if self.library.store_attach(self.handle, model, message, _ERROR_BYTES) != 0:
+            raise NativeError(_text(message.value) or "the model's experts cannot be managed")
+
+    @property
+    def abort(self) -> tuple[Any, int]:
+        """(C function, its data) that says whether the running step should end."""
+        return self.library.abort, self.handle
+
+    def should_abort(self) -> bool:
+        """Whether the running step failed or was cancelled."""
+        return bool(self.library.abort(self.handle))
+
+    def set_route(self, route: RouteCallback | None, default_tier: int = 0) -> None:
+        """Calls route for every MoE layer; None asks for default_tier without Python."""
+        self._route = route
+        self._trampoline = _ROUTE_CB(self._on_route) if route is not None else None
+        address = ctypes.cast(self._trampoline, ctypes.c_void_p) if route is not None else None
+        self.library.set_callback(self.handle, address, None, default_tier)
+
+    def _on_route(self, _user: int | None) -> int:
+        start_ns = perf_counter_ns()
+        try:
+            event, header = self.event, self._event_header
+            event.layer = header[0]
+            event.phase = header[1]
+            event.n_tokens = header[2]
+            event.n_ahead = header[3]
+            event.step = header[4]
+            decision = self.decision
+            decision.n_prefetch = 0
+            decision.renormalize = False
+            route = self._route
+            if route is not None:
+                route(event)
+            return 0
+        except BaseException as error:  # noqa: BLE001 - nothing may unwind through C; check_step raises it
+            self._error = error
+            return 1
+        finally:
+            self._ring[self._calls % _RING] = perf_counter_ns() - start_ns
+            self._calls += 1
+
+    def apply(self, decision: DecisionBuffer) -> None:
+        """Hands the decision over; native acts on it when the route callback returns."""
+        self._decision_header[4] = decision.n_prefetch
+        self._decision_header[5] = decision.renormalize
+
+    def begin_step(self, phase: Phase) -> None:
+        """Before each llama_decode."""
+        self._error = None
+        self.library.begin_step(self.handle, phase)
+
+    def check_step(self) -> None:
+        """After each llama_decode, before its output is used: raises what a route callback
+        raised, or NativeError with the store's own reason."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        reason = self.library.error(self.handle)
+        if reason:
+            raise NativeError(_text(reason))
+
+    def cancel(self, on: bool) -> None:
+        """Makes the running step stop early; stays set until called with False."""
+        if self._handle is not None:
+            self.library.cancel(self._handle, int(on))
+
+    def stats(self) -> CStats:
+        """The counters since creation or reset_stats; a copy."""
+        stats = CStats()
+        self.library.get_stats(self.handle, ctypes.byref(stats))
+        return stats
+
+    def reset_stats(self) -> None:
+        self.library.reset_stats(self.handle)
+
+    @property
+    def calls(self) -> int:
+        """Route callbacks so far."""
+        return self._calls
+
+    def callback_us(self, q: float = 50.0, since: int = 0) -> float | None:
+        """Percentile of the Python time of the route callbacks after number `since` (the
+        latest 4096 of them at most), in microseconds; None without any."""
+        n = min(self._calls - since, _RING)
+        if n <= 0:
+            return None
+        recent = [self._ring[i % _RING] for i in range(self._calls - n, self._calls)]
+        return percentile(recent, q) / 1000.0
+
+    def warm(
+        self,
+        wanted: Sequence[tuple[int, int, int]],
+        progress: Callable[[float], None] | None = None,
+    ) -> int:
+        """Loads (layer, expert, tier) triples into free slots; returns how many went in."""
+        items = (CPrefetch * max(1, len(wanted)))()
+        for item, (layer, expert, tier) in zip(items, wanted, strict=False):
+            item.layer, item.expert, item.tier = layer, expert, tier
+        raised: list[BaseException] = []
+
+        def report(done: int, total: int, _user: int | None) -> None:
+            if progress is None or raised:
+                return
+            try:
+                progress(done / max(1, total))
+            except BaseException as error:  # noqa: BLE001 - raised below, once C has returned
+                raised.append(error)
+                self.cancel(True)
+
+        loaded = self.library.warm(self.handle, items, len(wanted), _PROGRESS_CB(report), None)
+        if raised:
+            self.cancel(False)
+            raise raised[0]
+        if loaded < 0:
+            reason = self.library.error(self.handle)
+            raise NativeError(_text(reason) if reason else "the experts could not be loaded")
+        return int(loaded)
+
+    def check(self) -> None:
+        """Raises NativeError where an invariant of the store does not hold. For tests."""
+        message = ctypes.create_string_buffer(_ERROR_BYTES)
+        if self.library.check(self.handle, message, _ERROR_BYTES) != 0:
+            raise NativeError(_text(message.value))
+
+    def close(self) -> None:
+        """Frees the native store; the llama_context that used it must be gone before."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._route = None
+            self.library.store_free(handle)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _text(message: bytes) -> str:
+    return message.decode("utf-8", "replace")
+
+
+def _ints(struct: ctypes.Structure) -> memoryview:
+    """The struct's memory as 32-bit integers."""
+    integers = (ctypes.c_int32 * (ctypes.sizeof(struct) // 4)).from_buffer(struct)
+    return memoryview(integers).cast("B").cast("i")
+
+
+def _array(address: int | None, ctype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    count = int(np.prod(shape))
+    if count == 0:
+        return np.zeros(shape, np.dtype(ctype))
+    if not address:
+        raise NativeError("the native store handed out a null array")
+    return np.ctypeslib.as_array((ctype * count).from_address(address)).reshape(shape)
+
+
+def _event_views(event: CEvent, spec: StoreSpec) -> tuple[RouteEvent, StoreView]:
+    rows = (spec.max_tokens, spec.n_expert_used)
+    ahead = (spec.n_ahead, *rows)
+    return (
+        RouteEvent(
+            ids=_array(event.ids, ctypes.c_int32, rows),
+            weights=_array(event.weights, ctypes.c_float, rows),
+            tokens=_array(event.tokens, ctypes.c_int32, (spec.max_tokens,)),
+            ahead_ids=_array(event.ahead_ids, ctypes.c_int32, ahead),
+            ahead=_array(event.ahead, ctypes.c_float, ahead),
+        ),
+        StoreView(
+            _array(event.resident, ctypes.c_uint8, (len(spec.layers), spec.n_expert)),
+        ),
+    )
+
+
+def _c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
+    """The C configuration and what must live as long as it is read."""
+    files = (ctypes.c_char_p * len(spec.files))(*(bytes(path) for path in spec.files))
+    layers = (CLayer * len(spec.layers))()
+    for c_layer, (il, slices) in zip(layers, spec.layers, strict=True):
+        c_layer.il = il
+        for (kind, tier), piece in slices.items():
+            target = c_layer.slices[kind][tier]
+            target.offset = piece.offset
+            target.expert_bytes = piece.expert_bytes
+            target.file = piece.file
+            target.type = piece.type
+            target.group = piece.group
+    groups = (CGroup * len(spec.groups))()
+    for c_group, (slot_bytes, n_slots) in zip(groups, spec.groups, strict=True):
+        c_group.slot_bytes, c_group.n_slots = slot_bytes, n_slots
+    config = CConfig(
+        files=files,
+        layers=layers,
+        groups=groups,
+        budget_bytes=spec.budget_bytes,
+        n_files=len(spec.files),
+        n_layers=len(spec.layers),
+        n_groups=len(spec.groups),
+        n_tiers=spec.n_tiers,
+        n_expert=spec.n_expert,
+        n_expert_used=spec.n_expert_used,
+        max_tokens=spec.max_tokens,
+        n_ahead=spec.n_ahead,
+        n_io_threads=spec.n_io_threads,
+        flags=DIRECT_IO if spec.direct_io else 0,
+    )
+    return config, [files, layers, groups]

@@ -1,0 +1,61 @@
+"""How many experts of each layer are critical (DyMoE, section 4.3)."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+# r(l) * M is exact in theory where it lands on an integer; the ceiling must not turn
+# rounding noise into one more expert.
+_NOISE = 1e-9
+
+
+def ratios(lam: float, n_layers: int) -> list[float]:
+    """r(l), the share of critical experts in MoE layer l of L = n_layers, eq. 4:
+    (1 - lambda) * (cos(pi * l / (L-1)) + 1) / 2 + lambda."""
+    if n_layers == 1:
+        return [lam]
+    return [
+        (1 - lam) * (math.cos(math.pi * layer / (n_layers - 1)) + 1) / 2 + lam
+        for layer in range(n_layers)
+    ]
+
+
+def critical_counts(lam: float, n_layers: int, m: int) -> list[int]:
+    """t_l = ceil(r(l) * M), eq. 5, at least 1: lambda = 0 alone would leave the last layer
+    of a 4/0 plan without any expert."""
+    return [min(m, max(1, math.ceil(r * m - _NOISE))) for r in ratios(lam, n_layers)]
+
+
+def realised(counts: list[int], m: int) -> float:
+    """Mean of t_l / M over the MoE layers."""
+    return sum(counts) / (m * len(counts))
+
+
+def solve(retention: float, n_layers: int, m: int) -> tuple[float, list[int]]:
+    """(lambda, t_l) such that the mean of t_l / M comes nearest to the user's retention.
+
+    M is the number of experts that t_l is taken of: those a token selects when decoding.
+    lambda lies in [0, 1], so shares below about one half cannot be reached: eq. 4 keeps
+    the mean of r(l) at (1 + lambda) / 2. With one layer, r(0) = retention itself.
+    """
+    if n_layers == 1:
+        return retention, critical_counts(retention, 1, m)
+    cosines = ratios(0.0, n_layers)
+    # The counts change only just after a lambda at which some r(l) * M is an integer.
+    steps = {0.0, 1.0}
+    for c in cosines:
+        if c < 1.0:
+            for j in range(math.ceil(c * m), m + 1):
+                lam = (j / m - c) / (1 - c)
+                if 0.0 <= lam <= 1.0:
+                    steps.add(lam)
+    edges = sorted(steps)
+
+    def mean(index: int) -> float:
+        return realised(critical_counts(edges[index], n_layers, m), m)
+
+    above = bisect_right(range(len(edges)), retention, key=mean)
+    choices = [i for i in (above - 1, above) if 0 <= i < len(edges)]
+    best = min(choices, key=lambda i: (abs(mean(i) - retention), -i))
+    return edges[best], critical_counts(edges[best], n_layers, m)

@@ -1,0 +1,341 @@
+"""From the pinned source to one wheel: cache key, flags, compilation, packaging.
+
+The cache key covers everything the wheel's bytes depend on. A wheel is published by renaming
+a finished folder, so a cached wheel is complete and is exactly the one that was asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from patches import cuda, probe, wheel
+from patches.progress import Progress
+from patches.series import read_series
+from patches.tree import native_sources, sync_tree
+from patches.upstream import (
+    PATCHES,
+    BuildError,
+    Upstream,
+    cache_dir,
+    fetch_sdist,
+    locked,
+    say,
+)
+
+KEEP_WHEELS = 6
+TARGET = "llama"
+CUDA_SAMPLE = ("mmid.cu", "getrows.cu", "mmvq.cu")
+
+# Everything that no part of moe-edge uses is left out: it is half of the compile time.
+BASE_FLAGS = (
+    "CMAKE_BUILD_TYPE=Release",
+    "BUILD_SHARED_LIBS=ON",
+    # A wheel holds no symbolic links, and two copies of one library under two names would be
+    # loaded as two libraries with two sets of globals.
+    "CMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
+    "CMAKE_BUILD_WITH_INSTALL_RPATH=ON",
+    "GGML_NATIVE=ON",
+    "LLAMA_CURL=OFF",
+    "LLAMA_OPENSSL=OFF",
+    "LLAMA_BUILD_COMMON=OFF",
+    "LLAMA_BUILD_TESTS=OFF",
+    "LLAMA_BUILD_TOOLS=OFF",
+    "LLAMA_BUILD_EXAMPLES=OFF",
+    "LLAMA_BUILD_SERVER=OFF",
+    "LLAMA_BUILD_APP=OFF",
+    "LLAMA_BUILD_NUMBER=0",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    gpu: str = "auto"  # auto | cuda | off
+    amx: str = "auto"  # auto | on | off; auto: on where a probe proves that it works
+    cuda_arch: str | None = None
+    sdist: Path | None = None
+    jobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be built, before anything is built."""
+
+    upstream: Upstream
+    tools: probe.Toolchain
+    flags: tuple[str, ...]  # cmake definitions NAME=VALUE
+    gpu: bool
+    gpu_reason: str
+    amx: bool
+    amx_reason: str
+    key: str  # content hash of the wheel
+
+    @property
+    def wheel_path(self) -> Path:
+        name = wheel.file_name(self.upstream)
+        return cache_dir() / "wheels" / self.key[:24] / name
+
+    @property
+    def build_dir(self) -> Path:
+        """One per set of flags and toolchain; objects of another compiler never mix in."""
+        parts = [*self.flags, self.tools.identity, self.tools.generator, str(self.tools.ccache)]
+        parts += [self.tools.cc, self.tools.cxx, self.upstream.sha256]
+        return cache_dir() / "build" / _digest(parts)[:16]
+
+    def stamp(self) -> dict[str, object]:
+        """What the wheel says about itself (llama_cpp/moe_edge_build.json)."""
+        return {
+            "key": self.key,
+            "version": self.upstream.local_version,
+            "gpu": "cuda" if self.gpu else "off",
+            "amx": self.amx,
+            "flags": list(self.flags),
+        }
+
+
+def make_plan(upstream: Upstream, options: Options) -> Plan:
+    """Probes the machine and computes the cache key; downloads nothing but cuBLAS for CUDA."""
+    tools = probe.find_toolchain()
+    gpu, gpu_reason = probe.choose_gpu(options.gpu)
+    amx, amx_reason = _choose_amx(options.amx, tools)
+    flags = [*BASE_FLAGS, f"LLAMA_BUILD_COMMIT={upstream.local_version}"]
+    rpath = ["$ORIGIN"]
+    if tools.native_amx and not amx:
+        # GGML_AMX_*=OFF does not help: with GGML_NATIVE they are not looked at.
+        flags += [f"CMAKE_{lang}_FLAGS={' '.join(probe.AMX_OFF)}" for lang in ("C", "CXX")]
+    if gpu:
+        cuda_flags, cuda_libs = cuda.flags(options.cuda_arch)
+        flags += cuda_flags
+        rpath += cuda_libs
+    flags.append(f"CMAKE_INSTALL_RPATH={';'.join(rpath)}")
+    flags += _user_flags(os.environ.get("CMAKE_ARGS", ""))
+    parts = [upstream.sha256, upstream.local_version, tools.identity, *flags]
+    sources = [PATCHES / "series", *sorted(PATCHES.glob("*.patch")), *native_sources()]
+    sources += [PATCHES / name for name in ("build.py", "series.py", "tree.py", "wheel.py")]
+    for path in sources:
+        parts += [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
+    return Plan(
+        upstream, tools, tuple(flags), gpu, gpu_reason, amx, amx_reason, key=_digest(parts)
+    )
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _choose_amx(asked: str, tools: probe.Toolchain) -> tuple[bool, str]:
+    if asked == "off":
+        return False, "AMX=off"
+    usable, why = probe.probe_amx(tools)
+    if asked == "on" and not usable:
+        raise BuildError(f"AMX=on, but {why}.")
+    return usable, why
+
+
+def _user_flags(text: str) -> list[str]:
+    """-D definitions of the CMAKE_ARGS variable; raises BuildError for anything else."""
+    flags = []
+    for word in shlex.split(text):
+        if not re.match(r"-D\w+(:\w+)?=", word):
+            raise BuildError(f"CMAKE_ARGS may hold -DNAME=VALUE words only, not {word!r}")
+        flags.append(word[2:])
+    return flags
+
+
+def cached_wheel(plan: Plan) -> Path | None:
+    """The finished wheel of this plan, or None; a file damaged on disk counts as none."""
+    path = plan.wheel_path
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return path if archive.testzip() is None else None
+    except (OSError, zipfile.BadZipFile):
+        return None
+
+
+def build(upstream: Upstream, options: Options) -> tuple[Path, Plan, bool]:
+    """(wheel, plan, built now). Interrupting it leaves nothing that a next call trips over."""
+    plan = make_plan(upstream, options)
+    found = cached_wheel(plan)
+    if found:
+        return found, plan, False
+    with locked(cache_dir() / "lock") as lock:
+        # What was edited while we waited for another build must be in this one.
+        plan = make_plan(upstream, options)
+        found = cached_wheel(plan)
+        if found:
+            return found, plan, False
+        say(f"building llama.cpp with our sources (GPU: {plan.gpu_reason}; AMX: {plan.amx_reason})")
+        sdist = fetch_sdist(upstream, options.sdist)
+        root = sync_tree(sdist, upstream)
+        if make_plan(upstream, options).key != plan.key:
+            raise BuildError("the sources changed while they were copied: run it again.")
+        compile_tree(plan, root / upstream.source, options.jobs, lock)
+        _publish(plan, root)
+    return plan.wheel_path, plan, True
+
+
+def compile_tree(
+    plan: Plan, source: Path, jobs: int | None, lock: int, targets: Sequence[str] = (TARGET,)
+) -> None:
+    """Configures and compiles in plan.build_dir, reusing objects of earlier builds."""
+    folder = plan.build_dir
+    configured, running = folder / "moe-edge-configured", folder / "moe-edge-running"
+    if folder.exists() and not configured.exists():
+        shutil.rmtree(folder)  # a first configuration that was interrupted
+    folder.mkdir(parents=True, exist_ok=True)
+    if running.exists():
+        _drop_newer(folder, running.stat().st_mtime_ns)
+    running.write_text("")
+    command = [plan.tools.cmake, "-S", str(source), "-B", str(folder)]
+    command += ["-G", plan.tools.generator]
+    definitions = [f"CMAKE_C_COMPILER={plan.tools.cc}", f"CMAKE_CXX_COMPILER={plan.tools.cxx}"]
+    if plan.tools.ccache:
+        for language in ("C", "CXX", *(["CUDA"] if plan.gpu else [])):
+            definitions.append(f"CMAKE_{language}_COMPILER_LAUNCHER={plan.tools.ccache}")
+    command += [f"-D{definition}" for definition in (*definitions, *plan.flags)]
+    log = folder / "moe-edge-build.log"
+    try:
+        with log.open("w") as file:
+            _run(command, "configuring", file.fileno(), log, lock)
+            configured.write_text("")
+            command = [plan.tools.cmake, "--build", str(folder), "--target", *targets]
+            command += ["--parallel", str(jobs or default_jobs(plan.gpu))]
+            _run(command, "compiling", file.fileno(), log, lock)
+    except KeyboardInterrupt:
+        # The compilers have seen Ctrl-C too and have removed what they had half written.
+        running.unlink(missing_ok=True)
+        raise
+    running.unlink()
+
+
+def check_cuda_objects(plan: Plan, source: Path, full: bool, lock: int) -> None:
+    """Configures with CUDA and compiles the kernels we build on; full: the whole library."""
+    targets = ["ggml-cuda"]
+    # make cannot name one object of a subfolder from the top.
+    if not full and plan.tools.generator == "Ninja":
+        folder = "ggml/src/ggml-cuda/CMakeFiles/ggml-cuda.dir"
+        targets = [f"{folder}/{name}.o" for name in CUDA_SAMPLE]
+    compile_tree(plan, source, None, lock, targets)
+
+
+def _drop_newer(folder: Path, since_ns: int) -> None:
+    """Deletes the objects and libraries of a killed run: any of them may be half written."""
+    for path in folder.rglob("*"):
+        if path.suffix in (".o", ".a", ".so") and path.lstat().st_mtime_ns >= since_ns:
+            path.unlink()
+
+
+def default_jobs(gpu: bool) -> int:
+    """One per core, but no more than memory allows (about 1 GiB a compiler, 2 with CUDA)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return max(1, cores)
+    return max(1, min(cores, free // ((2 if gpu else 1) << 30)))
+
+
+def _run(command: list[str], what: str, log_fd: int, log: Path, lock: int) -> None:
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(cache_dir().parent)}
+    progress = Progress(what)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(lock,),
+        env=environment,
+    )
+    try:
+        if process.stdout is None:
+            raise BuildError(f"{command[0]}: no output pipe")
+        for line in process.stdout:
+            os.write(log_fd, line)
+            progress.line(line.decode(errors="replace"))
+        status = process.wait()
+    except BaseException:
+        # Ctrl-C has reached the whole group already, a plain kill only us.
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        progress.close()
+        raise
+    progress.close()
+    if status != 0:
+        lines = log.read_text(errors="replace").splitlines()
+        errors = [n for n, line in enumerate(lines) if re.search(r"\berror\b|CMake Error", line)]
+        first = errors[0] if errors else max(0, len(lines) - 20)
+        excerpt = "\n".join(line[:300] for line in lines[first : first + 20])
+        raise BuildError(f"{what} failed; the whole log is {log}\n{excerpt}")
+
+
+def _publish(plan: Plan, root: Path) -> None:
+    target = plan.wheel_path
+    wheels = target.parent.parent
+    wheels.mkdir(parents=True, exist_ok=True)
+    for stale in wheels.glob(".publish.*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    libraries = sorted((plan.build_dir / "bin").glob("lib*.so")) or sorted(
+        (plan.build_dir / "bin").glob("lib*.dylib")
+    )
+    check_libraries(libraries)
+    with tempfile.TemporaryDirectory(dir=wheels, prefix=".publish.") as folder:
+        stage = Path(folder) / "wheel"
+        stage.mkdir()
+        wheel.write(stage / target.name, plan.upstream, root, libraries, plan.stamp())
+        if target.parent.exists():
+            shutil.rmtree(target.parent)
+        os.replace(stage, target.parent)
+    by_age = sorted(wheels.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    for old in by_age[KEEP_WHEELS:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def header_symbols(header: Path = PATCHES / "native" / "moe-edge.h") -> tuple[int, list[str]]:
+    """(ABI version, exported function names) as the C header states them."""
+    text = header.read_text()
+    version = re.search(r"^#define MOE_EDGE_ABI_VERSION (\d+)$", text, re.MULTILINE)
+    if version is None:
+        raise BuildError(f"{header}: no MOE_EDGE_ABI_VERSION")
+    return int(version[1]), re.findall(r"^MOE_EDGE_API [^;(]*?\b(moe_edge_\w+)\(", text, re.M)
+
+
+CHECK = """
+import ctypes, json, sys
+paths, symbols = json.loads(sys.argv[1])
+libraries = [ctypes.CDLL(path) for path in paths]
+missing = [s for s in symbols if not any(hasattr(library, s) for library in libraries)]
+abi = None
+for library in libraries:
+    if hasattr(library, "moe_edge_abi_version"):
+        abi = library.moe_edge_abi_version()
+print(json.dumps([missing, abi]))
+"""
+
+
+def check_libraries(libraries: list[Path]) -> None:
+    """Loads what was built in a child process; every function of our header must be there."""
+    if not any(path.stem == "libllama" for path in libraries):
+        raise BuildError("the build ended without libllama")
+    abi, symbols = header_symbols() if read_series() else (None, [])
+    argument = json.dumps([[str(path) for path in libraries], symbols])
+    done = subprocess.run([sys.executable, "-c", CHECK, argument], capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"signal {-done.returncode}"]
+        raise BuildError(f"the built libraries do not load: {lines[-1]}")
+    missing, found = json.loads(done.stdout)
+    if missing:
+        raise BuildError(f"the built libraries lack {', '.join(missing)}")
+    if found != abi:
+        raise BuildError(f"the built libraries have ABI {found}, the header says {abi}")

@@ -1,0 +1,114 @@
+"""CUDA: cmake flags, and a toolkit tree completed with cuBLAS where the toolkit lacks it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from patches import probe
+from patches.upstream import BuildError, cache_dir, say
+
+# Without a GPU to ask: PTX that every card since Ampere can translate for itself.
+DEFAULT_ARCH = "80-virtual"
+
+
+def flags(arch: str | None) -> tuple[list[str], list[str]]:
+    """(cmake definitions, library folders for the run path). Raises BuildError."""
+    nvcc = probe.find_nvcc()
+    if nvcc is None:
+        raise BuildError(
+            "GPU=cuda needs nvcc: install it with `sudo apt install nvidia-cuda-toolkit`, "
+            "or set CUDA_HOME to your CUDA toolkit."
+        )
+    root = probe.toolkit_root(nvcc)
+    if not _headers(root, "cublas_v2.h"):
+        root = overlay(root, nvcc)
+    libraries = [str(path) for path in (root / "lib64", root / "lib") if path.is_dir()][:1]
+    definitions = [
+        "GGML_CUDA=ON",
+        "GGML_CUDA_NO_VMM=ON",
+        "GGML_CUDA_NCCL=OFF",
+        "GGML_CUDA_FA=OFF",
+        f"CUDAToolkit_ROOT={root}",
+        f"CMAKE_CUDA_COMPILER={nvcc}",
+        f"CMAKE_CUDA_ARCHITECTURES={arch or gpu_arch() or DEFAULT_ARCH}",
+    ]
+    return definitions, libraries
+
+
+def gpu_arch() -> str | None:
+    """Architecture of the GPUs here, e.g. "86-real", or None without one."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return None
+    command = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = sorted(set(re.findall(r"^(\d+)\.(\d+)$", done.stdout, re.MULTILINE)))
+    return ";".join(f"{major}{minor}-real" for major, minor in found) or None
+
+
+def _headers(root: Path, name: str) -> list[Path]:
+    return [path for path in (root / "include" / name, *root.glob(f"targets/*/include/{name}"))
+            if path.exists()]
+
+
+def overlay(root: Path, nvcc: str) -> Path:
+    """A tree of links to the toolkit with cuBLAS from PyPI beside it; cached by version."""
+    version = probe.nvcc_version(nvcc)
+    target = cache_dir() / "cuda" / f"{version}-cublas"
+    if (target / "include" / "cublas_v2.h").exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".overlay.") as folder:
+        wheel = _download(version.split(".")[:2], Path(folder))
+        stage = Path(folder) / "tree"
+        for name in ("include", "lib"):
+            (stage / name).mkdir(parents=True)
+        for name in ("include", "lib"):
+            for path in (root / name).iterdir():
+                (stage / name / path.name).symlink_to(path)
+        for name in ("bin", "nvvm"):
+            if (root / name).exists():
+                (stage / name).symlink_to(root / name)
+        with zipfile.ZipFile(wheel) as archive:
+            for entry in archive.namelist():
+                match = re.search(r"/(include|lib)/([^/]+)$", entry)
+                if match and not match[2].startswith("__"):
+                    place = stage / match[1] / match[2]
+                    place.unlink(missing_ok=True)
+                    with archive.open(entry) as source, place.open("wb") as copy:
+                        shutil.copyfileobj(source, copy)
+        for path in list((stage / "lib").glob("lib*.so.*")):
+            plain = path.with_name(path.name.split(".so")[0] + ".so")
+            if not plain.exists():
+                plain.symlink_to(path.name)
+        (stage / "lib64").symlink_to("lib")
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(stage, target)
+    return target
+
+
+def _download(version: list[str], folder: Path) -> Path:
+    major, minor = int(version[0]), int(version[1])
+    # Up to CUDA 12 the package's name carries the major version.
+    name = "nvidia-cublas" if major >= 13 else f"nvidia-cublas-cu{major}"
+    say(f"this CUDA toolkit has no cuBLAS; downloading {name} for CUDA {major}.{minor}")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(folder)]
+    # cuBLAS carries the version of the toolkit that it came with.
+    command.append(f"{name}>={major}.{minor},<{major}.{minor + 1}")
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        raise BuildError(
+            "cuBLAS is missing from the CUDA toolkit and could not be downloaded: install "
+            f"libcublas-dev-{major}-{minor} from NVIDIA's package repository."
+        )
+    return wheels[0]

@@ -1,0 +1,198 @@
+"""The Python environment that moe-edge lives in: found or created, then filled.
+
+An active virtualenv or conda environment is used as it is; otherwise `.venv` in the
+repository is created.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from patches import wheel
+from patches.upstream import REPO, BuildError, Upstream, say, write_atomic
+
+PYTHON_AT_LEAST = (3, 10)
+
+# Runs inside the environment: what is installed there, as one JSON object.
+INSPECT = """
+import importlib.metadata as metadata, json, sys
+report = {"version": sys.version_info[:2], "prefix": sys.prefix, "stamp": None, "names": {}}
+for item in metadata.distributions():
+    name = item.metadata["Name"]
+    if name:
+        report["names"][name.lower().replace("_", "-")] = item.version
+try:
+    text = metadata.distribution("llama_cpp_python").read_text("../" + sys.argv[1])
+    report["stamp"] = json.loads(text) if text else None
+except metadata.PackageNotFoundError:
+    pass
+print(json.dumps(report))
+"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    root: Path
+    created: bool  # ours: .venv in the repository
+    python: Path
+
+    @property
+    def note(self) -> Path:
+        """What the last finished set-up put here; written last."""
+        return self.root / "moe-edge-setup.json"
+
+    def read_note(self) -> dict[str, object]:
+        try:
+            note = json.loads(self.note.read_text())
+        except (OSError, ValueError):
+            return {}
+        return note if isinstance(note, dict) else {}
+
+
+def locate() -> Environment:
+    """The environment to use; it may not exist yet. Touches nothing."""
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        root = os.environ.get(variable)
+        if root and (Path(root) / "bin" / "python").exists():
+            return Environment(Path(root), False, Path(root) / "bin" / "python")
+    root_path = REPO / ".venv"
+    return Environment(root_path, True, root_path / "bin" / "python")
+
+
+def ensure(env: Environment) -> None:
+    """Creates .venv when it is needed; raises BuildError when that cannot work."""
+    if env.created and not _has_pip(env.python):
+        if sys.version_info < PYTHON_AT_LEAST:
+            raise BuildError(_too_old(sys.version_info[:2]))
+        if not all(map(importlib.util.find_spec, ("ensurepip", "venv"))):
+            version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+            raise BuildError(
+                "Python's venv module is missing: install it with "
+                f"`sudo apt install python{version}-venv`."
+            )
+        say("creating .venv")
+        if env.root.exists():
+            shutil.rmtree(env.root)
+        done = subprocess.run(
+            [sys.executable, "-m", "venv", str(env.root)], capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            shutil.rmtree(env.root, ignore_errors=True)
+            lines = (done.stdout + done.stderr).strip().splitlines()
+            raise BuildError(f"could not create {env.root}: {' '.join(lines)[:300]}")
+    elif not _has_pip(env.python):
+        raise BuildError(
+            f"{env.python} has no pip: install it with `{env.python} -m ensurepip`, "
+            "or leave this environment."
+        )
+
+
+def _has_pip(python: Path) -> bool:
+    if not python.exists():
+        return False
+    command = [str(python), "-m", "pip", "--version"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def _too_old(version: tuple[int, ...]) -> str:
+    return f"Python 3.10 or newer is needed, this is {version[0]}.{version[1]}."
+
+
+def inspect(env: Environment) -> dict[str, object]:
+    """{version, prefix, stamp of the installed llama_cpp or None, names: {package: version}}."""
+    if not env.python.exists():
+        return {"stamp": None, "names": {}}
+    done = subprocess.run(
+        [str(env.python), "-I", "-c", INSPECT, wheel.STAMP], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        return {"stamp": None, "names": {}}
+    report: dict[str, object] = json.loads(done.stdout)
+    return report
+
+
+def installed_key(report: dict[str, object]) -> str | None:
+    stamp = report.get("stamp")
+    return str(stamp.get("key")) if isinstance(stamp, dict) else None
+
+
+def install(
+    env: Environment,
+    upstream: Upstream,
+    wheel_path: Path,
+    key: str,
+    extras: set[str],
+    choices: dict[str, str],
+) -> bool:
+    """Installs the wheel and the package with its extras; False when all of it was there.
+
+    Extras once installed stay. choices (gpu, amx) are remembered, so that a forced one holds
+    until the next one.
+    """
+    report = inspect(env)
+    version = report.get("version")
+    if isinstance(version, list) and tuple(version) < PYTHON_AT_LEAST:
+        raise BuildError(_too_old(tuple(version)))
+    note = env.read_note()
+    before = note.get("extras")
+    wanted = extras | set(before if isinstance(before, list) else [])
+    changed = False
+    if installed_key(report) != key:
+        _pip(env, "installing the bindings", ["--no-deps", "--force-reinstall", str(wheel_path)])
+        changed = True
+    project = hashlib.sha256((REPO / "pyproject.toml").read_bytes()).hexdigest()
+    names = report.get("names")
+    present = names if isinstance(names, dict) else {}
+    packages = note.get("packages")
+    complete = (
+        note.get("project") == project
+        and set(before if isinstance(before, list) else []) >= wanted
+        and isinstance(packages, list)
+        and all(name in present for name in packages)
+    )
+    if not complete:
+        suffix = f"[{','.join(sorted(wanted))}]" if wanted else ""
+        what = "installing moe-edge" + (f" with {', '.join(sorted(wanted))}" if wanted else "")
+        _pip(env, what, ["--editable", f"{REPO}{suffix}"])
+        changed = True
+    after = inspect(env)
+    if installed_key(after) != key:
+        raise BuildError(f"pip replaced our build of {upstream.name} in {env.root}: run it again.")
+    names = after.get("names")
+    listed = sorted(names) if isinstance(names, dict) else []
+    if changed or any(note.get(name) != choice for name, choice in choices.items()):
+        packages = packages if complete and isinstance(packages, list) else listed
+        content = {"project": project, "extras": sorted(wanted), "packages": packages, **choices}
+        write_atomic(env.note, json.dumps(content).encode())
+    return changed
+
+
+def _pip(env: Environment, what: str, arguments: list[str]) -> None:
+    say(what)
+    command = [str(env.python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    done = subprocess.run(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode != 0:
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines
+        raise BuildError(f"{what} failed: " + "\n".join(errors[-6:]))
+
+
+def ready_line(env: Environment) -> str:
+    """How the user reaches the moe-edge command from the shell that ran make."""
+    if not env.created:
+        return "ready: moe-edge chat"
+    try:
+        shown = env.root.relative_to(Path.cwd())
+    except ValueError:
+        shown = env.root
+    return f"ready: run `source {shown}/bin/activate`, then `moe-edge chat`"

@@ -1,0 +1,414 @@
+#include "moe-edge-cpu.h"
+#include "moe-edge-table.h"
+
+#include "ggml-backend-impl.h"
+#include "ggml-cpu-impl.h"
+#include "ggml-cpu.h"
+#include "ggml-impl.h"
+#include "tiled/tiled.h"
+#include "traits.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr size_t  ALIGN      = 64;
+constexpr int64_t ROW_CHUNK  = 64;  // weight rows of one unit of work
+constexpr int64_t ROW_BLOCK  = 16;  // weight rows and activation columns kept in L1 together
+
+size_t padded(size_t n) { return (n + ALIGN - 1) / ALIGN * ALIGN; }
+
+moe_edge_matrix * matrix_of(const ggml_tensor * op) {
+    const ggml_tensor * w = op->src[0];
+    if (op->op != GGML_OP_MUL_MAT_ID || !w->buffer || w->buffer->buft != moe_edge_cpu_buffer_type()) {
+        return nullptr;
+    }
+    return static_cast<moe_edge_matrix *>(w->extra);
+}
+
+// A (token slot, token) pair routed to an expert; the layout that tiled.h asks for.
+struct routed_row {
+    int32_t slot;
+    int32_t token;
+};
+
+// What the op's threads share, at the start of the work buffer.
+struct shared_state {
+    std::atomic<int64_t> next_unit;
+    std::atomic<int32_t> threads_done;
+    int32_t              n_ready;    // experts of this wave, -1 after a failure
+    int32_t              last_wave;
+};
+
+// The op's work buffer; sizes and pointers come from the same code.
+struct layout {
+    size_t size = 0;
+
+    size_t shared;
+    size_t ready;     // moe_edge_ready [n_expert]
+    size_t first;     // int32 [n_expert + 1] start of each expert's rows
+    size_t rows;      // routed_row [k*T] grouped by expert
+    size_t experts;   // int32 [n_expert] distinct experts
+    size_t acts[MOE_EDGE_MAX_TIERS];  // activations converted for each vec_dot type
+    ggml_type act_type[MOE_EDGE_MAX_TIERS];
+    int    n_acts = 0;
+    size_t tiled;
+
+    layout(const moe_edge_matrix & m, const ggml_tensor * op, int n_threads) {
+        const ggml_tensor * w   = op->src[0];
+        const ggml_tensor * x   = op->src[1];
+        const ggml_tensor * ids = op->src[2];
+
+        const int64_t n_expert = w->ne[2];
+
+        shared  = take(sizeof(shared_state));
+        ready   = take(n_expert * sizeof(moe_edge_ready));
+        first   = take((n_expert + 1) * sizeof(int32_t));
+        rows    = take(ids->ne[0] * ids->ne[1] * sizeof(routed_row));
+        experts = take(n_expert * sizeof(int32_t));
+
+        size_t tiled_size = 0;
+        for (const int32_t t : m.types) {
+            const auto type = static_cast<ggml_type>(t);
+            const ggml_type vec_type = ggml_get_type_traits_cpu(type)->vec_dot_type;
+            if (vec_type != x->type && act_index(vec_type) < 0) {
+                act_type[n_acts] = vec_type;
+                acts[n_acts++]   = take(ggml_row_size(vec_type, ggml_nelements(x)));
+            }
+            ggml_tensor w_tier = typed_weight(w, type, nullptr);
+            ggml_tensor op_tier = *op;
+            op_tier.src[0] = &w_tier;
+            tiled_size = std::max(tiled_size, ggml_tiled_wdata_size(n_threads, &op_tier));
+        }
+        tiled = take(tiled_size);
+        size += ALIGN;  // the buffer itself need not be aligned
+    }
+
+    int act_index(ggml_type vec_type) const {
+        for (int i = 0; i < n_acts; i++) {
+            if (act_type[i] == vec_type) {
+                return i;
+            }
+        }
+        return -1;
+    }
+
+    // The weight tensor as upstream's per-expert code expects it: one plain matrix.
+    static ggml_tensor typed_weight(const ggml_tensor * w, ggml_type type, const void * data) {
+        ggml_tensor t = *w;
+        t.type  = type;
+        t.data  = const_cast<void *>(data);
+        t.extra = nullptr;
+        t.nb[0] = ggml_type_size(type);
+        t.nb[1] = ggml_row_size(type, t.ne[0]);
+        t.nb[2] = 0;
+        t.nb[3] = 0;
+        return t;
+    }
+
+  private:
+    size_t take(size_t n) {
+        const size_t at = size;
+        size += padded(n);
+        return at;
+    }
+};
+
+class mul_mat_id {
+  public:
+    mul_mat_id(const ggml_compute_params * params, ggml_tensor * op, moe_edge_matrix * m)
+        : params(params), op(op), m(m), w(op->src[0]), x(op->src[1]), ids(op->src[2]), at(*m, op, params->nth) {
+        base = reinterpret_cast<char *>(padded(reinterpret_cast<uintptr_t>(params->wdata)));
+        GGML_ASSERT(params->wsize >= at.size);
+        shared  = ptr<shared_state>(at.shared);
+        ready   = ptr<moe_edge_ready>(at.ready);
+        first   = ptr<int32_t>(at.first);
+        rows    = ptr<routed_row>(at.rows);
+        experts = ptr<int32_t>(at.experts);
+    }
+
+    void run() {
+        if (params->ith == 0) {
+            const int32_t n = group_rows();
+            remaining = n;
+            m->ops->begin(m, experts, n);
+            shared->threads_done.store(0, std::memory_order_relaxed);
+        }
+        convert_activations();  // while the first reads are under way
+        if (params->ith == 0) {
+            next_wave();
+        }
+        ggml_barrier(params->threadpool);
+
+        while (shared->n_ready > 0) {
+            compute_wave();
+            if (shared->last_wave) {
+                // the last thread to leave gives the slots back; no barrier needed
+                if (shared->threads_done.fetch_add(1) == params->nth - 1) {
+                    m->ops->release(m, ready, shared->n_ready);
+                }
+                return;
+            }
+            ggml_barrier(params->threadpool);
+            if (params->ith == 0) {
+                m->ops->release(m, ready, shared->n_ready);
+                next_wave();
+            }
+            ggml_barrier(params->threadpool);
+        }
+    }
+
+  private:
+    template <typename T> T * ptr(size_t offset) const { return reinterpret_cast<T *>(base + offset); }
+
+    // Counting sort of the routed rows by expert. Returns the number of distinct experts.
+    int32_t group_rows() {
+        const int32_t n_expert = w->ne[2];
+        std::fill(first, first + n_expert + 1, 0);
+        for (int64_t t = 0; t < ids->ne[1]; t++) {
+            for (int64_t k = 0; k < ids->ne[0]; k++) {
+                const int32_t e = expert_id(k, t);
+                GGML_ASSERT(e >= 0 && e < n_expert);
+                first[e + 1]++;
+            }
+        }
+        int32_t n = 0;
+        for (int32_t e = 0; e < n_expert; e++) {
+            if (first[e + 1] > 0) {
+                experts[n++] = e;
+            }
+            first[e + 1] += first[e];
+        }
+        // fill with first[] as cursor, then shift it back
+        for (int64_t t = 0; t < ids->ne[1]; t++) {
+            for (int64_t k = 0; k < ids->ne[0]; k++) {
+                rows[first[expert_id(k, t)]++] = { (int32_t) k, (int32_t) t };
+            }
+        }
+        for (int32_t e = n_expert; e > 0; e--) {
+            first[e] = first[e - 1];
+        }
+        first[0] = 0;
+        return n;
+    }
+
+    int32_t expert_id(int64_t k, int64_t t) const {
+        return *reinterpret_cast<const int32_t *>(static_cast<const char *>(ids->data) + k*ids->nb[0] + t*ids->nb[1]);
+    }
+
+    void next_wave() {
+        const int32_t n = m->ops->next(m, ready);
+        remaining -= std::max(n, 0);
+        shared->next_unit.store(0, std::memory_order_relaxed);
+        shared->n_ready   = n;
+        shared->last_wave = remaining == 0;
+    }
+
+    void convert_activations() const {
+        const int64_t n_rows = x->ne[1] * x->ne[2];
+        for (int i = 0; i < at.n_acts; i++) {
+            const ggml_type type = at.act_type[i];
+            const auto from_float = ggml_get_type_traits_cpu(type)->from_float;
+            const int64_t block   = ggml_blck_size(type);
+            const int64_t n_block = x->ne[0] / block;
+            const size_t row_size = ggml_row_size(type, x->ne[0]);
+            char * dst = base + at.acts[i];
+
+            // whole rows for each thread, or a part of every row when rows are few
+            const bool by_row = n_rows >= 4 * params->nth;
+            const int64_t b0 = by_row ? 0       : n_block * params->ith / params->nth;
+            const int64_t b1 = by_row ? n_block : n_block * (params->ith + 1) / params->nth;
+            if (b0 == b1) {
+                continue;
+            }
+            for (int64_t r = by_row ? params->ith : 0; r < n_rows; r += by_row ? params->nth : 1) {
+                const char * src = static_cast<const char *>(x->data)
+                    + (r % x->ne[1]) * x->nb[1] + (r / x->ne[1]) * x->nb[2];
+                from_float(reinterpret_cast<const float *>(src) + b0*block,
+                           dst + r*row_size + b0*ggml_type_size(type), (b1 - b0)*block);
+            }
+        }
+    }
+
+    // Where the activations of a vec_dot type lie, and the strides of a slot and a token.
+    const char * activations(ggml_type vec_type, size_t * slot_stride, size_t * token_stride) const {
+        const int i = at.act_index(vec_type);
+        if (i < 0) {  // used as they are
+            *slot_stride  = x->nb[1];
+            *token_stride = x->nb[2];
+            return static_cast<const char *>(x->data);
+        }
+        *slot_stride  = ggml_row_size(vec_type, x->ne[0]);
+        *token_stride = *slot_stride * x->ne[1];
+        return base + at.acts[i];
+    }
+
+    void compute_wave() const {
+        // upstream's tiled path divides an expert among the threads itself; which experts
+        // it takes is the same in every thread
+        thread_local std::vector<int32_t> rest;
+        rest.clear();
+        for (int32_t i = 0; i < shared->n_ready; i++) {
+            if (!ready[i].data) {
+                zero_rows(ready[i].expert);
+            } else if (!run_tiled(ready[i])) {
+                rest.push_back(i);
+            }
+        }
+        const int64_t chunks  = (w->ne[1] + ROW_CHUNK - 1) / ROW_CHUNK;
+        const int64_t n_units = chunks * rest.size();
+        for (;;) {
+            const int64_t unit = shared->next_unit.fetch_add(1, std::memory_order_relaxed);
+            if (unit >= n_units) {
+                return;
+            }
+            const int64_t row0 = unit % chunks * ROW_CHUNK;
+            dot_rows(ready[rest[unit / chunks]], row0, std::min(row0 + ROW_CHUNK, w->ne[1]));
+        }
+    }
+
+    float * output(const routed_row & r) const {
+        return reinterpret_cast<float *>(static_cast<char *>(op->data) + r.slot*op->nb[1] + r.token*op->nb[2]);
+    }
+
+    void zero_rows(int32_t expert) const {
+        for (int32_t i = first[expert] + params->ith; i < first[expert + 1]; i += params->nth) {
+            memset(output(rows[i]), 0, w->ne[1] * sizeof(float));
+        }
+    }
+
+    bool run_tiled(const moe_edge_ready & r) const {
+        const auto type = static_cast<ggml_type>(r.type);
+        ggml_tensor w_tier  = layout::typed_weight(w, type, r.data);
+        ggml_tensor op_tier = *op;
+        op_tier.src[0] = &w_tier;
+
+        ggml_compute_params p = *params;
+        const int i = at.act_index(ggml_get_type_traits_cpu(type)->vec_dot_type);
+        if (i >= 0) {
+            p.wdata = base + at.acts[i];
+        }
+        return ggml_compute_forward_mul_mat_id_tiled(&p, &op_tier, 0, first[r.expert + 1] - first[r.expert],
+            reinterpret_cast<const int32_t *>(rows + first[r.expert]), base + at.tiled);
+    }
+
+    // Rows [row0, row1) of an expert against every activation routed to it.
+    void dot_rows(const moe_edge_ready & r, int64_t row0, int64_t row1) const {
+        const auto type = static_cast<ggml_type>(r.type);
+        const auto * traits = ggml_get_type_traits_cpu(type);
+        const size_t row_size = ggml_row_size(type, w->ne[0]);
+        const char * weights = static_cast<const char *>(r.data);
+
+        size_t slot_stride;
+        size_t token_stride;
+        const char * acts = activations(traits->vec_dot_type, &slot_stride, &token_stride);
+
+        for (int32_t c0 = first[r.expert]; c0 < first[r.expert + 1]; c0 += ROW_BLOCK) {
+            const int32_t c1 = std::min<int32_t>(c0 + ROW_BLOCK, first[r.expert + 1]);
+            for (int64_t b0 = row0; b0 < row1; b0 += ROW_BLOCK) {
+                const int64_t b1 = std::min(b0 + ROW_BLOCK, row1);
+                for (int32_t c = c0; c < c1; c++) {
+                    const char * act = acts + rows[c].slot % x->ne[1] * slot_stride + rows[c].token * token_stride;
+                    float * out = output(rows[c]);
+                    for (int64_t row = b0; row < b1; row++) {
+                        traits->vec_dot(w->ne[0], out + row, 0, weights + row*row_size, 0, act, 0, 1);
+                    }
+                }
+            }
+        }
+    }
+
+    const ggml_compute_params * params;
+    ggml_tensor *               op;
+    moe_edge_matrix *           m;
+    const ggml_tensor *         w;
+    const ggml_tensor *         x;
+    const ggml_tensor *         ids;
+    const layout                at;
+
+    char *           base;
+    shared_state *   shared;
+    moe_edge_ready * ready;
+    int32_t *        first;
+    routed_row *     rows;
+    int32_t *        experts;
+    int32_t          remaining = 0;  // experts not yet handed out; thread 0 only
+};
+
+class expert_traits : public ggml::cpu::tensor_traits {
+    bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
+        const moe_edge_matrix * m = matrix_of(op);
+        if (!m) {
+            return false;
+        }
+        size = layout(*m, op, n_threads).size;
+        return true;
+    }
+
+    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+        moe_edge_matrix * m = matrix_of(op);
+        if (!m) {
+            GGML_ABORT("moe-edge: %s is computed before moe_edge_store_attach", op->src[0]->name);
+        }
+        mul_mat_id(params, op, m).run();
+        return true;
+    }
+};
+
+class expert_buffer_type : public ggml::cpu::extra_buffer_type {
+    bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
+        // without extra no store is attached: the loader asks where it could put a plain tensor
+        return matrix_of(op) && op->src[1]->type == GGML_TYPE_F32 && op->src[2]->type == GGML_TYPE_I32;
+    }
+
+    ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
+        static expert_traits traits;
+        return op->op == GGML_OP_MUL_MAT_ID && op->src[0]->buffer &&
+               op->src[0]->buffer->buft == moe_edge_cpu_buffer_type() ? &traits : nullptr;
+    }
+};
+
+const char * buffer_type_name(ggml_backend_buffer_type_t) { return "MOE_EDGE"; }
+
+void refuse_data(ggml_backend_buffer_t, ggml_tensor * tensor, const void *, size_t, size_t) {
+    GGML_ABORT("moe-edge: %s is a placeholder and takes no data", tensor->name);
+}
+
+ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
+    if (buffer) {
+        buffer->buft             = buft;
+        buffer->iface.set_tensor = refuse_data;
+        buffer->iface.get_tensor = nullptr;
+        buffer->iface.cpy_tensor = nullptr;
+    }
+    return buffer;
+}
+
+size_t placeholder_alignment(ggml_backend_buffer_type_t) { return ALIGN; }
+
+size_t placeholder_size(ggml_backend_buffer_type_t, const ggml_tensor *) { return ALIGN; }
+
+}  // namespace
+
+ggml_backend_buffer_type_t moe_edge_cpu_buffer_type() {
+    static ggml_backend_buffer_type buft = {
+        /* .iface   = */ {
+            /* .get_name       = */ buffer_type_name,
+            /* .alloc_buffer   = */ alloc_buffer,
+            /* .get_alignment  = */ placeholder_alignment,
+            /* .get_max_size   = */ nullptr,
+            /* .get_alloc_size = */ placeholder_size,
+            /* .is_host        = */ nullptr,
+        },
+        /* .device  = */ ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0),
+        /* .context = */ new expert_buffer_type(),
+    };
+    return &buft;
+}
+
+void * moe_edge_buffer_type(void) {
+    return moe_edge_cpu_buffer_type();
+}

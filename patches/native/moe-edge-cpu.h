@@ -1,0 +1,9 @@
+// The CPU executor: GGML_OP_MUL_MAT_ID over experts that differ in address and type.
+
+#pragma once
+
+#include "ggml-backend.h"
+
+// Weight buffer type of managed expert tensors. Its tensors are placeholders: they keep
+// their logical shape and take no memory. Never null.
+ggml_backend_buffer_type_t moe_edge_cpu_buffer_type();

@@ -1,0 +1,981 @@
+#include "moe-edge-store.h"
+
+#include "ggml.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace {
+
+const char * const KIND_NAMES[MOE_EDGE_N_KINDS] = { "up", "gate", "gate_up", "down" };
+
+uint64_t now_us() {
+    using namespace std::chrono;
+    return duration_cast<microseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+uint64_t block_floor(uint64_t n) { return n / MOE_EDGE_BLOCK * MOE_EDGE_BLOCK; }
+uint64_t block_ceil(uint64_t n) { return block_floor(n + MOE_EDGE_BLOCK - 1); }
+
+template <typename... Args> std::string format(const char * fmt, Args... args) {
+    char buf[1024];
+    snprintf(buf, sizeof(buf), fmt, args...);
+    return buf;
+}
+
+template <typename... Args> [[noreturn]] void refuse(const char * fmt, Args... args) {
+    throw std::runtime_error(format(fmt, args...));
+}
+
+void ops_begin(moe_edge_matrix * m, const int32_t * experts, int32_t n) { m->store->begin(*m, experts, n); }
+int32_t ops_next(moe_edge_matrix * m, moe_edge_ready * out) { return m->store->next(*m, out); }
+void ops_release(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n) { m->store->release(*m, ready, n); }
+
+const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release };
+
+// Whether this file can be read with O_DIRECT at block granularity.
+bool direct_works(int fd) {
+    void * block = aligned_alloc(MOE_EDGE_BLOCK, MOE_EDGE_BLOCK);
+    const bool ok = block && pread(fd, block, MOE_EDGE_BLOCK, 0) > 0;
+    free(block);
+    return ok;
+}
+
+}  // namespace
+
+// ---- construction
+
+moe_edge_store::moe_edge_store(const moe_edge_config & config)
+    : n_layers(config.n_layers), n_expert(config.n_expert), n_expert_used(config.n_expert_used),
+      n_tiers(config.n_tiers), max_tokens(config.max_tokens), n_ahead(config.n_ahead) {
+    if (n_layers < 1 || n_expert < 1 || n_expert > 65535 || n_expert_used < 1 || n_expert_used > n_expert ||
+        n_tiers < 1 || n_tiers > MOE_EDGE_MAX_TIERS || max_tokens < 1 || config.n_files < 1 || config.n_groups < 1 ||
+        n_ahead < 0 || n_ahead > MOE_EDGE_MAX_AHEAD || config.n_io_threads < 1 || config.n_io_threads > 64) {
+        refuse("store: a count in the configuration is out of range");
+    }
+    for (int32_t l = 0; l < n_layers; l++) {
+        il.push_back(config.layers[l].il);
+        auto & of_layer = slices.emplace_back();
+        for (int k = 0; k < MOE_EDGE_N_KINDS; k++) {
+            std::copy_n(config.layers[l].slices[k], MOE_EDGE_MAX_TIERS, of_layer[k].begin());
+        }
+    }
+    matrices.resize(n_layers);
+    cells.resize(n_layers * MOE_EDGE_N_KINDS * n_expert);
+    ops.resize(n_layers * MOE_EDGE_N_KINDS);
+    for (int32_t l = 0; l < n_layers; l++) {
+        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+            moe_edge_matrix & m = matrices[l][k];
+            m.store = this;
+            m.ops   = &STORE_OPS;
+            m.layer = l;
+            m.kind  = k;
+            m.table.resize(n_expert);
+            for (int32_t t = 0; t < n_tiers; t++) {
+                m.types.push_back(slices[l][k][t].type);
+            }
+        }
+    }
+
+    ids.resize((size_t) max_tokens * n_expert_used);
+    weights.resize(ids.size());
+    tokens.resize(max_tokens);
+    ahead_ids.resize((size_t) std::max(n_ahead, 1) * ids.size());
+    ahead.resize(ahead_ids.size());
+    resident.assign((size_t) n_layers * n_expert, MOE_EDGE_ABSENT);
+    tier_out.resize(n_expert);
+    prefetch_out.resize(MOE_EDGE_MAX_PREFETCH);
+    seen.resize(n_expert);
+    event    = { 0, 0, 0, 0, 0, ids.data(), weights.data(), tokens.data(), ahead_ids.data(), ahead.data(), resident.data() };
+    decision = { tier_out.data(), prefetch_out.data(), 0, 0 };
+
+    stats.budget_bytes = config.budget_bytes;
+    try {
+        open_files(config);
+        make_pools(config);
+    } catch (...) {
+        close_all();
+        throw;
+    }
+    for (int i = 0; i < config.n_io_threads; i++) {
+        threads.emplace_back([this] { io_loop(); });
+    }
+}
+
+moe_edge_store::~moe_edge_store() {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        stopping = true;
+    }
+    work_cv.notify_all();
+    for (auto & t : threads) {
+        t.join();
+    }
+    close_all();
+}
+
+void moe_edge_store::close_all() {
+    for (auto & pool : pools) {
+        if (pool.memory) {
+            munmap(pool.memory, pool.slot_bytes * pool.slots.size());
+        }
+    }
+    for (auto & file : files) {
+        if (file.fd >= 0) {
+            close(file.fd);
+        }
+    }
+}
+
+void moe_edge_store::open_files(const moe_edge_config & config) {
+    std::vector<uint64_t> sizes;
+    stats.direct_io = (config.flags & MOE_EDGE_DIRECT_IO) != 0;
+    for (int32_t i = 0; i < config.n_files; i++) {
+        auto & file = files.emplace_back();
+        file.path = config.files[i];
+        if (config.flags & MOE_EDGE_DIRECT_IO) {
+            file.fd = open(file.path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+            file.direct = file.fd >= 0 && direct_works(file.fd);
+            if (file.fd >= 0 && !file.direct) {
+                close(file.fd);
+                file.fd = -1;
+            }
+        }
+        if (file.fd < 0) {
+            file.fd = open(file.path.c_str(), O_RDONLY | O_CLOEXEC);
+        }
+        struct stat st;
+        if (file.fd < 0 || fstat(file.fd, &st) != 0) {
+            refuse("%s: cannot be opened: %s", file.path.c_str(), strerror(errno));
+        }
+        stats.direct_io &= file.direct;
+        sizes.push_back(st.st_size);
+    }
+    for (int32_t l = 0; l < n_layers; l++) {
+        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+            for (int32_t t = 0; has_kind(l, k) && t < n_tiers; t++) {
+                const auto & s = slices[l][k][t];
+                if (s.file < 0 || s.file >= config.n_files || s.type < 0 || s.type >= GGML_TYPE_COUNT || s.expert_bytes == 0) {
+                    refuse("store: layer %d, %s, tier %d: bad file number, type or size", il[l], KIND_NAMES[k], t);
+                }
+                const uint64_t size = sizes[s.file];
+                if (s.expert_bytes > size / n_expert || s.offset > size - s.expert_bytes * n_expert) {
+                    refuse("%s: experts of layer %d (%s, tier %d) end at %llu, past the end of the file at %llu: the file is truncated",
+                        files[s.file].path.c_str(), il[l], KIND_NAMES[k], t,
+                        (unsigned long long) (s.offset + s.expert_bytes * n_expert), (unsigned long long) size);
+                }
+            }
+        }
+    }
+}
+
+void moe_edge_store::make_pools(const moe_edge_config & config) {
+    pools.resize(config.n_groups);
+    uint64_t total = 0;
+    for (int32_t g = 0; g < config.n_groups; g++) {
+        const auto & group = config.groups[g];
+        if (group.n_slots < 1 || group.slot_bytes == 0 || group.slot_bytes % MOE_EDGE_BLOCK != 0 ||
+            group.slot_bytes > UINT64_MAX / group.n_slots - total) {
+            refuse("store: group %d: needs at least one slot, of a multiple of %d bytes", g, (int) MOE_EDGE_BLOCK);
+        }
+        total += group.slot_bytes * group.n_slots;
+    }
+    if (total > config.budget_bytes) {
+        refuse("store: the slots take %llu bytes, more than the budget of %llu",
+            (unsigned long long) total, (unsigned long long) config.budget_bytes);
+    }
+    for (int32_t l = 0; l < n_layers; l++) {
+        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+            for (int32_t t = 0; has_kind(l, k) && t < n_tiers; t++) {
+                const auto & s = slices[l][k][t];
+                if (s.group < 0 || s.group >= config.n_groups) {
+                    refuse("store: layer %d, %s, tier %d: no such group: %d", il[l], KIND_NAMES[k], t, s.group);
+                }
+                auto & pool = pools[s.group];
+                if (pool.kind >= 0 && (pool.kind != k || pool.tier != t)) {
+                    refuse("store: group %d holds two kinds or two tiers", s.group);
+                }
+                pool.kind = k;
+                pool.tier = t;
+                for (int32_t e = 0; e < n_expert; e++) {
+                    if (config.groups[s.group].slot_bytes < moe_edge_slot_bytes(s.offset + e*s.expert_bytes, s.expert_bytes)) {
+                        refuse("store: group %d: a slot of %llu bytes is too small for layer %d, %s, tier %d", s.group,
+                            (unsigned long long) config.groups[s.group].slot_bytes, il[l], KIND_NAMES[k], t);
+                    }
+                }
+            }
+        }
+    }
+    for (int32_t g = 0; g < config.n_groups; g++) {
+        auto & pool = pools[g];
+        const auto & group = config.groups[g];
+        void * memory = mmap(nullptr, group.slot_bytes * group.n_slots, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory == MAP_FAILED) {
+            refuse("store: no memory for %d slots of %llu bytes: %s", group.n_slots,
+                (unsigned long long) group.slot_bytes, strerror(errno));
+        }
+        pool.memory     = static_cast<char *>(memory);
+        pool.slot_bytes = group.slot_bytes;
+        pool.slots.resize(group.n_slots);
+        for (int32_t i = group.n_slots; i-- > 0;) {
+            pool.free.push_back(i);
+        }
+    }
+}
+
+// ---- slots
+
+void moe_edge_store::list_remove(moe_edge_pool & pool, int32_t slot) {
+    auto & s = pool.slots[slot];
+    (s.newer >= 0 ? pool.slots[s.newer].older : pool.newest) = s.older;
+    (s.older >= 0 ? pool.slots[s.older].newer : pool.oldest) = s.newer;
+    s.newer  = -1;
+    s.older  = -1;
+    s.listed = false;
+}
+
+void moe_edge_store::list_push_newest(moe_edge_pool & pool, int32_t slot) {
+    auto & s = pool.slots[slot];
+    s.newer  = -1;
+    s.older  = pool.newest;
+    s.listed = true;
+    (pool.newest >= 0 ? pool.slots[pool.newest].newer : pool.oldest) = slot;
+    pool.newest = slot;
+}
+
+void moe_edge_store::touch(int32_t cell) {
+    const auto & c = cells[cell];
+    if (c.tier != NO_TIER) {
+        auto & pool = pool_of(cell, c.tier);
+        list_remove(pool, c.slot);
+        list_push_newest(pool, c.slot);
+    }
+}
+
+// A free slot, or the one used least recently that no op of this step needs; -1 if none.
+int32_t moe_edge_store::take_slot(moe_edge_pool & pool) {
+    int32_t slot = -1;
+    if (!pool.free.empty()) {
+        slot = pool.free.back();
+        pool.free.pop_back();
+    } else {
+        for (slot = pool.oldest; slot >= 0 && cells[pool.slots[slot].cell].pinned();) {
+            slot = pool.slots[slot].newer;
+        }
+        if (slot < 0) {
+            return -1;
+        }
+        evict(pool.slots[slot].cell);
+        pool.free.pop_back();
+    }
+    stats.slot_bytes_in_use += pool.slot_bytes;
+    stats.slot_bytes_peak = std::max(stats.slot_bytes_peak, stats.slot_bytes_in_use);
+    return slot;
+}
+
+void moe_edge_store::give_slot(moe_edge_pool & pool, int32_t slot) {
+    pool.slots[slot] = {};
+    pool.free.push_back(slot);
+    stats.slot_bytes_in_use -= pool.slot_bytes;
+}
+
+// The cell's complete tier leaves memory.
+void moe_edge_store::drop_tier(int32_t cell) {
+    auto & c    = cells[cell];
+    auto & pool = pool_of(cell, c.tier);
+    stats.prefetch_wasted += pool.slots[c.slot].prefetched;
+    matrices[layer_of(cell)][kind_of(cell)].table[expert_of(cell)] = {};
+    list_remove(pool, c.slot);
+    give_slot(pool, c.slot);
+    c.tier = NO_TIER;
+    c.slot = -1;
+}
+
+void moe_edge_store::evict(int32_t cell) {
+    drop_tier(cell);
+    update_resident(cell);
+    stats.evictions++;
+}
+
+void moe_edge_store::serve_waiting(moe_edge_pool & pool) {
+    while (!pool.waiting.empty()) {
+        const int32_t cell = pool.waiting.front();
+        auto & c = cells[cell];
+        if (c.pinned() && !c.satisfied() && c.loading == NO_TIER && !try_load(cell, c.want, false)) {
+            return;
+        }
+        c.waiting = false;
+        pool.waiting.pop_front();
+    }
+}
+
+void moe_edge_store::update_resident(int32_t cell) {
+    const int32_t layer  = layer_of(cell);
+    const int32_t expert = expert_of(cell);
+    uint8_t worst = 0;
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        if (has_kind(layer, k)) {
+            const int8_t tier = cells[cell_index(layer, k, expert)].tier;
+            worst = tier == NO_TIER ? MOE_EDGE_ABSENT : std::max<uint8_t>(worst, tier);
+            if (worst == MOE_EDGE_ABSENT) {
+                break;
+            }
+        }
+    }
+    resident[(size_t) layer * n_expert + expert] = worst;
+}
+
+// ---- reads
+
+moe_edge_read_key moe_edge_store::read_key(int32_t cell) const {
+    const auto & c = cells[cell];
+    const auto & s = slice_of(cell, c.loading);
+    return c.ahead ? moe_edge_read_key(1, c.ahead_seq, 0, cell)
+                   : moe_edge_read_key(0, kind_of(cell), s.offset + expert_of(cell) * s.expert_bytes, cell);
+}
+
+bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead) {
+    auto & pool = pool_of(cell, tier);
+    const int32_t slot = take_slot(pool);
+    if (slot < 0) {
+        return false;
+    }
+    pool.slots[slot].cell = cell;
+    auto & c = cells[cell];
+    c.loading      = tier;
+    c.loading_slot = slot;
+    c.ahead        = ahead;
+    c.ahead_seq    = ahead ? ahead_seq++ : 0;
+    c.queued       = true;
+    reads.insert(read_key(cell));
+    return true;
+}
+
+// A read that has not started is taken back.
+void moe_edge_store::cancel_read(int32_t cell) {
+    auto & c = cells[cell];
+    reads.erase(read_key(cell));
+    stats.prefetch_cancelled += c.ahead;
+    auto & pool = pool_of(cell, c.loading);
+    const int32_t slot = c.loading_slot;
+    c.queued       = false;
+    c.loading      = NO_TIER;
+    c.loading_slot = -1;
+    give_slot(pool, slot);
+}
+
+void moe_edge_store::load_or_wait(int32_t cell) {
+    auto & c    = cells[cell];
+    auto & pool = pool_of(cell, c.want);
+    if (!c.waiting && (!pool.waiting.empty() || !try_load(cell, c.want, false))) {
+        c.waiting = true;
+        pool.waiting.push_back(cell);
+    }
+}
+
+// The bytes of c.loading are complete: the table may point at them from here on.
+void moe_edge_store::publish(int32_t cell) {
+    auto & c = cells[cell];
+    moe_edge_pool * freed = nullptr;
+    if (c.tier != NO_TIER) {
+        stats.promotions += c.loading < c.tier;
+        freed = &pool_of(cell, c.tier);
+        drop_tier(cell);
+    }
+    auto & pool = pool_of(cell, c.loading);
+    const auto & s = slice_of(cell, c.loading);
+    const uint64_t offset = s.offset + expert_of(cell) * s.expert_bytes;
+
+    c.tier         = c.loading;
+    c.slot         = c.loading_slot;
+    c.loading      = NO_TIER;
+    c.loading_slot = -1;
+    pool.slots[c.slot].prefetched = c.ahead && !c.pinned();
+    list_push_newest(pool, c.slot);
+    matrices[layer_of(cell)][kind_of(cell)].table[expert_of(cell)] =
+        { pool.memory + c.slot * pool.slot_bytes + offset % MOE_EDGE_BLOCK, s.type };
+    update_resident(cell);
+
+    if (c.pinned() && !c.satisfied()) {
+        load_or_wait(cell);  // a worse tier was already under way when this one was asked for
+    }
+    if (freed) {
+        serve_waiting(*freed);
+    }
+    if (!c.pinned()) {
+        serve_waiting(pool);  // it may be evicted for one that waits
+    }
+}
+
+std::string moe_edge_store::name_of(int32_t cell, int32_t tier) const {
+    return format("%s: expert %d of layer %d (%s, %s)", files[slice_of(cell, tier).file].path.c_str(), expert_of(cell),
+        il[layer_of(cell)], KIND_NAMES[kind_of(cell)], ggml_type_name((ggml_type) slice_of(cell, tier).type));
+}
+
+std::string moe_edge_store::read_slice(const moe_edge_slices & s, int32_t expert, char * slot) const {
+    const auto & file = files[s.file];
+    const uint64_t first = s.offset + expert * s.expert_bytes;
+    const uint64_t last  = first + s.expert_bytes;
+    // direct reads take whole blocks; the slot has room for them
+    const uint64_t begin = file.direct ? block_floor(first) : first;
+    const uint64_t end   = file.direct ? block_ceil(last) : last;
+    char * to = slot + (begin - block_floor(first));
+
+    uint64_t at = begin;
+    while (at < last) {
+        const ssize_t n = pread(file.fd, to + (at - begin), end - at, at);
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n < 0) {
+            return format("read of %llu bytes at offset %llu failed: %s", (unsigned long long) s.expert_bytes,
+                (unsigned long long) first, strerror(errno));
+        }
+        // a direct read stops short of a block only at the end of the file
+        if (n == 0 || (file.direct && n % MOE_EDGE_BLOCK != 0 && at + n < last)) {
+            return format("the file ends at offset %llu, before the expert's end at %llu: it was truncated",
+                (unsigned long long) (at + n), (unsigned long long) last);
+        }
+        at += n;
+    }
+    return {};
+}
+
+void moe_edge_store::io_loop() {
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+        work_cv.wait(lock, [this] { return stopping || !reads.empty(); });
+        if (stopping) {
+            return;
+        }
+        const int32_t cell = std::get<3>(*reads.begin());
+        reads.erase(reads.begin());
+        auto & c = cells[cell];
+        c.queued = false;
+        reading++;
+        const int32_t tier = c.loading;
+        const auto &  s    = slice_of(cell, tier);
+        auto &        pool = pool_of(cell, tier);
+        char *        slot = pool.memory + c.loading_slot * pool.slot_bytes;
+        (c.ahead ? stats.prefetch_bytes : stats.demand_bytes)[phase] += s.expert_bytes;
+
+        lock.unlock();
+        const uint64_t t0 = now_us();
+        const std::string why = read_slice(s, expert_of(cell), slot);
+        const uint64_t t1 = now_us();
+        lock.lock();
+
+        reading--;
+        stats.read_us += t1 - t0;
+        if (why.empty()) {
+            publish(cell);
+        } else {
+            const int32_t failed_slot = c.loading_slot;
+            c.loading      = NO_TIER;
+            c.loading_slot = -1;
+            give_slot(pool, failed_slot);
+            if (c.pinned()) {
+                fail_locked(name_of(cell, tier) + ": " + why);
+            }
+        }
+        if (!reads.empty()) {
+            work_cv.notify_one();
+        }
+        done_cv.notify_all();
+    }
+}
+
+// ---- decisions
+
+void moe_edge_store::begin_step(int32_t new_phase) {
+    std::lock_guard<std::mutex> lock(mutex);
+    phase = new_phase;
+    event.phase = new_phase;
+    event.step++;
+    ahead_seq = 0;
+    failed = false;
+    failure.clear();
+    if (n_decided == 0) {
+        return;
+    }
+    // the step before was cut off: nothing of it is needed any more
+    n_decided = 0;
+    for (auto & pool : pools) {
+        pool.waiting.clear();
+    }
+    for (auto & op : ops) {
+        op = {};
+    }
+    for (size_t i = 0; i < cells.size(); i++) {
+        cells[i].decided = false;
+        cells[i].waiting = false;
+        if (cells[i].queued) {
+            cancel_read(i);
+        }
+    }
+}
+
+bool moe_edge_store::route() {
+    std::fill(tier_out.begin(), tier_out.end(), callback ? 0 : default_tier);
+    decision.n_prefetch  = 0;
+    decision.renormalize = 0;
+    if (callback) {
+        const uint64_t t0 = now_us();
+        const int rc = callback(callback_user);
+        const uint64_t t1 = now_us();
+        std::lock_guard<std::mutex> lock(mutex);
+        stats.callbacks[phase]++;
+        stats.callback_us[phase] += t1 - t0;
+        if (rc != 0) {
+            fail_locked("the route callback failed");
+        }
+    }
+    if (aborted()) {
+        return false;
+    }
+    routed.clear();
+    for (size_t i = 0; i < (size_t) event.n_tokens * n_expert_used; i++) {
+        if (!seen[ids[i]]) {
+            seen[ids[i]] = 1;
+            routed.push_back(ids[i]);
+        }
+    }
+    routed_tiers.clear();
+    for (const int32_t e : routed) {
+        seen[e] = 0;
+        routed_tiers.push_back(tier_out[e]);
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    apply_locked(event.layer, routed.data(), routed_tiers.data(), routed.size(), 0);
+    prefetch_locked(event.layer, prefetch_out.data(), std::min<int32_t>(decision.n_prefetch, prefetch_out.size()));
+    return !failed;
+}
+
+void moe_edge_store::apply(int32_t layer, const int32_t * experts, const uint8_t * tiers, int32_t n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const std::vector<uint8_t> defaults(n, default_tier);
+    apply_locked(layer, experts, tiers ? tiers : defaults.data(), n, 0);
+}
+
+void moe_edge_store::apply_locked(int32_t layer, const int32_t * experts, const uint8_t * tiers, int32_t n, int32_t first_kind) {
+    for (int32_t i = 0; i < n; i++) {
+        if (tiers[i] != MOE_EDGE_SKIP && tiers[i] >= n_tiers) {
+            fail_locked(format("the policy asked for tier %d of expert %d, layer %d: the model has %d", tiers[i],
+                experts[i], layer, n_tiers));
+            return;
+        }
+        stats.routed[phase][tiers[i] == MOE_EDGE_SKIP ? MOE_EDGE_MAX_TIERS : tiers[i]]++;
+    }
+    // pin what this step needs before anything may be evicted for it
+    for (int32_t k = first_kind; k < MOE_EDGE_N_KINDS; k++) {
+        for (int32_t i = 0; has_kind(layer, k) && i < n; i++) {
+            const int32_t cell = cell_index(layer, k, experts[i]);
+            n_decided += !cells[cell].decided;
+            cells[cell].decided = true;
+            cells[cell].want    = tiers[i];
+            if (cells[cell].pinned()) {
+                touch(cell);
+            }
+        }
+    }
+    cancel_stale(layer);
+    for (int32_t k = first_kind; k < MOE_EDGE_N_KINDS; k++) {
+        for (int32_t i = 0; has_kind(layer, k) && i < n; i++) {
+            const int32_t cell = cell_index(layer, k, experts[i]);
+            if (cells[cell].pinned()) {
+                ask(cell);
+            }
+        }
+    }
+    if (!reads.empty()) {
+        work_cv.notify_all();
+    }
+}
+
+void moe_edge_store::prefetch(const moe_edge_prefetch_item * list, int32_t n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    prefetch_locked(-1, list, n);
+}
+
+// One request of the current step, by the three rules of DyMoE 4.4.2.
+void moe_edge_store::ask(int32_t cell) {
+    auto & c = cells[cell];
+    stats.requests[phase]++;
+    if (c.satisfied()) {
+        stats.hits[phase]++;
+        auto & slot = pool_of(cell, c.tier).slots[c.slot];
+        stats.prefetch_used += slot.prefetched;
+        slot.prefetched = false;
+        return;
+    }
+    if (c.loading != NO_TIER) {
+        const bool good_enough = c.loading <= c.want;
+        stats.prefetch_used += good_enough && c.ahead;
+        if (c.queued && good_enough) {
+            reads.erase(read_key(cell));
+            c.ahead = false;
+            reads.insert(read_key(cell));
+        } else if (c.queued) {
+            cancel_read(cell);
+        } else {
+            c.ahead = false;
+        }
+        if (c.loading != NO_TIER) {
+            return;  // publish() goes on from there if this tier is not good enough
+        }
+    }
+    load_or_wait(cell);
+}
+
+// layer: the one that is computed now, for which it is too late.
+void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n) {
+    const auto each_cell = [&](const moe_edge_prefetch_item & p, auto && visit) {
+        if (p.layer < 0 || p.layer >= n_layers || p.layer == layer || p.expert < 0 || p.expert >= n_expert || p.tier >= n_tiers) {
+            return;
+        }
+        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+            if (has_kind(p.layer, k) && (p.kinds == 0 || p.kinds & (1 << k))) {
+                visit(cell_index(p.layer, k, p.expert));
+            }
+        }
+    };
+    // what is predicted and resident must not make room for what is predicted and absent
+    for (int32_t i = n; i-- > 0;) {
+        each_cell(list[i], [&](int32_t cell) { touch(cell); });
+    }
+    for (int32_t i = 0; i < n; i++) {
+        const auto & p = list[i];
+        each_cell(p, [&](int32_t cell) {
+            const auto & c = cells[cell];
+            if (!c.decided && c.loading == NO_TIER && (c.tier == NO_TIER || c.tier > p.tier)) {
+                try_load(cell, p.tier, true);
+            }
+        });
+    }
+    if (!reads.empty()) {
+        work_cv.notify_all();
+    }
+}
+
+// Reads ahead for a layer that has now chosen otherwise.
+void moe_edge_store::cancel_stale(int32_t layer) {
+    std::vector<int32_t> stale;
+    for (auto it = reads.lower_bound({ 1, 0, 0, 0 }); it != reads.end(); ++it) {
+        const int32_t cell = std::get<3>(*it);
+        if (layer_of(cell) == layer && !cells[cell].pinned()) {
+            stale.push_back(cell);
+        }
+    }
+    for (const int32_t cell : stale) {
+        cancel_read(cell);
+    }
+}
+
+// ---- executor
+
+void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto & op = ops[m.layer * MOE_EDGE_N_KINDS + m.kind];
+    op = {};
+    std::vector<int32_t> undecided;  // the graph has no hook, or it was bypassed
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t cell = cell_index(m.layer, m.kind, experts[i]);
+        op.remaining.push_back(cell);
+        if (!cells[cell].decided) {
+            undecided.push_back(experts[i]);
+        }
+    }
+    if (!undecided.empty()) {
+        const std::vector<uint8_t> tiers(undecided.size(), default_tier);
+        apply_locked(m.layer, undecided.data(), tiers.data(), undecided.size(), m.kind);
+    }
+}
+
+int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
+    std::unique_lock<std::mutex> lock(mutex);
+    auto & op = ops[m.layer * MOE_EDGE_N_KINDS + m.kind];
+    for (;;) {
+        if (aborted()) {
+            return -1;
+        }
+        int32_t n    = 0;
+        size_t  keep = 0;
+        for (const int32_t cell : op.remaining) {
+            const auto & c = cells[cell];
+            if (c.want == MOE_EDGE_SKIP) {
+                out[n++] = { nullptr, expert_of(cell), -1 };
+            } else if (c.satisfied()) {
+                const auto & entry = m.table[expert_of(cell)];
+                out[n++] = { entry.data, expert_of(cell), entry.type };
+                stats.computed[phase][c.tier]++;
+            } else {
+                op.remaining[keep++] = cell;
+            }
+        }
+        op.remaining.resize(keep);
+        if (n > 0 || keep == 0) {
+            stats.waves += op.waited;
+            op.waited = true;
+            return n;
+        }
+        const uint64_t t0 = now_us();
+        done_cv.wait_for(lock, std::chrono::milliseconds(50));  // cancel() cannot take the lock to notify
+        stats.wait_us[phase] += now_us() - t0;
+    }
+}
+
+void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (int32_t i = 0; i < n; i++) {
+        cells[cell_index(m.layer, m.kind, ready[i].expert)].decided = false;
+    }
+    n_decided -= n;
+    for (int32_t t = 0; t < n_tiers; t++) {
+        serve_waiting(pools[slices[m.layer][m.kind][t].group]);
+    }
+    if (!reads.empty()) {
+        work_cv.notify_all();
+    }
+}
+
+// ---- the rest
+
+int32_t moe_edge_store::warm(const moe_edge_prefetch_item * list, int32_t n,
+                             void (*progress)(int32_t, int32_t, void *), void * user) {
+    std::unique_lock<std::mutex> lock(mutex);
+    std::vector<int32_t> asked;
+    int32_t loaded = 0;
+    for (int32_t i = 0; i < n; i++) {
+        const auto & p = list[i];
+        if (p.layer < 0 || p.layer >= n_layers || p.expert < 0 || p.expert >= n_expert || p.tier >= n_tiers) {
+            return -1;
+        }
+        bool any = false;
+        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+            const int32_t cell = cell_index(p.layer, k, p.expert);
+            if (has_kind(p.layer, k) && cells[cell].tier == NO_TIER && cells[cell].loading == NO_TIER &&
+                !pool_of(cell, p.tier).free.empty() && try_load(cell, p.tier, false)) {
+                asked.push_back(cell);
+                any = true;
+            }
+        }
+        loaded += any;
+    }
+    work_cv.notify_all();
+    const int32_t total = asked.size();
+    for (;;) {
+        const int32_t open = std::count_if(asked.begin(), asked.end(), [&](int32_t cell) { return cells[cell].loading != NO_TIER; });
+        if (progress) {
+            lock.unlock();
+            progress(total - open, total, user);
+            lock.lock();
+        }
+        if (open == 0 || aborted()) {
+            break;
+        }
+        done_cv.wait_for(lock, std::chrono::milliseconds(100));
+    }
+    const bool complete = std::all_of(asked.begin(), asked.end(), [&](int32_t cell) { return cells[cell].tier != NO_TIER; });
+    if (!complete && !aborted()) {
+        fail_locked("warm start: an expert could not be read");
+    }
+    return complete ? loaded : -1;
+}
+
+void moe_edge_store::fail_locked(const std::string & sentence) {
+    if (!failed) {
+        failure = sentence;
+        failed  = true;
+    }
+    done_cv.notify_all();
+}
+
+void moe_edge_store::fail(const std::string & sentence) {
+    std::lock_guard<std::mutex> lock(mutex);
+    fail_locked(sentence);
+}
+
+const char * moe_edge_store::error() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return failed ? failure.c_str() : nullptr;
+}
+
+void moe_edge_store::cancel(bool on) {
+    cancelled = on;  // no lock: a signal handler may call this
+    done_cv.notify_all();
+}
+
+void moe_edge_store::get_stats(moe_edge_stats * out) {
+    std::lock_guard<std::mutex> lock(mutex);
+    *out = stats;
+}
+
+void moe_edge_store::reset_stats() {
+    std::lock_guard<std::mutex> lock(mutex);
+    moe_edge_stats fresh = {};
+    fresh.budget_bytes      = stats.budget_bytes;
+    fresh.slot_bytes_in_use = stats.slot_bytes_in_use;
+    fresh.slot_bytes_peak   = stats.slot_bytes_in_use;
+    fresh.direct_io         = stats.direct_io;
+    stats = fresh;
+}
+
+std::string moe_edge_store::check() {
+    std::lock_guard<std::mutex> lock(mutex);
+    uint64_t in_use = 0;
+    for (size_t g = 0; g < pools.size(); g++) {
+        const auto & pool = pools[g];
+        size_t listed = 0;
+        int32_t before = -1;
+        for (int32_t i = pool.newest; i >= 0; i = pool.slots[i].older) {
+            if (!pool.slots[i].listed || pool.slots[i].newer != before || ++listed > pool.slots.size()) {
+                return format("group %zu: the LRU list is broken at slot %d", g, i);
+            }
+            before = i;
+        }
+        if (pool.oldest != before) {
+            return format("group %zu: the LRU list does not end at its oldest slot", g);
+        }
+        size_t owned = 0;
+        for (size_t i = 0; i < pool.slots.size(); i++) {
+            const auto & s = pool.slots[i];
+            if (s.cell < 0) {
+                continue;
+            }
+            owned++;
+            const auto & c = cells[s.cell];
+            const bool complete = c.tier != NO_TIER && c.slot == (int32_t) i && slice_of(s.cell, c.tier).group == (int32_t) g;
+            const bool loading  = c.loading != NO_TIER && c.loading_slot == (int32_t) i && slice_of(s.cell, c.loading).group == (int32_t) g;
+            if (complete == loading || complete != s.listed) {
+                return format("group %zu, slot %zu: its cell does not own it", g, i);
+            }
+        }
+        if (owned + pool.free.size() != pool.slots.size()) {
+            return format("group %zu: %zu owned and %zu free of %zu slots", g, owned, pool.free.size(), pool.slots.size());
+        }
+        in_use += owned * pool.slot_bytes;
+    }
+    if (in_use != stats.slot_bytes_in_use || stats.slot_bytes_peak > stats.budget_bytes) {
+        return format("%llu slot bytes in use, %llu counted, peak %llu, budget %llu", (unsigned long long) in_use,
+            (unsigned long long) stats.slot_bytes_in_use, (unsigned long long) stats.slot_bytes_peak,
+            (unsigned long long) stats.budget_bytes);
+    }
+    for (int32_t i = 0; i < (int32_t) cells.size(); i++) {
+        const auto & c = cells[i];
+        const auto & entry = matrices[layer_of(i)][kind_of(i)].table[expert_of(i)];
+        const bool valid = c.tier == NO_TIER ? entry.data == nullptr
+            : entry.data != nullptr && entry.type == slice_of(i, c.tier).type && pool_of(i, c.tier).slots[c.slot].cell == i;
+        if (!valid) {
+            return format("layer %d, %s, expert %d: the table does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
+        }
+        if (c.queued != (c.loading != NO_TIER && reads.count(read_key(i)) > 0)) {
+            return format("layer %d, %s, expert %d: the read queue does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
+        }
+    }
+    return {};
+}
+
+// ---- C interface
+
+namespace {
+
+void write_error(char * err, size_t size, const std::string & sentence) {
+    if (err && size > 0) {
+        snprintf(err, size, "%s", sentence.c_str());
+    }
+}
+
+}  // namespace
+
+int32_t moe_edge_abi_version(void) { return MOE_EDGE_ABI_VERSION; }
+
+uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t expert_bytes) {
+    return block_ceil(offset + expert_bytes) - block_floor(offset);
+}
+
+moe_edge_store * moe_edge_store_create(const moe_edge_config * config, char * err, size_t err_size) {
+    try {
+        return new moe_edge_store(*config);
+    } catch (const std::exception & e) {
+        write_error(err, err_size, e.what());
+        return nullptr;
+    }
+}
+
+void moe_edge_store_free(moe_edge_store * store) {
+    if (store && store->detach) {
+        store->detach();
+    }
+    delete store;
+}
+
+const moe_edge_event * moe_edge_store_event(moe_edge_store * store) { return &store->event; }
+
+moe_edge_decision * moe_edge_store_decision(moe_edge_store * store) { return &store->decision; }
+
+void moe_edge_set_callback(moe_edge_store * store, moe_edge_route_cb cb, void * user, int32_t default_tier) {
+    store->callback      = cb;
+    store->callback_user = user;
+    store->default_tier  = default_tier;
+}
+
+void moe_edge_begin_step(moe_edge_store * store, int32_t phase) { store->begin_step(phase); }
+
+const char * moe_edge_error(moe_edge_store * store) { return store->error(); }
+
+bool moe_edge_abort(void * store) { return static_cast<moe_edge_store *>(store)->aborted(); }
+
+void moe_edge_cancel(moe_edge_store * store, int32_t on) { store->cancel(on != 0); }
+
+void moe_edge_get_stats(moe_edge_store * store, moe_edge_stats * out) { store->get_stats(out); }
+
+void moe_edge_reset_stats(moe_edge_store * store) { store->reset_stats(); }
+
+int32_t moe_edge_warm(moe_edge_store * store, const moe_edge_prefetch_item * list, int32_t n,
+                      void (*progress)(int32_t, int32_t, void *), void * user) {
+    return store->warm(list, n, progress, user);
+}
+
+int moe_edge_check(moe_edge_store * store, char * err, size_t err_size) {
+    const std::string broken = store->check();
+    write_error(err, err_size, broken);
+    return broken.empty() ? 0 : -1;
+}
+
+void moe_edge_prefetch(moe_edge_store * store, const moe_edge_prefetch_item * list, int32_t n) { store->prefetch(list, n); }
+
+int moe_edge_apply(moe_edge_store * store, int32_t layer, const int32_t * ids, const uint8_t * tiers, int32_t n_ids) {
+    store->apply(layer, ids, tiers, n_ids);
+    return store->error() ? -1 : 0;
+}
+
+int moe_edge_use(moe_edge_store * store, int32_t layer, int32_t kind, const int32_t * ids, int32_t n_ids,
+                 void (*visit)(int32_t, int32_t, int32_t, const void *, uint64_t, void *), void * user) {
+    auto & m = store->matrices[layer][kind];
+    std::vector<moe_edge_ready> ready(n_ids);
+    store->begin(m, ids, n_ids);
+    for (int32_t left = n_ids; left > 0;) {
+        const int32_t n = store->next(m, ready.data());
+        if (n < 0) {
+            return -1;
+        }
+        for (int32_t i = 0; visit && i < n; i++) {
+            const auto & r = ready[i];
+            const auto of_type = std::find(m.types.begin(), m.types.end(), r.type);
+            const int32_t tier = r.data ? of_type - m.types.begin() : MOE_EDGE_SKIP;
+            visit(r.expert, tier, r.type, r.data, r.data ? store->slices[layer][kind][tier].expert_bytes : 0, user);
+        }
+        store->release(m, ready.data(), n);
+        left -= n;
+    }
+    return 0;
+}

@@ -1,0 +1,197 @@
+// The store: slots, budget, residency, disk reads and the expert tables of one model.
+//
+// Every (layer, kind, expert) is one cell. A cell holds at most one complete tier; while
+// a better tier is being read, the old one stays valid until the new one is published.
+// Rules of the mixed-precision cache (DyMoE 4.4.2): one format per expert; a request
+// better than what is resident is a miss and promotes; a request that is worse reuses.
+//
+// All fields are guarded by one mutex. Weight bytes are read without it: a slot is
+// either being filled by one I/O thread, or complete and pinned by the op that reads it.
+
+#pragma once
+
+#include "moe-edge-table.h"
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+constexpr uint64_t MOE_EDGE_BLOCK = 4096;  // unit of direct reads
+
+constexpr int8_t NO_TIER = -1;
+
+// A fixed-size place in a group's memory, threaded into the group's LRU list.
+struct moe_edge_slot {
+    int32_t  cell       = -1;     // index of the cell that owns it, -1: free
+    int32_t  newer      = -1;     // LRU list of complete slots
+    int32_t  older      = -1;
+    bool     listed     = false;
+    bool     prefetched = false;  // read ahead and not used yet
+};
+
+struct moe_edge_cell {
+    int8_t   tier         = NO_TIER;  // complete
+    int8_t   loading      = NO_TIER;
+    uint8_t  want         = 0;        // tier asked for by the current step, or MOE_EDGE_SKIP
+    bool     decided      = false;    // want belongs to the current step
+    bool     waiting      = false;    // in its group's queue for a slot
+    bool     queued       = false;    // its read has not started
+    bool     ahead        = false;    // its read is a prefetch
+    int32_t  slot         = -1;
+    int32_t  loading_slot = -1;
+    int32_t  ahead_seq    = 0;        // order of prefetch reads
+
+    // An op of the current step will read it: must not be evicted.
+    bool pinned() const { return decided && want != MOE_EDGE_SKIP; }
+    bool satisfied() const { return tier != NO_TIER && tier <= want; }
+};
+
+struct moe_edge_pool {
+    uint64_t slot_bytes = 0;
+    char *   memory     = nullptr;
+    int32_t  kind       = -1;
+    int32_t  tier       = -1;
+    int32_t  newest     = -1;
+    int32_t  oldest     = -1;
+    std::vector<moe_edge_slot> slots;
+    std::vector<int32_t>       free;
+    std::deque<int32_t>        waiting;  // pinned cells without a slot, first come first served
+};
+
+struct moe_edge_file {
+    std::string path;
+    int         fd     = -1;
+    bool        direct = false;
+};
+
+// Order of reads: demand before prefetch, then the kind that is computed first (demand)
+// or the policy's order (prefetch), then the file offset, then the cell.
+using moe_edge_read_key = std::tuple<int32_t, int32_t, uint64_t, int32_t>;
+
+struct moe_edge_store {
+  public:
+    moe_edge_store(const moe_edge_config & config);
+    ~moe_edge_store();
+    moe_edge_store(const moe_edge_store &) = delete;
+    moe_edge_store & operator=(const moe_edge_store &) = delete;
+
+    // hook side
+    void    begin_step(int32_t phase);
+    bool    route();  // runs the callback on `event` and applies the decision
+    void    apply(int32_t layer, const int32_t * ids, const uint8_t * tiers, int32_t n);
+
+    void    prefetch(const moe_edge_prefetch_item * list, int32_t n);
+
+    // executor side
+    void    begin(moe_edge_matrix & m, const int32_t * experts, int32_t n);
+    int32_t next(moe_edge_matrix & m, moe_edge_ready * out);
+    void    release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n);
+
+    int32_t warm(const moe_edge_prefetch_item * list, int32_t n,
+                 void (*progress)(int32_t, int32_t, void *), void * user);
+    void    fail(const std::string & sentence);
+    const char * error();
+    void    cancel(bool on);
+    bool    aborted() const { return failed.load() || cancelled.load(); }
+    void    get_stats(moe_edge_stats * out);
+    void    reset_stats();
+    std::string check();  // empty, or the invariant that does not hold
+
+    std::function<void()> detach;  // set while a model's tensors point into the store
+
+    // fixed after construction
+    int32_t n_layers, n_expert, n_expert_used, n_tiers, max_tokens, n_ahead;
+    std::vector<int32_t> il;  // [n_layers] the model's layer numbers
+    std::vector<std::array<std::array<moe_edge_slices, MOE_EDGE_MAX_TIERS>, MOE_EDGE_N_KINDS>> slices;
+    std::vector<std::array<moe_edge_matrix, MOE_EDGE_N_KINDS>> matrices;  // [n_layers]
+
+    std::atomic<bool> cancelled { false };
+    moe_edge_route_cb callback      = nullptr;
+    void *            callback_user = nullptr;
+    int32_t           default_tier  = 0;
+
+    // arrays behind event and decision
+    moe_edge_event    event    = {};
+    moe_edge_decision decision = {};
+    std::vector<int32_t> ids, tokens, ahead_ids;
+    std::vector<float>   weights, ahead;
+    std::vector<uint8_t> resident, tier_out;
+    std::vector<moe_edge_prefetch_item> prefetch_out;
+
+  private:
+    struct op_state {
+        std::vector<int32_t> remaining;  // cells not yet handed out
+        bool waited = false;
+    };
+
+    int32_t cell_index(int32_t layer, int32_t kind, int32_t expert) const {
+        return (layer * MOE_EDGE_N_KINDS + kind) * n_expert + expert;
+    }
+    int32_t layer_of(int32_t cell) const { return cell / (MOE_EDGE_N_KINDS * n_expert); }
+    int32_t kind_of(int32_t cell) const { return cell / n_expert % MOE_EDGE_N_KINDS; }
+    int32_t expert_of(int32_t cell) const { return cell % n_expert; }
+    const moe_edge_slices & slice_of(int32_t cell, int32_t tier) const {
+        return slices[layer_of(cell)][kind_of(cell)][tier];
+    }
+    bool has_kind(int32_t layer, int32_t kind) const { return slices[layer][kind][0].expert_bytes > 0; }
+    moe_edge_pool & pool_of(int32_t cell, int32_t tier) { return pools[slice_of(cell, tier).group]; }
+
+    void    open_files(const moe_edge_config & config);
+    void    make_pools(const moe_edge_config & config);
+    void    close_all();
+    void    io_loop();
+    // Reads a slice into a slot; empty, or why it failed. Without the mutex.
+    std::string read_slice(const moe_edge_slices & s, int32_t expert, char * slot) const;
+    std::string name_of(int32_t cell, int32_t tier) const;
+
+    // below: with the mutex held
+    void    apply_locked(int32_t layer, const int32_t * experts, const uint8_t * tiers, int32_t n, int32_t first_kind);
+    void    ask(int32_t cell);
+    void    load_or_wait(int32_t cell);
+    bool    try_load(int32_t cell, int32_t tier, bool ahead);
+    void    prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n);
+    void    cancel_stale(int32_t layer);
+    void    cancel_read(int32_t cell);
+    int32_t take_slot(moe_edge_pool & pool);
+    void    give_slot(moe_edge_pool & pool, int32_t slot);
+    void    serve_waiting(moe_edge_pool & pool);
+    void    publish(int32_t cell);
+    void    drop_tier(int32_t cell);
+    void    evict(int32_t cell);
+    void    list_remove(moe_edge_pool & pool, int32_t slot);
+    void    list_push_newest(moe_edge_pool & pool, int32_t slot);
+    void    touch(int32_t cell);
+    void    update_resident(int32_t cell);
+    void    fail_locked(const std::string & sentence);
+    moe_edge_read_key read_key(int32_t cell) const;
+
+    std::mutex              mutex;
+    std::condition_variable work_cv;   // I/O threads wait for reads
+    std::condition_variable done_cv;   // ops wait for complete cells
+    std::vector<moe_edge_file>  files;
+    std::vector<moe_edge_pool>  pools;
+    std::vector<moe_edge_cell>  cells;
+    std::vector<op_state>       ops;   // [n_layers * N_KINDS]
+    std::set<moe_edge_read_key> reads;   // not started
+    std::vector<std::thread>    threads;
+    int32_t                 reading = 0;    // reads under way, outside `reads`
+    int64_t                 n_decided = 0;  // cells with `decided`
+    bool                    stopping = false;
+    std::atomic<bool>       failed { false };
+    std::string             failure;
+    moe_edge_stats          stats = {};
+    int32_t                 phase = MOE_EDGE_PREFILL;
+    int32_t                 ahead_seq = 0;
+    std::vector<uint8_t>    seen;  // [n_expert] scratch of route()
+    std::vector<int32_t>    routed;
+    std::vector<uint8_t>    routed_tiers;
+};

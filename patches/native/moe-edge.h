@@ -1,0 +1,232 @@
+// moe-edge: single experts of a Mixture-of-Experts model, each with its own
+// address and ggml type, kept within a memory budget and read from disk on demand.
+//
+// One store serves one loaded model and one llama_context that decodes at a time.
+// Call order:
+//
+//   moe_edge_store_create      pools, I/O threads; nothing is read yet
+//   llama_model_load_*         with tensor_buft_overrides that send the expert
+//                              tensors to moe_edge_buffer_type()
+//   moe_edge_store_attach      binds the store to the model's expert tensors
+//   per llama_decode call:     moe_edge_begin_step, llama_decode, moe_edge_error
+//   llama_free, moe_edge_store_free, llama_model_free
+//
+// "layer" is always the index of a MoE layer, 0 .. n_layers-1, counted without the
+// dense layers; moe_edge_layer.il is the model's own layer number.
+
+#pragma once
+
+#include <stddef.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Raised with every change of a struct or a function below. Callers compare it
+// with moe_edge_abi_version() before anything else.
+#define MOE_EDGE_ABI_VERSION 1
+
+#define MOE_EDGE_API __attribute__((visibility("default")))
+
+#define MOE_EDGE_MAX_TIERS    4
+#define MOE_EDGE_MAX_AHEAD    4
+#define MOE_EDGE_MAX_PREFETCH 1024
+#define MOE_EDGE_SKIP         255  // tier of an expert that contributes nothing
+#define MOE_EDGE_ABSENT       254  // residency: no tier of this expert is in memory
+
+// Matrix kinds, in the order in which a layer computes them. A layer has either
+// UP, GATE and DOWN, or UP and DOWN, or GATE_UP and DOWN.
+enum moe_edge_kind {
+    MOE_EDGE_UP      = 0,
+    MOE_EDGE_GATE    = 1,
+    MOE_EDGE_GATE_UP = 2,
+    MOE_EDGE_DOWN    = 3,
+    MOE_EDGE_N_KINDS = 4,
+};
+
+enum moe_edge_phase {
+    MOE_EDGE_PREFILL = 0,
+    MOE_EDGE_DECODE  = 1,
+};
+
+enum moe_edge_flags {
+    MOE_EDGE_DIRECT_IO = 1,  // O_DIRECT where the file system allows it
+};
+
+// Where the experts of one (layer, kind, tier) lie: expert e is the bytes
+// [offset + e*expert_bytes, offset + (e+1)*expert_bytes) of files[file].
+struct moe_edge_slices {
+    uint64_t offset;
+    uint64_t expert_bytes;  // 0: this layer has no such matrix
+    int32_t  file;
+    int32_t  type;          // enum ggml_type
+    int32_t  group;         // the slot group that holds it
+    int32_t  reserved;
+};
+
+// A slot group: slots of one size that evict each other in least-recently-used
+// order. Layers may share a group or have one each; matrix kinds and tiers may not
+// share. slot_bytes must be at least moe_edge_slot_bytes() of every slice in it.
+struct moe_edge_group {
+    uint64_t slot_bytes;
+    int32_t  n_slots;
+    int32_t  reserved;
+};
+
+struct moe_edge_layer {
+    int32_t il;
+    int32_t reserved;
+    struct moe_edge_slices slices[MOE_EDGE_N_KINDS][MOE_EDGE_MAX_TIERS];
+};
+
+struct moe_edge_config {
+    const char * const *           files;
+    const struct moe_edge_layer *  layers;
+    const struct moe_edge_group *  groups;
+    uint64_t budget_bytes;    // sum of slot_bytes*n_slots must not exceed it
+    int32_t  n_files;
+    int32_t  n_layers;
+    int32_t  n_groups;
+    int32_t  n_tiers;         // tier 0 is the best
+    int32_t  n_expert;
+    int32_t  n_expert_used;
+    int32_t  max_tokens;      // n_ubatch: the most tokens of one route event
+    int32_t  n_ahead;         // look-ahead depth P, 0 .. MOE_EDGE_MAX_AHEAD
+    int32_t  n_io_threads;
+    int32_t  flags;           // enum moe_edge_flags
+    int32_t  reserved[2];
+};
+
+struct moe_edge_store;
+
+// What the router of one layer chose. Every array belongs to the store, lies at an
+// address that does not change while the store lives, and is valid during the
+// callback only.
+struct moe_edge_event {
+    int32_t layer;
+    int32_t phase;             // enum moe_edge_phase, as given to moe_edge_begin_step
+    int32_t n_tokens;          // T of this event (a last layer may see fewer than the batch)
+    int32_t n_ahead;           // look-ahead layers present: layer+1 .. layer+n_ahead
+    int64_t step;              // counts moe_edge_begin_step calls
+    const int32_t * ids;       // [T, k]  row-major, one row a token
+    const float   * weights;   // [T, k]  routing weights as the model will use them
+    const int32_t * tokens;    // [T]     position of each token in its ubatch
+    const int32_t * ahead_ids; // [n_ahead, max_tokens, k] predicted top-k, best first
+    const float   * ahead;     // [n_ahead, max_tokens, k] predicted scores of those, eq. 6 of DyMoE
+    const uint8_t * resident;  // [n_layers, n_expert] best tier fully resident, or MOE_EDGE_ABSENT
+};
+
+struct moe_edge_prefetch_item {
+    int16_t layer;
+    int16_t expert;
+    uint8_t tier;
+    uint8_t kinds;             // bit mask of 1 << moe_edge_kind; 0 means all of the layer
+    int16_t reserved;
+};
+
+// The callback's answer, in arrays of the store. tier[] is filled with 0 (the best)
+// before each call, and only entries of routed experts are read.
+struct moe_edge_decision {
+    uint8_t * tier;                       // [n_expert] tier index or MOE_EDGE_SKIP
+    struct moe_edge_prefetch_item * prefetch;  // [MOE_EDGE_MAX_PREFETCH] most urgent first
+    int32_t n_prefetch;
+    int32_t renormalize;                  // 1: remaining weights of a token keep their sum
+};
+
+// Returns 0, or anything else to fail the running llama_decode.
+typedef int (*moe_edge_route_cb)(void * user);
+
+struct moe_edge_stats {
+    // by phase: [prefill, decode]
+    uint64_t requests[2];          // matrices asked for
+    uint64_t hits[2];              // asked-for tier or better was resident when asked
+    uint64_t demand_bytes[2];      // read because a token needed them
+    uint64_t prefetch_bytes[2];
+    uint64_t wait_us[2];           // compute threads waited for I/O
+    uint64_t callback_us[2];       // inside the route callback
+    uint64_t callbacks[2];
+    uint64_t routed[2][MOE_EDGE_MAX_TIERS + 1];  // experts by decided tier; last: skip
+    uint64_t computed[2][MOE_EDGE_MAX_TIERS];    // matrices by the tier really computed
+    uint64_t waves;                // extra passes because experts had to be waited for
+    uint64_t promotions;
+    uint64_t evictions;
+    uint64_t prefetch_used;
+    uint64_t prefetch_wasted;
+    uint64_t prefetch_cancelled;
+    uint64_t slot_bytes_in_use;
+    uint64_t slot_bytes_peak;
+    uint64_t budget_bytes;
+    uint64_t read_us;              // summed over I/O threads
+    int32_t  direct_io;            // 1 if every file is read with O_DIRECT
+    int32_t  reserved;
+};
+
+MOE_EDGE_API int32_t moe_edge_abi_version(void);
+
+// Bytes a slot needs for a slice of this length at this file offset: direct reads
+// cover whole 4096-byte blocks.
+MOE_EDGE_API uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t expert_bytes);
+
+// NULL on failure, with one sentence in err.
+MOE_EDGE_API struct moe_edge_store * moe_edge_store_create(
+        const struct moe_edge_config * config, char * err, size_t err_size);
+MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
+
+// ggml_backend_buffer_type_t for the expert tensors: placeholders without memory.
+MOE_EDGE_API void * moe_edge_buffer_type(void);
+
+// model: struct llama_model *. 0 on success. Refuses an architecture that does not
+// build its experts through the common MoE builder, and tensors that do not match.
+MOE_EDGE_API int moe_edge_store_attach(
+        struct moe_edge_store * store, void * model, char * err, size_t err_size);
+
+// Event and decision live as long as the store.
+MOE_EDGE_API const struct moe_edge_event * moe_edge_store_event(struct moe_edge_store * store);
+MOE_EDGE_API struct moe_edge_decision *    moe_edge_store_decision(struct moe_edge_store * store);
+
+// cb NULL: every routed expert is asked for in tier default_tier, without a callback.
+MOE_EDGE_API void moe_edge_set_callback(
+        struct moe_edge_store * store, moe_edge_route_cb cb, void * user, int32_t default_tier);
+
+// Before each llama_decode. Also clears what an aborted step left behind.
+MOE_EDGE_API void moe_edge_begin_step(struct moe_edge_store * store, int32_t phase);
+
+// NULL, or one sentence about why the last step failed; the step's output is void then.
+MOE_EDGE_API const char * moe_edge_error(struct moe_edge_store * store);
+
+// ggml_abort_callback with the store as data: true after a failure or a cancel.
+MOE_EDGE_API bool moe_edge_abort(void * store);
+MOE_EDGE_API void moe_edge_cancel(struct moe_edge_store * store, int32_t on);
+
+MOE_EDGE_API void moe_edge_get_stats(struct moe_edge_store * store, struct moe_edge_stats * out);
+MOE_EDGE_API void moe_edge_reset_stats(struct moe_edge_store * store);
+
+// Loads (layer, expert, all kinds) in a tier before the first token, as far as free
+// slots go; blocks until read. Returns how many experts were loaded, or -1 on error.
+MOE_EDGE_API int32_t moe_edge_warm(
+        struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n,
+        void (*progress)(int32_t done, int32_t total, void * user), void * user);
+
+// Verifies every invariant of the store; 0, or an error sentence in err. For tests.
+MOE_EDGE_API int moe_edge_check(struct moe_edge_store * store, char * err, size_t err_size);
+
+// Reads ahead without a route event, most urgent first, as far as slots go.
+MOE_EDGE_API void moe_edge_prefetch(
+        struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
+
+// The store without a model: what the hook (apply) and the executor (use) do for one
+// layer. For tests and other front ends. ids: distinct experts; tiers: one per id,
+// NULL for the default tier. After apply, every kind of the layer must be used once.
+// Several threads may do this at once, each on its own layer.
+MOE_EDGE_API int moe_edge_apply(struct moe_edge_store * store, int32_t layer,
+        const int32_t * ids, const uint8_t * tiers, int32_t n_ids);
+MOE_EDGE_API int moe_edge_use(struct moe_edge_store * store, int32_t layer, int32_t kind,
+        const int32_t * ids, int32_t n_ids,
+        void (*visit)(int32_t expert, int32_t tier, int32_t type, const void * data, uint64_t bytes, void * user),
+        void * user);
+
+#ifdef __cplusplus
+}
+#endif

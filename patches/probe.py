@@ -1,0 +1,215 @@
+"""What this machine offers: compilers, build tools, AMX, CUDA."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from patches.upstream import BuildError
+
+CMAKE_AT_LEAST = (3, 18)
+AMX_OFF = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
+
+# The steps of upstream's AMX backend: ask the kernel, configure the tiles of every thread
+# as its matrix kernel does, load, multiply, store; and check the product. A processor that
+# lists AMX may still answer any of them with SIGILL, in a virtual machine above all.
+AMX_PROGRAM = r"""
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#include <thread>
+static int multiply() {
+    struct alignas(64) {
+        uint8_t palette, start, reserved[14];
+        uint16_t colsb[16];
+        uint8_t rows[16];
+    } config;
+    memset(&config, 0, sizeof config);
+    config.palette = 1;
+    for (int i = 0; i < 8; i++) {
+        config.rows[i] = i < 2 ? 8 : 16;
+        config.colsb[i] = i == 2 || i == 3 ? 32 : 64;
+    }
+    _tile_loadconfig(&config);
+    alignas(64) int8_t a[16 * 32], b[8 * 64];
+    alignas(64) int32_t c[16 * 16];
+    memset(a, 1, sizeof a);
+    memset(b, 2, sizeof b);
+    for (int round = 0; round < 200; round++) {
+        _tile_zero(4);
+        _tile_loadd(0, b, 64);
+        _tile_loadd(2, a, 32);
+        _tile_dpbssd(4, 2, 0);
+        _tile_stored(4, c, 64);
+        for (int i = 0; i < 256; i++) if (c[i] != 64) return 1;
+        if (round % 20 == 0) usleep(1000);
+    }
+    return 0;
+}
+int main() {
+    if (syscall(SYS_arch_prctl, 0x1023, 18)) return 2;
+    int failed[4];
+    std::thread threads[4];
+    for (int i = 0; i < 4; i++) threads[i] = std::thread([&failed, i] { failed[i] = multiply(); });
+    int sum = 0;
+    for (int i = 0; i < 4; i++) { threads[i].join(); sum += failed[i]; }
+    return sum ? 3 : 0;
+}
+"""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    cc: str
+    cxx: str
+    cmake: str
+    generator: str  # of cmake
+    ccache: str | None
+    identity: str  # compiler versions and the native feature macros, hashed into the cache key
+    native_amx: bool  # -march=native turns AMX on
+
+
+def _which(variable: str, *names: str) -> str | None:
+    chosen = os.environ.get(variable)
+    if chosen:
+        return shutil.which(shlex.split(chosen)[0])
+    for name in names:
+        if path := shutil.which(name):
+            return path
+    return None
+
+
+def find_toolchain() -> Toolchain:
+    """Raises BuildError with the package to install when something is missing."""
+    cc, cxx = _which("CC", "cc", "gcc", "clang"), _which("CXX", "c++", "g++", "clang++")
+    if cc is None or cxx is None:
+        raise BuildError(
+            "A C and C++ compiler is missing: install it with `sudo apt install build-essential`."
+        )
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        raise BuildError("cmake is missing: install it with `sudo apt install cmake`.")
+    text = subprocess.run([cmake, "--version"], capture_output=True, text=True).stdout
+    match = re.search(r"(\d+)\.(\d+)", text)
+    if match is None or (int(match[1]), int(match[2])) < CMAKE_AT_LEAST:
+        raise BuildError(
+            f"cmake {'.'.join(map(str, CMAKE_AT_LEAST))} or newer is needed, {cmake} is "
+            f"{match[0] if match else 'unusable'}: update it with `sudo apt install cmake`."
+        )
+    if shutil.which("ninja"):
+        generator = "Ninja"
+    elif shutil.which("make"):
+        generator = "Unix Makefiles"
+    else:
+        raise BuildError("make is missing: install it with `sudo apt install build-essential`.")
+    if shutil.which("patch") is None:
+        raise BuildError("patch is missing: install it with `sudo apt install patch`.")
+    macros = _macros(cc, "c") + _macros(cxx, "c++")
+    return Toolchain(
+        cc=cc,
+        cxx=cxx,
+        cmake=cmake,
+        generator=generator,
+        ccache=shutil.which("ccache"),
+        identity=hashlib.sha256(macros.encode()).hexdigest(),
+        native_amx="__AMX_TILE__" in macros,
+    )
+
+
+def _macros(compiler: str, language: str) -> str:
+    """Predefined macros under -march=native: compiler version and CPU features in one text."""
+    for flags in (["-march=native"], ["-mcpu=native"], []):
+        command = [compiler, *flags, "-x", language, "-dM", "-E", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0:
+            return done.stdout
+    raise BuildError(
+        f"{compiler} does not work ({done.stderr.strip().splitlines()[-1:]}): "
+        "install a compiler with `sudo apt install build-essential`."
+    )
+
+
+def probe_amx(tools: Toolchain) -> tuple[bool, str]:
+    """(usable, why). Runs upstream's AMX steps in a child process, which may die of them."""
+    if not tools.native_amx:
+        return False, "this compiler and processor have no AMX"
+    with tempfile.TemporaryDirectory(prefix="moe-edge-amx.") as folder:
+        source, binary = Path(folder) / "probe.cpp", Path(folder) / "probe"
+        source.write_text(AMX_PROGRAM)
+        command = [tools.cxx, "-std=c++17", "-O1", "-mamx-tile", "-mamx-int8", "-pthread"]
+        done = subprocess.run(
+            [*command, str(source), "-o", str(binary)], capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            return False, "the probe does not compile"
+        try:
+            status = subprocess.run([str(binary)], timeout=20).returncode
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return False, f"the probe did not finish: {error}"
+    if status < 0:
+        return False, f"the processor lists AMX, but the probe died of signal {-status}"
+    return status == 0, "the probe ran" if status == 0 else f"the probe failed ({status})"
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
+
+
+def find_gpu() -> tuple[bool, str]:
+    """(found, why) for an NVIDIA GPU that the driver can reach."""
+    smi = shutil.which("nvidia-smi")
+    if smi:
+        try:
+            done = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=30)
+        except subprocess.TimeoutExpired:
+            return False, "nvidia-smi does not answer"
+        if done.returncode == 0 and done.stdout.startswith("GPU "):
+            return True, done.stdout.splitlines()[0].split(" (UUID")[0]
+        return False, f"nvidia-smi finds none: {(done.stdout + done.stderr).strip()[:80]}"
+    if any(Path("/proc/driver/nvidia/gpus").glob("*")):
+        return True, "an NVIDIA driver is loaded"
+    return False, "no NVIDIA driver is loaded"
+
+
+def choose_gpu(asked: str) -> tuple[bool, str]:
+    """(build with CUDA, why) for asked = cuda | off | auto."""
+    nvcc = find_nvcc()
+    if asked == "off":
+        return False, "GPU=off"
+    if asked == "cuda":
+        if nvcc is None:
+            raise BuildError(
+                "GPU=cuda needs nvcc: install it with `sudo apt install nvidia-cuda-toolkit`, "
+                "or set CUDA_HOME to your CUDA toolkit."
+            )
+        return True, "GPU=cuda"
+    found, why = find_gpu()
+    if not found:
+        return False, why
+    return (True, why) if nvcc else (False, f"{why}, but nvcc is not installed")
+
+
+def toolkit_root(nvcc: str) -> Path:
+    """Folder of the CUDA toolkit that this nvcc belongs to, as it says itself."""
+    done = subprocess.run([nvcc, "-v", "--dryrun", "x.cu"], capture_output=True, text=True)
+    match = re.search(r"^#\$ TOP=(.+)$", done.stdout + done.stderr, re.MULTILINE)
+    root = Path(match[1]) if match else Path(nvcc).resolve().parent.parent
+    return root.resolve()
+
+
+def nvcc_version(nvcc: str) -> str:
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    match = re.search(r"release (\d+\.\d+), V(\S+)", text)
+    if match is None:
+        raise BuildError(f"{nvcc} --version says no version")
+    return match[2]

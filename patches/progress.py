@@ -1,0 +1,46 @@
+"""Progress of a build on stderr: one live line on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+
+SECONDS_BETWEEN_LINES = 15.0
+
+
+class Progress:
+    """Follows the [n/m] of ninja or the [ p%] of make in a compiler's output."""
+
+    def __init__(self, what: str):
+        self.what = what
+        self.live = sys.stderr.isatty()
+        self.started = self.printed = time.monotonic()
+        self.done = ""
+        self._show()
+
+    def line(self, text: str) -> None:
+        match = re.match(r"\[\s*(\d+)/(\d+)\]|\[\s*(\d+)%\]", text)
+        if not match:
+            return
+        self.done = f"{match[3]}%" if match[3] else f"{match[1]}/{match[2]}"
+        wait = 0.2 if self.live else SECONDS_BETWEEN_LINES
+        if time.monotonic() - self.printed >= wait:
+            self._show()
+
+    def close(self) -> None:
+        if self.live:
+            self._show()
+            sys.stderr.write("\n")
+        elif self.done:
+            self._show()
+        sys.stderr.flush()
+
+    def _show(self) -> None:
+        self.printed = time.monotonic()
+        minutes, seconds = divmod(int(self.printed - self.started), 60)
+        text = f"{self.what} {self.done}".rstrip()
+        if self.printed > self.started:
+            text += f"  {minutes}:{seconds:02d}"
+        sys.stderr.write(f"\r\x1b[K{text}" if self.live else f"{text}\n")
+        sys.stderr.flush()

@@ -1,0 +1,301 @@
+"""The patch series: reading, checking, applying and regenerating it.
+
+A patch is a header (STYLE: From, Subject, Reason, Forwarded, Upstream-Base, Remove-When)
+followed by a unified diff whose paths start at the top of the source distribution. A file
+belongs to exactly one patch, so patches do not depend on each other's line numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from patches.upstream import PATCHES, BuildError, Sdist, Upstream, write_atomic
+
+HEADERS = ("From", "Subject", "Reason", "Forwarded", "Upstream-Base", "Remove-When")
+CONTEXT_LINES = 1
+
+# What upstream code we touch is decided here and nowhere else: a call site in a new file is
+# a decision that deserves a look.
+ALLOWED_FILES = frozenset(
+    f"vendor/llama.cpp/{name}"
+    for name in (
+        "ggml/src/ggml-cpu/CMakeLists.txt",
+        "ggml/src/ggml-cpu/ggml-cpu.cpp",
+        "src/CMakeLists.txt",
+        "src/llama-graph.cpp",
+        "src/llama-model-loader.cpp",
+    )
+)
+MAX_ADDED_LINES = 200
+
+
+@dataclass(frozen=True)
+class Patch:
+    name: str
+    text: str
+
+    @property
+    def header(self) -> str:
+        """Everything before the diff, as written."""
+        match = re.search(r"^--- ", self.text, re.MULTILINE)
+        return self.text[: match.start()] if match else self.text
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Header fields; a line that starts with a blank continues the field above."""
+        found: dict[str, str] = {}
+        last = ""
+        for line in self.header.splitlines():
+            match = re.match(r"([A-Z][A-Za-z-]*):\s*(.*)", line)
+            if match:
+                last = match[1]
+                found[last] = match[2].strip()
+            elif line.startswith(" ") and last:
+                found[last] += " " + line.strip()
+        return found
+
+    @property
+    def files(self) -> list[str]:
+        """Touched files, as paths inside the source distribution, in the patch's order."""
+        pairs = re.findall(r"^--- (\S+)\n\+\+\+ (\S+)$", self.text, re.MULTILINE)
+        return [(new if new != "/dev/null" else old).split("/", 1)[1] for old, new in pairs]
+
+    @property
+    def added_lines(self) -> int:
+        body = self.text[len(self.header) :]
+        return sum(
+            line.startswith("+") and not line.startswith("+++ ") for line in body.splitlines()
+        )
+
+
+def series_names(folder: Path = PATCHES) -> list[str]:
+    lines = (folder / "series").read_text().splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def read_series(folder: Path = PATCHES) -> list[Patch]:
+    patches = []
+    for name in series_names(folder):
+        path = folder / name
+        if not path.is_file():
+            raise BuildError(f"{folder / 'series'} lists {name}, which does not exist")
+        patches.append(Patch(name, path.read_text()))
+    return patches
+
+
+def problems(folder: Path, upstream: Upstream) -> list[str]:
+    """What is wrong with the series as far as its files alone can tell; empty when nothing."""
+    found = []
+    names = series_names(folder)
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        found.append(f"series lists {name} twice")
+    on_disk = {path.name for path in folder.glob("*.patch")}
+    found += [f"series lists {name}, which does not exist" for name in names if name not in on_disk]
+    found += [f"{name} is not in series" for name in sorted(on_disk - set(names))]
+    owner: dict[str, str] = {}
+    added = 0
+    for patch in [Patch(name, (folder / name).read_text()) for name in names if name in on_disk]:
+        fields = patch.fields
+        for key in HEADERS:
+            if not fields.get(key):
+                found.append(f"{patch.name}: no {key} header")
+        base = fields.get("Upstream-Base", upstream.base)
+        if base != upstream.base:
+            found.append(f"{patch.name}: Upstream-Base is {base}, UPSTREAM is {upstream.base}")
+        if not re.fullmatch(r".+ <\S+@\S+>", fields.get("From", "A <a@b>")):
+            found.append(f"{patch.name}: From must be NAME <MAIL>")
+        if not patch.files:
+            found.append(f"{patch.name}: changes no file")
+        for file in patch.files:
+            if file not in ALLOWED_FILES:
+                found.append(f"{patch.name}: {file} is not on the list of files we may touch")
+            if owner.setdefault(file, patch.name) != patch.name:
+                found.append(f"{patch.name}: {file} already belongs to {owner[file]}")
+        added += patch.added_lines
+    if added > MAX_ADDED_LINES:
+        found.append(f"the series adds {added} lines; {MAX_ADDED_LINES} are allowed")
+    return found
+
+
+def apply_series(patches: list[Patch], sdist: Sdist) -> dict[str, bytes]:
+    """Contents of every touched file after the whole series; raises BuildError on a reject."""
+    if not patches:
+        return {}
+    if shutil.which("patch") is None:
+        raise BuildError("patch is missing: install it with `sudo apt install patch`.")
+    names = {file for patch in patches for file in patch.files}
+    with tempfile.TemporaryDirectory(prefix="moe-edge-patch.") as folder:
+        root = Path(folder)
+        for name, data in sdist.read(names).items():
+            target = root / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+        for patch in patches:
+            # Not `git apply`: inside a tree that some other repository contains it exits 0
+            # and changes nothing.
+            command = ["patch", "-p1", "--fuzz=0", "--forward", "--no-backup-if-mismatch"]
+            done = subprocess.run(
+                command,
+                cwd=root,
+                input=patch.text.encode(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "LC_ALL": "C"},
+            )
+            if done.returncode != 0:
+                output = done.stdout.decode(errors="replace").strip()
+                raise BuildError(f"{patch.name} does not apply to {sdist.path.name}:\n{output}")
+        return {name: (root / name).read_bytes() for name in names if (root / name).exists()}
+
+
+def diff_file(name: str, old: bytes | None, new: bytes | None) -> str:
+    """Unified diff of one file without dates; None stands for a file that does not exist."""
+    with tempfile.TemporaryDirectory(prefix="moe-edge-diff.") as folder:
+        sides = []
+        for side, data in (("a", old), ("b", new)):
+            path = Path(folder) / side
+            path.write_bytes(data or b"")
+            sides += ["--label", "/dev/null" if data is None else f"{side}/{name}"]
+        command = ["diff", f"-U{CONTEXT_LINES}", "--minimal", *sides, "a", "b"]
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, env={**os.environ, "LC_ALL": "C"}
+            )
+        except FileNotFoundError:
+            raise BuildError(
+                "diff is missing: install it with `sudo apt install diffutils`."
+            ) from None
+    if done.returncode > 1:
+        raise BuildError(f"{name}: diff failed: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout.decode()
+
+
+def regenerate(patch: Patch, old: Mapping[str, bytes], new: Mapping[str, bytes]) -> str:
+    """The patch's text for the given contents: its header, then its files in sorted order."""
+    diffs = [diff_file(name, old.get(name), new.get(name)) for name in sorted(patch.files)]
+    return patch.header.rstrip("\n") + "\n\n" + "".join(diffs)
+
+
+def check_source(patches: list[Patch], sdist: Sdist) -> list[str]:
+    """Problems that need the source: the series applies, and refreshing it changes no byte."""
+    try:
+        new = apply_series(patches, sdist)
+    except BuildError as error:
+        return [str(error)]
+    old = sdist.read(set(new))
+    return [
+        f"{patch.name}: not as `make patches-refresh` writes it"
+        for patch in patches
+        if regenerate(patch, old, new) != patch.text
+    ]
+
+
+def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = PATCHES) -> int:
+    """Rewrites the patches from an edited tree, or from themselves; returns how many changed.
+
+    tree: an edited copy of the source distribution, or of the llama.cpp inside it. A changed
+    file that no patch owns is an error, so that no edit is lost silently.
+    """
+    patches = read_series(folder)
+    owned = {file for patch in patches for file in patch.files}
+    if tree is None:
+        old = sdist.read(owned)
+        new = apply_series(patches, sdist)
+    else:
+        old, new = read_edited(sdist, upstream, tree, owned)
+        stray = sorted(
+            name for name in new if name not in owned and new[name] != old.get(name)
+        )
+        if stray:
+            raise BuildError(
+                f"{tree}: changed files that belong to no patch: {', '.join(stray)}; "
+                "give them to one with `patches/tool.py add`"
+            )
+    changed = 0
+    for patch in patches:
+        text = regenerate(patch, old, new)
+        if text != patch.text:
+            write_atomic(folder / patch.name, text.encode())
+            changed += 1
+    return changed
+
+
+def read_edited(
+    sdist: Sdist, upstream: Upstream, tree: Path, owned: set[str]
+) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """(upstream's, edited) contents of every file that is owned or differs from upstream's."""
+    prefix = upstream.source + "/"
+    if (tree / upstream.source).is_dir():
+        prefix = ""
+    elif not (tree / "ggml").is_dir():
+        raise BuildError(f"{tree}: neither the source distribution nor the llama.cpp in it")
+    old: dict[str, bytes] = {}
+    new: dict[str, bytes] = {}
+    for name, data in sdist.files():
+        if not name.startswith(prefix or upstream.source + "/"):
+            continue
+        edited = tree / name[len(prefix) :]
+        content = edited.read_bytes() if edited.is_file() else None
+        if name in owned or (content is not None and content != data):
+            old[name] = data
+            if content is not None:
+                new[name] = content
+    for name in owned - old.keys():
+        edited = tree / name[len(prefix) :]
+        if edited.is_file():
+            new[name] = edited.read_bytes()
+    return old, new
+
+
+def add(
+    name: str,
+    fields: Mapping[str, str],
+    files: list[str],
+    tree: Path,
+    sdist: Sdist,
+    upstream: Upstream,
+    folder: Path = PATCHES,
+) -> Patch:
+    """Creates a patch for these files of an edited tree and appends it to the series.
+
+    files are paths inside llama.cpp or inside the source distribution. An existing patch of
+    this name keeps its header where fields has nothing newer, and gets these files on top of
+    its own.
+    """
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*\.patch", name):
+        raise BuildError(f"{name}: a patch is called like its intent: lower-case-words.patch")
+    path = folder / name
+    existing = Patch(name, path.read_text()) if path.exists() else None
+    values = {**(existing.fields if existing else {}), **{k: v for k, v in fields.items() if v}}
+    values["Upstream-Base"] = upstream.base
+    values.setdefault("Forwarded", "no")
+    for key in HEADERS:
+        if not values.get(key):
+            raise BuildError(f"{name}: no {key}; give it with --{key.lower()}")
+    prefix = upstream.source + "/"
+    owned = {file if file.startswith(prefix) else prefix + file for file in files}
+    owned |= set(existing.files if existing else [])
+    for other in read_series(folder):
+        taken = owned & set(other.files)
+        if other.name != name and taken:
+            raise BuildError(f"{', '.join(sorted(taken))} belongs to {other.name}")
+    old, new = read_edited(sdist, upstream, tree, owned)
+    for file in sorted(owned):
+        if old.get(file) == new.get(file):
+            raise BuildError(f"{file} is not changed in {tree}")
+    head = "".join(f"{key}: {values[key]}\n" for key in HEADERS[:2])
+    tail = "".join(f"{key}: {values[key]}\n" for key in HEADERS[2:])
+    diffs = "".join(diff_file(file, old.get(file), new.get(file)) for file in sorted(owned))
+    patch = Patch(name, f"{head}\n{tail}\n{diffs}")
+    write_atomic(path, patch.text.encode())
+    names = series_names(folder)
+    if name not in names:
+        write_atomic(folder / "series", "".join(f"{n}\n" for n in [*names, name]).encode())
+    return patch

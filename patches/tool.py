@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""Builds moe-edge's llama.cpp and keeps the patches in order; the Makefile calls it."""
+
+import sys
+
+if sys.version_info < (3, 10):
+    sys.exit(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}.")
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+# Run as a file, sys.path starts in patches/ instead of the repository.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from patches import build, env, probe, series
+from patches.tree import sync_tree
+from patches.upstream import (
+    PATCHES,
+    BuildError,
+    Sdist,
+    cache_dir,
+    cached_sdist,
+    fetch_sdist,
+    locked,
+    read_upstream,
+    say,
+    sha256_file,
+)
+
+
+def options(args: argparse.Namespace, remembered: dict[str, object]) -> build.Options:
+    """Flags of the command line, else what the last set-up was told, else automatic."""
+    return build.Options(
+        gpu=str(args.gpu or remembered.get("gpu", "auto")),
+        amx=str(args.amx or remembered.get("amx", "auto")),
+        cuda_arch=args.cuda_arch or None,
+        sdist=args.sdist,
+        jobs=args.jobs,
+    )
+
+
+def cmd_build(args: argparse.Namespace) -> int:
+    path, _, built = build.build(read_upstream(), options(args, env.locate().read_note()))
+    say("built" if built else "up to date")
+    print(path)
+    return 0
+
+
+def cmd_setup(args: argparse.Namespace) -> int:
+    place = env.locate()
+    chosen = options(args, place.read_note())
+    probe.find_toolchain()  # what is missing is said before anything is created
+    env.ensure(place)
+    upstream = read_upstream()
+    path, plan, built = build.build(upstream, chosen)
+    extras = {name for name in args.extras.split(",") if name}
+    changed = env.install(
+        place, upstream, path, plan.key, extras, {"gpu": chosen.gpu, "amx": chosen.amx}
+    )
+    if not built and not changed:
+        say("up to date")
+    print(env.ready_line(place))
+    return 0
+
+
+def cmd_python(args: argparse.Namespace) -> int:
+    print(env.locate().python)
+    return 0
+
+
+def cmd_status(args: argparse.Namespace) -> int:
+    place = env.locate()
+    upstream = read_upstream()
+    plan = build.make_plan(upstream, options(args, place.read_note()))
+    installed = env.installed_key(env.inspect(place))
+    report = {
+        "version": upstream.local_version,
+        "key": plan.key,
+        "wheel": str(plan.wheel_path) if build.cached_wheel(plan) else None,
+        "environment": str(place.root),
+        "installed_key": installed,
+        "current": installed == plan.key,
+        "gpu": [plan.gpu, plan.gpu_reason],
+        "amx": [plan.amx, plan.amx_reason],
+        "generator": plan.tools.generator,
+        "ccache": plan.tools.ccache,
+        "cache": str(cache_dir()),
+    }
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        for key, value in report.items():
+            print(f"{key:15} {value}")
+    return 0
+
+
+def cmd_verify(args: argparse.Namespace) -> int:
+    upstream = read_upstream()
+    found = series.problems(PATCHES, upstream)
+    path = fetch_sdist(upstream) if args.fetch else cached_sdist(upstream)
+    if path is None:
+        say("source not cached: applying and refreshing are not checked (--fetch downloads it)")
+    elif sha256_file(path) != upstream.sha256:
+        found.append(f"{path}: not the pinned source distribution")
+    elif not found:
+        found += series.check_source(series.read_series(), Sdist(path, upstream))
+    for problem in found:
+        say(problem)
+    if not found:
+        patches = series.read_series()
+        print(
+            f"{len(patches)} patches, {sum(p.added_lines for p in patches)} added lines "
+            f"in {sum(len(p.files) for p in patches)} files: fine"
+        )
+    return 1 if found else 0
+
+
+def cmd_refresh(args: argparse.Namespace) -> int:
+    upstream = read_upstream()
+    sdist = Sdist(fetch_sdist(upstream), upstream)
+    changed = series.refresh(sdist, upstream, args.tree)
+    print(f"{changed} of {len(series.series_names())} patches rewritten")
+    return 0
+
+
+def cmd_add(args: argparse.Namespace) -> int:
+    upstream = read_upstream()
+    sdist = Sdist(fetch_sdist(upstream), upstream)
+    fields = {
+        "From": args.author,
+        "Subject": args.subject,
+        "Reason": args.reason,
+        "Forwarded": args.forwarded,
+        "Remove-When": args.remove_when,
+    }
+    patch = series.add(args.patch, fields, args.files, args.tree, sdist, upstream)
+    print(f"{patch.name}: {len(patch.files)} files, {patch.added_lines} added lines")
+    return 0
+
+
+def cmd_source(args: argparse.Namespace) -> int:
+    upstream = read_upstream()
+    with locked(cache_dir() / "lock"):
+        root = sync_tree(fetch_sdist(upstream, args.sdist), upstream)
+    print(root / upstream.source)
+    return 0
+
+
+def cmd_probe_amx(args: argparse.Namespace) -> int:
+    usable, why = probe.probe_amx(probe.find_toolchain())
+    print(f"AMX {'works' if usable else 'is not used'}: {why}")
+    return 0 if usable else 1
+
+
+def cmd_cuda_check(args: argparse.Namespace) -> int:
+    """Configures with CUDA and compiles some of its objects: no GPU needed."""
+    upstream = read_upstream()
+    chosen = build.Options(gpu="cuda", amx="off", cuda_arch=args.cuda_arch or None)
+    plan = build.make_plan(upstream, chosen)
+    with locked(cache_dir() / "lock") as lock:
+        root = sync_tree(fetch_sdist(upstream), upstream)
+        build.check_cuda_objects(plan, root / upstream.source, args.full, lock)
+    print(f"CUDA compiles ({plan.gpu_reason}, {', '.join(plan.flags[-3:])})")
+    return 0
+
+
+def cmd_gpu_check(args: argparse.Namespace) -> int:
+    found, why = probe.find_gpu()
+    if not found:
+        print(f"no GPU: skipped ({why})")
+        return 0
+    place = env.locate()
+    command = [str(place.python), "-m", "pytest", "-m", "gpu", "-ra", "tests"]
+    os.execv(command[0], command)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="patches/tool.py", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+
+    def command(
+        name: str, function: Callable[[argparse.Namespace], int], help: str, flags: bool = False
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(function=function)
+        if flags:
+            sub.add_argument("--gpu", choices=["auto", "cuda", "off"])
+            sub.add_argument("--amx", choices=["auto", "on", "off"])
+            sub.add_argument("--cuda-arch", metavar="LIST", help="e.g. 86-real")
+            sub.add_argument("--jobs", type=int)
+            sub.add_argument("--sdist", type=Path, help="use this copy instead of a download")
+        return sub
+
+    command("build", cmd_build, "build the wheel, or find it in the cache; prints its path", True)
+    setup = command("setup", cmd_setup, "build, then install into the environment", True)
+    setup.add_argument("--extras", default="", help="comma-separated, e.g. dev,convert")
+    command("python", cmd_python, "print the environment's Python")
+    status = command("status", cmd_status, "what would be built and what is installed", True)
+    status.add_argument("--json", action="store_true")
+    verify = command("verify", cmd_verify, "check the series")
+    verify.add_argument("--fetch", action="store_true", help="download the source when missing")
+    refresh = command("refresh", cmd_refresh, "rewrite the patches")
+    refresh.add_argument("--tree", type=Path, help="edited copy of llama.cpp to take them from")
+    add = command("add", cmd_add, "create a patch from files of an edited tree")
+    add.add_argument("patch", help="e.g. route-hook.patch")
+    add.add_argument("--files", nargs="+", default=[], help="paths inside llama.cpp")
+    add.add_argument("--tree", type=Path, required=True)
+    add.add_argument("--author", help="NAME <MAIL>")
+    for name in ("subject", "reason", "forwarded", "remove-when"):
+        add.add_argument(f"--{name}")
+    source = command("source", cmd_source, "unpack and patch; prints the llama.cpp folder")
+    source.add_argument("--sdist", type=Path)
+    command("probe-amx", cmd_probe_amx, "try AMX in a child process")
+    cuda_check = command("cuda-check", cmd_cuda_check, "compile some CUDA objects")
+    cuda_check.add_argument("--cuda-arch", metavar="LIST")
+    cuda_check.add_argument("--full", action="store_true", help="all of them (15 minutes)")
+    command("gpu-check", cmd_gpu_check, "run the tests that need a GPU")
+    return top
+
+
+def main() -> int:
+    args = parser().parse_args()
+    try:
+        code: int = args.function(args)
+    except BuildError as error:
+        say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted; the next call goes on from here")
+        return 130
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

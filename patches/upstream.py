@@ -1,0 +1,232 @@
+"""The pinned upstream release: what it is, where it is cached, how it is fetched."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PATCHES = Path(__file__).resolve().parent
+REPO = PATCHES.parent
+
+
+class BuildError(Exception):
+    """One sentence for the user: what is wrong and what to do about it."""
+
+
+@dataclass(frozen=True)
+class Upstream:
+    name: str
+    version: str
+    sha256: str
+    source: str  # the llama.cpp tree inside the source distribution, e.g. "vendor/llama.cpp"
+    revision: int
+
+    @property
+    def base(self) -> str:
+        """Top folder of the source distribution, and the Upstream-Base of every patch."""
+        return f"{self.name}-{self.version}"
+
+    @property
+    def sdist_name(self) -> str:
+        return f"{self.base}.tar.gz"
+
+    @property
+    def local_version(self) -> str:
+        """PEP 440 local version, so that the wheel is never taken for the stock package."""
+        return f"{self.version}+moe.edge.{self.revision}"
+
+
+def read_upstream(path: Path = PATCHES / "UPSTREAM") -> Upstream:
+    """Raises BuildError for a missing, unknown or malformed line."""
+    fields: dict[str, str] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        key, equals, value = (part.strip() for part in line.partition("="))
+        if not equals or not value or key in fields:
+            raise BuildError(f"{path}:{number}: expected one KEY = VALUE a line, got {line!r}")
+        fields[key] = value
+    known = ("name", "version", "sha256", "source", "revision")
+    for key in known:
+        if key not in fields:
+            raise BuildError(f"{path}: no {key!r} line")
+    for key in fields:
+        if key not in known:
+            raise BuildError(f"{path}: unknown key {key!r}; known: {', '.join(known)}")
+    if len(fields["sha256"]) != 64:
+        raise BuildError(f"{path}: sha256 must be 64 hexadecimal digits")
+    if not fields["revision"].isdigit():
+        raise BuildError(f"{path}: revision must be a whole number")
+    return Upstream(
+        name=fields["name"],
+        version=fields["version"],
+        sha256=fields["sha256"].lower(),
+        source=fields["source"].strip("/"),
+        revision=int(fields["revision"]),
+    )
+
+
+def cache_dir() -> Path:
+    """The user cache folder of moe-edge; created when missing."""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    path = Path(root).expanduser().absolute() / "moe-edge"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Holds an exclusive lock on path and yields its descriptor.
+
+    A child that inherits the descriptor keeps the lock, so that the compiler of a killed
+    build and a new build never write to one folder at the same time.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another build is running; waiting for it")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """path holds either its old content or all of data, whenever the process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def cached_sdist(upstream: Upstream) -> Path | None:
+    """The source distribution in the cache, or None. Its hash is not checked here."""
+    path = cache_dir() / "sdist" / upstream.sdist_name
+    return path if path.exists() else None
+
+
+def fetch_sdist(upstream: Upstream, given: Path | None = None) -> Path:
+    """Path of the verified source distribution; downloads it with pip when not cached.
+
+    given: a local copy to use instead of the download. Raises BuildError when the bytes are
+    not the pinned ones: nothing of them has been executed then.
+    """
+    target = cache_dir() / "sdist" / upstream.sdist_name
+    if target.exists() and given is None:
+        if sha256_file(target) == upstream.sha256:
+            return target
+        say(f"the cached {target.name} is damaged; fetching it again")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch.") as folder:
+        if given is None:
+            fetched = _pip_download(upstream, Path(folder))
+        else:
+            fetched = Path(folder) / upstream.sdist_name
+            try:
+                shutil.copyfile(given, fetched)
+            except OSError as error:
+                raise BuildError(f"{given}: {error.strerror}") from None
+        found = sha256_file(fetched)
+        if found != upstream.sha256:
+            raise BuildError(
+                f"{given or upstream.sdist_name}: sha256 is {found}, "
+                f"patches/UPSTREAM pins {upstream.sha256}"
+            )
+        os.replace(fetched, target)
+    return target
+
+
+def _pip_download(upstream: Upstream, folder: Path) -> Path:
+    say(f"downloading {upstream.sdist_name} (73 MiB)")
+    requirements = folder / "requirements.txt"
+    # With the hash in the requirement, pip checks it before it runs the package's own
+    # build backend for the metadata.
+    requirements.write_text(
+        f"{upstream.name}=={upstream.version} --hash=sha256:{upstream.sha256}\n"
+    )
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
+    # --no-binary :all: would also forbid wheels for the build backend.
+    command += ["--no-deps", "--no-binary", upstream.name, "--quiet"]
+    command += ["--dest", str(folder), "--requirement", str(requirements)]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    finally:
+        requirements.unlink(missing_ok=True)
+    for found in folder.glob("*.tar.gz"):
+        return found
+    if "No module named pip" in done.stdout:
+        raise BuildError(
+            "pip is missing from this Python: install it with `sudo apt install python3-pip "
+            "python3-venv`."
+        )
+    raise BuildError(
+        f"pip could not download {upstream.sdist_name}: "
+        f"{_last_line(done.stdout) or 'no reason given'}"
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return (errors or lines or [""])[-1]
+
+
+class Sdist:
+    """Read access to the files of the source distribution, by path inside its top folder."""
+
+    def __init__(self, path: Path, upstream: Upstream):
+        self.path = path
+        self.prefix = upstream.base + "/"
+
+    def read(self, names: set[str]) -> dict[str, bytes]:
+        """Contents of those of the named files that exist; one pass over the archive."""
+        found: dict[str, bytes] = {}
+        if names:
+            for name, data in self.files(names):
+                found[name] = data
+                if len(found) == len(names):
+                    break
+        return found
+
+    def files(self, names: set[str] | None = None) -> Iterator[tuple[str, bytes]]:
+        """(path, content) of every regular file, or of the named ones."""
+        with tarfile.open(self.path, "r:gz") as archive:
+            for member in archive:
+                name = member.name.removeprefix(self.prefix)
+                if not member.isfile() or (names is not None and name not in names):
+                    continue
+                handle = archive.extractfile(member)
+                if handle is not None:
+                    yield name, handle.read()

@@ -1,0 +1,76 @@
+"""The installed llama_cpp is this checkout's build, and its library keeps the C header's word."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from patches import build, env, wheel
+from patches.upstream import read_upstream
+
+
+@pytest.fixture
+def installed() -> Path:
+    """Folder of the installed llama_cpp."""
+    try:
+        distribution = importlib.metadata.distribution("llama_cpp_python")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("llama_cpp is not installed: `make build` installs it")
+    return Path(str(distribution.locate_file("llama_cpp")))
+
+
+def test_installed_build_is_this_checkout(installed: Path, real_cache: Path) -> None:
+    stamp = json.loads((installed.parent / wheel.STAMP).read_text())
+    note = env.locate().read_note()
+    options = build.Options(gpu=str(note.get("gpu", "auto")), amx=str(note.get("amx", "auto")))
+    plan = build.make_plan(read_upstream(), options)
+    assert stamp == plan.stamp(), "a stale build is installed: run `make build`"
+
+
+def test_version_is_ours(installed: Path) -> None:
+    version = importlib.metadata.version("llama_cpp_python")
+    assert version == read_upstream().local_version
+    assert f'__version__ = "{version}"' in (installed / "__init__.py").read_text()
+
+
+def test_library_keeps_the_header(installed: Path) -> None:
+    abi, symbols = build.header_symbols()
+    assert {"moe_edge_abi_version", "moe_edge_buffer_type", "moe_edge_store_create"} <= set(symbols)
+    libraries = sorted((installed / "lib").glob("lib*.so"))
+    argument = json.dumps([[str(path) for path in libraries], symbols])
+    # In a child, so that a library that crashes while loading fails this test alone.
+    command = [sys.executable, "-c", build.CHECK, argument]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    missing, found = json.loads(done.stdout)
+    assert missing == []
+    assert found == abi
+
+
+def test_python_expects_the_same_abi() -> None:
+    from orchestrator import native
+
+    abi, _ = build.header_symbols()
+    assert abi == native.ABI_VERSION
+
+
+def test_no_library_is_there_twice(installed: Path) -> None:
+    files = sorted(path for path in (installed / "lib").iterdir() if path.is_file())
+    assert all(path.suffix == ".so" for path in files), files
+    contents = {path.read_bytes() for path in files}
+    assert len(contents) == len(files)
+
+
+def test_bindings_load(installed: Path) -> None:
+    code = "import llama_cpp; print(llama_cpp.llama_print_system_info().decode())"
+    environment = {k: v for k, v in os.environ.items() if k != "LLAMA_CPP_LIB_PATH"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "CPU" in done.stdout

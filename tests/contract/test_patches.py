@@ -1,0 +1,196 @@
+"""The patch series: its files, its headers, and that the tool keeps them honest."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from patches import series
+from patches.series import Patch
+from patches.upstream import (
+    PATCHES,
+    REPO,
+    BuildError,
+    Sdist,
+    Upstream,
+    cached_sdist,
+    fetch_sdist,
+    read_upstream,
+    sha256_file,
+)
+
+ALLOWED = "vendor/llama.cpp/src/llama-graph.cpp"
+HEADER = (
+    "From: A Name <a@example.org>\nSubject: a call site\n\nReason: none but this test\n"
+    "Forwarded: no\nUpstream-Base: llama_cpp_python-0.3.36\nRemove-When: never\n"
+)
+BODY = f"--- a/{ALLOWED}\n+++ b/{ALLOWED}\n@@ -1,2 +1,3 @@\n one\n+between\n two\n"
+
+
+def write_series(folder: Path, patches: dict[str, str]) -> Path:
+    for name, text in patches.items():
+        (folder / name).write_text(text)
+    (folder / "series").write_text("".join(f"{name}\n" for name in patches))
+    return folder
+
+
+def make_sdist(folder: Path, files: dict[str, bytes]) -> Sdist:
+    upstream = read_upstream()
+    path = folder / upstream.sdist_name
+    with tarfile.open(path, "w:gz") as archive:
+        for name, data in files.items():
+            info = tarfile.TarInfo(f"{upstream.base}/{name}")
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return Sdist(path, upstream)
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> tuple[Path, Sdist, Path]:
+    """(patch folder, source distribution, edited llama.cpp tree) for a two-line upstream."""
+    sdist = make_sdist(tmp_path, {ALLOWED: b"one\ntwo\n", "vendor/llama.cpp/ggml/x.c": b"int x;\n"})
+    tree = tmp_path / "edited"
+    edited = {"src/llama-graph.cpp": b"one\nbetween\ntwo\n", "ggml/x.c": b"int x;\n"}
+    for name, data in edited.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_bytes(data)
+    folder = tmp_path / "patches"
+    folder.mkdir()
+    return write_series(folder, {}), sdist, tree
+
+
+def test_series_is_sound() -> None:
+    assert series.problems(PATCHES, read_upstream()) == []
+
+
+def test_upstream_and_package_agree() -> None:
+    upstream = read_upstream()
+    pinned = f"llama-cpp-python=={upstream.local_version}"
+    assert f'"{pinned}"' in (REPO / "pyproject.toml").read_text()
+
+
+def test_patches_hold_call_sites_not_our_headers() -> None:
+    for patch in series.read_series():
+        assert "moe-edge/" not in "".join(patch.files)
+
+
+@pytest.mark.parametrize(
+    ("patches", "said"),
+    [
+        ({"a.patch": HEADER.replace("Reason: none", "Nothing: none") + "\n" + BODY}, "no Reason"),
+        ({"a.patch": HEADER.replace("0.3.36", "0.3.35") + "\n" + BODY}, "UPSTREAM is"),
+        ({"a.patch": HEADER.replace(" <a@example.org>", "") + "\n" + BODY}, "NAME <MAIL>"),
+        ({"a.patch": HEADER + "\n" + BODY.replace("llama-graph", "llama-chat")}, "may touch"),
+        ({"a.patch": HEADER + "\n" + BODY, "b.patch": HEADER + "\n" + BODY}, "already belongs"),
+        ({"a.patch": HEADER}, "changes no file"),
+        ({"a.patch": HEADER + "\n" + BODY + "+x\n" * series.MAX_ADDED_LINES}, "are allowed"),
+    ],
+)
+def test_unsound_series_is_named(tmp_path: Path, patches: dict[str, str], said: str) -> None:
+    found = series.problems(write_series(tmp_path, patches), read_upstream())
+    assert len(found) == 1 and said in found[0], found
+
+
+def test_series_and_files_match_one_to_one(tmp_path: Path) -> None:
+    write_series(tmp_path, {"a.patch": HEADER + "\n" + BODY})
+    (tmp_path / "series").write_text("b.patch\nb.patch\n")
+    found = " | ".join(series.problems(tmp_path, read_upstream()))
+    assert "b.patch twice" in found
+    assert "lists b.patch, which does not exist" in found
+    assert "a.patch is not in series" in found
+
+
+def test_patch_reads_its_parts() -> None:
+    patch = Patch("a.patch", HEADER.replace("none but", "none\n but") + "\n" + BODY)
+    assert patch.files == [ALLOWED]
+    assert patch.added_lines == 1
+    assert patch.fields["Reason"] == "none but this test"
+    assert set(patch.fields) == set(series.HEADERS)
+
+
+def test_add_then_refresh_is_byte_stable(toy: tuple[Path, Sdist, Path]) -> None:
+    folder, sdist, tree = toy
+    upstream = read_upstream()
+    fields = {"From": "A Name <a@example.org>", "Subject": "s", "Reason": "r", "Remove-When": "w"}
+    patch = series.add("call.patch", fields, ["src/llama-graph.cpp"], tree, sdist, upstream, folder)
+    assert patch.text.endswith(BODY)
+    assert series.problems(folder, upstream) == []
+    assert series.series_names(folder) == ["call.patch"]
+    assert series.check_source([patch], sdist) == []
+    for source in (None, tree):
+        assert series.refresh(sdist, upstream, source, folder) == 0
+    assert (folder / "call.patch").read_text() == patch.text
+    assert series.apply_series([patch], sdist) == {ALLOWED: b"one\nbetween\ntwo\n"}
+
+
+def test_refresh_takes_the_edited_tree(toy: tuple[Path, Sdist, Path]) -> None:
+    folder, sdist, tree = toy
+    write_series(folder, {"a.patch": HEADER + "\n" + BODY})
+    (tree / "src/llama-graph.cpp").write_bytes(b"one\nbetween\ntwo\nthree\n")
+    assert series.refresh(sdist, read_upstream(), tree, folder) == 1
+    text = (folder / "a.patch").read_text()
+    assert text.startswith(HEADER) and "+three" in text
+
+
+def test_refresh_refuses_an_edit_without_a_patch(toy: tuple[Path, Sdist, Path]) -> None:
+    folder, sdist, tree = toy
+    write_series(folder, {"a.patch": HEADER + "\n" + BODY})
+    (tree / "ggml/x.c").write_bytes(b"int y;\n")
+    with pytest.raises(BuildError, match=r"belong to no patch: vendor/llama\.cpp/ggml/x\.c"):
+        series.refresh(sdist, read_upstream(), tree, folder)
+
+
+def test_a_patch_that_only_fits_with_fuzz_is_refused(tmp_path: Path) -> None:
+    sdist = make_sdist(tmp_path, {ALLOWED: b"other\ntwo\n"})
+    patch = Patch("a.patch", HEADER + "\n" + BODY)
+    with pytest.raises(BuildError, match=r"a\.patch does not apply"):
+        series.apply_series([patch], sdist)
+    assert "does not apply" in series.check_source([patch], sdist)[0]
+
+
+def test_a_patch_not_as_refresh_writes_it_is_found(tmp_path: Path) -> None:
+    sdist = make_sdist(tmp_path, {ALLOWED: b"one\ntwo\nthree\nfour\n"})
+    wide = BODY.replace("-1,2 +1,3", "-1,4 +1,5") + " three\n four\n"
+    found = series.check_source([Patch("a.patch", HEADER + "\n" + wide)], sdist)
+    assert found == ["a.patch: not as `make patches-refresh` writes it"]
+
+
+def test_wrong_source_is_refused(tmp_path: Path, user_folder: Path) -> None:
+    wrong = tmp_path / "wrong.tar.gz"
+    wrong.write_bytes(b"not it")
+    with pytest.raises(BuildError, match="sha256 is"):
+        fetch_sdist(read_upstream(), wrong)
+    assert cached_sdist(read_upstream()) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("version = 1", "one KEY = VALUE"), ("colour = red", "unknown key"), ("words", "KEY = VALUE")],
+)
+def test_upstream_file_is_strict(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "UPSTREAM"
+    path.write_text((PATCHES / "UPSTREAM").read_text() + line + "\n")
+    with pytest.raises(BuildError, match=re.escape(said)):
+        read_upstream(path)
+
+
+@pytest.fixture
+def source(real_cache: Path) -> tuple[Upstream, Sdist]:
+    upstream = read_upstream()
+    path = cached_sdist(upstream)
+    if path is None:
+        pytest.skip(f"no {upstream.sdist_name} in {real_cache}: `make build` puts it there")
+    return upstream, Sdist(path, upstream)
+
+
+def test_cached_source_is_the_pinned_one(source: tuple[Upstream, Sdist]) -> None:
+    upstream, sdist = source
+    assert sha256_file(sdist.path) == upstream.sha256
+
+
+def test_series_applies_and_refreshes_to_the_same_bytes(source: tuple[Upstream, Sdist]) -> None:
+    assert series.check_source(series.read_series(), source[1]) == []

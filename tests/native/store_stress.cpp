@@ -1,0 +1,253 @@
+// Random requests against a store over a file of known bytes, from several threads.
+// Checks that every byte an op sees is the byte on disk, that the budget and all other
+// invariants hold at every instant, and that read errors end in an error.
+//
+//   store_stress DIR SECONDS SEED
+//
+// Prints one line of counts; exit status 1 and a sentence on the first violation.
+
+#include "moe-edge.h"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <unistd.h>
+
+namespace {
+
+constexpr int32_t LAYERS  = 4;
+constexpr int32_t EXPERTS = 12;
+constexpr int32_t USED    = 3;
+constexpr int32_t TIERS   = 2;
+constexpr uint64_t BYTES[TIERS] = { 20000, 9000 };
+constexpr int32_t TYPE_Q4_K = 12;
+constexpr int32_t TYPE_Q2_K = 10;
+const int32_t KINDS[] = { MOE_EDGE_UP, MOE_EDGE_GATE, MOE_EDGE_DOWN };
+
+[[noreturn]] void die(const std::string & sentence) {
+    fprintf(stderr, "store_stress: %s\n", sentence.c_str());
+    exit(1);
+}
+
+// The byte on disk; differs between neighbouring slices at nearly every position.
+unsigned char byte_at(int32_t layer, int32_t kind, int32_t tier, int32_t expert, uint64_t i) {
+    uint64_t x = ((((uint64_t) layer * 4 + kind) * 4 + tier) * 64 + expert) * 1000003 + i * 2654435761u;
+    return (x >> 7) ^ (x >> 23) ^ x;
+}
+
+struct model_file {
+    std::string path;
+    std::vector<moe_edge_layer> layers;
+
+    explicit model_file(const std::string & dir, int32_t n_groups_per_kind) : path(dir + "/experts.bin"), layers(LAYERS) {
+        FILE * f = fopen(path.c_str(), "wb");
+        if (!f) {
+            die("cannot write " + path);
+        }
+        for (int i = 0; i < 32; i++) {
+            fputc(0, f);  // slices do not start on a block
+        }
+        for (int32_t l = 0; l < LAYERS; l++) {
+            layers[l] = {};
+            layers[l].il = l;
+            for (const int32_t k : KINDS) {
+                for (int32_t t = 0; t < TIERS; t++) {
+                    const int32_t group = n_groups_per_kind == 1 ? k * TIERS + t : (l * MOE_EDGE_N_KINDS + k) * TIERS + t;
+                    layers[l].slices[k][t] = { (uint64_t) ftell(f), BYTES[t], 0, t == 0 ? TYPE_Q4_K : TYPE_Q2_K, group, 0 };
+                    for (int32_t e = 0; e < EXPERTS; e++) {
+                        for (uint64_t i = 0; i < BYTES[t]; i++) {
+                            fputc(byte_at(l, k, t, e, i), f);
+                        }
+                    }
+                }
+            }
+        }
+        fclose(f);
+    }
+};
+
+moe_edge_store * open_store(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_lo, int32_t flags) {
+    std::vector<moe_edge_group> groups((quotas ? LAYERS : 1) * MOE_EDGE_N_KINDS * TIERS);
+    uint64_t total = 0;
+    for (size_t g = 0; g < groups.size(); g++) {
+        const int32_t t = g % TIERS;
+        groups[g] = { moe_edge_slot_bytes(4095, BYTES[t]), t == 0 ? slots_hi : slots_lo, 0 };
+        total += groups[g].slot_bytes * groups[g].n_slots;
+    }
+    const char * path = file.path.c_str();
+    moe_edge_config config = {};
+    config.files         = &path;
+    config.layers        = file.layers.data();
+    config.groups        = groups.data();
+    config.budget_bytes  = total;
+    config.n_files       = 1;
+    config.n_layers      = LAYERS;
+    config.n_groups      = groups.size();
+    config.n_tiers       = TIERS;
+    config.n_expert      = EXPERTS;
+    config.n_expert_used = USED;
+    config.max_tokens    = 8;
+    config.n_ahead       = 1;
+    config.n_io_threads  = 3;
+    config.flags         = flags;
+    char err[512];
+    moe_edge_store * store = moe_edge_store_create(&config, err, sizeof(err));
+    if (!store) {
+        die(err);
+    }
+    return store;
+}
+
+struct visit_state {
+    int32_t layer;
+    int32_t kind;
+    const uint8_t * asked;  // [n_expert]
+    int64_t seen = 0;
+    int64_t skipped = 0;
+};
+
+void visit(int32_t expert, int32_t tier, int32_t type, const void * data, uint64_t bytes, void * user) {
+    auto & v = *static_cast<visit_state *>(user);
+    v.seen++;
+    if (v.asked[expert] == MOE_EDGE_SKIP) {
+        if (data) {
+            die("a skipped expert has data");
+        }
+        v.skipped++;
+        return;
+    }
+    if (!data || tier > v.asked[expert] || bytes != BYTES[tier] || type != (tier == 0 ? TYPE_Q4_K : TYPE_Q2_K)) {
+        die("an expert came in a worse tier than asked for");
+    }
+    for (uint64_t i = 0; i < bytes; i++) {
+        if (static_cast<const unsigned char *>(data)[i] != byte_at(v.layer, v.kind, tier, expert, i)) {
+            die("wrong byte " + std::to_string(i) + " of expert " + std::to_string(expert));
+        }
+    }
+}
+
+void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_lo, double seconds, unsigned seed) {
+    moe_edge_store * store = open_store(file, quotas, slots_hi, slots_lo, seed % 2 ? MOE_EDGE_DIRECT_IO : 0);
+    std::atomic<bool> stop { false };
+    std::atomic<int64_t> rounds { 0 };
+    std::atomic<int64_t> skipped { 0 };
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);
+
+    std::vector<std::thread> threads;
+    for (int32_t l = 0; l < LAYERS; l++) {
+        threads.emplace_back([&, l] {
+            std::mt19937 random(seed * 100 + l);
+            while (!stop) {
+                std::vector<int32_t> ids;
+                std::vector<uint8_t> tiers;
+                uint8_t asked[EXPERTS];
+                for (int32_t e = 0; e < EXPERTS; e++) {
+                    if (random() % 3 == 0) {
+                        const uint8_t choice[] = { 0, 0, 1, MOE_EDGE_SKIP };
+                        asked[e] = choice[random() % 4];
+                        ids.push_back(e);
+                        tiers.push_back(asked[e]);
+                    }
+                }
+                if (random() % 4 == 0) {
+                    const moe_edge_prefetch_item item = { (int16_t) (random() % LAYERS), (int16_t) (random() % EXPERTS), (uint8_t) (random() % TIERS), 0, 0 };
+                    moe_edge_prefetch(store, &item, 1);
+                }
+                if (moe_edge_apply(store, l, ids.data(), tiers.data(), ids.size()) != 0) {
+                    die(moe_edge_error(store));
+                }
+                for (const int32_t k : KINDS) {
+                    visit_state v = { l, k, asked };
+                    if (moe_edge_use(store, l, k, ids.data(), ids.size(), visit, &v) != 0) {
+                        die(moe_edge_error(store));
+                    }
+                    if (v.seen != (int64_t) ids.size()) {
+                        die("an expert was not visited once");
+                    }
+                    skipped += v.skipped;
+                }
+                rounds++;
+            }
+        });
+    }
+    threads.emplace_back([&] {
+        char err[512];
+        while (!stop) {
+            if (moe_edge_check(store, err, sizeof(err)) != 0) {
+                die(err);
+            }
+            usleep(200);
+        }
+    });
+    usleep(seconds * 1e6);
+    stop = true;
+    for (auto & t : threads) {
+        t.join();
+    }
+    moe_edge_stats s;
+    moe_edge_get_stats(store, &s);
+    if (s.slot_bytes_peak > s.budget_bytes || s.hits[1] > s.requests[1] || rounds == 0 || skipped == 0) {
+        die("the statistics contradict themselves");
+    }
+    printf("%s hi %d lo %d: %lld rounds, %llu requests, %llu hits, %llu promotions, %llu evictions, prefetch %llu used %llu wasted %llu cancelled\n",
+        quotas ? "quotas" : "global", slots_hi, slots_lo, (long long) rounds, (unsigned long long) s.requests[1],
+        (unsigned long long) s.hits[1], (unsigned long long) s.promotions, (unsigned long long) s.evictions,
+        (unsigned long long) s.prefetch_used, (unsigned long long) s.prefetch_wasted, (unsigned long long) s.prefetch_cancelled);
+    moe_edge_store_free(store);
+}
+
+// A file cut short while the store is open: an error that names it, never bytes.
+void run_truncated(const std::string & dir) {
+    model_file file(dir, 1);
+    moe_edge_store * store = open_store(file, false, 4, 2, 0);
+    if (truncate(file.path.c_str(), 100000) != 0) {
+        die("truncate");
+    }
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);
+    const int32_t ids[] = { EXPERTS - 1 };
+    const uint8_t asked[EXPERTS] = {};
+    visit_state v = { LAYERS - 1, MOE_EDGE_DOWN, asked };
+    moe_edge_apply(store, LAYERS - 1, ids, nullptr, 1);
+    if (moe_edge_use(store, LAYERS - 1, MOE_EDGE_DOWN, ids, 1, visit, &v) != -1 || v.seen != 0) {
+        die("a truncated file was not noticed");
+    }
+    const char * error = moe_edge_error(store);
+    if (!error || !strstr(error, file.path.c_str()) || !strstr(error, "truncated")) {
+        die(std::string("the error does not name the file: ") + (error ? error : "none"));
+    }
+    char err[512];
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);  // and the store lives on
+    if (moe_edge_error(store) || moe_edge_check(store, err, sizeof(err)) != 0) {
+        die("the store did not recover");
+    }
+    moe_edge_store_free(store);
+    printf("truncated file: %s\n", "error raised, store recovered");
+}
+
+}  // namespace
+
+int main(int argc, char ** argv) {
+    if (argc != 4) {
+        die("usage: store_stress DIR SECONDS SEED");
+    }
+    const double   seconds = atof(argv[2]);
+    const unsigned seed    = atoi(argv[3]);
+    {
+        model_file shared(argv[1], 1);
+        run(shared, false, 20, 6, seconds, seed);
+        run(shared, false, 1, 1, seconds, seed + 1);
+    }
+    {
+        model_file quotas(argv[1], LAYERS);
+        run(quotas, true, 5, 2, seconds, seed + 2);
+        run(quotas, true, 1, 1, seconds, seed + 3);
+    }
+    run_truncated(argv[1]);
+    return 0;
+}

@@ -1,0 +1,156 @@
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools import synthetic_weights as sw
+from gguf_tools.errors import GGUFError
+from gguf_tools.experts import ExpertModel
+from gguf_tools.layout import GGMLType, row_bytes
+from gguf_tools.reader import GGUFFile
+
+TINY = [name for name in synthetic.PRESETS if name.startswith("tiny-")]
+
+
+def half(data):
+    return np.ascontiguousarray(data).view("<f2").astype(np.float64)
+
+
+def dequantize(kind, data):
+    """Weights [n] from blocks, written after the block definitions of ggml-common.h."""
+    if kind is GGMLType.Q8_0:
+        blocks = data.reshape(-1, 34)
+        return (half(blocks[:, :2]) * blocks[:, 2:].view(np.int8)).ravel()
+    if kind is GGMLType.Q4_K:
+        out = []
+        for block in data.reshape(-1, 144):
+            d, dmin = half(block[0:2])[0], half(block[2:4])[0]
+            packed, q = block[4:16].astype(int), block[16:].reshape(4, 32)
+            for j in range(8):
+                if j < 4:
+                    scale, minimum = packed[j] & 63, packed[j + 4] & 63
+                else:
+                    scale = packed[j + 4] & 15 | packed[j - 4] >> 6 << 4
+                    minimum = packed[j + 4] >> 4 | packed[j] >> 6 << 4
+                nibbles = q[j // 2] >> 4 if j % 2 else q[j // 2] & 15
+                out.append(d * scale * nibbles - dmin * minimum)
+        return np.concatenate(out)
+    assert kind is GGMLType.Q2_K
+    out = []
+    for block in data.reshape(-1, 84):
+        d, dmin = half(block[80:82])[0], half(block[82:84])[0]
+        for j in range(16):
+            scales = int(block[j])
+            q = block[16 + j // 8 * 32 + j % 2 * 16 :][:16] >> (j % 8 // 2 * 2) & 3
+            out.append(d * (scales & 15) * q - dmin * (scales >> 4))
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("kind", sw.BLOCK_TYPES)
+def test_blocks_have_the_asked_deviation(kind):
+    data = sw.random_matrix([1, 2], kind, 256 * 64, 0.05)
+    assert len(data) == row_bytes(kind, 256 * 64)
+    weights = dequantize(kind, data)
+    assert abs(weights.mean()) < 0.002
+    assert weights.std() == pytest.approx(0.05, rel=0.05)
+
+
+def test_lower_tiers_approximate_the_best():
+    best, middle, low = (
+        dequantize(kind, sw.random_matrix([7], kind, 256 * 64, 1.0)) for kind in sw.BLOCK_TYPES
+    )
+    assert np.abs(middle - best).max() < 0.002
+    error = np.sqrt(np.mean((low - best) ** 2))
+    assert 0.1 < error < 0.3  # two bits of a unit-variance uniform: 1/4 of its 16 steps
+
+
+def test_q8_0_encodes_given_values():
+    values = np.random.default_rng(0).standard_normal(320).astype(np.float32)
+    values[:32] = 0
+    got = dequantize(GGMLType.Q8_0, sw.encode(GGMLType.Q8_0, values))
+    assert np.abs(got - values).max() < np.abs(values).max() / 127
+    assert not got[:32].any()
+
+
+@pytest.mark.parametrize(("n_expert", "n_used"), [(64, 8), (8, 2), (128, 8)])
+def test_router_bias_gives_zipf_use(n_expert, n_used):
+    use = sw.zipf_use(n_expert, n_used, 1.0)
+    assert use.sum() == pytest.approx(n_used)
+    free = use < 0.98
+    ranks = np.arange(1, n_expert + 1)[free]
+    assert np.allclose(use[free] * ranks, use[free][0] * ranks[0])
+    logits = sw.router_bias(use, n_used) + np.random.default_rng(9).standard_normal(
+        (20000, n_expert)
+    )
+    top = np.argsort(-logits, axis=1)[:, :n_used]
+    seen = np.bincount(top.ravel(), minlength=n_expert) / len(logits)
+    assert np.abs(seen - use).max() < 0.03
+    assert seen[-1] < seen[0] / 5
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_tiny_shape_opens_as_a_model(name, tmp_path):
+    path = synthetic.write(tmp_path / "m.gguf", name)
+    shape = synthetic.PRESETS[name]
+    model = ExpertModel.open(path)
+    assert model.arch == shape.arch
+    assert model.layer_ids == list(range(shape.n_dense, shape.n_layer))
+    assert (model.n_expert, model.n_expert_used) == (shape.n_expert, shape.n_expert_used)
+    assert [tier.name for tier in model.tiers] == ["q4_k"]
+
+
+def test_same_arguments_same_bytes_and_experts_differ(tmp_path):
+    first = synthetic.write(tmp_path / "a.gguf", "tiny-olmoe", seed=3)
+    again = synthetic.write(tmp_path / "b.gguf", "tiny-olmoe", seed=3)
+    other = synthetic.write(tmp_path / "c.gguf", "tiny-olmoe", seed=4)
+    assert first.read_bytes() == again.read_bytes()
+    assert first.read_bytes() != other.read_bytes()
+    file = GGUFFile.open(first)
+    up = file.array("blk.1.ffn_up_exps.weight").reshape(8, -1)
+    assert len({expert.tobytes() for expert in up}) == 8
+
+
+def test_two_tier_file_holds_the_tiers_of_the_single_files(tmp_path):
+    both = synthetic.write(tmp_path / "both.gguf", "tiny-qwen3moe", tiers=("q4_k", "q2_k"))
+    low = synthetic.write(tmp_path / "low.gguf", "tiny-qwen3moe", tiers=("q2_k",))
+    high = synthetic.write(tmp_path / "high.gguf", "tiny-qwen3moe")
+    model = ExpertModel.open(both)
+    assert [tier.name for tier in model.tiers] == ["q4_k", "q2_k"]
+    name = "blk.2.ffn_down_exps.weight"
+    assert GGUFFile.open(both).tensors[name].offset % 4096 == 0
+    assert np.array_equal(
+        GGUFFile.open(both).array(name + ".moe_edge.q2_k"), GGUFFile.open(low).array(name)
+    )
+    pair = ExpertModel.open(high, low)
+    assert [tier.name for tier in pair.tiers] == ["q4_k", "q2_k"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shape": "huge"}, "unknown shape 'huge'"),
+        ({"tiers": ("q3_k",)}, "no random weights of type 'q3_k'"),
+        ({"tiers": ("f16", "q4_k")}, "stand alone"),
+        ({"routing": "skewed"}, "unknown routing 'skewed'"),
+    ],
+)
+def test_bad_arguments_are_named_errors(tmp_path, arguments, message):
+    with pytest.raises(GGUFError, match=message):
+        synthetic.write(tmp_path / "x.gguf", **{"shape": "tiny-olmoe", **arguments})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    def stop(_share):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        synthetic.write(tmp_path / "x.gguf", "tiny-olmoe", progress=stop)
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_line(tmp_path, capsys):
+    path = tmp_path / "m.gguf"
+    assert synthetic.main([str(path), "--shape", "tiny-mixtral", "--tiers", "q8_0"]) == 0
+    assert ExpertModel.open(path).tiers[0].name == "q8_0"
+    assert synthetic.main([str(path), "--tiers", "q9"]) == 1
+    assert "q9" in capsys.readouterr().err

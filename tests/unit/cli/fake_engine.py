@@ -1,0 +1,154 @@
+"""The command line with an engine that answers from a script instead of a model.
+
+Run as a program it is `moe-edge`, for the tests that need a process or a terminal. What it
+answers depends on the prompt; the rest of it keeps the promises of orchestrator.engine.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from orchestrator.config import Config  # noqa: E402
+from orchestrator.errors import GGUFError, PolicyError  # noqa: E402
+from orchestrator.events import GenerationStats  # noqa: E402
+
+HOSTILE = "red\x1b[31m \x1b]0;title\x07bell\x07 \u202eback\x9b2J\rend\ttab"
+STATS = GenerationStats(
+    ttft_ms=12.3,
+    tpot_ms_p50=20.0,
+    tpot_ms_p99=31.0,
+    tokens=3,
+    tokens_per_s=48.9,
+    prompt_tokens=7,
+    evaluated_tokens=5,
+    hit_rate=0.931,
+    prefill_hit_rate=None,
+    bytes_read=5 * 2**20,
+    wait_ms=1.5,
+    mix={"high": 0.75, "low": 0.25, "skip": 0.0},
+    peak_rss_bytes=300 * 2**20,
+    budget_bytes=64 * 2**20,
+    mode="managed: dymoe 4/2 (q4_k/q2_k) r=0.75, 64 MiB of expert slots, direct I/O",
+    callback_us_p50=11.0,
+    finish="end",
+)
+
+
+class FakeEngine:
+    """Answers "hello", "loud", "long", "fail", "silence", "slow" and echoes all else."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.n_ctx = config.ctx
+        self.mode = STATS.mode
+        self.plan = types.SimpleNamespace(ram_bytes=config.ram or 2**30)
+        self.model = types.SimpleNamespace(
+            name="fake",
+            arch="qwen3moe",
+            n_layers=8,
+            n_expert=16,
+            n_expert_used=4,
+            tiers=[types.SimpleNamespace(name=name) for name in ("q4_k", "q2_k")],
+        )
+        self.last_stats: GenerationStats | None = None
+        self.seen: list[list[dict[str, str]]] = []
+        self.samplings: list[object] = []
+        self.closed = False
+        self._rendered: list[dict[str, str]] = []
+        self._cancelled = False
+
+    @classmethod
+    def open(cls, config, progress=None):
+        if config.model.name == "missing.gguf":
+            raise GGUFError(f"{config.model}: no such file")
+        for step in range(5):
+            if config.model.name == "slow.gguf":
+                time.sleep(0.2)
+            if progress:
+                progress(step / 4)
+        return cls(config)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_error):
+        self.closed = True
+
+    def render_chat(self, messages):
+        """Two tokens a message, and one a word of it."""
+        self._rendered = [dict(message) for message in messages]
+        return [0] * sum(2 + len(message["content"].split()) for message in messages)
+
+    def cancel(self):
+        self._cancelled = True
+
+    def generate(self, tokens, sampling, max_tokens, on_prefill=None):
+        assert not self.closed
+        self._cancelled = False
+        self.seen.append(self._rendered)
+        self.samplings.append(sampling)
+        finish, count = "end", 0
+        try:
+            for piece in self._pieces(self.seen[-1][-1]["content"], on_prefill):
+                if self._cancelled:
+                    finish = "cancelled"
+                    break
+                if count == max_tokens:
+                    finish = "length"
+                    break
+                count += 1
+                yield piece
+        finally:
+            self.last_stats = replace(STATS, tokens=count, mode=self.mode, finish=finish)
+
+    def _pieces(self, prompt, on_prefill):
+        if prompt == "hello":
+            yield from ("Hi", " there", "!")
+        elif prompt == "loud":
+            yield HOSTILE
+        elif prompt == "fail":
+            yield "half an"
+            raise GGUFError("model.gguf: read error at offset 4096")
+        elif prompt == "silence":
+            return
+        elif prompt == "long":
+            for number in range(500):
+                time.sleep(0.02)
+                yield f"{number} "
+        elif prompt == "slow":
+            for done in range(0, 1001, 100):
+                time.sleep(0.1)
+                on_prefill(done, 1000)
+            yield "read"
+        else:
+            yield f"<{prompt}>"
+
+    def set_policy(self, name):
+        if name not in ("lru", "dymoe"):
+            raise PolicyError(f"unknown policy '{name}'; known: dymoe, lru")
+        self.mode = f"managed: {name}"
+
+    def set_retention(self, retention):
+        self.mode = f"managed: dymoe r={retention}"
+
+
+def install(modules) -> None:
+    """Make `modules` (sys.modules) hand out FakeEngine as the engine."""
+    module = types.ModuleType("orchestrator.engine")
+    module.Engine = FakeEngine
+    modules["orchestrator.engine"] = module
+
+
+if __name__ == "__main__":
+    install(sys.modules)
+    from orchestrator.cli import main
+
+    main()

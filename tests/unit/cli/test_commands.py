@@ -1,0 +1,335 @@
+"""Command lines and what they print, in this process (tables) and in one of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fake_engine
+import pytest
+from click.testing import CliRunner
+
+from orchestrator import cli as module
+from orchestrator.cli import cli
+
+FAKE = [sys.executable, fake_engine.__file__]
+HELP_SECONDS = 0.3
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The engines that commands of this test open."""
+    engines = []
+    fake_engine.install(FakeModules(monkeypatch))
+    real_open = fake_engine.FakeEngine.open
+
+    def open_engine(config, progress=None):
+        engines.append(real_open(config, progress))
+        return engines[-1]
+
+    monkeypatch.setattr(fake_engine.FakeEngine, "open", open_engine)
+    return engines
+
+
+class FakeModules:
+    """sys.modules, changed only until the end of the test."""
+
+    def __init__(self, monkeypatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def __setitem__(self, name, value) -> None:
+        self._monkeypatch.setitem(sys.modules, name, value)
+
+
+def run(*args: str, stdin: str | None = None):
+    return CliRunner().invoke(cli, list(args), input=stdin)
+
+
+# Arguments, text on stdin, exit status, stdout, and a part of stderr.
+RUNS = [
+    (["-p", "hello"], None, 0, "Hi there!\n", ""),
+    (["--prompt", " hello "], None, 0, "Hi there!\n", ""),
+    ([], "hello\n", 0, "Hi there!\n", ""),
+    (["-p", "hello"], "ignored", 0, "Hi there!\n", ""),
+    (["-p", "two\nlines"], None, 0, "<two\nlines>\n", ""),
+    (["-p", "silence"], None, 0, "\n", ""),
+    (["-p", "fail"], None, 1, "half an", "Error: model.gguf: read error at offset 4096\n"),
+    ([], "", 2, "", "Error: no prompt: give -p TEXT, or text on stdin, or a terminal\n"),
+    (["-p", " "], None, 2, "", "Error: the prompt is empty\n"),
+    (["-p", "x", "--ram", "much"], None, 2, "", "'much' is not a size: write it as 6GiB"),
+    (["-p", "x", "--ram", "0"], None, 2, "", "more than zero"),
+    (["-p", "x", "--ctx", "many"], None, 2, "", "not a valid int"),
+    (["-p", "x", "--retention", "2"], None, 1, "", "Error: the setting 'retention' must be 0.0 to"),
+    (["-p", "x", "--nonsense"], None, 2, "", "No such option"),
+    (["extra"], None, 2, "", "unexpected extra argument"),
+]
+
+
+@pytest.mark.parametrize(("args", "stdin", "status", "stdout", "stderr"), RUNS)
+def test_one_shot(opened, args, stdin, status, stdout, stderr):
+    result = run("chat", "-m", "x.gguf", *args, stdin=stdin)
+    assert (result.exit_code, result.stdout) == (status, stdout)
+    if stderr:
+        assert stderr in result.stderr
+    else:
+        assert result.stderr == ""
+    assert all(engine.closed for engine in opened)
+
+
+def test_errors_are_one_sentence_without_usage(opened):
+    result = run("chat", "-m", "missing.gguf", "-p", "x")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: missing.gguf: no such file\n"
+
+
+def test_options_reach_the_config(opened):
+    args = {
+        "--low": "b.gguf",
+        "--ram": "6GiB",
+        "--expert-ram": "500MB",
+        "--policy": "dymoe",
+        "--retention": "0.5",
+        "--high-tier": "q4_k",
+        "--low-tier": "skip",
+        "--ctx": "1024",
+        "--max-tokens": "9",
+        "--temp": "0",
+        "--top-p": "0.5",
+        "--seed": "7",
+        "--threads": "3",
+        "--system": "Be brief.",
+    }
+    given = [word for option in args.items() for word in option]
+    assert run("chat", "-m", "a.gguf", "-p", "x", *given).exit_code == 0
+    config = opened[0].config
+    assert config == module.Config.build(
+        model=Path("a.gguf"),
+        low=Path("b.gguf"),
+        ram=6 * 2**30,
+        expert_ram=500_000_000,
+        policy="dymoe",
+        retention=0.5,
+        high_tier="q4_k",
+        low_tier="skip",
+        ctx=1024,
+        max_tokens=9,
+        temp=0.0,
+        top_p=0.5,
+        seed=7,
+        threads=3,
+        system="Be brief.",
+    )
+    assert opened[0].seen[0][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_what_is_not_given_is_left_to_the_config(opened):
+    run("chat", "-m", "a.gguf", "-p", "x")
+    assert opened[0].config == module.Config.build(model=Path("a.gguf"))
+
+
+def test_help_shows_the_defaults_of_the_config():
+    text = " ".join(run("chat", "--help").stdout.split())
+    for name in ("retention", "ctx", "max_tokens", "temp", "top_p"):
+        default = module.Config.__dataclass_fields__[name].default
+        assert f"--{name.replace('_', '-')}" in text
+        assert f"[default: {default}]" in text
+
+
+def test_help_shows_the_defaults_of_the_benchmark():
+    plan = pytest.importorskip("orchestrator.bench.plan")
+    text = " ".join(run("bench", "--help").stdout.split())
+    for field in dataclasses.fields(plan.BenchOptions):
+        default = field.default
+        if field.name == "caps":
+            default = ",".join(f"{100 * cap:.0f}" for cap in default)
+        found = re.search(rf"--{field.name.replace('_', '-')} .*?(\[default: (.*?)\]|  -)", text)
+        if found and field.name not in ("quick", "threads"):
+            assert found.group(2) == str(default), field.name
+
+
+def test_bench_gets_its_options(monkeypatch):
+    package = pytest.importorskip("orchestrator.bench")
+    seen = []
+    monkeypatch.setattr(package, "run", lambda options, note: seen.append(options) or {"a": 1})
+    monkeypatch.setattr(package, "render", lambda result: f"table of {result}")
+    result = run("bench", "--caps", "50", "--routing", "zipf", "--quick", "--tokens", "9")
+    assert result.exit_code == 0
+    assert result.stdout == "table of {'a': 1}\n"
+    assert seen == [package.BenchOptions(caps=(0.5,), routing="zipf", quick=True, tokens=9)]
+    assert json.loads(run("bench", "--json").stdout) == {"a": 1}
+    assert run("bench", "--caps", "much").exit_code == 1
+
+
+def test_json_is_one_object(opened):
+    result = run("chat", "-m", "x.gguf", "-p", "hello", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    answer = json.loads(result.stdout)
+    assert list(answer) == ["text", "stats"]
+    assert answer["text"] == "Hi there!"
+    stats = answer["stats"]
+    wanted = (
+        "ttft_ms tpot_ms_p50 tpot_ms_p99 tokens hit_rate bytes_read mix peak_rss_bytes "
+        "budget_bytes mode callback_us_p50"
+    )
+    assert set(wanted.split()) <= set(stats)
+    assert stats["mix"] == {"high": 0.75, "low": 0.25, "skip": 0.0}
+    assert stats["tokens"] == 3
+
+
+def test_json_of_a_failure_prints_no_object(opened):
+    result = run("chat", "-m", "x.gguf", "-p", "fail", "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+
+
+def test_a_pipe_gets_the_text_as_the_model_said_it(opened):
+    assert run("chat", "-m", "x.gguf", "-p", "loud").stdout == fake_engine.HOSTILE + "\n"
+
+
+def test_without_a_model_it_is_the_demo(opened, monkeypatch, tmp_path):
+    package = tmp_path / "site/orchestrator/cli.py"
+    monkeypatch.setattr(module, "__file__", str(package))
+    monkeypatch.chdir(tmp_path)
+    result = run("chat", "-p", "hello")
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert "models/demo/moe-edge-demo.gguf" in result.stderr
+    assert "-m FILE.gguf" in result.stderr
+    for folder in (tmp_path, tmp_path / "site"):
+        demo = folder / "models/demo/moe-edge-demo.gguf"
+        demo.parent.mkdir(parents=True)
+        demo.touch()
+        assert run("chat", "-p", "hello").exit_code == 0
+        assert opened[-1].config.model == demo
+
+
+def test_an_unreadable_stdin_byte_is_no_crash():
+    result = subprocess.run(
+        [*FAKE, "chat", "-m", "x.gguf"], input=b"caf\xe9", capture_output=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.decode() == "<caf\ufffd>\n"
+
+
+def test_a_pipe_sees_no_escape_code_and_no_statistics():
+    result = subprocess.run(
+        [*FAKE, "chat", "-m", "slow.gguf", "-p", "slow"], capture_output=True, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"read\n", b"")
+
+
+@pytest.mark.parametrize("args", [["-p", "long"], ["-p", "long", "--json"]])
+def test_ctrl_c_in_one_shot_exits_130(args):
+    with subprocess.Popen(
+        [*FAKE, "chat", "-m", "x.gguf", *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        if "--json" in args:
+            time.sleep(1.0)
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=10)
+            assert stdout == b""
+        else:
+            first = os.read(process.stdout.fileno(), 2)
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=10)
+            assert first + stdout[-1:] == b"0 \n"
+    assert (process.returncode, stderr) == (130, b"")
+
+
+def test_ctrl_c_while_loading_exits_130():
+    with subprocess.Popen(
+        [*FAKE, "chat", "-m", "slow.gguf", "-p", "hello"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        time.sleep(0.6)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=10)
+    assert (process.returncode, stdout, stderr) == (130, b"", b"")
+
+
+def test_a_closed_pipe_ends_it_quietly():
+    with subprocess.Popen(
+        [*FAKE, "chat", "-m", "x.gguf", "-p", "long"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.read(2) == b"0 "
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=10) != 0
+
+
+def test_help_lists_the_commands():
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("chat", "pack", "export", "inspect", "bench"):
+        assert f"\n  {command} " in result.stdout
+        assert run(command, "--help").exit_code == 0
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_help_is_the_same_text_everywhere(columns):
+    environment = {**os.environ, "COLUMNS": columns}
+    process = subprocess.run(
+        [sys.executable, "-m", "orchestrator", "chat", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=fake_engine.ROOT,
+        env=environment,
+    )
+    assert process.stdout == run("chat", "--help").stdout
+    assert max(map(len, process.stdout.splitlines())) <= 80
+
+
+def test_help_is_fast():
+    command = [sys.executable, "-m", "orchestrator", "--help"]
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run(command, capture_output=True, check=True, cwd=fake_engine.ROOT)
+        times.append(time.perf_counter() - start)
+    # The best of several: the machine may be busy with something else.
+    assert min(times) < HELP_SECONDS
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys, orchestrator.cli; "
+        "print([m for m in ('numpy', 'llama_cpp', 'jinja2', 'torch') if m in sys.modules])"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=fake_engine.ROOT,
+    )
+    assert process.stdout == "[]\n"
+
+
+def test_version_names_both_packages():
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("moe-edge ")
+    assert "llama_cpp_python" in result.stdout
+
+
+def test_inspect_of_a_missing_file_is_one_sentence(tmp_path):
+    result = run("inspect", str(tmp_path / "none.gguf"))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: ")
+    assert "none.gguf" in result.stderr
+    assert result.stderr.count("\n") == 1

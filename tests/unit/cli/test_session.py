@@ -1,0 +1,210 @@
+"""The conversation itself: what is remembered, what the model sees, what a stop leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_engine import STATS, FakeEngine
+
+from orchestrator.chat import Session, stats_fields, stats_table
+from orchestrator.config import Config
+from orchestrator.errors import GGUFError
+
+
+def make(**settings) -> Session:
+    config = Config.build(model=Path("x.gguf"), **settings)
+    return Session(FakeEngine(config), config)
+
+
+def roles(session: Session) -> list[str]:
+    return [message["role"] for message in session.messages]
+
+
+def test_an_answer_joins_the_conversation():
+    session = make(system="Be brief.")
+    assert list(session.answer("hello")) == ["Hi", " there", "!"]
+    list(session.answer("more"))
+    assert session.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "Hi there!"},
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": "<more>"},
+    ]
+    assert session.engine.seen[-1] == session.messages[:-1]
+
+
+def test_reset_keeps_the_system_prompt():
+    session = make(system="Be brief.")
+    list(session.answer("hello"))
+    session.reset()
+    assert session.messages == [{"role": "system", "content": "Be brief."}]
+
+
+def test_a_failed_message_is_forgotten():
+    session = make()
+    list(session.answer("hello"))
+    with pytest.raises(GGUFError, match="offset 4096"):
+        list(session.answer("fail"))
+    assert roles(session) == ["user", "assistant"]
+
+
+def test_a_message_without_an_answer_is_forgotten():
+    session = make()
+    assert list(session.answer("silence")) == []
+    assert session.messages == []
+
+
+def test_ctrl_c_keeps_what_was_said():
+    session = make()
+    pieces = []
+    for piece in session.answer("long"):
+        pieces.append(piece)
+        if len(pieces) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert session.stopped
+    assert len(pieces) <= 4
+    assert session.messages[-1] == {"role": "assistant", "content": "".join(pieces)}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    list(session.answer("hello"))
+    assert not session.stopped
+
+
+def test_ctrl_c_before_the_engine_starts_is_not_lost():
+    session = make()
+    render = session.engine.render_chat
+
+    def interrupted(messages):
+        os.kill(os.getpid(), signal.SIGINT)
+        return render(messages)
+
+    session.engine.render_chat = interrupted
+    assert list(session.answer("long")) == []
+    assert session.stopped
+    assert session.messages == []
+
+
+def test_an_abandoned_answer_restores_the_signal_handler():
+    session = make()
+    with closing(session.answer("long")) as pieces:
+        next(pieces)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert session.messages[-1] == {"role": "assistant", "content": "0 "}
+
+
+def test_the_oldest_exchanges_leave_a_full_context():
+    session = make(ctx=160, max_tokens=40, system="Be brief.")
+    for number in range(40):
+        list(session.answer(f"message number {number} of forty"))
+        seen = session.engine.seen[-1]
+        assert seen[0]["role"] == "system"
+        assert [message["role"] for message in seen[1:]] == ["user", "assistant"] * (
+            len(seen) // 2 - 1
+        ) + ["user"]
+        assert seen[-1]["content"] == f"message number {number} of forty"
+        assert len(session.engine.render_chat(seen)) <= 120
+    assert len(session.messages) == 81
+    assert session.left_out > 0
+    # Down to half of the context at once, so that most turns keep their prefix.
+    starts = [seen[1]["content"] for seen in session.engine.seen]
+    assert len(set(starts)) <= 12
+    session.reset()
+    assert session.left_out == 0
+
+
+def test_one_long_message_is_passed_on_whole():
+    session = make(ctx=64)
+    list(session.answer("word " * 100))
+    assert session.left_out == 0
+    assert len(session.engine.seen[-1]) == 1
+
+
+def test_save_writes_json_lines_for_the_owner_alone(tmp_path):
+    session = make(system="Kürze!")
+    list(session.answer("hello"))
+    path = tmp_path / "talk.jsonl"
+    session.save(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == session.messages
+    assert "Kürze!" in lines[0]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["talk.jsonl"]
+
+
+def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
+    session = make()
+    list(session.answer("hello"))
+    path = tmp_path / "talk.jsonl"
+    path.write_text("before")
+
+    def fail(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        session.save(path)
+    assert os.listdir(tmp_path) == ["talk.jsonl"]
+    assert path.read_text() == "before"
+
+
+def test_the_statistics_line_of_a_managed_model():
+    session = make()
+    list(session.answer("hello"))
+    assert stats_fields(session.engine.last_stats, 2**30) == [
+        "TTFT 12 ms",
+        "48.9 tokens/s",
+        "hits 93 %",
+        "high 75 % low 25 % skip 0 %",
+        "read 5 MiB",
+        "memory 300 MiB of 1.00 GiB",
+        "expert slots 64 MiB",
+        "dymoe 4/2 (q4_k/q2_k) r=0.75",
+    ]
+
+
+def test_the_statistics_line_of_the_plain_path():
+    session = make()
+    list(session.answer("hello"))
+    plain = replace(
+        session.engine.last_stats,
+        tokens_per_s=float("nan"),
+        hit_rate=None,
+        bytes_read=0,
+        budget_bytes=0,
+        mode="plain upstream path: everything fits (0.05 of 12.0 GiB)",
+    )
+    assert stats_fields(plain, 2**30) == [
+        "TTFT 12 ms",
+        "memory 300 MiB of 1.00 GiB",
+        "plain upstream path",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("finish", "first"),
+    [
+        ("end", "TTFT 12 ms"),
+        ("length", "cut at --max-tokens"),
+        ("context", "cut: the context is full (--ctx)"),
+        ("cancelled", "stopped"),
+    ],
+)
+def test_the_statistics_line_says_why_an_answer_is_short(finish, first):
+    assert stats_fields(replace(STATS, finish=finish), 2**30)[0] == first
+
+
+def test_the_statistics_table_has_every_figure():
+    session = make()
+    list(session.answer("hello"))
+    stats = session.engine.last_stats
+    rows = stats_table(stats).splitlines()
+    assert [row.split()[0] for row in rows] == list(stats.as_dict())
+    assert any(row.split() == ["prefill_hit_rate", "-"] for row in rows)
+    assert any("67108864 (64 MiB)" in row for row in rows)
