@@ -165,7 +165,9 @@ BLOCK = {
     GGMLType.Q2_0: BlockSize(64, 18),
 }
 
-# Types that a tier can be quantized to without an importance matrix.
+# Types that a tier can be quantized to without an importance matrix. TQ1_0 and TQ2_0 are
+# not among them: they fit only models that are ternary by training. Nor is IQ1_M: without
+# an importance matrix it is no better than Q1_0, which is smaller and instant.
 TIER_TYPES = (
     GGMLType.F32,
     GGMLType.F16,
@@ -187,9 +189,6 @@ TIER_TYPES = (
     GGMLType.IQ2_S,
     GGMLType.Q2_K,
     GGMLType.Q2_0,
-    GGMLType.TQ2_0,
-    GGMLType.TQ1_0,
-    GGMLType.IQ1_M,
     GGMLType.Q1_0,
 )
 
@@ -205,9 +204,6 @@ FALLBACK = {
     GGMLType.IQ3_XXS: (GGMLType.IQ4_NL,),
     GGMLType.IQ2_S: (GGMLType.Q2_0, GGMLType.IQ4_NL),
     GGMLType.Q2_K: (GGMLType.Q2_0, GGMLType.IQ4_NL),
-    GGMLType.TQ2_0: (GGMLType.Q2_0, GGMLType.IQ4_NL),
-    GGMLType.TQ1_0: (GGMLType.Q2_0, GGMLType.IQ4_NL),
-    GGMLType.IQ1_M: (GGMLType.Q2_0, GGMLType.IQ4_NL),
     GGMLType.Q1_0: (GGMLType.Q2_0, GGMLType.IQ4_NL),
     GGMLType.Q2_0: (GGMLType.IQ4_NL,),
 }

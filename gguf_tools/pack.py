@@ -287,7 +287,9 @@ def _tier_metadata(writer: GGUFWriter, report: PackReport, types: list[GGMLType]
     writer.meta(layout.KEY_TIERS, [name for name, _, _ in report.tiers])
     bpw = [bits for _, bits, _ in report.tiers]
     writer.meta(layout.KEY_TIER_BPW, bpw, ValueType.ARRAY, ValueType.FLOAT32)
-    writer.meta(layout.KEY_QUANTIZATION, "ggml")
+    own_q2_0 = any(each.type is GGMLType.Q2_0 for each in writer.tensors.values())
+    method = "ggml, q2_0 by least squares" if own_q2_0 else "ggml"
+    writer.meta(layout.KEY_QUANTIZATION, method)
     writer.meta(layout.KEY_CALIBRATION, "none")
     if report.fallbacks:
         writer.meta(layout.KEY_FALLBACKS, report.fallbacks)

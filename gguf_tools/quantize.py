@@ -1,4 +1,5 @@
-"""ggml's own quantization, called through ctypes: the same bytes that llama.cpp writes.
+"""ggml's own quantization, called through ctypes: the same bytes that llama.cpp writes,
+except for Q2_0 (see ``q2_0``).
 
 The library is ``libggml-base`` of the installed ``llama_cpp`` package, or of the folder
 named by LLAMA_CPP_LIB_PATH, the variable that ``llama_cpp`` itself obeys. ctypes releases
@@ -20,12 +21,15 @@ import numpy.typing as npt
 
 from .errors import QuantizeError
 from .layout import BLOCK, MAX_TIERS, TIER_TYPES, GGMLType, bits_per_weight, row_bytes, type_by_name
+from .q2_0 import encode_q2_0
 
 Floats = npt.NDArray[np.float32]
 Blocks = npt.NDArray[np.uint8]
 
 # The first version with Q1_0 and Q2_0; asking an older one about them would abort.
 MIN_VERSION = (0, 25)
+_HALF_MAX = 65504.0
+_WIDE = (GGMLType.F32, GGMLType.BF16)
 _NAMES = ("libggml-base.so", "libggml-base.dylib", "ggml-base.dll")
 
 
@@ -107,8 +111,8 @@ class Ggml:
         """Encoded bytes of float32 rows [rows, n_per_row].
 
         Raises QuantizeError for a type that needs an importance matrix or does not fit the
-        rows, and for values that are not finite: ggml would abort the process or write
-        blocks that poison every result.
+        rows, and for values that are not finite or beyond half precision: ggml would abort
+        the process or write blocks that poison every result.
         """
         n_rows, n_per_row = values.shape
         if ggml_type not in TIER_TYPES:
@@ -118,9 +122,17 @@ class Ggml:
                 f"rows of {n_per_row} are not a multiple of {BLOCK[ggml_type].weights}, the"
                 f" block of {ggml_type.tier_name}"
             )
-        if not np.isfinite(values).all():
+        largest = float(np.max(np.abs(values), initial=0))
+        if not np.isfinite(largest):
             raise QuantizeError("a value is not finite")
+        if largest > _HALF_MAX and ggml_type not in _WIDE:
+            raise QuantizeError(
+                f"a value of magnitude {largest:g} is beyond the half-precision scales of"
+                f" {ggml_type.tier_name}"
+            )
         values = np.ascontiguousarray(values, np.float32)
+        if ggml_type is GGMLType.Q2_0:
+            return encode_q2_0(values)
         blocks = np.empty(n_rows * row_bytes(ggml_type, n_per_row), np.uint8)
         written = self._quantize(
             ggml_type, values.ctypes.data, blocks.ctypes.data, 0, n_rows, n_per_row, None
@@ -163,7 +175,7 @@ def unusable(name: str) -> str:
     known = ", ".join(each.tier_name for each in TIER_TYPES)
     if type_by_name(name) is None:
         return f"unknown tier {name}: known tiers are {known}"
-    return f"tier {name} cannot be made without an importance matrix; known tiers are {known}"
+    return f"tier {name} needs an importance matrix or a special model; known tiers are {known}"
 
 
 def parse_tiers(names: Sequence[str]) -> list[GGMLType]:

@@ -158,7 +158,9 @@ def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> 
         if session.stopped or stats is None:
             return False
         result = {"text": "".join(pieces), "stats": stats.as_dict()}
-        console.answer(json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n", raw=True)
+        # Escaped on a terminal, which acts upon some of the characters that JSON leaves alone.
+        text = json.dumps(result, ensure_ascii=console.out_tty, allow_nan=False)
+        console.answer(text + "\n")
         return True
     if not pieces or not pieces[-1].endswith("\n"):
         console.answer("\n")

@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from orchestrator.config import Config, format_size, parse_size
+from orchestrator.console import Console, strip_controls
 from orchestrator.errors import MoeEdgeError
 
 if TYPE_CHECKING:
     from gguf_tools.pack import PackReport
-    from orchestrator.console import Console
     from orchestrator.engine import Engine
 
 DEMO = Path("models/demo/moe-edge-demo.gguf")
 FILE = click.Path(path_type=Path)
-# The same text everywhere: README holds a copy of it, and a test compares them.
-HELP_WIDTH = 80
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,14 +44,19 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except MoeEdgeError as error:
-            raise click.ClickException(str(error)) from error
+            raise _sentence(str(error)) from error
         except KeyboardInterrupt:
             ctx.exit(130)
         except OSError as error:
             if error.errno == errno.EPIPE or not error.strerror:
                 raise
             where = f"{error.filename}: " if error.filename else ""
-            raise click.ClickException(f"{where}{error.strerror}") from error
+            raise _sentence(f"{where}{error.strerror}") from error
+
+
+def _sentence(text: str) -> click.ClickException:
+    """An error for the user; what a file or its name smuggled into it stays harmless."""
+    return click.ClickException(strip_controls(text))
 
 
 def _default(name: str) -> str:
@@ -76,7 +79,7 @@ model_options = _options(
         "--model",
         type=FILE,
         metavar="FILE",
-        help="Any MoE model as GGUF, or a packed one.  [default: the demo model]",
+        help="A MoE model: any GGUF, or a packed one.  [default: the demo]",
     ),
     click.option(
         "--low",
@@ -99,7 +102,7 @@ model_options = _options(
     click.option(
         "--policy",
         metavar="NAME",
-        help="Which experts stay, and in which precision: lru, dymoe.  [default: chosen]",
+        help="Who decides what stays in memory: plain, lru, dymoe.  [default: by fit]",
     ),
     click.option(
         "--retention",
@@ -110,10 +113,10 @@ model_options = _options(
     click.option(
         "--high-tier",
         metavar="TIER",
-        help="Precision of critical experts, as q4_k.  [default: the best]",
+        help="Precision of critical experts, as q4_k.  [default: by fit]",
     ),
     click.option(
-        "--low-tier", metavar="TIER", help="Precision of the others, or skip.  [default: the next]"
+        "--low-tier", metavar="TIER", help="Precision of the others, or skip.  [default: by fit]"
     ),
     click.option("--ctx", type=int, metavar="N", help=f"Context in tokens.  {_default('ctx')}"),
     click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores]"),
@@ -130,7 +133,7 @@ answer_options = _options(
         "--temp",
         type=float,
         metavar="T",
-        help=f"Temperature; 0 always takes the likeliest token.  {_default('temp')}",
+        help=f"Temperature; 0 takes the likeliest.  {_default('temp')}",
     ),
     click.option(
         "--top-p", type=float, metavar="P", help=f"Nucleus sampling.  {_default('top_p')}"
@@ -158,7 +161,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 @click.group(
     name="moe-edge",
     cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "terminal_width": HELP_WIDTH},
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.option(
     "--version",
@@ -191,7 +194,6 @@ def cli() -> None:
 def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
     """Talk to a model."""
     from orchestrator.chat import Chat, Session, one_shot
-    from orchestrator.console import Console
 
     console = Console()
     if prompt is None and not console.in_tty:
@@ -276,7 +278,6 @@ def export(source: Path, target: Path, tier: str) -> None:
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[[float], None]]:
     """A bar on stderr, gone at the end."""
-    from orchestrator.console import Console
 
     console = Console()
     try:
@@ -304,7 +305,7 @@ def inspect(file: Path, as_json: bool) -> None:
     from gguf_tools.inspect import describe, render
 
     description = describe(ExpertModel.open(file))
-    click.echo(json.dumps(description, ensure_ascii=False) if as_json else render(description))
+    click.echo(json.dumps(description) if as_json else strip_controls(render(description)))
 
 
 @cli.command()

@@ -61,9 +61,9 @@ class Console:
         self._bar_start_s = 0.0
         self._bar_next_s = 0.0
 
-    def answer(self, text: str, raw: bool = False) -> None:
+    def answer(self, text: str) -> None:
         """Write a piece of the answer to stdout, without control characters on a terminal."""
-        sys.stdout.write(strip_controls(text) if self.out_tty and not raw else text)
+        sys.stdout.write(strip_controls(text) if self.out_tty else text)
         sys.stdout.flush()
 
     def note(self, text: str) -> None:

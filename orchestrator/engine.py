@@ -101,6 +101,7 @@ class Engine:
         try:
             if not self._prefill(list(tokens), meter, on_prefill):
                 return
+            token = -1
             for _ in range(max_tokens):
                 if meter.tokens and not self._step([token], Phase.DECODE):
                     return

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,10 +27,10 @@ class Phase(IntEnum):
     DECODE = 1
 
 
-# Memoryviews beside numpy: reading one scalar or a short list costs a third.
-def _bytes(array: np.ndarray) -> memoryview:
-    """The array's memory, read-only; empty for an empty array, which cannot be cast."""
-    return (array.reshape(-1).data.cast("B") if array.size else memoryview(b"")).toreadonly()
+# Memoryviews of single rows beside numpy: turning one into a list costs a third.
+def _rows(array: np.ndarray, code: Literal["i", "B"]) -> tuple[memoryview, ...]:
+    """A read-only memoryview for each row of a two-dimensional array."""
+    return tuple(row.data.cast("B").cast(code).toreadonly() for row in array)
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
@@ -43,22 +43,23 @@ class RouteEvent:
     """What the router of one MoE layer chose for the T tokens of a step.
 
     layer counts MoE layers only; phase is a Phase; step counts llama_decode calls.
-    k experts a token, n_ahead look-ahead layers (layer+1 .. layer+n_ahead) present.
+    k experts a token; n_ahead look-ahead layers present: layer+1 .. layer+n_ahead.
 
-    Flat memoryviews for small T (row-major, capacity max_tokens rows):
-        ids, weights      [T, k]  chosen experts and their routing weights
-        ahead_ids, ahead  [n_ahead, max_tokens, k] predicted top-k of the layers ahead,
-                          best first, and their scores (DyMoE eq. 6)
-    The same memory as read-only numpy arrays for large T: ids_array, weights_array,
-    tokens_array [T] (position of each token in its batch), ahead_ids_array.
+    Read-only memoryviews of the first token, the only one of a decode step:
+        ids, weights     [k]  chosen experts and their routing weights
+        ahead_ids[p]     [k]  experts that layer+1+p is predicted to choose, best first
+    Read-only arrays of all tokens:
+        ids_array int32, weights_array float32 [T, k]; tokens_array int32 [T], the position
+        of each token in its batch; ahead_ids_array int32 and ahead_array float32
+        [n_ahead, T, k], predicted top-k and their scores (DyMoE eq. 6)
     """
 
     __slots__ = (
+        "_ahead",
         "_ahead_ids",
         "_ids",
         "_tokens",
         "_weights",
-        "ahead",
         "ahead_ids",
         "ids",
         "k",
@@ -86,10 +87,10 @@ class RouteEvent:
         self._weights = _frozen(weights)
         self._tokens = _frozen(tokens)
         self._ahead_ids = _frozen(ahead_ids)
-        self.ids = _bytes(ids).cast("i")
-        self.weights = _bytes(weights).cast("f")
-        self.ahead_ids = _bytes(ahead_ids).cast("i")
-        self.ahead = _bytes(ahead).cast("f")
+        self._ahead = _frozen(ahead)
+        self.ids = _rows(ids[:1], "i")[0]
+        self.weights = weights[0].data.cast("B").cast("f").toreadonly()
+        self.ahead_ids = _rows(ahead_ids[:, 0], "i")
         self.layer = 0
         self.phase = int(Phase.DECODE)
         self.n_tokens = 1
@@ -110,20 +111,22 @@ class RouteEvent:
 
     @property
     def ahead_ids_array(self) -> np.ndarray:
-        """[n_ahead, T, k]"""
         return self._ahead_ids[: self.n_ahead, : self.n_tokens]
+
+    @property
+    def ahead_array(self) -> np.ndarray:
+        return self._ahead[: self.n_ahead, : self.n_tokens]
 
 
 class StoreView:
-    """What is in memory now: resident[layer * n_expert + expert] is the best tier of
-    which every matrix is resident, or ABSENT."""
+    """What is in memory now: resident[layer][expert] is the best tier of which every matrix
+    is resident, or ABSENT; resident_array uint8 [n_layers, n_expert] is the same memory."""
 
-    __slots__ = ("n_expert", "n_layers", "resident", "resident_array")
+    __slots__ = ("resident", "resident_array")
 
     def __init__(self, resident: np.ndarray) -> None:
         """resident uint8 [n_layers, n_expert]"""
-        self.n_layers, self.n_expert = resident.shape
-        self.resident = _bytes(resident)
+        self.resident = _rows(resident, "B")
         self.resident_array = _frozen(resident)
 
 

@@ -115,23 +115,19 @@ def context_tokens(model: ExpertModel, config: Config) -> int:
 def compute_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     """Scratch that llama.cpp needs to compute one batch of n_ubatch tokens: an upper estimate.
 
-    Per token, in float32: the residual stream and its norms, queries, keys and values, the
-    k experts' intermediate rows, the attention mask over the context; and the logits of
-    every token that has an output.
+    Per token, in float32: the attention mask over the context, in two precisions; the
+    residual stream; the larger of attention's rows and the two sets of rows of the k experts
+    that live at once, and their quantized copies; and the logits of tokens with an output.
     """
     tokens = min(config.n_ubatch, n_ctx)
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
     heads = max(model.n_head) + 2 * max(model.n_head_kv)
-    floats = (
-        12 * model.embedding_length
-        + 3 * heads * max(model.key_length, model.value_length)
-        + model.n_expert_used * (4 * n_ff + 3 * model.embedding_length)
-        + 6 * model.n_expert
-        + 2 * n_ctx
-    )
+    attention = 3 * heads * max(model.key_length, model.value_length)
+    experts = model.n_expert_used * (n_ff + model.embedding_length)
+    floats = 1.5 * n_ctx + 4 * model.embedding_length + max(attention, 2 * experts) + 0.5 * experts
     n_vocab = len(model.metadata.get("tokenizer.ggml.tokens", ()))
     outputs = tokens if config.logits_all else 1
-    return 4 * (tokens * floats + 3 * outputs * n_vocab)
+    return 4 * (int(tokens * floats) + 2 * outputs * n_vocab)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,12 @@ from patches.upstream import BuildError
 CMAKE_AT_LEAST = (3, 18)
 AMX_OFF = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 
-# The steps of upstream's AMX backend: ask the kernel, configure the tiles of every thread
-# as its matrix kernel does, load, multiply, store; and check the product. A processor that
-# lists AMX may still answer any of them with SIGILL, in a virtual machine above all.
+# The steps of upstream's AMX backend, written and optimised as upstream does: ask the
+# kernel, configure the tiles of every thread, load, multiply, store; and check the product.
+# A processor that lists AMX may still answer with SIGILL: because of a virtual machine, or
+# because of the compiler. The header of GCC 12 tells it that ldtilecfg reads 8 of its 64
+# bytes; at -O3 it drops the stores of the others, and the first tile load is illegal.
+AMX_FLAGS = ("-std=c++17", "-O3", "-march=native", "-pthread")
 AMX_PROGRAM = r"""
 #include <immintrin.h>
 #include <stdint.h>
@@ -27,24 +30,34 @@ AMX_PROGRAM = r"""
 #include <sys/syscall.h>
 #include <unistd.h>
 #include <thread>
-static int multiply() {
-    struct alignas(64) {
-        uint8_t palette, start, reserved[14];
-        uint16_t colsb[16];
-        uint8_t rows[16];
-    } config;
-    memset(&config, 0, sizeof config);
+struct tile_config {
+    uint8_t palette = 0;
+    uint8_t start = 0;
+    uint8_t reserved[14] = {0};
+    uint16_t colsb[16] = {0};
+    uint8_t rows[16] = {0};
+};
+__attribute__((noinline)) static void configure() {
+    static thread_local bool done = false;
+    if (done) return;
+    alignas(64) tile_config config = {};
     config.palette = 1;
-    for (int i = 0; i < 8; i++) {
-        config.rows[i] = i < 2 ? 8 : 16;
-        config.colsb[i] = i == 2 || i == 3 ? 32 : 64;
-    }
+    config.rows[0] = 8;
+    config.colsb[0] = 64;
+    config.rows[2] = 16;
+    config.colsb[2] = 32;
+    config.rows[4] = 16;
+    config.colsb[4] = 64;
     _tile_loadconfig(&config);
+    done = true;
+}
+static int multiply() {
     alignas(64) int8_t a[16 * 32], b[8 * 64];
     alignas(64) int32_t c[16 * 16];
     memset(a, 1, sizeof a);
     memset(b, 2, sizeof b);
     for (int round = 0; round < 200; round++) {
+        configure();
         _tile_zero(4);
         _tile_loadd(0, b, 64);
         _tile_loadd(2, a, 32);
@@ -145,10 +158,8 @@ def probe_amx(tools: Toolchain) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory(prefix="moe-edge-amx.") as folder:
         source, binary = Path(folder) / "probe.cpp", Path(folder) / "probe"
         source.write_text(AMX_PROGRAM)
-        command = [tools.cxx, "-std=c++17", "-O1", "-mamx-tile", "-mamx-int8", "-pthread"]
-        done = subprocess.run(
-            [*command, str(source), "-o", str(binary)], capture_output=True, text=True
-        )
+        command = [tools.cxx, *AMX_FLAGS, str(source), "-o", str(binary)]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             return False, "the probe does not compile"
         try:

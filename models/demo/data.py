@@ -23,16 +23,17 @@ from models.demo.talk import Sources, Talker, render
 from models.demo.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 
 # Share of tokens of each stream while learning, and in the final phase.
-STABLE = {"chat": 0.62, "stories": 0.14, "books": 0.14, "general": 0.10}
-FINAL = {"final": 0.94, "stories": 0.06}
+STABLE = {"chat": 0.87, "stories": 0.13}
+FINAL = {"final": 1.0}
 
+# Share of turns of each kind; a story is about six times as long as another answer.
 CHAT_WEIGHTS = {
-    "fact": 0.27, "glossary": 0.33, "story": 0.13, "small": 0.11, "identity": 0.03,
-    "refuse": 0.13, "dialog": 0.05,
+    "fact": 0.34, "glossary": 0.28, "story": 0.06, "small": 0.13, "identity": 0.05,
+    "refuse": 0.14, "dialog": 0.02,
 }  # fmt: skip
 FINAL_WEIGHTS = {
-    "fact": 0.26, "glossary": 0.32, "story": 0.11, "small": 0.13, "identity": 0.05,
-    "refuse": 0.13, "dialog": 0.02,
+    "fact": 0.33, "glossary": 0.28, "story": 0.06, "small": 0.13, "identity": 0.06,
+    "refuse": 0.14,
 }  # fmt: skip
 
 
@@ -100,9 +101,7 @@ def text_documents(texts: list[str]) -> Iterator[list[tuple[str, bool]]]:
         yield [(t.strip() + END_OF_TEXT, True)]
 
 
-def build(
-    data: Path, cache: Path, *, seed: int, vocab_size: int, chats: int = 150_000
-) -> Tokenizer:
+def build(data: Path, cache: Path, *, seed: int, vocab_size: int, chats: int = 60_000) -> Tokenizer:
     """Write tokenizer and streams to `cache` unless they are there already."""
     done = cache / "done.json"
     recipe = {"seed": seed, "vocab_size": vocab_size, "chats": chats}
@@ -114,8 +113,7 @@ def build(
     def sample() -> Iterator[str]:
         for doc in chat_documents(sources, seed + 9, 25_000, CHAT_WEIGHTS, 0.5):
             yield "".join(t for t, _ in doc)
-        for name, limit in (("stories", 3_000_000), ("books", 6_000_000), ("general", 4_000_000)):
-            yield "\n".join(texts[name])[:limit]
+        yield "\n".join(texts)[:2_000_000]
 
     tok = train_tokenizer(sample(), vocab_size)
     tok.save(str(cache / "tokenizer.json"))
@@ -125,8 +123,7 @@ def build(
     _stream(chat_documents(sources, seed + 2, chats, FINAL_WEIGHTS, 0.40), tok).save(
         cache / "final.npz"
     )
-    for name, items in texts.items():
-        _stream(text_documents(items), tok).save(cache / f"{name}.npz")
+    _stream(text_documents(texts), tok).save(cache / "stories.npz")
     done.write_text(json.dumps(recipe))
     return tok
 
@@ -141,8 +138,7 @@ def build_tiny(cache: Path, *, seed: int, vocab_size: int) -> Tokenizer:
     tok.save(str(cache / "tokenizer.json"))
     for name in ("chat", "final"):
         _stream(iter(docs), tok).save(cache / f"{name}.npz")
-    for name in ("stories", "books", "general"):
-        _stream(text_documents(stories), tok).save(cache / f"{name}.npz")
+    _stream(text_documents(stories), tok).save(cache / "stories.npz")
     return tok
 
 
@@ -154,6 +150,10 @@ class Mixer:
         self.streams = {n: Stream.load(cache / f"{n}.npz") for n in sorted(names)}
         self.rng = np.random.default_rng(seed)
         self.length = length
+
+    def seed(self, *place: int) -> None:
+        """Draw the next batch from a generator seeded by its place in the training."""
+        self.rng = np.random.default_rng(place)
 
     def batch(self, rows: int, weights: dict[str, float]) -> dict[str, torch.Tensor]:
         """`tokens`, `doc`, `target` [B, T] and `weight` [B, T]: the arguments of `loss`."""

@@ -66,7 +66,6 @@ def hf_config(cfg: ModelConfig, tok: Tokenizer) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "rms_norm_eps": cfg.rms_norm_eps,
         "rope_theta": cfg.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
         "max_position_embeddings": cfg.max_position_embeddings,
         "sliding_window": None,
         "use_sliding_window": False,

@@ -45,31 +45,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "continent": (
         "Which continent is {c} in?", "What continent is {c} on?", "On which continent is {c}?",
         "What continent does {c} belong to?", "{c} is on which continent?", "continent of {c}",
-        "Is {c} in Europe, Asia or Africa?",
-    ),
-    "population": (
-        "How many people live in {c}?", "What is the population of {c}?",
-        "What's the population of {c}?", "population of {c}", "How big is the population of {c}?",
-        "How many inhabitants does {c} have?", "Tell me the population of {c}.",
-    ),
-    "government": (
-        "What type of government does {c} have?", "What kind of government does {c} have?",
-        "What is the form of government of {c}?", "How is {c} governed?",
-        "Is {c} a republic or a monarchy?", "government of {c}",
-    ),
-    "climate": (
-        "What is the climate like in {c}?", "How is the climate in {c}?",
-        "What is the climate of {c}?", "climate of {c}", "Is it hot or cold in {c}?",
-        "Tell me about the climate of {c}.",
-    ),
-    "terrain": (
-        "What is the terrain of {c} like?", "What does the land look like in {c}?",
-        "What is the landscape of {c}?", "terrain of {c}", "Describe the land of {c}.",
-    ),
-    "resources": (
-        "What natural resources does {c} have?", "Which natural resources are found in {c}?",
-        "What are the natural resources of {c}?", "natural resources of {c}",
-    ),
+            ),
     "about": (
         "Tell me about {c}.", "What do you know about {c}?", "What can you tell me about {c}?",
         "Tell me something about {c}.", "Give me some facts about {c}.", "Describe {c}.", "{c}",
@@ -93,7 +69,6 @@ FOLLOW_UPS: dict[str, tuple[str, ...]] = {
     "language": ("What do people speak there?", "And which languages do they speak?"),
     "location": ("Where is it?", "Where is that?"),
     "continent": ("On which continent is it?", "Which continent is that?"),
-    "population": ("How many people live there?", "And how many people live there?"),
     "about": ("Tell me more about it.", "Tell me more.", "What else do you know about it?"),
 }
 
@@ -153,7 +128,8 @@ _LANGUAGES = (
     "Barbados:English;The Bahamas:English;Panama:Spanish;Trinidad and Tobago:English;Papua New "
     "Guinea:Tok Pisin, English and Hiri Motu;Andorra:Catalan;Estonia:Estonian;Iceland:Icelandic;"
     "Luxembourg:Luxembourgish, French and German;Malta:Maltese and English;Slovenia:Slovenian;"
-    "Guyana:English;Bhutan:Dzongkha;Maldives:Dhivehi;Bolivia:Spanish, Quechua and Aymara;Romania:Romanian;Bulgaria:Bulgarian"
+    "Guyana:English;Bhutan:Dzongkha;Maldives:Dhivehi;Bolivia:Spanish, Quechua and Aymara;"
+    "Romania:Romanian;Bulgaria:Bulgarian"
 )
 LANGUAGES = dict(item.split(":", 1) for item in _LANGUAGES.split(";"))
 
@@ -216,16 +192,6 @@ def _short(text: str, words: int, parts: int = 99) -> str:
     return ", ".join(out)
 
 
-def _people(count: int) -> str:
-    if count >= 1_500_000_000 or 995_000_000 < count:
-        return f"{count / 1e9:.1f} billion"
-    if count >= 10_000_000:
-        return f"{round(count / 1e6)} million"
-    if count >= 950_000:
-        return f"{count / 1e6:.1f} million"
-    return f"{max(round(count, -3), 100):,}" if count >= 1000 else str(count)
-
-
 def _currency(text: str) -> str:
     text = re.sub(r"\s*per US dollar.*$", "", text).strip(" .-")
     text = text.replace("Cooperation Financiere en Afrique Centrale", "Central African CFA")
@@ -234,7 +200,7 @@ def _currency(text: str) -> str:
 
 
 def _languages(text: str) -> str:
-    items = []
+    items: list[str] = []
     for part in re.split(r"[;,]", re.sub(r"\([^)]*\)|<?[\d.]+%", "", text.split("note")[0])):
         part = part.strip(" .")
         if part and part[0].isupper() and len(part.split()) <= 3 and len(items) < 3:
@@ -253,7 +219,8 @@ def load_countries(records: list[dict[str, Any]]) -> list[Country]:
     for name, qa in raw.items():
         capital = qa.get("What is the capital of X?", "").split(" is ", 1)[-1].rstrip(". ")
         capital = _CAPITAL_FIX.get(name, capital.split("(")[0].split(";")[0].strip())
-        if not capital:
+        # Facts are learned by repetition: places without a continent above are left out.
+        if not capital or name not in CONTINENT:
             continue
         shown = _SHOWN.get(name, f"the {name}" if name in _WITH_ARTICLE else name)
         c = Country(name, shown, _ALIASES.get(name, ()), capital)
@@ -264,7 +231,6 @@ def load_countries(records: list[dict[str, Any]]) -> list[Country]:
 
 def _fill(c: Country, qa: dict[str, str]) -> None:
     top, a = _upper(c.shown), c.answers
-    be = "is"
     a["capital"] = f"The capital of {c.shown} is {c.capital}"
     a["country_of"] = f"{c.capital} is the capital of {c.shown}"
     if money := _currency(qa.get("What currency is used in X?", "").split(" is ", 1)[-1]):
@@ -275,29 +241,13 @@ def _fill(c: Country, qa: dict[str, str]) -> None:
     if tongue:
         a["language"] = f"People in {c.shown} speak {tongue}"
     where = qa.get("Where is X?", "").split(" is located in ", 1)[-1]
-    where = _short(where, 20, 4)
+    where = _short(where, 16, 3)
     if where and c.name != "The Bahamas":
         where = re.sub(r"^(Caribbean|Middle East)", r"the \1", where)
-        a["location"] = f"{top} {be} in {where if where[:4] == 'the ' else _upper(where)}"
+        a["location"] = f"{top} is in {where if where[:4] == 'the ' else _upper(where)}"
     if c.name in CONTINENT:
-        a["continent"] = f"{top} {be} in {CONTINENT[c.name]}"
-    if number := re.search(r"About ([\d,]+) people", qa.get("How many people live in X?", "")):
-        people = _people(int(number[1].replace(",", "")))
-        a["population"] = f"About {people} people live in {c.shown}"
-    rule = qa.get("What type of government does X have?", "").split(" is ", 1)[-1].rstrip(".")
-    if rule and len(rule.split()) < 8 and "authoritarian" not in rule and "," not in rule:
-        a["government"] = f"{top} {be} {rule}"
-    for kind, question, lead in (
-        ("climate", "What is the climate like in X?", "The climate of {c}: "),
-        ("terrain", "What is the terrain of X like?", "The land of {c}: "),
-    ):
-        value = _short(qa.get(question, "").split(": ", 1)[-1], 14, 3)
-        if value:
-            a[kind] = lead.format(c=c.shown) + value
-    goods = _short(qa.get("What natural resources does X have?", "").split(" include ")[-1], 12, 4)
-    if goods and goods != "NEGL":
-        a["resources"] = f"Natural resources of {c.shown}: {goods}"
+        a["continent"] = f"{top} is in {CONTINENT[c.name]}"
     a.update({k: v.rstrip(".") + "." for k, v in a.items()})
     a["about"] = " ".join(
-        a[k] for k in ("location", "capital", "language", "population") if k in a
+        a[k] for k in ("location", "capital", "language") if k in a
     )  # fmt: skip

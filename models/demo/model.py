@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
+# Rows of an expert are padded to a multiple of this.
 _ROW_STEP = 128
 
 
@@ -29,7 +29,7 @@ _ROW_STEP = 128
 class ModelConfig:
     """Shape of the model; names follow the Hugging Face configuration where one exists."""
 
-    vocab_size: int = 8192
+    vocab_size: int = 6144
     hidden_size: int = 256
     num_layers: int = 8
     num_heads: int = 4
@@ -143,7 +143,8 @@ def _sort_by_expert(
     token[row] = order // ids.shape[1]
     row_weight = torch.zeros(len(token))
     row_weight[torch.from_numpy(row)] = weight.reshape(-1)[torch.from_numpy(order)]
-    return bounds.tolist(), torch.from_numpy(place).view_as(ids), torch.from_numpy(token), row_weight
+    places = torch.from_numpy(place).view_as(ids)
+    return bounds.tolist(), places, torch.from_numpy(token), row_weight
 
 
 class _Experts(torch.autograd.Function):

@@ -15,7 +15,25 @@ from models.demo import facts, tales
 from models.demo.smalltalk import IDENTITY
 from models.demo.talk import TERM_QUESTIONS, Sources, Turn, turns_of
 
-GLOSSARY_TERMS = 3000
+GLOSSARY_TERMS = 500
+# Everyday words that the glossary defines in a sense that nobody would ask for.
+_ODD_TERMS = frozenset(
+    "time system work body group process public second control order down structure period mass "
+    "response function model results concept fact section series range activity service source "
+    "position hand head base product flow test note contrast units roles discussion parallel start "
+    "construction origin introduction deep velocity style aggregate component anterior parent "
+    "daughter superior recall signal root henry shell lateral axis confederate opposition category "
+    "recognition inferior variation concentrated linear orbit translation intermediate empirical "
+    "matrix radius intensity entry extension circular dissolved extinction medial bias abstract "
+    "storage tract plane peak rotation bridge conscious resolution arm cranial conclusion reserves "
+    "channel fusion script trust corn strain crown carrier overlap fluids consensus tail thyroid "
+    "gray productive reconstruction extinct tone conception initiative crowd integration soluble "
+    "displacement elevation values participants posterior depression polarization absorption "
+    "direction length class media suicide sex response interview law power field unit joint "
+    "resistance kingdom motor host hair decay stock self tension stimulus foot seed domain hearing "
+    "attachment pump mirror leg primates disability uncertainty accuracy sample radioactive "
+    "confederacy labor tax free will reading writing heading sexuality".split()
+)
 _BAD_REPLY = re.compile(r"Suicide|name|created|human|virtual hug", re.I)
 _STORY_START = re.compile(
     r"^(Once|One day|One |There (was|were|lived)|Long ago|In a |[A-Z][a-z]+ (was|had|loved|liked)"
@@ -51,9 +69,10 @@ def glossary(data: Path) -> tuple[list[Turn], list[str]]:
         text = re.sub(r"^\((also|or)[^)]*\)\s*", "", m[2]).strip().rstrip(".")
         text = re.split(r"(?<=[a-z]{3})\. |; ", text)[0]
         size = len(text.split())
-        if not (3 <= size <= 26) or not term.isascii() or len(term.split()) > 3 or ":" in text:
-            continue
         key = term.lower()
+        odd = not term.isascii() or len(term.split()) > 3 or ":" in text or key in _ODD_TERMS
+        if odd or not 4 <= size <= 22 or re.match(r"(is|are|describes|secretes)\b", text):
+            continue
         if key not in defs or abs(size - 12) < abs(len(defs[key][1].split()) - 12):
             defs[key] = (term, text)
     count = _term_counts(data, set(defs))
@@ -71,7 +90,7 @@ def glossary(data: Path) -> tuple[list[Turn], list[str]]:
 
 
 def _definition(term: str, text: str) -> str:
-    """"Inflation is the ..." where that reads well, else "Inflation: ..."."""
+    """As "Inflation is the ..." where that reads well, else as "Inflation: ..."."""
     top = term[0].upper() + term[1:]
     plural = re.search(r"[^su]s$", term) and not term.endswith(("ics", "is"))
     if not plural and re.match(r"(the|a|an) ", text):
@@ -156,7 +175,8 @@ def tiny_stories(data: Path) -> list[str]:
     for r in records(data, "train/tinystories_sample"):
         text = r["text"].replace("\r", "")
         wide = text.count("\n\n") > text.count("\n") / 4
-        parts = re.split(r"(?<!\n)\n(?!\n)" if wide else r"\n+(?=Once |One day, (?:a|an|there) )", text)
+        border = r"(?<!\n)\n(?!\n)" if wide else r"\n+(?=Once |One day, (?:a|an|there) )"
+        parts = re.split(border, text)
         for p in parts:
             p = p.strip()
             if _STORY_START.match(p) and 40 <= len(p.split()) <= 230 and p[-1] in '.!?"':
@@ -184,16 +204,12 @@ def _subject(text: str) -> str:
     return ""
 
 
-def prose(data: Path) -> dict[str, list[str]]:
-    """Plain text by stream: stories for style, a little general prose for vocabulary."""
+def prose(data: Path) -> list[str]:
+    """Plain stories, for style."""
     stories = tiny_stories(data)
     for name in ("train/stories_ccby", "train/stories_fairytaleqa"):
         stories += [r["text"] for r in records(data, name)]
-    general = [r["text"] for r in records(data, "train/textbooks_ccby")]
-    general += [r["text"] for r in records(data, "train/enwiki_core")]
-    general += [r["text"] for r in records(data, "train/world_factbook")]
-    books = [r["text"] for r in records(data, "train/books_children")]
-    return {"stories": stories, "books": books, "general": general}
+    return stories
 
 
 def load_sources(data: Path) -> Sources:

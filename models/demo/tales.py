@@ -72,7 +72,7 @@ class Hero:
     their: str
 
     @property
-    def They(self) -> str:  # noqa: N802
+    def They(self) -> str:
         return self.they.capitalize()
 
 
@@ -108,8 +108,8 @@ def _lost_thing(r: random.Random, h: Hero, f: Hero) -> tuple[str, str, str, str]
             f"But one windy day it was lost.",
         )),
         r.choice((
-            f"{h.name} looked under the bed, behind the door and in the grass, but it was not there."
-            f" {h.They} felt very sad and began to cry.",
+            f"{h.name} looked under the bed, behind the door and in the grass, but it was not "
+            f"there. {h.They} felt very sad and began to cry.",
             f"{h.name} searched all day long. \"Where can it be?\" {h.they} asked, close to tears.",
         )),
         r.choice((
@@ -155,10 +155,10 @@ def _afraid(r: random.Random, h: Hero, f: Hero) -> tuple[str, str, str, str]:
         f"{h.name} was afraid of {fear}. The others laughed, and {h.name} stayed at home.",
         f"One evening {h.name} heard a cry. It was {f.name} the {f.kind}, who needed help.",
         r.choice((
-            f"{h.name}'s legs were shaking, but {h.they} took a deep breath. {h.They} had to {deed}."
-            f" Step by step, {h.they} did it. \"You saved me!\" said {f.name}.",
-            f"\"I must {deed},\" said {h.name}. {h.They} counted to three and went. It was hard, but"
-            f" {h.they} did not stop. After that, nobody laughed at {h.name} again.",
+            f"{h.name}'s legs were shaking, but {h.they} took a deep breath. {h.They} had to "
+            f"{deed}. Step by step, {h.they} did it. \"You saved me!\" said {f.name}.",
+            f"\"I must {deed},\" said {h.name}. {h.They} counted to three and went. It was hard, "
+            f"but {h.they} did not stop. After that, nobody laughed at {h.name} again.",
         )),
         "brave",
     )  # fmt: skip
@@ -168,15 +168,17 @@ def _broken(r: random.Random, h: Hero, f: Hero) -> tuple[str, str, str, str]:
     thing = r.choice(("blue vase", "window", "clay pot", "toy boat", "old clock", "teacup"))
     return (
         f"One afternoon {h.name} was playing and broke {f.name}'s {thing}. Crash!",
-        r.choice((
-            f"{h.name} wanted to hide the pieces. \"If I say nothing, nobody will know,\" {h.they} "
-            f"thought. But {h.their} tummy hurt, and {h.they} could not sleep.",
-            f"{h.name} ran away and hid. All day long {h.they} thought of the broken {thing} and "
-            f"felt worse and worse.",
-        )),
-        f"In the morning {h.name} went to {f.name} the {f.kind}. \"It was me. I am sorry,\" "
-        f"{h.they} said. {f.name} was quiet for a moment and then smiled. \"Thank you for telling "
-        f"me. Let us fix it together.\"",
+        r.choice(
+            (
+                f'{h.name} wanted to hide the pieces. "If I say nothing, nobody will know," {h.they} '
+                f"thought. But {h.their} tummy hurt, and {h.they} could not sleep.",
+                f"{h.name} ran away and hid. All day long {h.they} thought of the broken {thing} and "
+                f"felt worse and worse.",
+            )
+        ),
+        f'In the morning {h.name} went to {f.name} the {f.kind}. "It was me. I am sorry," '
+        f'{h.they} said. {f.name} was quiet for a moment and then smiled. "Thank you for telling '
+        f'me. Let us fix it together."',
         "truth",
     )
 
@@ -189,8 +191,8 @@ def _slow_work(r: random.Random, h: Hero, f: Hero) -> tuple[str, str, str, str]:
     return (
         f"In spring {h.name} planted {seed}. Every morning {h.they} looked at the ground, but there"
         f" was nothing to see.",
-        f"\"It will never grow!\" said {h.name}. {f.name} the {f.kind} laughed softly. \"Give it "
-        f"water, give it sun, and wait,\" {f.they} said.",
+        f'"It will never grow!" said {h.name}. {f.name} the {f.kind} laughed softly. "Give it '
+        f'water, give it sun, and wait," {f.they} said.',
         f"So {h.name} gave it water every day and waited. It rained, and the sun shone. Then one "
         f"morning there was a little green leaf, and by summer it was {result}. {h.name} danced "
         f"with joy.",
@@ -205,8 +207,8 @@ def _lonely(r: random.Random, h: Hero, f: Hero) -> tuple[str, str, str, str]:
         f"One day {f.name} the {f.kind} moved in next door. {h.name} wanted to say hello, but "
         f"{h.they} was too shy.",
         r.choice((
-            f"Then {f.name} waved. \"Do you want to play {game}?\" {h.name} nodded. They played until"
-            f" the stars came out, and {h.name} was never lonely again.",
+            f"Then {f.name} waved. \"Do you want to play {game}?\" {h.name} nodded. They played "
+            f"until the stars came out, and {h.name} was never lonely again.",
             f"{h.name} took a deep breath and said, \"Hi, I am {h.name}.\" {f.name} smiled. \"I was"
             f" hoping to find a friend!\" They played {game} all afternoon.",
         )),
@@ -224,10 +226,10 @@ def _different(r: random.Random, h: Hero, f: Hero) -> tuple[str, str, str, str]:
         "too tall": "reach the branch where everybody's kite was stuck",
     }[odd].format(they=h.they)
     return (
-        f"The others said that {h.name} was {odd}. \"I wish I were different,\" {h.they} sighed.",
+        f'The others said that {h.name} was {odd}. "I wish I were different," {h.they} sighed.',
         f"One day there was trouble. {f.name} the {f.kind} and all the others did not know what to"
         f" do.",
-        f"Only {h.name} could {good}. \"Hooray for {h.name}!\" cried {f.name}. From that day on, "
+        f'Only {h.name} could {good}. "Hooray for {h.name}!" cried {f.name}. From that day on, '
         f"{h.name} was happy to be just as {h.they} was.",
         "self",
     )
@@ -241,10 +243,10 @@ def _journey(r: random.Random, h: Hero, f: Hero) -> tuple[str, str, str, str]:
     return (
         f"{h.name} always wanted to know {goal}. So one morning {h.they} packed some "
         f"{r.choice(FOODS)} and set off.",
-        f"{h.They} walked and walked. On the way {h.they} met {f.name} the {f.kind}, who came along."
-        f" They saw deep woods, bright flowers and a thousand stars.",
-        f"But at night {h.name} thought of {h.their} own bed. \"I have seen so much,\" {h.they} "
-        f"said. \"Now I want to go home.\" When {h.they} came back, everyone was waiting with a "
+        f"{h.They} walked and walked. On the way {h.they} met {f.name} the {f.kind}, who came "
+        f"along. They saw deep woods, bright flowers and a thousand stars.",
+        f'But at night {h.name} thought of {h.their} own bed. "I have seen so much," {h.they} '
+        f'said. "Now I want to go home." When {h.they} came back, everyone was waiting with a '
         f"warm supper, and {h.name} told them all about it.",
         "home",
     )
@@ -268,8 +270,6 @@ def tale(rng: random.Random, kind: str | None = None) -> tuple[str, Hero]:
         friend = make_hero(rng, rng.choice(ANIMALS))
     parts = rng.choice(PLOTS)(rng, hero, friend)
     opening = _opening(rng, hero, rng.choice(TRAITS), rng.choice(PLACES))
-    end = rng.choice(("", "", f"{rng.choice(LESSONS[parts[3]])}", "The end."))
-    if end and end != "The end.":
-        end = rng.choice(("", "The end. ", "")) + end if rng.random() < 0.2 else end
+    end = rng.choice(("", "", rng.choice(LESSONS[parts[3]]), "The end."))
     text = f"{opening} {parts[0]}\n\n{parts[1]}\n\n{parts[2]}"
     return (f"{text}\n\n{end}" if end else text), hero

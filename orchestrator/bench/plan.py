@@ -82,11 +82,14 @@ class Case:
         return self.name if self.cap is None else f"{self.name} @{self.cap:.0%}"
 
 
+REPACK, NO_REPACK = "upstream, repack", "upstream, no repack"
+PLAIN, MANAGED = "moe-edge plain", "moe-edge managed"
+
 RESIDENT = (
-    Case("upstream, repack", "upstream", None, "resident", {"mmap": False, "extra_bufts": True}),
-    Case("upstream, no repack", "upstream", None, "resident", {"mmap": False}),
-    Case("moe-edge plain", "engine", None, "resident", {"policy": "plain"}),
-    Case("moe-edge managed", "engine", None, "reference", {"policy": "lru", "force_managed": True}),
+    Case(REPACK, "upstream", None, "resident", {"mmap": False, "extra_bufts": True}),
+    Case(NO_REPACK, "upstream", None, "resident", {"mmap": False}),
+    Case(PLAIN, "engine", None, "resident", {"policy": "plain"}),
+    Case(MANAGED, "engine", None, "reference", {"policy": "lru", "force_managed": True}),
 )
 
 

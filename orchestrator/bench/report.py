@@ -26,15 +26,17 @@ def render(report: dict[str, Any]) -> str:
         f"({', '.join(f'{each / 1e9:.2f}' for each in bandwidth['runs'])})",
         _routing_line(options["routing"], report["routing"]),
         f"{options['tokens']} decode steps with the same random tokens for all, "
-        f"{options['prompt_tokens']} before them, {options['runs']} runs in turn, "
-        f"r = {options['retention']}",
+        f"{options['prompt_tokens']} before them,",
+        f"{options['runs']} runs in turn, speeds from the median step; dymoe at r = "
+        f"{options['retention']}",
+        "bound: the slower of the managed path with everything resident, and missed bytes / reads",
     ]
     for cap in dict.fromkeys(row["cap"] for row in report["cases"]):
         rows = [row for row in report["cases"] if row["cap"] == cap]
         lines += ["", _title(cap, rows), _HEAD, *(_row(row) for row in rows), *_notes(rows)]
-    lines += ["", *_resident_ratios(report["cases"])]
+    lines += ["", *_ratios(report["ratios"])]
     lines += [f"note: {reason}" for reason in report["skipped"]]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines).rstrip()
 
 
 def _title(cap: float | None, rows: list[dict[str, Any]]) -> str:
@@ -99,14 +101,11 @@ def _notes(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _resident_ratios(rows: list[dict[str, Any]]) -> list[str]:
-    speed = {row["name"]: row.get("tokens_per_s") for row in rows if row["cap"] is None}
-    plain, managed = speed.get("moe-edge plain"), speed.get("moe-edge managed")
-    bare = speed.get("upstream, no repack")
-    best = max(speed.get(f"upstream, {flag}") or 0.0 for flag in ("repack", "no repack"))
-    lines = []
-    if plain and best:
-        lines.append(f"resident, plain path: {plain / best:.2f} of upstream at its best flags")
-    if managed and bare:
-        lines.append(f"resident, managed path: {managed / bare:.2f} of upstream without repack")
-    return lines
+def _ratios(ratios: dict[str, float]) -> list[str]:
+    labels = {
+        "plain_of_best_upstream": "resident, plain path: {:.2f} of upstream at its best flags",
+        "managed_of_upstream_without_repack": (
+            "resident, managed path: {:.2f} of upstream without repack"
+        ),
+    }
+    return [labels[key].format(value) for key, value in ratios.items()]

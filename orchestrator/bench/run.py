@@ -20,7 +20,16 @@ from gguf_tools import synthetic, synthetic_vocab, synthetic_weights
 from gguf_tools.experts import ExpertModel
 from orchestrator.bench import disk, host
 from orchestrator.bench.job import Job
-from orchestrator.bench.plan import QUICK_SHAPE, BenchOptions, Case, cases
+from orchestrator.bench.plan import (
+    MANAGED,
+    NO_REPACK,
+    PLAIN,
+    QUICK_SHAPE,
+    REPACK,
+    BenchOptions,
+    Case,
+    cases,
+)
 from orchestrator.errors import MoeEdgeError
 
 HIGH, LOW = "q4_k", "q2_k"
@@ -41,7 +50,7 @@ def build_models(options: BenchOptions, note: Note) -> tuple[Path, Path]:
     """
     digest = hashlib.sha256()
     for module in (synthetic, synthetic_vocab, synthetic_weights):
-        digest.update(Path(module.__file__).read_bytes())
+        digest.update(Path(str(module.__file__)).read_bytes())
     shape = QUICK_SHAPE if options.quick else options.shape
     stem = f"{shape}-{options.routing}-{options.seed}"
     folder = cache_folder()
@@ -69,14 +78,15 @@ def run(options: BenchOptions, note: Note = lambda text: None) -> dict[str, Any]
     listed = cases(options)
     results: dict[str, list[dict[str, Any]]] = {case.key: [] for case in listed}
     bandwidths = []
-    for number in range(options.runs):
-        bandwidths.append(bench.bandwidth(number))
-        for case in listed:
-            earlier = results[case.key]
-            if any("error" in each for each in earlier):
-                continue
-            note(f"run {number + 1} of {options.runs}: {case.key}")
-            earlier.append(bench.measure(case, number))
+    with host.first_in_line():
+        for number in range(options.runs):
+            bandwidths.append(bench.bandwidth(number))
+            for case in listed:
+                earlier = results[case.key]
+                if any("error" in each for each in earlier):
+                    continue
+                note(f"run {number + 1} of {options.runs}: {case.key}")
+                earlier.append(bench.measure(case, number))
     return bench.report(listed, results, bandwidths)
 
 
@@ -178,25 +188,11 @@ class _Bench:
         bandwidths: list[disk.Bandwidth],
     ) -> dict[str, Any]:
         options = self.options
-        bytes_per_s = statistics.median(each.bytes_per_s for each in bandwidths)
         rows = [self._row(case, results[case.key]) for case in listed]
-        reference = next((row for row in rows if row["role"] == "reference"), None)
-        resident_ms = reference.get("tpot_ms_mean") if reference else None
+        _compare(rows, [each.bytes_per_s for each in bandwidths])
         routing = next(
             (each["routing"] for row in results.values() for each in row if "routing" in each), None
         )
-        for row in rows:
-            if row.get("needed_bytes_per_token") is not None and row["cap"] and resident_ms:
-                io_ms = row["needed_bytes_per_token"] / bytes_per_s * 1e3
-                row["bound_tpot_ms"] = max(resident_ms, io_ms)
-                row["of_bound"] = row["bound_tpot_ms"] / row["tpot_ms_mean"]
-            mapped = [
-                each["tokens_per_s"]
-                for each in rows
-                if each["role"] == "mmap" and each["cap"] == row["cap"] and "error" not in each
-            ]
-            if row["cap"] and mapped and "error" not in row:
-                row["speedup_mmap"] = row["tokens_per_s"] / max(mapped)
         return {
             "machine": {
                 "processor": _processor(),
@@ -222,18 +218,23 @@ class _Bench:
             },
             "routing": routing,
             "bandwidth": {
-                "bytes_per_s": bytes_per_s,
+                "bytes_per_s": statistics.median(each.bytes_per_s for each in bandwidths),
                 "runs": [each.bytes_per_s for each in bandwidths],
                 "direct": all(each.direct for each in bandwidths),
                 "slice_bytes": bandwidths[0].slice_bytes,
                 "threads": options.io_threads,
             },
+            "ratios": _resident_ratios(rows),
             "cases": rows,
             "skipped": self.skipped,
         }
 
     def _row(self, case: Case, runs: list[dict[str, Any]]) -> dict[str, Any]:
-        """The figures of one case over its runs: medians of the runs' means, steps pooled."""
+        """The figures of one case over its runs.
+
+        Speeds come from medians, of a run's steps and then of the runs: other work on the
+        machine moves a mean far more. p99 is that of all steps together.
+        """
         limit = None if case.cap is None or self.options.quick else int(case.cap * self.file_bytes)
         row: dict[str, Any] = {"name": case.name, "cap": case.cap, "role": case.role}
         row["limit_bytes"] = limit
@@ -241,15 +242,17 @@ class _Bench:
         if failed:
             return row | {"error": failed[0]}
         steps = np.concatenate([each["step_ms"] for each in runs])
-        means = [float(np.mean(each["step_ms"])) for each in runs]
+        medians = [float(np.median(each["step_ms"])) for each in runs]
+        tpot_ms = statistics.median(medians)
         row |= {
             "tokens": len(steps),
-            "tpot_ms_mean": statistics.median(means),
-            "tpot_ms_p50": float(np.percentile(steps, 50)),
+            "tpot_ms_p50": tpot_ms,
             "tpot_ms_p99": float(np.percentile(steps, 99)),
-            "tokens_per_s": 1e3 / statistics.median(means),
-            "tokens_per_s_runs": [1e3 / mean for mean in means],
+            "tpot_ms_mean": float(np.mean(steps)),
+            "tpot_ms_p50_runs": medians,
+            "tokens_per_s": 1e3 / tpot_ms,
             "ttft_ms": statistics.median(each["ttft_ms"] for each in runs),
+            "ttft_ms_runs": [each["ttft_ms"] for each in runs],
             "peak_rss_bytes": max(each["peak_rss"] for each in runs),
             "mode": runs[0].get("mode", "upstream"),
         }
@@ -265,9 +268,7 @@ class _Bench:
             row |= {
                 "hit_rate": sum(each["hits"] for each in stores) / requests if requests else None,
                 "bytes_per_token": statistics.median(each["bytes_per_token"] for each in stores),
-                "needed_bytes_per_token": statistics.median(
-                    each["needed_bytes_per_token"] for each in stores
-                ),
+                "needed_bytes_per_token_runs": [each["needed_bytes_per_token"] for each in stores],
                 "wait_ms_per_token": statistics.median(
                     each["wait_ms_per_token"] for each in stores
                 ),
@@ -278,6 +279,59 @@ class _Bench:
             callbacks = [each["callback_us"] for each in runs if each["callback_us"] is not None]
             row["callback_us_p50"] = statistics.median(callbacks) if callbacks else None
         return row
+
+
+def _compare(rows: list[dict[str, Any]], bytes_per_s: list[float]) -> None:
+    """Adds the bound and the ratios of each row, run by run: what a run compares ran within
+    minutes of each other, and a machine's speed drifts.
+
+    Bound of a token (DESIGN section 8): max(computing, missed bytes / bandwidth), computing
+    being the managed path with everything resident.
+    """
+    good = [row for row in rows if "error" not in row]
+    reference = next((row["tpot_ms_p50_runs"] for row in good if row["role"] == "reference"), None)
+    for row in good:
+        steps = row["tpot_ms_p50_runs"]
+        if row["cap"] is None:
+            continue
+        needed = row.get("needed_bytes_per_token_runs")
+        if needed and reference:
+            bounds = [
+                max(compute_ms, moved / speed * 1e3)
+                for compute_ms, moved, speed in zip(reference, needed, bytes_per_s, strict=True)
+            ]
+            row["bound_tpot_ms"] = statistics.median(bounds)
+            row["of_bound"] = _median_ratio(bounds, steps)
+        mapped = [
+            each["tpot_ms_p50_runs"]
+            for each in good
+            if each["role"] == "mmap" and each["cap"] == row["cap"]
+        ]
+        if mapped:
+            row["speedup_mmap"] = _median_ratio([min(each) for each in zip(*mapped)], steps)
+
+
+def _resident_ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Speed with everything resident against upstream, medians over the runs."""
+    steps = {
+        row["name"]: row["tpot_ms_p50_runs"]
+        for row in rows
+        if row["cap"] is None and "error" not in row
+    }
+    upstream = [steps[name] for name in (REPACK, NO_REPACK) if name in steps]
+    ratios = {}
+    if PLAIN in steps and upstream:
+        best = [min(each) for each in zip(*upstream)]
+        ratios["plain_of_best_upstream"] = _median_ratio(best, steps[PLAIN])
+    if MANAGED in steps and NO_REPACK in steps:
+        ratios["managed_of_upstream_without_repack"] = _median_ratio(
+            steps[NO_REPACK], steps[MANAGED]
+        )
+    return ratios
+
+
+def _median_ratio(numerators: list[float], denominators: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def _processor() -> str:

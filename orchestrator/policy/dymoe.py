@@ -109,11 +109,11 @@ class DyMoE:
             prefetch.by_frequency(event, view, out, self._prefill_most)
 
     def _demote(self, event: RouteEvent, t: int, out: DecisionBuffer) -> None:
-        k, low, tier = event.k, self._low, out.tier
+        low, tier = self._low, out.tier
         out.renormalize = self._settings.renormalize
         if event.n_tokens == 1:
-            ids = event.ids[:k].tolist()
-            for place in gate_order(event.weights[:k].tolist())[t:]:
+            ids = event.ids.tolist()
+            for place in gate_order(event.weights.tolist())[t:]:
                 tier[ids[place]] = low
         else:
             critical = gate_critical(event.ids_array, event.weights_array, t, len(tier))

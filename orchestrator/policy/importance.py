@@ -7,10 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def gate_order(weights: Sequence[float]) -> list[int]:
+def gate_order(weights: Sequence[float]) -> Sequence[int]:
     """Places of one token's routed experts, the most important first: I(E_j) = g_j, eq. 3,
-    with g_j its routing weight [k]. Equal weights keep the router's order."""
-    return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
+    with g_j its routing weight [k]. Equal weights keep the router's order, which is that of
+    the weights unless the router selects by something else (a bias, groups)."""
+    places = range(len(weights))
+    if sorted(weights, reverse=True) == weights:
+        return places
+    return sorted(places, key=weights.__getitem__, reverse=True)
 
 
 def gate_critical(ids: np.ndarray, weights: np.ndarray, t: int, n_expert: int) -> np.ndarray:

@@ -20,16 +20,16 @@ def direct(
     for tier `low`, or for nothing when it is None. What is in memory already, in that tier
     or a better one, is left out. One token's prediction is used: the first of the event.
     """
-    k, n_expert, resident = event.k, view.n_expert, view.resident
     for ahead in range(event.n_ahead):
         layer = event.layer + 1 + ahead
-        base = layer * n_expert
-        row = ahead * event.max_tokens * k
-        t = critical[layer]
-        wanted = event.ahead_ids[row : row + (t if low is None else k)].tolist()
-        for rank, expert in enumerate(wanted):
-            tier = 0 if rank < t or low is None else low
-            if resident[base + expert] > tier:
+        resident, t = view.resident[layer], critical[layer]
+        tier = 0
+        for rank, expert in enumerate(event.ahead_ids[ahead].tolist()):
+            if rank == t:
+                if low is None:
+                    break
+                tier = low
+            if resident[expert] > tier:
                 out.prefetch(layer, expert, tier)
 
 
@@ -37,7 +37,7 @@ def by_frequency(event: RouteEvent, view: StoreView, out: DecisionBuffer, most: 
     """Prefill, eq. 7: asks for the experts of the next layer that most tokens are predicted
     to select, c_e = sum over tokens of [e in top-k], at most most[layer] of them."""
     layer = event.layer + 1
-    counts = np.bincount(event.ahead_ids_array[0].ravel(), minlength=view.n_expert)
+    counts = np.bincount(event.ahead_ids_array[0].ravel(), minlength=len(view.resident[layer]))
     counts[view.resident_array[layer] == 0] = 0
     for expert in np.argsort(-counts, kind="stable")[: most[layer]].tolist():
         if counts[expert] == 0:

@@ -37,10 +37,9 @@ struct hook_layer {
 };
 
 struct hook_model {
-    moe_edge_store *           store;
-    const llama_hparams *      hparams;
-    std::vector<hook_layer>    layers;  // [n_layers] of the store
-    std::vector<ggml_tensor *> bound;   // tensors whose extra points into the store
+    moe_edge_store *        store;
+    const llama_hparams *   hparams;
+    std::vector<hook_layer> layers;  // [n_layers] of the store
 };
 
 // Written by attach and free, read while graphs are built: never at the same time.
@@ -200,9 +199,6 @@ ggml_tensor * output_ids(const llm_graph_context & graph) {
 
 void detach(const moe_edge_store * store) {
     const auto it = registry.models.find(store);
-    for (ggml_tensor * tensor : it->second->bound) {
-        tensor->extra = nullptr;
-    }
     for (auto & layer : it->second->layers) {
         registry.by_router.erase(layer.router);
     }
@@ -247,6 +243,23 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor *
 
 // ---- C interface
 
+int moe_edge_store_bind(moe_edge_store * store, int32_t layer, int32_t kind, void * operand, char * err, size_t err_size) {
+    auto * tensor = static_cast<ggml_tensor *>(operand);
+    if (!moe_edge_is_placeholder(tensor)) {
+        return refuse(err, err_size, "%s was not loaded into the buffer type of moe_edge_buffer_type()%s", tensor->name);
+    }
+    for (int32_t t = 0; t < store->n_tiers; t++) {
+        const auto & s = store->slices[layer][kind][t];
+        const auto type = static_cast<ggml_type>(s.type);
+        if (tensor->ne[2] != store->n_expert || tensor->ne[3] != 1 || tensor->ne[0] % ggml_blck_size(type) != 0 ||
+            s.expert_bytes != ggml_row_size(type, tensor->ne[0]) * tensor->ne[1]) {
+            return refuse(err, err_size, "%s: its shape does not fit the expert file's tier of type %s", tensor->name, ggml_type_name(type));
+        }
+    }
+    tensor->extra = &store->matrices[layer][kind];
+    return 0;
+}
+
 int moe_edge_store_attach(moe_edge_store * store, void * llama, char * err, size_t err_size) {
     auto & model = *static_cast<llama_model *>(llama);
     const std::string arch = model.arch_name();
@@ -268,6 +281,7 @@ int moe_edge_store_attach(moe_edge_store * store, void * llama, char * err, size
     for (const auto & [name, tensor] : model.tensors_by_name) {
         placeholders += moe_edge_is_placeholder(tensor);
     }
+    size_t bound = 0;
     for (int32_t l = 0; l < store->n_layers; l++) {
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
             if (store->slices[l][k][0].expert_bytes == 0) {
@@ -275,23 +289,16 @@ int moe_edge_store_attach(moe_edge_store * store, void * llama, char * err, size
             }
             const std::string name = "blk." + std::to_string(store->il[l]) + ".ffn_" + TENSOR_KINDS[k] + "_exps.weight";
             auto * tensor = const_cast<ggml_tensor *>(model.get_tensor(name.c_str()));
-            if (!tensor || !moe_edge_is_placeholder(tensor)) {
-                return refuse(err, err_size, "%s was not loaded into the buffer type of moe_edge_buffer_type()%s", name.c_str());
+            if (!tensor) {
+                return refuse(err, err_size, "the model has no tensor %s%s", name.c_str());
             }
-            for (int32_t t = 0; t < store->n_tiers; t++) {
-                const auto & s = store->slices[l][k][t];
-                if (tensor->ne[2] != store->n_expert || tensor->ne[3] != 1 ||
-                    tensor->ne[0] % ggml_blck_size((ggml_type) s.type) != 0 ||
-                    s.expert_bytes != ggml_row_size((ggml_type) s.type, tensor->ne[0]) * tensor->ne[1]) {
-                    return refuse(err, err_size, "%s: its shape does not fit the expert file's tier of type %s", name.c_str(),
-                        ggml_type_name((ggml_type) s.type));
-                }
+            if (moe_edge_store_bind(store, l, k, tensor, err, err_size) != 0) {
+                return -1;
             }
-            hook->bound.push_back(tensor);
-            tensor->extra = &store->matrices[l][k];
+            bound++;
         }
     }
-    if (hook->bound.size() != placeholders) {
+    if (bound != placeholders) {
         return refuse(err, err_size, "the model has expert tensors that the expert file does not list%s%s", "");
     }
     for (auto & layer : hook->layers) {

@@ -243,13 +243,19 @@ void moe_edge_store::list_remove(moe_edge_pool & pool, int32_t slot) {
     s.listed = false;
 }
 
-void moe_edge_store::list_push_newest(moe_edge_pool & pool, int32_t slot) {
+// Reads complete in any order; the list is in the order of the requests, so that what is
+// evicted does not depend on the disk's timing.
+void moe_edge_store::list_insert(moe_edge_pool & pool, int32_t slot) {
     auto & s = pool.slots[slot];
-    s.newer  = -1;
-    s.older  = pool.newest;
+    s.newer = -1;
+    s.older = pool.newest;
+    while (s.older >= 0 && pool.slots[s.older].used_at > s.used_at) {
+        s.newer = s.older;
+        s.older = pool.slots[s.older].older;
+    }
     s.listed = true;
-    (pool.newest >= 0 ? pool.slots[pool.newest].newer : pool.oldest) = slot;
-    pool.newest = slot;
+    (s.older >= 0 ? pool.slots[s.older].newer : pool.oldest) = slot;
+    (s.newer >= 0 ? pool.slots[s.newer].older : pool.newest) = slot;
 }
 
 void moe_edge_store::touch(int32_t cell) {
@@ -257,7 +263,8 @@ void moe_edge_store::touch(int32_t cell) {
     if (c.tier != NO_TIER) {
         auto & pool = pool_of(cell, c.tier);
         list_remove(pool, c.slot);
-        list_push_newest(pool, c.slot);
+        pool.slots[c.slot].used_at = ++clock;
+        list_insert(pool, c.slot);
     }
 }
 
@@ -349,7 +356,8 @@ bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead) {
     if (slot < 0) {
         return false;
     }
-    pool.slots[slot].cell = cell;
+    pool.slots[slot].cell    = cell;
+    pool.slots[slot].used_at = ++clock;
     auto & c = cells[cell];
     c.loading      = tier;
     c.loading_slot = slot;
@@ -400,7 +408,7 @@ void moe_edge_store::publish(int32_t cell) {
     c.loading      = NO_TIER;
     c.loading_slot = -1;
     pool.slots[c.slot].prefetched = c.ahead && !c.pinned();
-    list_push_newest(pool, c.slot);
+    list_insert(pool, c.slot);
     matrices[layer_of(cell)][kind_of(cell)].table[expert_of(cell)] =
         { pool.memory + c.slot * pool.slot_bytes + offset % MOE_EDGE_BLOCK, s.type };
     update_resident(cell);

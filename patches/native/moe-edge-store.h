@@ -34,6 +34,7 @@ struct moe_edge_slot {
     int32_t  cell       = -1;     // index of the cell that owns it, -1: free
     int32_t  newer      = -1;     // LRU list of complete slots
     int32_t  older      = -1;
+    uint64_t used_at    = 0;      // when its bytes were last asked for; orders the LRU list
     bool     listed     = false;
     bool     prefetched = false;  // read ahead and not used yet
 };
@@ -168,7 +169,7 @@ struct moe_edge_store {
     void    drop_tier(int32_t cell);
     void    evict(int32_t cell);
     void    list_remove(moe_edge_pool & pool, int32_t slot);
-    void    list_push_newest(moe_edge_pool & pool, int32_t slot);
+    void    list_insert(moe_edge_pool & pool, int32_t slot);
     void    touch(int32_t cell);
     void    update_resident(int32_t cell);
     void    fail_locked(const std::string & sentence);
@@ -191,6 +192,7 @@ struct moe_edge_store {
     moe_edge_stats          stats = {};
     int32_t                 phase = MOE_EDGE_PREFILL;
     int32_t                 ahead_seq = 0;
+    uint64_t                clock = 0;  // counts requests
     std::vector<uint8_t>    seen;  // [n_expert] scratch of route()
     std::vector<int32_t>    routed;
     std::vector<uint8_t>    routed_tiers;

@@ -182,6 +182,11 @@ MOE_EDGE_API void * moe_edge_buffer_type(void);
 MOE_EDGE_API int moe_edge_store_attach(
         struct moe_edge_store * store, void * model, char * err, size_t err_size);
 
+// The same for one tensor, without a llama_model: tensor is a struct ggml_tensor * in
+// moe_edge_buffer_type(), an operand of ggml_mul_mat_id. It must not outlive the store.
+MOE_EDGE_API int moe_edge_store_bind(struct moe_edge_store * store, int32_t layer, int32_t kind,
+        void * tensor, char * err, size_t err_size);
+
 // Event and decision live as long as the store.
 MOE_EDGE_API const struct moe_edge_event * moe_edge_store_event(struct moe_edge_store * store);
 MOE_EDGE_API struct moe_edge_decision *    moe_edge_store_decision(struct moe_edge_store * store);

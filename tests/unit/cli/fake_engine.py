@@ -6,6 +6,7 @@ answers depends on the prompt; the rest of it keeps the promises of orchestrator
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import types
@@ -42,6 +43,14 @@ STATS = GenerationStats(
 )
 
 
+def mark(event: str) -> None:
+    """Tells a test that waits for it, through a file, what has begun."""
+    path = os.environ.get("FAKE_ENGINE_LOG")
+    if path:
+        with open(path, "a") as file:
+            file.write(event + "\n")
+
+
 class FakeEngine:
     """Answers "hello", "loud", "long", "fail", "silence", "slow" and echoes all else."""
 
@@ -67,6 +76,7 @@ class FakeEngine:
 
     @classmethod
     def open(cls, config, progress=None):
+        mark("open")
         if config.model.name == "missing.gguf":
             raise GGUFError(f"{config.model}: no such file")
         for step in range(5):
@@ -120,6 +130,7 @@ class FakeEngine:
         elif prompt == "silence":
             return
         elif prompt == "long":
+            mark("long")
             for number in range(500):
                 time.sleep(0.02)
                 yield f"{number} "

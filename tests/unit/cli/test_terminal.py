@@ -305,3 +305,11 @@ def test_one_shot_on_a_terminal_shows_the_statistics(tmp_path):
         assert terminal.finish() == 0
         plain = ESCAPES.sub("", terminal.raw)
         assert plain.startswith("Hi there!\r\nTTFT 12 ms · ")
+
+
+def test_json_on_a_terminal_is_escaped(tmp_path):
+    with Terminal("-m", "x.gguf", "-p", "loud", "--json", home=tmp_path) as terminal:
+        assert terminal.finish() == 0
+        assert json.loads(terminal.raw)["text"] == fake_engine.HOSTILE
+        assert "\x9b" not in terminal.raw
+        assert "\x1b" not in terminal.raw

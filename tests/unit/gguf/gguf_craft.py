@@ -22,14 +22,24 @@ def kv(key, value, kind=None, element=None):
 def tensor(name, shape=(32,), ggml_type=0, offset=0, n_dims=None):
     n_dims = len(shape) if n_dims is None else n_dims
     shape_bytes = struct.pack(f"<{len(shape)}Q", *shape)
-    return text(name) + struct.pack("<I", n_dims) + shape_bytes + struct.pack("<IQ", ggml_type, offset)
+    return (
+        text(name) + struct.pack("<I", n_dims) + shape_bytes + struct.pack("<IQ", ggml_type, offset)
+    )
 
 
 ARCH = kv("general.architecture", "qwen3moe")
 
 
 def craft(
-    kvs=(ARCH,), tensors=(), data=b"", *, n_kv=None, n_tensors=None, magic=b"GGUF", version=3, align=32
+    kvs=(ARCH,),
+    tensors=(),
+    data=b"",
+    *,
+    n_kv=None,
+    n_tensors=None,
+    magic=b"GGUF",
+    version=3,
+    align=32,
 ):
     """A GGUF from encoded entries; counts, magic and version can be made wrong."""
     n_kv = len(kvs) if n_kv is None else n_kv

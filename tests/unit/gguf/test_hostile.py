@@ -53,7 +53,11 @@ HEADERS = {
     "header-cut": (craft()[:20], errors.TruncatedError, "header"),
     "tensor-count": (craft(n_tensors=HUGE), errors.CountError, f"{HUGE} tensors"),
     "kv-count": (craft(n_kv=HUGE), errors.CountError, f"{HUGE} metadata entries"),
-    "kv-count-plausible": (craft(n_kv=3, tensors=[b"\0" * 64]), errors.GGUFError, "offset"),
+    "kv-count-plausible": (
+        craft(n_kv=3, tensors=[b"\0" * 64]),
+        errors.TextError,
+        "metadata entry 1: empty key (at offset 72)",
+    ),
     "kv-cut": (craft()[:32], errors.CountError, "1 metadata entries cannot fit in the 8 bytes"),
     "key-length": (
         craft([struct.pack("<Q", 100) + b"k" * 20], align=1),
@@ -105,9 +109,9 @@ HEADERS = {
     ),
     "array-type": (craft([text("k") + array(77, 0)]), errors.MetadataError, "type 77"),
     "array-cut": (
-        craft([text("k") + array(ValueType.STRING, 2) + text("a") + b"\1"], align=1),
-        errors.GGUFError,
-        "key k",
+        craft([text("k") + array(ValueType.STRING, 2) + text("a") + b"\5" + b"\0" * 9], align=1),
+        errors.CountError,
+        "key k: a string of 5 bytes cannot fit in the 2",
     ),
     "array-bool": (
         craft([text("k") + array(ValueType.BOOL, 3) + b"\0\1\7"]),
@@ -138,14 +142,14 @@ HEADERS = {
         "tensor a",
     ),
     "tensor-list-cut": (
-        craft(tensors=[GOOD_TENSOR, GOOD_TENSOR])[:-20],
-        errors.GGUFError,
-        "tensor",
+        craft(tensors=[tensor("n" * 60), GOOD_TENSOR], align=1)[:-9],
+        errors.TruncatedError,
+        "tensor a: the file ends here: 4 bytes needed, 3 left",
     ),
     "tensor-list-short": (
         craft(tensors=[GOOD_TENSOR + b"\0" * 40], n_tensors=2),
-        errors.GGUFError,
-        "tensor 1",
+        errors.TextError,
+        "tensor 1: empty tensor name",
     ),
     "name-empty": (craft(tensors=[tensor("")]), errors.TextError, "empty tensor name"),
     "name-long": (craft(tensors=[tensor("n" * 64)]), errors.TextError, "64 bytes"),
@@ -160,7 +164,11 @@ HEADERS = {
         errors.DuplicateError,
         "tensor a",
     ),
-    "dims-0": (craft(tensors=[tensor("a", (), n_dims=0) + b"\0" * 8]), errors.TensorShapeError, "0 dim"),
+    "dims-0": (
+        craft(tensors=[tensor("a", (), n_dims=0) + b"\0" * 8]),
+        errors.TensorShapeError,
+        "0 dim",
+    ),
     "dims-5": (
         craft(tensors=[tensor("a", (1, 1, 1, 1, 1))]),
         errors.TensorShapeError,
@@ -352,7 +360,7 @@ MODELS = {
         DOWN_1,
     ),
     "gate-up-and-gate": (
-        model_tensors(fused=True) + [(expert_tensor_name(1, GATE), (64, 32, 4), GGMLType.F16)],
+        [*model_tensors(fused=True), (expert_tensor_name(1, GATE), (64, 32, 4), GGMLType.F16)],
         model_metadata(),
         errors.MissingTensorError,
         "unexpected matrices",

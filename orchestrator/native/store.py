@@ -1,8 +1,4 @@
-"""The native store of patches/native/moe-edge.h, seen from Python.
-
-The only ctypes for our own C API: mirrors of its structs, and Store, which owns one
-store, its views and its route callback.
-"""
+"""The native store, seen from Python: one Store owns its memory views and route callback."""
 
 from __future__ import annotations
 
@@ -27,203 +23,25 @@ from orchestrator.events import (
     StoreView,
     percentile,
 )
+from orchestrator.native.abi import (
+    ABI_VERSION,
+    DIRECT_IO,
+    FUNCTIONS,
+    PROGRESS_CB,
+    ROUTE_CB,
+    STRUCT_BYTES,
+    CConfig,
+    CEvent,
+    CGroup,
+    CLayer,
+    CPrefetch,
+    CStats,
+)
 
-ABI_VERSION = 1
-MAX_TIERS = 4
-MAX_AHEAD = 4
-N_KINDS = 4
-DIRECT_IO = 1
 _ERROR_BYTES = 512
 _RING = 4096
 
 RouteCallback = Callable[[RouteEvent], None]
-
-
-class CSlices(ctypes.Structure):
-    _fields_ = [
-        ("offset", ctypes.c_uint64),
-        ("expert_bytes", ctypes.c_uint64),
-        ("file", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
-
-
-class CGroup(ctypes.Structure):
-    _fields_ = [
-        ("slot_bytes", ctypes.c_uint64),
-        ("n_slots", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
-
-
-class CLayer(ctypes.Structure):
-    _fields_ = [
-        ("il", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("slices", (CSlices * MAX_TIERS) * N_KINDS),
-    ]
-
-
-class CConfig(ctypes.Structure):
-    _fields_ = [
-        ("files", ctypes.POINTER(ctypes.c_char_p)),
-        ("layers", ctypes.POINTER(CLayer)),
-        ("groups", ctypes.POINTER(CGroup)),
-        ("budget_bytes", ctypes.c_uint64),
-        ("n_files", ctypes.c_int32),
-        ("n_layers", ctypes.c_int32),
-        ("n_groups", ctypes.c_int32),
-        ("n_tiers", ctypes.c_int32),
-        ("n_expert", ctypes.c_int32),
-        ("n_expert_used", ctypes.c_int32),
-        ("max_tokens", ctypes.c_int32),
-        ("n_ahead", ctypes.c_int32),
-        ("n_io_threads", ctypes.c_int32),
-        ("flags", ctypes.c_int32),
-        ("reserved", ctypes.c_int32 * 2),
-    ]
-
-
-class CEvent(ctypes.Structure):
-    _fields_ = [
-        ("layer", ctypes.c_int32),
-        ("phase", ctypes.c_int32),
-        ("n_tokens", ctypes.c_int32),
-        ("n_ahead", ctypes.c_int32),
-        ("step", ctypes.c_int64),
-        ("ids", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("tokens", ctypes.c_void_p),
-        ("ahead_ids", ctypes.c_void_p),
-        ("ahead", ctypes.c_void_p),
-        ("resident", ctypes.c_void_p),
-    ]
-
-
-class CPrefetch(ctypes.Structure):
-    _fields_ = [
-        ("layer", ctypes.c_int16),
-        ("expert", ctypes.c_int16),
-        ("tier", ctypes.c_uint8),
-        ("kinds", ctypes.c_uint8),
-        ("reserved", ctypes.c_int16),
-    ]
-
-
-class CDecision(ctypes.Structure):
-    _fields_ = [
-        ("tier", ctypes.c_void_p),
-        ("prefetch", ctypes.c_void_p),
-        ("n_prefetch", ctypes.c_int32),
-        ("renormalize", ctypes.c_int32),
-    ]
-
-
-class CStats(ctypes.Structure):
-    _fields_ = [
-        ("requests", ctypes.c_uint64 * 2),
-        ("hits", ctypes.c_uint64 * 2),
-        ("demand_bytes", ctypes.c_uint64 * 2),
-        ("prefetch_bytes", ctypes.c_uint64 * 2),
-        ("wait_us", ctypes.c_uint64 * 2),
-        ("callback_us", ctypes.c_uint64 * 2),
-        ("callbacks", ctypes.c_uint64 * 2),
-        ("routed", (ctypes.c_uint64 * (MAX_TIERS + 1)) * 2),
-        ("computed", (ctypes.c_uint64 * MAX_TIERS) * 2),
-        ("waves", ctypes.c_uint64),
-        ("promotions", ctypes.c_uint64),
-        ("evictions", ctypes.c_uint64),
-        ("prefetch_used", ctypes.c_uint64),
-        ("prefetch_wasted", ctypes.c_uint64),
-        ("prefetch_cancelled", ctypes.c_uint64),
-        ("slot_bytes_in_use", ctypes.c_uint64),
-        ("slot_bytes_peak", ctypes.c_uint64),
-        ("budget_bytes", ctypes.c_uint64),
-        ("read_us", ctypes.c_uint64),
-        ("direct_io", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
-
-
-# What the header's structs measure on a 64-bit machine. The library is built from the
-# same header and checked by its ABI version; these catch a mirror that went astray.
-STRUCT_BYTES = {
-    CSlices: 32,
-    CGroup: 16,
-    CLayer: 8 + N_KINDS * MAX_TIERS * 32,
-    CConfig: 80,
-    CEvent: 72,
-    CPrefetch: 8,
-    CDecision: 24,
-    CStats: 344,
-}
-
-_ROUTE_CB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-_PROGRESS_CB = ctypes.CFUNCTYPE(None, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
-_VISIT_CB = ctypes.CFUNCTYPE(
-    None,
-    ctypes.c_int32,
-    ctypes.c_int32,
-    ctypes.c_int32,
-    ctypes.c_void_p,
-    ctypes.c_uint64,
-    ctypes.c_void_p,
-)
-
-_STORE = ctypes.c_void_p
-_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "moe_edge_abi_version": (ctypes.c_int32, []),
-    "moe_edge_slot_bytes": (ctypes.c_uint64, [ctypes.c_uint64, ctypes.c_uint64]),
-    "moe_edge_store_create": (
-        _STORE,
-        [ctypes.POINTER(CConfig), ctypes.c_char_p, ctypes.c_size_t],
-    ),
-    "moe_edge_store_free": (None, [_STORE]),
-    "moe_edge_buffer_type": (ctypes.c_void_p, []),
-    "moe_edge_store_attach": (
-        ctypes.c_int,
-        [_STORE, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t],
-    ),
-    "moe_edge_store_event": (ctypes.POINTER(CEvent), [_STORE]),
-    "moe_edge_store_decision": (ctypes.POINTER(CDecision), [_STORE]),
-    "moe_edge_set_callback": (None, [_STORE, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]),
-    "moe_edge_begin_step": (None, [_STORE, ctypes.c_int32]),
-    "moe_edge_error": (ctypes.c_char_p, [_STORE]),
-    "moe_edge_abort": (ctypes.c_bool, [ctypes.c_void_p]),
-    "moe_edge_cancel": (None, [_STORE, ctypes.c_int32]),
-    "moe_edge_get_stats": (None, [_STORE, ctypes.POINTER(CStats)]),
-    "moe_edge_reset_stats": (None, [_STORE]),
-    "moe_edge_warm": (
-        ctypes.c_int32,
-        [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32, _PROGRESS_CB, ctypes.c_void_p],
-    ),
-    "moe_edge_check": (ctypes.c_int, [_STORE, ctypes.c_char_p, ctypes.c_size_t]),
-    "moe_edge_apply": (
-        ctypes.c_int,
-        [
-            _STORE,
-            ctypes.c_int32,
-            ctypes.POINTER(ctypes.c_int32),
-            ctypes.POINTER(ctypes.c_uint8),
-            ctypes.c_int32,
-        ],
-    ),
-    "moe_edge_prefetch": (None, [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32]),
-    "moe_edge_use": (
-        ctypes.c_int,
-        [
-            _STORE,
-            ctypes.c_int32,
-            ctypes.c_int32,
-            ctypes.POINTER(ctypes.c_int32),
-            ctypes.c_int32,
-            _VISIT_CB,
-            ctypes.c_void_p,
-        ],
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +91,7 @@ class Library:
                     f"{struct.__name__} measures {ctypes.sizeof(struct)} bytes, not {size}"
                 )
         self.lib = lib
-        for name, (restype, argtypes) in _FUNCTIONS.items():
+        for name, (restype, argtypes) in FUNCTIONS.items():
             function = self._find(name)
             function.restype = restype
             function.argtypes = argtypes
@@ -319,7 +137,7 @@ class Store:
         event = library.store_event(handle).contents
         decision = library.store_decision(handle).contents
         self.event, self.view = _event_views(event, spec)
-        self._event_header = _ints(event)
+        self._event_header = _ints(event)[:5]
         tier = _array(decision.tier, ctypes.c_uint8, (spec.n_expert,))
         prefetch = _array(decision.prefetch, ctypes.c_int64, (MAX_PREFETCH,))
         self.decision = DecisionBuffer(tier, prefetch)
@@ -360,19 +178,17 @@ class Store:
     def set_route(self, route: RouteCallback | None, default_tier: int = 0) -> None:
         """Calls route for every MoE layer; None asks for default_tier without Python."""
         self._route = route
-        self._trampoline = _ROUTE_CB(self._on_route) if route is not None else None
+        self._trampoline = ROUTE_CB(self._on_route) if route is not None else None
         address = ctypes.cast(self._trampoline, ctypes.c_void_p) if route is not None else None
         self.library.set_callback(self.handle, address, None, default_tier)
 
     def _on_route(self, _user: int | None) -> int:
         start_ns = perf_counter_ns()
         try:
-            event, header = self.event, self._event_header
-            event.layer = header[0]
-            event.phase = header[1]
-            event.n_tokens = header[2]
-            event.n_ahead = header[3]
-            event.step = header[4]
+            event = self.event
+            event.layer, event.phase, event.n_tokens, event.n_ahead, event.step = (
+                self._event_header.tolist()
+            )
             decision = self.decision
             decision.n_prefetch = 0
             decision.renormalize = False
@@ -380,7 +196,7 @@ class Store:
             if route is not None:
                 route(event)
             return 0
-        except BaseException as error:  # noqa: BLE001 - nothing may unwind through C; check_step raises it
+        except BaseException as error:  # noqa: BLE001 - nothing may unwind through C
             self._error = error
             return 1
         finally:
@@ -455,7 +271,7 @@ class Store:
                 raised.append(error)
                 self.cancel(True)
 
-        loaded = self.library.warm(self.handle, items, len(wanted), _PROGRESS_CB(report), None)
+        loaded = self.library.warm(self.handle, items, len(wanted), PROGRESS_CB(report), None)
         if raised:
             self.cancel(False)
             raise raised[0]

@@ -1,0 +1,202 @@
+"""A mirror of patches/native/moe-edge.h: structs, callbacks and functions.
+
+The names are the header's, where every field is explained.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+ABI_VERSION = 1
+MAX_TIERS = 4
+MAX_AHEAD = 4
+N_KINDS = 4
+DIRECT_IO = 1
+
+
+class CSlices(ctypes.Structure):
+    _fields_ = [
+        ("offset", ctypes.c_uint64),
+        ("expert_bytes", ctypes.c_uint64),
+        ("file", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class CGroup(ctypes.Structure):
+    _fields_ = [
+        ("slot_bytes", ctypes.c_uint64),
+        ("n_slots", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class CLayer(ctypes.Structure):
+    _fields_ = [
+        ("il", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("slices", (CSlices * MAX_TIERS) * N_KINDS),
+    ]
+
+
+class CConfig(ctypes.Structure):
+    _fields_ = [
+        ("files", ctypes.POINTER(ctypes.c_char_p)),
+        ("layers", ctypes.POINTER(CLayer)),
+        ("groups", ctypes.POINTER(CGroup)),
+        ("budget_bytes", ctypes.c_uint64),
+        ("n_files", ctypes.c_int32),
+        ("n_layers", ctypes.c_int32),
+        ("n_groups", ctypes.c_int32),
+        ("n_tiers", ctypes.c_int32),
+        ("n_expert", ctypes.c_int32),
+        ("n_expert_used", ctypes.c_int32),
+        ("max_tokens", ctypes.c_int32),
+        ("n_ahead", ctypes.c_int32),
+        ("n_io_threads", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("reserved", ctypes.c_int32 * 2),
+    ]
+
+
+class CEvent(ctypes.Structure):
+    _fields_ = [
+        ("layer", ctypes.c_int32),
+        ("phase", ctypes.c_int32),
+        ("n_tokens", ctypes.c_int32),
+        ("n_ahead", ctypes.c_int32),
+        ("step", ctypes.c_int64),
+        ("ids", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("ahead_ids", ctypes.c_void_p),
+        ("ahead", ctypes.c_void_p),
+        ("resident", ctypes.c_void_p),
+    ]
+
+
+class CPrefetch(ctypes.Structure):
+    _fields_ = [
+        ("layer", ctypes.c_int16),
+        ("expert", ctypes.c_int16),
+        ("tier", ctypes.c_uint8),
+        ("kinds", ctypes.c_uint8),
+        ("reserved", ctypes.c_int16),
+    ]
+
+
+class CDecision(ctypes.Structure):
+    _fields_ = [
+        ("tier", ctypes.c_void_p),
+        ("prefetch", ctypes.c_void_p),
+        ("n_prefetch", ctypes.c_int32),
+        ("renormalize", ctypes.c_int32),
+    ]
+
+
+class CStats(ctypes.Structure):
+    _fields_ = [
+        ("requests", ctypes.c_uint64 * 2),
+        ("hits", ctypes.c_uint64 * 2),
+        ("demand_bytes", ctypes.c_uint64 * 2),
+        ("prefetch_bytes", ctypes.c_uint64 * 2),
+        ("wait_us", ctypes.c_uint64 * 2),
+        ("callback_us", ctypes.c_uint64 * 2),
+        ("callbacks", ctypes.c_uint64 * 2),
+        ("routed", (ctypes.c_uint64 * (MAX_TIERS + 1)) * 2),
+        ("computed", (ctypes.c_uint64 * MAX_TIERS) * 2),
+        ("waves", ctypes.c_uint64),
+        ("promotions", ctypes.c_uint64),
+        ("evictions", ctypes.c_uint64),
+        ("prefetch_used", ctypes.c_uint64),
+        ("prefetch_wasted", ctypes.c_uint64),
+        ("prefetch_cancelled", ctypes.c_uint64),
+        ("slot_bytes_in_use", ctypes.c_uint64),
+        ("slot_bytes_peak", ctypes.c_uint64),
+        ("budget_bytes", ctypes.c_uint64),
+        ("read_us", ctypes.c_uint64),
+        ("direct_io", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+# What the header's structs measure on a 64-bit machine. The library is built from the
+# same header and checked by its ABI version; these catch a mirror that went astray.
+STRUCT_BYTES = {
+    CSlices: 32,
+    CGroup: 16,
+    CLayer: 8 + N_KINDS * MAX_TIERS * 32,
+    CConfig: 80,
+    CEvent: 72,
+    CPrefetch: 8,
+    CDecision: 24,
+    CStats: 344,
+}
+
+ROUTE_CB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+PROGRESS_CB = ctypes.CFUNCTYPE(None, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
+VISIT_CB = ctypes.CFUNCTYPE(
+    None,
+    ctypes.c_int32,
+    ctypes.c_int32,
+    ctypes.c_int32,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+)
+
+_STORE = ctypes.c_void_p
+FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "moe_edge_abi_version": (ctypes.c_int32, []),
+    "moe_edge_slot_bytes": (ctypes.c_uint64, [ctypes.c_uint64, ctypes.c_uint64]),
+    "moe_edge_store_create": (
+        _STORE,
+        [ctypes.POINTER(CConfig), ctypes.c_char_p, ctypes.c_size_t],
+    ),
+    "moe_edge_store_free": (None, [_STORE]),
+    "moe_edge_buffer_type": (ctypes.c_void_p, []),
+    "moe_edge_store_attach": (
+        ctypes.c_int,
+        [_STORE, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t],
+    ),
+    "moe_edge_store_event": (ctypes.POINTER(CEvent), [_STORE]),
+    "moe_edge_store_decision": (ctypes.POINTER(CDecision), [_STORE]),
+    "moe_edge_set_callback": (None, [_STORE, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]),
+    "moe_edge_begin_step": (None, [_STORE, ctypes.c_int32]),
+    "moe_edge_error": (ctypes.c_char_p, [_STORE]),
+    "moe_edge_abort": (ctypes.c_bool, [ctypes.c_void_p]),
+    "moe_edge_cancel": (None, [_STORE, ctypes.c_int32]),
+    "moe_edge_get_stats": (None, [_STORE, ctypes.POINTER(CStats)]),
+    "moe_edge_reset_stats": (None, [_STORE]),
+    "moe_edge_warm": (
+        ctypes.c_int32,
+        [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32, PROGRESS_CB, ctypes.c_void_p],
+    ),
+    "moe_edge_check": (ctypes.c_int, [_STORE, ctypes.c_char_p, ctypes.c_size_t]),
+    "moe_edge_apply": (
+        ctypes.c_int,
+        [
+            _STORE,
+            ctypes.c_int32,
+            ctypes.POINTER(ctypes.c_int32),
+            ctypes.POINTER(ctypes.c_uint8),
+            ctypes.c_int32,
+        ],
+    ),
+    "moe_edge_prefetch": (None, [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32]),
+    "moe_edge_use": (
+        ctypes.c_int,
+        [
+            _STORE,
+            ctypes.c_int32,
+            ctypes.c_int32,
+            ctypes.POINTER(ctypes.c_int32),
+            ctypes.c_int32,
+            VISIT_CB,
+            ctypes.c_void_p,
+        ],
+    ),
+}

@@ -1,0 +1,280 @@
+"""The build tool on a toy upstream: never stale, never poisoned, clear about what is missing.
+
+The toy has the shape of the real source distribution and takes seconds: one library of three
+sources, one of them ours. The tool runs as a user runs it, from a copy of this folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from patches.upstream import PATCHES
+
+CMAKE = """
+cmake_minimum_required(VERSION 3.14)
+project(llama CXX)
+set(CMAKE_LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
+# Slow enough to be killed while it compiles.
+add_custom_command(OUTPUT slow.cpp COMMAND sleep 0.7
+    COMMAND ${CMAKE_COMMAND} -E touch slow.cpp)
+add_library(llama src/one.cpp src/two.cpp slow.cpp moe-edge/ours.cpp)
+"""
+SOURCES = {
+    "vendor/llama.cpp/CMakeLists.txt": CMAKE,
+    "vendor/llama.cpp/LICENSE": "MIT\n",
+    "vendor/llama.cpp/src/one.cpp": 'extern "C" int one() {\n    return 1;\n}\n',
+    "vendor/llama.cpp/src/two.cpp": 'extern "C" int two() {\n    return 2;\n}\n',
+    "llama_cpp/__init__.py": '__version__ = "1.0"\n',
+    "PKG-INFO": "Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n",
+    "LICENSE.md": "MIT\n",
+}
+OURS = """
+extern "C" int moe_edge_abi_version() { return 7; }
+extern "C" int ours() { return 3; }
+"""
+HEADER = """
+#define MOE_EDGE_ABI_VERSION 7
+MOE_EDGE_API int moe_edge_abi_version(void);
+"""
+PATCH = """From: A Name <a@example.org>
+Subject: one is eleven
+
+Reason: a test
+Forwarded: no
+Upstream-Base: toy-1.0
+Remove-When: never
+
+--- a/vendor/llama.cpp/src/one.cpp
++++ b/vendor/llama.cpp/src/one.cpp
+@@ -1,3 +1,3 @@
+ extern "C" int one() {
+-    return 1;
++    return 11;
+ }
+"""
+
+pytestmark = pytest.mark.skipif(
+    not all(map(shutil.which, ("cmake", "c++", "patch"))),
+    reason="cmake, a C++ compiler or patch is missing",
+)
+
+
+class Toy:
+    def __init__(self, root: Path):
+        self.root = root
+        self.patches = root / "patches"
+        self.cache = root / "cache"
+        (self.patches / "native").mkdir(parents=True)
+        for path in PATCHES.glob("*.py"):
+            shutil.copy(path, self.patches)
+        sdist = root / "toy-1.0.tar.gz"
+        with tarfile.open(sdist, "w:gz") as archive:
+            for name, text in SOURCES.items():
+                info = tarfile.TarInfo(f"toy-1.0/{name}")
+                info.size = len(text)
+                info.mtime = 1_600_000_000
+                archive.addfile(info, io.BytesIO(text.encode()))
+        self.sdist = sdist
+        digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
+        (self.patches / "UPSTREAM").write_text(
+            f"name = toy\nversion = 1.0\nsha256 = {digest}\nsource = vendor/llama.cpp\n"
+            "revision = 3\n"
+        )
+        (self.patches / "native" / "ours.cpp").write_text(OURS)
+        (self.patches / "native" / "moe-edge.h").write_text(HEADER)
+        (self.patches / "series").write_text("one.patch\n")
+        (self.patches / "one.patch").write_text(PATCH)
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(self.patches / "tool.py"), *(arguments or ("build",))]
+        command += ["--amx", "off", "--gpu", "off", "--sdist", str(self.sdist)]
+        clean = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "CMAKE_ARGS")}
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={
+                **clean,
+                "XDG_CACHE_HOME": str(self.cache),
+                "CCACHE_DISABLE": "1",
+                **environment,
+            },
+        )
+
+    def build(self, **environment: str) -> tuple[Path, str]:
+        """(wheel, what the tool said); fails the test when the build fails."""
+        process = self.start(**environment)
+        out, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        return Path(out.strip()), said
+
+    def answers(self, wheel: Path) -> dict[str, int]:
+        """What the library in a wheel returns, loaded under a name of its own."""
+        folder = self.root / f"load-{time.monotonic_ns()}"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract("llama_cpp/lib/libllama.so", folder)
+        library = ctypes.CDLL(str(folder / "llama_cpp/lib/libllama.so"))
+        return {name: getattr(library, name)() for name in ("one", "two", "ours")}
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Toy:
+    return Toy(tmp_path)
+
+
+def test_builds_once_then_finds_it(toy: Toy) -> None:
+    wheel, said = toy.build()
+    assert said.splitlines()[-1] == "built"
+    assert wheel.name.startswith("toy-1.0+moe.edge.3-py3-none-")
+    assert toy.answers(wheel) == {"one": 11, "two": 2, "ours": 3}
+    with zipfile.ZipFile(wheel) as archive:
+        assert b'"1.0+moe.edge.3"' in archive.read("llama_cpp/__init__.py")
+        assert b"Version: 1.0+moe.edge.3\n" in archive.read("toy-1.0+moe.edge.3.dist-info/METADATA")
+    assert toy.build() == (wheel, "up to date\n")
+
+
+def test_every_edit_reaches_the_wheel(toy: Toy) -> None:
+    first, _ = toy.build()
+    ours = toy.patches / "native" / "ours.cpp"
+    ours.write_text(OURS.replace("return 3", "return 33"))
+    second, _ = toy.build()
+    assert toy.answers(second) == {"one": 11, "two": 2, "ours": 33}
+    log = next(toy.cache.glob("moe-edge/build/*/moe-edge-build.log")).read_text()
+    assert "ours.cpp" in log and "two.cpp" not in log, "one edit compiles one source"
+    (toy.patches / "one.patch").write_text(PATCH.replace("return 11", "return 12"))
+    third, _ = toy.build()
+    assert toy.answers(third)["one"] == 12
+    (toy.patches / "series").write_text("")
+    (toy.patches / "one.patch").unlink()
+    fourth, _ = toy.build()
+    # Upstream's own bytes come back with upstream's old date, and are compiled all the same.
+    assert toy.answers(fourth)["one"] == 1
+    fifth, _ = toy.build(CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-DX=1")
+    assert len({first, second, third, fourth, fifth}) == 5
+
+
+def test_the_same_inputs_give_the_same_bytes(toy: Toy) -> None:
+    wheel, _ = toy.build()
+    before = wheel.read_bytes()
+    shutil.rmtree(wheel.parent)
+    assert toy.build()[0].read_bytes() == before
+
+
+def test_edits_in_the_cache_are_undone(toy: Toy) -> None:
+    wheel, _ = toy.build()
+    before = wheel.read_bytes()
+    tree = next(toy.cache.glob("moe-edge/source/toy-1.0-*"))
+    (tree / "vendor/llama.cpp/src/two.cpp").write_text('extern "C" int two() { return 9; }\n')
+    (tree / "vendor/llama.cpp/src/one.cpp").unlink()
+    (tree / "vendor/llama.cpp/moe-edge/stray.cpp").write_text("#error stray\n")
+    wheel.write_bytes(before[: len(before) // 2])
+    assert toy.build()[0].read_bytes() == before
+    assert not (tree / "vendor/llama.cpp/moe-edge/stray.cpp").exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"])
+@pytest.mark.parametrize("delay", [0.4, 0.9, 1.5])
+def test_an_interrupted_build_poisons_nothing(toy: Toy, how: signal.Signals, delay: float) -> None:
+    process = toy.start()
+    time.sleep(delay)
+    os.killpg(process.pid, how)
+    _, said = process.communicate(timeout=60)
+    if how == signal.SIGINT and process.returncode != 0 and said:
+        assert "Traceback" not in said
+    wheel, _ = toy.build()
+    assert toy.answers(wheel) == {"one": 11, "two": 2, "ours": 3}
+
+
+def test_half_written_objects_of_a_killed_run_are_not_linked(toy: Toy) -> None:
+    toy.build()
+    build = next(toy.cache.glob("moe-edge/build/*"))
+    (build / "moe-edge-running").write_text("")
+    time.sleep(0.05)
+    objects = list(build.rglob("two.cpp.o"))
+    assert objects
+    for path in [*objects, build / "bin" / "libllama.so"]:
+        path.write_bytes(path.read_bytes()[:100])
+    ours = toy.patches / "native" / "ours.cpp"
+    ours.write_text(OURS.replace("return 3", "return 4"))
+    assert toy.answers(toy.build()[0]) == {"one": 11, "two": 2, "ours": 4}
+
+
+def test_two_builds_at_once_share_one(toy: Toy) -> None:
+    processes = [toy.start(), toy.start()]
+    results = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], results
+    assert results[0][0] == results[1][0]
+    assert sorted(said.splitlines()[-1] for _, said in results) == ["built", "up to date"]
+
+
+def test_a_compile_error_is_shown_with_its_log(toy: Toy) -> None:
+    (toy.patches / "native" / "ours.cpp").write_text(OURS + "int broken( { }\n")
+    process = toy.start()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "compiling failed" in said and "broken" in said and "moe-edge-build.log" in said
+    (toy.patches / "native" / "ours.cpp").write_text(OURS)
+    assert toy.answers(toy.build()[0])["ours"] == 3
+
+
+def test_a_missing_symbol_is_never_packaged(toy: Toy) -> None:
+    header = toy.patches / "native" / "moe-edge.h"
+    header.write_text(HEADER + "MOE_EDGE_API int moe_edge_forgotten(void);\n")
+    process = toy.start()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and "lack moe_edge_forgotten" in said
+    assert not list(toy.cache.glob("moe-edge/wheels/*/*.whl"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "package"),
+    [
+        (("cc", "gcc", "clang"), "build-essential"),
+        (("c++", "g++", "clang++"), "build-essential"),
+        (("cmake",), "cmake"),
+        (("ninja", "make"), "build-essential"),
+        (("patch",), "patch"),
+    ],
+)
+def test_a_missing_tool_is_one_sentence(toy: Toy, missing: tuple[str, ...], package: str) -> None:
+    tools = toy.root / "bin"
+    tools.mkdir()
+    for name in ("cc", "c++", "gcc", "g++", "as", "ld", "cmake", "ninja", "make", "patch", "sh"):
+        found = shutil.which(name)
+        if found and name not in missing:
+            (tools / name).symlink_to(found)
+    process = toy.start(PATH=str(tools), CC="", CXX="")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert len(said.splitlines()) == 1 and f"`sudo apt install {package}`" in said
+
+
+def test_make_instead_of_ninja(toy: Toy) -> None:
+    if not shutil.which("make"):
+        pytest.skip("make is missing")
+    tools = toy.root / "bin"
+    tools.mkdir()
+    for folder in reversed(os.environ["PATH"].split(os.pathsep)):
+        for path in Path(folder).glob("*"):
+            link = tools / path.name
+            if path.name not in ("ninja", "ninja-build"):
+                link.unlink(missing_ok=True)
+                link.symlink_to(path)
+    wheel, said = toy.build(PATH=str(tools))
+    assert toy.answers(wheel)["one"] == 11
+    assert "%" in said

@@ -1,0 +1,95 @@
+"""The patched library, upstream's headers of the same source, and small models."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gguf_tools import synthetic
+from orchestrator.errors import NativeError
+from orchestrator.llama import Bindings
+from patches import tree
+from patches.upstream import PATCHES, cached_sdist, read_upstream
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def library_folder() -> Path:
+    """Folder of libllama.so and its companions, patched."""
+    try:
+        bindings = Bindings.load()
+        bindings.library()
+    except NativeError as error:
+        pytest.skip(str(error))
+    return Path(bindings.api._lib._name).parent
+
+
+@pytest.fixture(scope="session")
+def llama_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The patched llama.cpp source tree that `make build` keeps in the user cache."""
+    upstream = read_upstream()
+    sdist = cached_sdist(upstream)
+    if sdist is None:
+        pytest.skip("the pinned source is not in the cache: run `make build`")
+    return tree.sync_tree(sdist, upstream) / upstream.source
+
+
+@pytest.fixture(scope="session")
+def compile_native(
+    library_folder: Path, llama_source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """compile_native(name, sources, flags): a program against the patched library."""
+    folder = tmp_path_factory.mktemp("native")
+
+    def compile_program(
+        name: str, sources: list[Path], *flags: str, libraries: tuple[str, ...] | None = None
+    ) -> Path:
+        program = folder / name
+        compiler = os.environ.get("CC", "cc") if sources[0].suffix == ".c" else "c++"
+        if libraries is None:
+            libraries = ("llama", "ggml", "ggml-cpu", "ggml-base")
+        command = [
+            compiler,
+            *flags,
+            *("-Wall", "-Wextra", "-Werror", "-O1", "-g"),
+            *(f"-I{path}" for path in (PATCHES / "native", llama_source / "ggml/include")),
+            f"-I{llama_source / 'include'}",
+            *map(str, sources),
+            f"-L{library_folder}",
+            *(f"-l{each}" for each in libraries),
+            f"-Wl,-rpath,{library_folder}",
+            "-pthread",
+            "-o",
+            str(program),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return program
+
+    return compile_program
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_model(shape, tiers): a random-weight GGUF, written once a session."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def make(shape: str, *tiers: str) -> Path:
+        path = folder / f"{shape}-{'-'.join(tiers)}.gguf"
+        return path if path.exists() else synthetic.write(path, f"tiny-{shape}", tiers=tiers)
+
+    return make
+
+
+def run_program(program: Path, *arguments: object, timeout_s: float = 300) -> str:
+    """Its standard output. A failure shows what it said."""
+    done = subprocess.run(
+        [str(program), *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,0 +1,260 @@
+// GGML_OP_MUL_MAT_ID over managed experts, against two references:
+//   one tier:    upstream's own op on a plain tensor of the same bytes, bit for bit
+//   mixed tiers: a plain dot product of the dequantized weights of each expert's tier,
+//                within the error of the activations' 8-bit form; skipped experts give 0
+// over types, batch sizes, thread counts and slot counts small enough to force waves.
+//
+//   executor_test DIR
+
+#include "moe-edge.h"
+
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
+#include "ggml-cpu.h"
+#include "ggml.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr int64_t N_IN = 512, N_OUT = 192, EXPERTS = 8, USED = 3;
+
+[[noreturn]] void die(const std::string & sentence) {
+    fprintf(stderr, "executor_test: %s\n", sentence.c_str());
+    exit(1);
+}
+
+struct weights {
+    std::vector<ggml_type> types;                 // by tier
+    std::vector<std::vector<uint8_t>> bytes;      // by tier, all experts
+    std::vector<std::vector<float>> dequantized;  // by tier
+    std::string path;
+
+    weights(const std::string & dir, const std::vector<ggml_type> & types, std::mt19937 & random) : types(types), path(dir + "/experts.bin") {
+        std::normal_distribution<float> normal(0.0f, 0.05f);
+        std::vector<float> full(N_IN * N_OUT * EXPERTS);
+        for (float & w : full) {
+            w = normal(random);
+        }
+        FILE * f = fopen(path.c_str(), "wb");
+        for (const ggml_type type : types) {
+            std::vector<uint8_t> b(ggml_row_size(type, N_IN) * N_OUT * EXPERTS);
+            ggml_quantize_chunk(type, full.data(), b.data(), 0, N_OUT * EXPERTS, N_IN, nullptr);
+            std::vector<float> d(full.size());
+            ggml_get_type_traits(type)->to_float(b.data(), d.data(), d.size());
+            if (!f || fwrite(b.data(), 1, b.size(), f) != b.size()) {
+                die("cannot write " + path);
+            }
+            bytes.push_back(std::move(b));
+            dequantized.push_back(std::move(d));
+        }
+        fclose(f);
+    }
+
+    moe_edge_store * open(int32_t slots) const {
+        moe_edge_layer layer = {};
+        std::vector<moe_edge_group> groups;
+        uint64_t offset = 0, total = 0;
+        for (size_t t = 0; t < types.size(); t++) {
+            const uint64_t expert_bytes = bytes[t].size() / EXPERTS;
+            layer.slices[MOE_EDGE_UP][t] = { offset, expert_bytes, 0, types[t], (int32_t) t, 0 };
+            groups.push_back({ moe_edge_slot_bytes(4095, expert_bytes), slots, 0 });
+            offset += bytes[t].size();
+            total += groups.back().slot_bytes * slots;
+        }
+        const char * file = path.c_str();
+        moe_edge_config config = {};
+        config.files = &file;
+        config.layers = &layer;
+        config.groups = groups.data();
+        config.budget_bytes = total;
+        config.n_files = config.n_layers = 1;
+        config.n_groups = config.n_tiers = types.size();
+        config.n_expert = EXPERTS;
+        config.n_expert_used = USED;
+        config.max_tokens = 512;
+        config.n_io_threads = 2;
+        config.flags = MOE_EDGE_DIRECT_IO;
+        char err[512];
+        moe_edge_store * store = moe_edge_store_create(&config, err, sizeof(err));
+        if (!store) {
+            die(err);
+        }
+        return store;
+    }
+};
+
+struct batch {
+    int64_t tokens;
+    int64_t x_slots;  // 1: up and gate, USED: down
+    std::vector<float> x;
+    std::vector<int32_t> ids;
+
+    batch(int64_t tokens, int64_t x_slots, std::mt19937 & random) : tokens(tokens), x_slots(x_slots), x(N_IN * x_slots * tokens) {
+        std::normal_distribution<float> normal;
+        for (float & v : x) {
+            v = normal(random);
+        }
+        for (int64_t t = 0; t < tokens; t++) {
+            std::set<int32_t> chosen;
+            while ((int64_t) chosen.size() < USED) {
+                chosen.insert(random() % EXPERTS);
+            }
+            ids.insert(ids.end(), chosen.begin(), chosen.end());
+        }
+    }
+};
+
+// The op on a backend; store null: a plain tensor of tier 0's bytes.
+std::vector<float> run(const weights & w, const batch & b, moe_edge_store * store, int threads) {
+    ggml_init_params params = { ggml_tensor_overhead() * 8 + ggml_graph_overhead(), nullptr, true };
+    ggml_context * ctx_w = ggml_init(params);
+    ggml_context * ctx   = ggml_init(params);
+    ggml_tensor * experts = ggml_new_tensor_3d(ctx_w, w.types[0], N_IN, N_OUT, EXPERTS);
+    auto * buft = store ? static_cast<ggml_backend_buffer_type_t>(moe_edge_buffer_type()) : ggml_backend_cpu_buffer_type();
+    ggml_backend_buffer_t buffer_w = ggml_backend_alloc_ctx_tensors_from_buft(ctx_w, buft);
+    char err[512];
+    if (store) {
+        if (ggml_backend_buffer_get_size(buffer_w) > 4096) {
+            die("a placeholder takes memory");
+        }
+        if (moe_edge_store_bind(store, 0, MOE_EDGE_UP, experts, err, sizeof(err)) != 0) {
+            die(err);
+        }
+    } else {
+        ggml_backend_tensor_set(experts, w.bytes[0].data(), 0, w.bytes[0].size());
+    }
+    ggml_tensor * x   = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, N_IN, b.x_slots, b.tokens);
+    ggml_tensor * ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, USED, b.tokens);
+    ggml_tensor * out = ggml_mul_mat_id(ctx, experts, x, ids);
+    ggml_cgraph * graph = ggml_new_graph(ctx);
+    ggml_build_forward_expand(graph, out);
+    ggml_backend_t cpu = ggml_backend_cpu_init();
+    ggml_backend_cpu_set_n_threads(cpu, threads);
+    ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, cpu);
+    ggml_backend_tensor_set(x, b.x.data(), 0, ggml_nbytes(x));
+    ggml_backend_tensor_set(ids, b.ids.data(), 0, ggml_nbytes(ids));
+    std::vector<float> poison(ggml_nelements(out), NAN);
+    ggml_backend_tensor_set(out, poison.data(), 0, ggml_nbytes(out));
+    if (ggml_backend_graph_compute(cpu, graph) != GGML_STATUS_SUCCESS) {
+        die("the graph failed");
+    }
+    std::vector<float> result(ggml_nelements(out));
+    ggml_backend_tensor_get(out, result.data(), 0, ggml_nbytes(out));
+    ggml_backend_buffer_free(buffer);
+    ggml_backend_buffer_free(buffer_w);
+    ggml_backend_free(cpu);
+    ggml_free(ctx);
+    ggml_free(ctx_w);
+    return result;
+}
+
+std::vector<float> reference(const weights & w, const batch & b, const uint8_t * tier_of) {
+    std::vector<float> out(N_OUT * USED * b.tokens);
+    for (int64_t t = 0; t < b.tokens; t++) {
+        for (int64_t k = 0; k < USED; k++) {
+            const int32_t e = b.ids[t * USED + k];
+            const float * x = &b.x[(t * b.x_slots + k % b.x_slots) * N_IN];
+            for (int64_t row = 0; tier_of[e] != MOE_EDGE_SKIP && row < N_OUT; row++) {
+                const float * r = &w.dequantized[tier_of[e]][(e * N_OUT + row) * N_IN];
+                double sum = 0;
+                for (int64_t i = 0; i < N_IN; i++) {
+                    sum += (double) r[i] * x[i];
+                }
+                out[(t * USED + k) * N_OUT + row] = sum;
+            }
+        }
+    }
+    return out;
+}
+
+void apply(moe_edge_store * store, const batch & b, const uint8_t * tier_of) {
+    std::vector<int32_t> distinct;
+    std::vector<uint8_t> tiers;
+    for (const int32_t e : std::set<int32_t>(b.ids.begin(), b.ids.end())) {
+        distinct.push_back(e);
+        tiers.push_back(tier_of[e]);
+    }
+    moe_edge_begin_step(store, b.tokens > 1 ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE);
+    if (moe_edge_apply(store, 0, distinct.data(), tiers.data(), distinct.size()) != 0) {
+        die(moe_edge_error(store));
+    }
+}
+
+}  // namespace
+
+int main(int argc, char ** argv) {
+    if (argc != 2) {
+        die("usage: executor_test DIR");
+    }
+    std::mt19937 random(1);
+    const std::vector<std::vector<ggml_type>> tier_sets = {
+        { GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q2_K },
+        { GGML_TYPE_Q4_K, GGML_TYPE_Q2_K },
+        { GGML_TYPE_Q6_K, GGML_TYPE_Q3_K, GGML_TYPE_IQ4_NL },
+        { GGML_TYPE_F16, GGML_TYPE_Q4_0, GGML_TYPE_Q2_0 },
+        { GGML_TYPE_Q5_K, GGML_TYPE_IQ4_XS },
+    };
+    int n = 0;
+    double worst = 0;
+    for (const auto & types : tier_sets) {
+        const weights w(argv[1], types, random);
+        for (const int32_t slots : { 8, 2, 1 }) {
+            moe_edge_store * store = w.open(slots);
+            for (const int64_t tokens : { 1, 2, 9, 33, 200 }) {
+                for (const int64_t x_slots : { (int64_t) 1, USED }) {
+                    const batch b(tokens, x_slots, random);
+                    const int threads = 1 + n % 3;
+                    const std::string where = std::string(ggml_type_name(types[0])) + ", slots " + std::to_string(slots) +
+                        ", tokens " + std::to_string(tokens) + ", threads " + std::to_string(threads);
+
+                    const std::vector<uint8_t> best(EXPERTS, 0);
+                    apply(store, b, best.data());
+                    if (run(w, b, store, threads) != run(w, b, nullptr, 2)) {
+                        die("one tier differs from upstream: " + where);
+                    }
+
+                    uint8_t tier_of[EXPERTS];
+                    for (auto & t : tier_of) {
+                        const size_t pick = random() % (types.size() + 1);
+                        t = pick == types.size() ? MOE_EDGE_SKIP : pick;
+                    }
+                    // a resident better tier would be reused, so start from an empty store
+                    moe_edge_store * mixed = w.open(slots);
+                    apply(mixed, b, tier_of);
+                    const auto got  = run(w, b, mixed, threads);
+                    const auto want = reference(w, b, tier_of);
+                    double error = 0, power = 0;
+                    for (size_t i = 0; i < got.size(); i++) {
+                        if (want[i] == 0.0f && got[i] != 0.0f && tier_of[b.ids[i / N_OUT]] == MOE_EDGE_SKIP) {
+                            die("a skipped expert contributes: " + where);
+                        }
+                        error += (got[i] - want[i]) * (got[i] - want[i]);
+                        power += want[i] * want[i];
+                    }
+                    const double nmse = power > 0 ? error / power : 0;
+                    worst = std::max(worst, nmse);
+                    if (!(nmse < 5e-4)) {  // upstream's own limit for MUL_MAT_ID
+                        die("mixed tiers: NMSE " + std::to_string(nmse) + ": " + where);
+                    }
+                    char err[512];
+                    if (moe_edge_check(mixed, err, sizeof(err)) != 0 || moe_edge_check(store, err, sizeof(err)) != 0) {
+                        die(err);
+                    }
+                    moe_edge_store_free(mixed);
+                    n++;
+                }
+            }
+            moe_edge_store_free(store);
+        }
+    }
+    printf("%d cases, worst NMSE of a mixed case %.2e\n", n, worst);
+    return 0;
+}

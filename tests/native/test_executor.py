@@ -1,0 +1,96 @@
+"""The C interface and the executor, without Python in between."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from patches.upstream import PATCHES
+
+from .conftest import HERE, run_program
+
+NATIVE = PATCHES / "native"
+
+
+def test_header_is_plain_c(tmp_path: Path) -> None:
+    source = tmp_path / "header.c"
+    source.write_text('#include "moe-edge.h"\n')
+    for standard in ("c99", "c11"):
+        command = ["cc", f"-std={standard}", "-pedantic", "-Wall", "-Wextra", "-Werror"]
+        command += [f"-I{NATIVE}", "-fsyntax-only", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_mixed_tiers_against_references(
+    compile_native: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One tier: upstream's op bit for bit. Mixed: a plain dot product, NMSE below 5e-4."""
+    program = compile_native("executor_test", [HERE / "executor_test.cpp"], "-std=c++17")
+    assert "150 cases" in run_program(program, tmp_path)
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_store_under_stress(
+    compile_native: Callable[..., Path], tmp_path: Path, sanitizer: str
+) -> None:
+    """Threads, pools of one slot, promotions, skips, prefetches and a truncated file: every
+    byte is the byte on disk, and every invariant holds at every instant."""
+    program = compile_native(
+        f"store_stress_{sanitizer[:3]}",
+        [HERE / "store_stress.cpp", NATIVE / "moe-edge-store.cpp"],
+        "-std=c++17",
+        f"-fsanitize={sanitizer}",
+        libraries=("ggml-base",),
+    )
+    output = run_program(program, tmp_path, 1, 7)
+    assert output.count("rounds") == 4
+    assert "store recovered" in output
+
+
+def test_model_without_python(
+    compile_native: Callable[..., Path], tiny_model: Callable[..., Path]
+) -> None:
+    """A C program decodes with experts on disk and gets the tokens that the engine gets."""
+    program = compile_native("plain_c", [HERE / "plain_c.c"], "-std=c11")
+    model = tiny_model("qwen3moe", "q4_k")
+    prompt, n = [5, 6, 7, 8], 16
+    tokens, memory = run_program(program, model, 2, n, *prompt).splitlines()
+    peak, budget = map(int, memory.split())
+    assert peak <= budget
+
+    config = Config.build(model=model, ctx=512, threads=2, use_extra_bufts=False)
+    with Engine.open(config) as engine:
+        expected = []
+        logits = engine.eval(prompt, 0)
+        for i in range(n):
+            expected.append(int(logits[-1].argmax()))
+            logits = engine.eval(expected[-1:], len(prompt) + i)
+    assert list(map(int, tokens.split())) == expected
+    assert np.isfinite(logits).all()
+
+
+def test_upstreams_own_operator_tests(
+    compile_native: Callable[..., Path], llama_source: Path
+) -> None:
+    """test-backend-ops on MUL_MAT_ID: the plain op is what it was. It compares backends, so a
+    second CPU backend stands for the reference."""
+    if not os.environ.get("CI") and not os.environ.get("MOE_EDGE_SLOW"):
+        pytest.skip("compiles for a minute: set MOE_EDGE_SLOW=1 (CI runs it)")
+    program = compile_native(
+        "test-backend-ops",
+        [llama_source / "tests/test-backend-ops.cpp"],
+        "-std=c++17",
+        "-w",
+        "-Wno-error",
+        f"-I{llama_source / 'src'}",
+    )
+    output = run_program(program, "test", "-o", "MUL_MAT_ID", "-b", "CPU", timeout_s=900)
+    assert "OK" in output

@@ -1,0 +1,184 @@
+"""The command line over the real engine, on a random-weight model of a few megabytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_engine
+import pytest
+
+from gguf_tools import synthetic
+from orchestrator.chat import Session
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.errors import NativeError
+from orchestrator.llama import Bindings
+
+TIERS = ("q8_0", "q4_k", "q2_k")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    try:
+        Bindings.load().library()
+    except NativeError as error:
+        pytest.skip(f"no built llama.cpp: {error}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    synthetic.write(path, "tiny-qwen3moe", tiers=TIERS, seed=1)
+    return path
+
+
+def moe_edge(*args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator", *args],
+        cwd=fake_engine.ROOT,
+        input=stdin,
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
+    return subprocess.CompletedProcess(
+        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
+    )
+
+
+def ask(model: Path, *args: str) -> dict:
+    done = moe_edge("chat", "-m", str(model), "-p", "hello there", "--seed", "5", "--json", *args)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+MANAGED = [
+    (["--policy", "lru"], {"high": 1.0, "low": 0.0, "skip": 0.0}, "managed: lru"),
+    (["--high-tier", "q4_k", "--low-tier", "q2_k"], None, "managed: dymoe"),
+    (["--high-tier", "q4_k", "--low-tier", "skip"], None, "managed: dymoe"),
+]
+
+
+@pytest.mark.parametrize(("options", "mix", "mode"), MANAGED)
+def test_a_managed_answer_and_its_statistics(model, options, mix, mode):
+    answer = ask(model, "--expert-ram", "1MiB", "--max-tokens", "24", *options)
+    stats = answer["stats"]
+    assert answer["text"]
+    assert stats["mode"].startswith(mode)
+    assert 2 <= stats["tokens"] <= 24
+    assert stats["budget_bytes"] == 2**20
+    assert stats["bytes_read"] > 0
+    assert 0.0 <= stats["hit_rate"] <= 1.0
+    assert 0 < stats["tpot_ms_p50"] <= stats["tpot_ms_p99"]
+    assert sum(stats["mix"].values()) == pytest.approx(1.0)
+    if mix is not None:
+        assert stats["mix"] == mix
+    else:
+        other = "skip" if "skip" in options else "low"
+        assert stats["mix"]["high"] > stats["mix"][other] > 0
+
+
+def test_a_seed_repeats_the_answer(model):
+    options = ("--expert-ram", "1MiB", "--policy", "lru", "--max-tokens", "24")
+    first = ask(model, *options)["text"]
+    assert ask(model, *options)["text"] == first
+    done = moe_edge("chat", "-m", str(model), "--seed", "5", *options, stdin=b"hello there\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.rstrip("\n") == first.rstrip("\n")
+
+
+def test_where_everything_fits_the_plain_path_runs(model):
+    stats = ask(model, "--max-tokens", "8")["stats"]
+    assert stats["mode"].startswith("plain upstream path: everything fits")
+    assert stats["budget_bytes"] == 0
+    assert stats["hit_rate"] is None
+
+
+REFUSED = [
+    (["--ram", "10MB"], ["the smallest --ram that works is"]),
+    (["--expert-ram", "10KiB"], ["the smallest that works is"]),
+    (["--policy", "lur"], ["unknown policy 'lur'", "lru", "dymoe"]),
+    (["--high-tier", "q5_k"], ["q5_k", *TIERS]),
+    (["--low-tier", "q5_k"], ["q5_k", *TIERS]),
+    (["--low", "nowhere.gguf"], ["nowhere.gguf"]),
+]
+
+
+@pytest.mark.parametrize(("options", "parts"), REFUSED)
+def test_a_refusal_is_one_sentence(model, options, parts):
+    done = moe_edge("chat", "-m", str(model), "-p", "x", *options)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Error: ")
+    assert done.stderr.count("\n") == 1
+    for part in parts:
+        assert part in done.stderr
+
+
+def test_a_model_that_ends_early_is_refused(model, tmp_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(model.read_bytes()[:-100_000])
+    done = moe_edge("chat", "-m", str(cut), "-p", "x", "--expert-ram", "1MiB")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "cut.gguf" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_during_an_answer(model):
+    config = Config.build(model=model, expert_ram=600 * 2**10, ctx=2048, seed=3, max_tokens=2000)
+    with Engine.open(config) as engine:
+        session = Session(engine, config)
+        pieces = []
+        for piece in session.answer("hello"):
+            if not pieces:
+                os.kill(os.getpid(), signal.SIGINT)
+            pieces.append(piece)
+        assert session.stopped
+        assert len(pieces) <= 2
+        assert engine.last_stats.finish == "cancelled"
+        assert session.messages[-1]["content"] == "".join(pieces)
+        progress = []
+
+        def interrupt(done, total):
+            progress.append((done, total))
+            os.kill(os.getpid(), signal.SIGINT)
+
+        assert list(session.answer("word " * 300, interrupt)) == []
+        assert session.stopped
+        assert progress[0][1] > 300
+        assert len(progress) == 1
+        assert len(session.messages) == 2
+        assert list(session.answer("again"))
+        assert engine.last_stats.finish != "cancelled"
+
+
+def test_export_and_inspect(model, tmp_path):
+    stock = tmp_path / "stock.gguf"
+    done = moe_edge("export", "--tier", "Q4_K", str(model), str(stock))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{stock}: ")
+    shown = moe_edge("inspect", str(stock), "--json")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert [tier["name"] for tier in json.loads(shown.stdout)["tiers"]] == ["q4_k"]
+    table = moe_edge("inspect", str(model)).stdout
+    for tier in TIERS:
+        assert tier in table
+
+
+def test_pack_of_a_second_precision(model, tmp_path):
+    stock, packed = tmp_path / "stock.gguf", tmp_path / "packed.gguf"
+    assert moe_edge("export", "--tier", "q8_0", str(model), str(stock)).returncode == 0
+    done = moe_edge("pack", "--tiers", "Q8_0, q2_k", str(stock), str(packed))
+    assert done.returncode == 0, done.stderr
+    assert "q8_0" in done.stdout
+    assert "q2_k" in done.stdout
+    stats = ask(packed, "--expert-ram", "2MiB", "--low-tier", "q2_k", "--max-tokens", "8")["stats"]
+    assert "q8_0/q2_k" in stats["mode"]
+    wrong = moe_edge("pack", "--tiers", "q9_k", str(stock), str(tmp_path / "other.gguf"))
+    assert wrong.returncode == 1
+    assert "q9_k" in wrong.stderr
+    assert os.listdir(tmp_path).count("other.gguf") == 0

@@ -1,0 +1,302 @@
+"""The view of experts: ordinary, packed, paired, split, fused, dense-first files."""
+
+import numpy as np
+import pytest
+from gguf_craft import (
+    N_EXPERT,
+    model_metadata,
+    model_tensors,
+    packed_metadata,
+    write_model,
+    write_packed,
+)
+
+from gguf_tools import errors
+from gguf_tools.experts import ExpertModel
+from gguf_tools.layout import (
+    DOWN,
+    GATE,
+    GATE_UP,
+    KINDS,
+    UP,
+    GGMLType,
+    ValueType,
+    expert_tensor_name,
+    parse_expert_name,
+    slot_bytes,
+)
+from gguf_tools.reader import GGUFFile
+
+
+def types(up, down):
+    return {UP: up, GATE: up, DOWN: down}
+
+
+def test_names_round_trip():
+    for kind in range(len(KINDS)):
+        assert parse_expert_name(expert_tensor_name(12, kind)) == (12, kind, None)
+        assert parse_expert_name(expert_tensor_name(0, kind, "q2_k")) == (0, kind, "q2_k")
+    for other in ("blk.0.ffn_up_shexp.weight", "blk.00.ffn_up_exps.weight", "ffn_up_exps.weight"):
+        assert parse_expert_name(other) is None
+    assert parse_expert_name("blk.0.ffn_up_exps.bias") is None
+
+
+def test_ordinary_file(tmp_path):
+    path = write_model(tmp_path / "m.gguf")
+    with ExpertModel.open(path) as model, GGUFFile.open(path) as file:
+        assert model.arch == "qwen3moe"
+        assert (model.n_layers, model.layer_ids) == (2, [0, 1])
+        assert (model.n_expert, model.n_expert_used) == (4, 2)
+        assert [tier.name for tier in model.tiers] == ["f16"]
+        assert model.tiers[0].bpw == 16
+        assert model.tiers[0].bytes_per_expert == 3 * 64 * 32 * 2
+        assert model.tier_bytes == [2 * 4 * 3 * 64 * 32 * 2]
+        assert model.kinds(0) == [UP, GATE, DOWN]
+        assert model.shapes[0] == ((64, 32), (64, 32), None, (32, 64))
+        assert model.slices[1][GATE_UP] == (None,)
+        total = sum(info.nbytes for info in file.tensors.values())
+        assert model.dense_bytes == total - model.tier_bytes[0]
+        for layer, il in enumerate(model.layer_ids):
+            for kind in model.kinds(layer):
+                info = file.tensors[expert_tensor_name(il, kind)]
+                found = model.slices[layer][kind][0]
+                assert (found.file_index, found.offset, found.type) == (0, info.offset, info.type)
+                assert found.expert_bytes * N_EXPERT == info.nbytes
+
+
+def test_mixed_types_are_one_tier_named_by_most_bytes(tmp_path):
+    tensors = model_tensors(n_embd=256, n_ff=256, types=types(GGMLType.Q4_K, GGMLType.Q6_K))
+    metadata = model_metadata(embedding_length=256)
+    with ExpertModel.open(write_model(tmp_path / "m.gguf", tensors, metadata)) as model:
+        assert [tier.name for tier in model.tiers] == ["q4_k"]
+        assert model.tiers[0].bpw == pytest.approx((2 * 4.5 + 6.5625) / 3)
+        assert model.slices[0][DOWN][0].type is GGMLType.Q6_K
+
+
+def test_packed_file(tmp_path):
+    with ExpertModel.open(write_packed(tmp_path / "m.gguf")) as model:
+        assert [(tier.name, tier.bpw) for tier in model.tiers] == [("q8_0", 8.5), ("q4_0", 4.5)]
+        assert model.tier_bytes == [2 * 4 * 3 * 64 * 34, 2 * 4 * 3 * 64 * 18]
+        high, low = model.slices[0][UP]
+        assert (high.type, low.type) == (GGMLType.Q8_0, GGMLType.Q4_0)
+        assert high.offset % 4096 == low.offset % 4096 == 0
+        assert model.tier_index("Q4_0") == 1
+        with pytest.raises(errors.MissingTierError, match="it holds q8_0, q4_0"):
+            model.tier_index("q2_k")
+
+
+def test_slices_are_the_bytes_of_each_expert(tmp_path):
+    with ExpertModel.open(write_packed(tmp_path / "m.gguf")) as model:
+        for tier in range(2):
+            found = model.slices[1][DOWN][tier]
+            name = expert_tensor_name(1, DOWN, None if tier == 0 else "q4_0")
+            whole = model.parts[0].array(name).reshape(N_EXPERT, -1)
+            for expert in range(N_EXPERT):
+                at = found.offset + expert * found.expert_bytes
+                data = model.parts[0].bytes_at(at, found.expert_bytes)
+                assert data.tobytes() == whole[expert].tobytes()
+
+
+def test_dense_layers_first_and_shared_experts(tmp_path):
+    tensors = [
+        ("blk.0.ffn_up.weight", (64, 128), GGMLType.F32),
+        ("blk.1.ffn_up_shexp.weight", (64, 32), GGMLType.F32),
+        *model_tensors(layers=[1, 2]),
+    ]
+    path = write_model(tmp_path / "m.gguf", tensors, model_metadata(block_count=3))
+    with ExpertModel.open(path) as model:
+        assert (model.block_count, model.n_layers, model.layer_ids) == (3, 2, [1, 2])
+        assert model.has_shared
+        assert model.dense_bytes == 4 * (64 * 3 + 2 * 64 * 4 + 64 * 128 + 64 * 32)
+
+
+def test_fused_and_ungated_layers(tmp_path):
+    fused = write_model(tmp_path / "fused.gguf", model_tensors(fused=True))
+    with ExpertModel.open(fused) as model:
+        assert model.kinds(0) == [GATE_UP, DOWN]
+        assert model.shapes[0][GATE_UP] == (64, 64)
+    ungated = write_model(tmp_path / "ungated.gguf", model_tensors(gated=False))
+    with ExpertModel.open(ungated) as model:
+        assert model.kinds(0) == [UP, DOWN]
+
+
+def test_layers_that_predict_further_tokens_are_not_routed(tmp_path):
+    tensors = model_tensors(layers=range(3))
+    metadata = model_metadata(block_count=3, nextn_predict_layers=1)
+    with ExpertModel.open(write_model(tmp_path / "m.gguf", tensors, metadata)) as model:
+        assert model.layer_ids == [0, 1]
+        assert model.dense_bytes > model.tier_bytes[0] // 2
+
+
+def test_split_model(tmp_path):
+    tensors = model_tensors()
+    for index, half in enumerate((tensors[:4], tensors[4:])):
+        write_model(
+            tmp_path / f"m-0000{index + 1}-of-00002.gguf",
+            half,
+            model_metadata() if index == 0 else {},
+            extra=[
+                ("split.no", index, ValueType.UINT16, None),
+                ("split.count", 2, ValueType.UINT16, None),
+            ],
+        )
+    with ExpertModel.open(tmp_path / "m-00001-of-00002.gguf") as model:
+        assert len(model.files) == 2
+        assert model.slices[0][UP][0].file_index == 0
+        assert model.slices[1][DOWN][0].file_index == 1
+
+
+def test_expert_used_may_differ_by_layer(tmp_path):
+    path = write_model(tmp_path / "m.gguf", metadata=model_metadata(expert_used_count=[1, 3]))
+    with ExpertModel.open(path) as model:
+        assert model.n_expert_used == 3
+
+
+def test_kv_bytes(tmp_path):
+    path = write_model(tmp_path / "m.gguf")
+    with ExpertModel.open(path) as model:
+        # 2 layers, 2 heads of 16 values, keys and values in F16, cells in steps of 256.
+        assert model.kv_bytes(256) == 2 * 2 * 2 * 16 * 2 * 256
+        assert model.kv_bytes(1) == model.kv_bytes(256)
+        assert model.kv_bytes(257) == 2 * model.kv_bytes(256)
+    metadata = model_metadata(
+        head_count_kv=[0, 1], **{"attention.key_length": 40, "attention.value_length": 24}
+    )
+    with ExpertModel.open(write_model(tmp_path / "n.gguf", metadata=metadata)) as model:
+        assert model.kv_bytes(256) == (40 + 24) * 2 * 256
+
+
+def test_latent_attention_stores_keys_only(tmp_path):
+    metadata = model_metadata(
+        head_count_kv=1,
+        **{
+            "attention.key_length": 40,
+            "attention.value_length": 32,
+            "attention.key_length_mla": 24,
+            "attention.value_length_mla": 16,
+        },
+    )
+    with ExpertModel.open(write_model(tmp_path / "m.gguf", metadata=metadata)) as model:
+        assert model.is_mla
+        assert model.kv_bytes(256) == 2 * 40 * 2 * 256
+
+
+def pair(tmp_path, high=None, low=None, *, low_metadata=None, seed=0):
+    high_tensors = high or model_tensors(types=types(GGMLType.Q8_0, GGMLType.Q8_0))
+    low_tensors = low or model_tensors(types=types(GGMLType.Q4_0, GGMLType.Q4_0))
+    return (
+        write_model(tmp_path / "high.gguf", high_tensors),
+        write_model(tmp_path / "low.gguf", low_tensors, low_metadata, seed=seed),
+    )
+
+
+def same_routers(tmp_path, **changes):
+    """A pair whose routers are equal, as those of one model are."""
+    high, low = pair(tmp_path, **changes)
+    copy_routers(high, low)
+    return high, low
+
+
+def copy_routers(high, low):
+    data = bytearray(low.read_bytes())
+    with GGUFFile.open(high) as source, GGUFFile.open(low) as file:
+        for name, info in file.tensors.items():
+            if "gate_inp" in name and name in source.tensors:
+                router = source.array(name)[: info.nbytes]
+                data[info.offset : info.offset + router.nbytes] = router.tobytes()
+    low.write_bytes(data)
+
+
+def test_low_adds_a_tier(tmp_path):
+    high, low = same_routers(tmp_path)
+    with ExpertModel.open(high, low) as model:
+        assert [tier.name for tier in model.tiers] == ["q8_0", "q4_0"]
+        assert model.files == [high, low]
+        assert [each.file_index for each in model.slices[0][UP]] == [0, 1]
+        assert model.slices[0][GATE_UP] == (None, None)
+        assert len(model.tier_bytes) == 2
+        with ExpertModel.open(high) as alone:
+            assert model.dense_bytes == alone.dense_bytes
+
+
+def test_low_of_the_same_type_gets_a_name_of_its_own(tmp_path):
+    mixed = model_tensors(types=types(GGMLType.Q8_0, GGMLType.F16))
+    same = model_tensors(types=types(GGMLType.Q8_0, GGMLType.Q4_0))
+    high, low = same_routers(tmp_path, high=mixed, low=same)
+    with ExpertModel.open(high, low) as model:
+        assert len({tier.name for tier in model.tiers}) == 2
+
+
+def mismatch(paths, says):
+    high, low = paths
+    with pytest.raises(errors.MismatchError) as caught:
+        ExpertModel.open(high, low)
+    assert str(caught.value).startswith(f"{low}: ")
+    assert says in str(caught.value)
+
+
+def test_low_must_be_the_same_model(tmp_path):
+    low = types(GGMLType.Q4_0, GGMLType.Q4_0)
+    for says, changes in {
+        "architecture 'olmoe' here, 'qwen3moe' there": {"low_metadata": model_metadata("olmoe")},
+        "MoE layers [0] here, [0, 1] there": {"low": model_tensors(types=low, layers=[0])},
+        "experts 2 here, 4 there": {
+            "low": model_tensors(types=low, n_expert=2),
+            "low_metadata": model_metadata(expert_count=2),
+        },
+        "experts per token 1 here, 2 there": {"low_metadata": model_metadata(expert_used_count=1)},
+        "shape of up in layer 0 (64, 64) here, (64, 32) there": {
+            "low": model_tensors(types=low, n_ff=64)
+        },
+        "shape of up in layer 0 None here": {
+            "low": model_tensors(types={DOWN: GGMLType.Q4_0, GATE_UP: GGMLType.Q4_0}, fused=True)
+        },
+        "head_count_kv 1 here, 2 there": {"low_metadata": model_metadata(head_count_kv=1)},
+        "key tokenizer.ggml.model 'llama' here": {
+            "low_metadata": model_metadata(**{"tokenizer.ggml.model": "llama"})
+        },
+        "tokenizer.ggml.tokens[2] 'd' here, 'c' there": {
+            "low_metadata": model_metadata(**{"tokenizer.ggml.tokens": ["a", "b", "d"]})
+        },
+        "length of tokenizer.ggml.tokens 2 here, 3 there": {
+            "low_metadata": model_metadata(**{"tokenizer.ggml.tokens": ["a", "b"]})
+        },
+    }.items():
+        mismatch(same_routers(tmp_path, **changes), says)
+
+
+def test_low_of_another_fine_tune(tmp_path):
+    mismatch(pair(tmp_path, seed=1), "the routers blk.0.ffn_gate_inp.weight differ")
+
+
+def test_low_must_be_less_precise(tmp_path):
+    high, low = same_routers(tmp_path)
+    mismatch((low, high), "8.50 bits per weight, not below the 4.50")
+    mismatch((low, low), "swap the two files")
+
+
+def test_low_may_not_add_too_many_tiers(tmp_path):
+    names = ("f16", "q8_0", "q5_0", "q4_0")
+    kinds = tuple(GGMLType[name.upper()] for name in names)
+    metadata = {**packed_metadata(), "moe_edge.tiers": list(names)}
+    high = write_model(
+        tmp_path / "high.gguf", model_tensors(tiers=names, tier_types=kinds), metadata
+    )
+    low = write_model(
+        tmp_path / "low.gguf", model_tensors(types=types(GGMLType.Q2_0, GGMLType.Q4_0))
+    )
+    copy_routers(high, low)
+    mismatch((high, low), "at most 4")
+
+
+def test_slot_bytes_cover_every_expert():
+    def window(offset, nbytes):
+        return -(-(offset + nbytes) // 4096) * 4096 - offset // 4096 * 4096
+
+    random = np.random.default_rng(0)
+    for offset, nbytes in random.integers(1, 1 << 20, (200, 2)).tolist():
+        for n_expert in (1, 3, 64):
+            most = max(window(offset + e * nbytes, nbytes) for e in range(n_expert))
+            assert slot_bytes(offset, nbytes, n_expert) == most
+    assert slot_bytes(4096, 8192, 64) == 8192
+    assert slot_bytes(4096 + 32, 8192, 64) == 12288

@@ -1,0 +1,80 @@
+"""Facts about a file, as numbers and as text."""
+
+import json
+
+import pytest
+from gguf_craft import model_metadata, model_tensors, packed_metadata, write_model, write_packed
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.inspect import BUDGET_SHARES, describe, render, size
+from gguf_tools.layout import DOWN, GATE, UP, GGMLType
+
+
+def facts_of(path):
+    with ExpertModel.open(path) as model:
+        return describe(model)
+
+
+def test_describe_packed(tmp_path):
+    facts = facts_of(write_packed(tmp_path / "m.gguf"))
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["architecture"] == "qwen3moe"
+    assert (facts["layers"], facts["moe_layers"]) == (2, 2)
+    assert (facts["experts"], facts["experts_used"]) == (4, 2)
+    assert facts["kv_tokens"] == 512
+    assert [
+        (tier["name"], tier["bits_per_weight"], tier["expert_bytes"]) for tier in facts["tiers"]
+    ] == [("q8_0", 8.5, 3 * 64 * 34), ("q4_0", 4.5, 3 * 64 * 18)]
+    assert facts["tiers"][0]["types"] == {"up": ["q8_0"], "gate": ["q8_0"], "down": ["q8_0"]}
+    assert facts["matrices"][0] == {"kind": "up", "row": 64, "rows": 32}
+
+
+def test_budgets_count_whole_slots(tmp_path):
+    tensors = model_tensors(
+        n_embd=512, n_ff=512, tiers=("q8_0", "q4_0"), tier_types=(GGMLType.Q8_0, GGMLType.Q4_0)
+    )
+    metadata = packed_metadata(embedding_length=512)
+    facts = facts_of(write_model(tmp_path / "m.gguf", tensors, metadata, alignment=4096))
+    assert [budget["share"] for budget in facts["budgets"]] == list(BUDGET_SHARES)
+    experts = [budget["experts_per_layer"] for budget in facts["budgets"]]
+    # 4 experts a layer, whose q4_0 slots take 4.5 / 8.5 of the q8_0 ones and no rounding.
+    assert [each["q8_0"] for each in experts] == [1, 1, 2, 3, 4]
+    assert [each["q4_0"] for each in experts] == [1, 3, 4, 4, 4]
+    for budget in facts["budgets"]:
+        rest = facts["dense_bytes"] + facts["kv_bytes"]
+        assert budget["ram_bytes"] == budget["slot_bytes"] + rest
+    assert facts["budgets"][-1]["slot_bytes"] == facts["tiers"][0]["bytes"]
+
+
+def test_render_says_what_is_in_the_file(tmp_path):
+    path = write_packed(tmp_path / "m.gguf")
+    text = render(facts_of(path))
+    assert str(path) in text
+    assert "qwen3moe, 2 layers, 2 of them with 4 experts, 2 experts per token" in text
+    assert "up 32x64, gate 32x64, down 64x32" in text
+    lines = text.splitlines()
+    assert any(line.split()[:2] == ["q4_0", "4.50"] for line in lines)
+    assert any(line.split()[0:1] == ["60%"] for line in lines if line.strip())
+    assert not any(line != line.rstrip() for line in lines)
+
+
+def test_mixed_types_and_fallbacks_are_listed(tmp_path):
+    types = {UP: GGMLType.Q4_K, GATE: GGMLType.Q4_K, DOWN: GGMLType.IQ4_NL}
+    tensors = model_tensors(n_embd=256, n_ff=32, types=types)
+    metadata = {
+        **model_metadata(embedding_length=256),
+        "moe_edge.format_version": 1,
+        "moe_edge.tiers": ["q4_k"],
+        "moe_edge.fallbacks": ["down: q4_k -> iq4_nl (rows of 32)"],
+    }
+    facts = facts_of(write_model(tmp_path / "m.gguf", tensors, metadata))
+    assert facts["tiers"][0]["types"]["down"] == ["iq4_nl"]
+    assert "fallback down: q4_k -> iq4_nl (rows of 32)" in render(facts)
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(0, "0 B"), (999, "999 B"), (1024, "1.0 KiB"), (1 << 20, "1.0 MiB"), (3 << 29, "1.50 GiB")],
+)
+def test_size(n, text):
+    assert size(n) == text

@@ -1,0 +1,303 @@
+"""Packing and exporting: right bytes, right metadata, nothing left behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_craft import model_metadata, model_tensors, write_model
+
+from gguf_tools import errors
+from gguf_tools.experts import ExpertModel
+from gguf_tools.layout import DOWN, GATE, UP, GGMLType, ValueType, expert_tensor_name
+from gguf_tools.pack import export, pack
+from gguf_tools.reader import GGUFFile
+
+ROOT = Path(__file__).parents[3]
+
+
+def source(path, n_ff=256, n_embd=256, ggml_type=GGMLType.F16, **changes):
+    types = {UP: ggml_type, GATE: ggml_type, DOWN: ggml_type}
+    tensors = model_tensors(n_embd=n_embd, n_ff=n_ff, types=types, **changes)
+    metadata = {
+        **model_metadata(embedding_length=n_embd),
+        "general.file_type": 1,
+        "custom.key": ["kept", "as it is"],
+    }
+    return write_model(path, tensors, metadata)
+
+
+def tensor_bytes(path):
+    with GGUFFile.open(path) as file:
+        return {name: file.array(name).tobytes() for name in file.tensors}
+
+
+def test_pack_and_export(tmp_path, ggml):
+    src = source(tmp_path / "src.gguf")
+    shares = []
+    report = pack(
+        src, tmp_path / "packed.gguf", ["q8_0", "q4_k", "q2_k"], progress=shares.append, ggml=ggml
+    )
+    assert report.fallbacks == report.warnings == []
+    assert [(name, bpw) for name, bpw, _ in report.tiers] == [
+        ("q8_0", 8.5),
+        ("q4_k", 4.5),
+        ("q2_k", 2.625),
+    ]
+    assert report.nbytes == report.path.stat().st_size
+    assert shares == sorted(shares) and shares[-1] == 1.0
+
+    with ExpertModel.open(report.path) as model, ExpertModel.open(src) as original:
+        assert [tier.name for tier in model.tiers] == ["q8_0", "q4_k", "q2_k"]
+        assert model.dense_bytes == original.dense_bytes
+        assert model.tier_bytes == [nbytes for _, _, nbytes in report.tiers]
+        for layer in range(2):
+            for kind in (UP, GATE, DOWN):
+                where = original.slices[layer][kind][0]
+                for tier, found in enumerate(model.slices[layer][kind]):
+                    assert found.offset % 4096 == 0
+                    for expert in range(model.n_expert):
+                        values = original.parts[0].bytes_at(
+                            where.offset + expert * where.expert_bytes, where.expert_bytes
+                        )
+                        rows = values.view(np.float16).astype(np.float32).reshape(256, 256)
+                        data = model.parts[0].bytes_at(
+                            found.offset + expert * found.expert_bytes, found.expert_bytes
+                        )
+                        assert data.tobytes() == ggml.quantize(found.type, rows).tobytes(), tier
+        metadata = model.metadata
+        assert metadata["moe_edge.format_version"] == 1
+        assert metadata["moe_edge.tiers"] == ["q8_0", "q4_k", "q2_k"]
+        assert metadata["moe_edge.tier_bpw"] == [8.5, 4.5, 2.625]
+        assert metadata["moe_edge.quantization"] == "ggml"
+        assert metadata["moe_edge.calibration"] == "none"
+        assert metadata["general.file_type"] == 7
+        assert metadata["custom.key"] == ["kept", "as it is"]
+        assert model.parts[0].alignment == 4096
+
+    packed, dense = tensor_bytes(report.path), tensor_bytes(src)
+    assert packed["token_embd.weight"] == dense["token_embd.weight"]
+
+    gguf = pytest.importorskip("gguf")
+    for tier, file_type in (("q8_0", 7), ("q4_k", 14), ("q2_k", 10)):
+        out = export(report.path, tmp_path / f"{tier}.gguf", tier).path
+        theirs = gguf.GGUFReader(out)
+        assert theirs.fields["general.file_type"].contents() == file_type
+        assert theirs.fields["general.quantization_version"].contents() == 2
+        assert not any("moe_edge" in key for key in theirs.fields)
+        assert {each.name for each in theirs.tensors} == set(dense)
+        exported = tensor_bytes(out)
+        suffix = "" if tier == "q8_0" else f".moe_edge.{tier}"
+        for name, data in exported.items():
+            assert data == packed[name + suffix if "_exps" in name else name]
+        with ExpertModel.open(out) as model:
+            assert [each.name for each in model.tiers] == [tier]
+            assert model.parts[0].alignment == 32
+
+
+def test_equal_types_keep_their_bytes(tmp_path, ggml):
+    src = source(tmp_path / "src.gguf", n_ff=512)
+    first = pack(src, tmp_path / "first.gguf", ["q8_0", "q4_k", "q2_k"], ggml=ggml).path
+    again = pack(first, tmp_path / "again.gguf", ["q4_k", "q2_k"], ggml=None).path
+    before, after = tensor_bytes(first), tensor_bytes(again)
+    name = expert_tensor_name(1, DOWN)
+    assert after[name] == before[name + ".moe_edge.q4_k"]
+    assert after[name + ".moe_edge.q2_k"] == before[name + ".moe_edge.q2_k"]
+    out = export(again, tmp_path / "out.gguf").path
+    assert tensor_bytes(out)[name] == after[name]
+
+
+@pytest.mark.parametrize(
+    "ggml_type", [GGMLType.F32, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q6_K, GGMLType.IQ4_XS]
+)
+def test_other_source_types(tmp_path, ggml, ggml_type):
+    f16 = source(tmp_path / "f16.gguf")
+    packed = pack(f16, tmp_path / "one.gguf", [ggml_type.tier_name], ggml=ggml).path
+    src = export(packed, tmp_path / "src.gguf").path
+    out = pack(src, tmp_path / "out.gguf", [ggml_type.tier_name, "q2_k"], ggml=ggml).path
+    name = expert_tensor_name(0, UP)
+    with GGUFFile.open(out) as file, GGUFFile.open(src) as original:
+        assert file.array(name).tobytes() == original.array(name).tobytes()
+        values = ggml.dequantize(ggml_type, original.array(name), 256)
+        low = file.array(f"{name}.moe_edge.q2_k")
+        assert low.tobytes() == ggml.quantize(GGMLType.Q2_K, values).tobytes()
+
+
+def test_rows_that_k_quants_cannot_hold(tmp_path, ggml):
+    src = source(tmp_path / "src.gguf", n_ff=192)
+    report = pack(src, tmp_path / "out.gguf", ["q4_k", "q2_k"], ggml=ggml)
+    expected = [
+        "down: q4_k -> iq4_nl (rows of 192 are not a multiple of 256)",
+        "down: q2_k -> q2_0 (rows of 192 are not a multiple of 256)",
+    ]
+    assert report.fallbacks == expected
+    with ExpertModel.open(report.path) as model:
+        assert model.fallbacks == expected
+        assert [tier.name for tier in model.tiers] == ["q4_k", "q2_k"]
+        assert model.metadata["moe_edge.quantization"] == "ggml, q2_0 by least squares"
+        types = [each.type for each in model.slices[0][DOWN]]
+        assert types == [GGMLType.IQ4_NL, GGMLType.Q2_0]
+        assert [each.type for each in model.slices[0][UP]] == [GGMLType.Q4_K, GGMLType.Q2_K]
+        assert model.tiers[1].bpw == pytest.approx((2 * 2.625 + 2.25) / 3)
+
+
+def test_tiers_that_fall_back_to_one_size_are_refused(tmp_path, ggml):
+    src = source(tmp_path / "src.gguf", n_ff=96, n_embd=96)
+    with pytest.raises(errors.QuantizeError, match=r"tier q2_k takes 4\.50 bits per weight"):
+        pack(src, tmp_path / "out.gguf", ["q4_k", "q2_k"], ggml=ggml)
+
+
+def test_fused_layers_and_ungated_layers(tmp_path, ggml):
+    for name, changes in {"fused": {"fused": True}, "ungated": {"gated": False}}.items():
+        src = source(tmp_path / f"{name}.gguf", **changes)
+        out = pack(src, tmp_path / f"{name}-out.gguf", ["q8_0", "q2_k"], ggml=ggml).path
+        with ExpertModel.open(out) as model, ExpertModel.open(src) as original:
+            assert model.kinds(0) == original.kinds(0)
+
+
+def test_warnings_about_the_source(tmp_path, ggml):
+    src = source(tmp_path / "src.gguf")
+    low = pack(src, tmp_path / "low.gguf", ["q4_k"], ggml=ggml).path
+    report = pack(low, tmp_path / "up.gguf", ["q8_0", "q4_k"], ggml=ggml)
+    assert len(report.warnings) == 1
+    assert "less precise than the asked q8_0" in report.warnings[0]
+    report = pack(low, tmp_path / "down.gguf", ["q4_k", "q2_k"], ggml=ggml)
+    assert "tiers made from 8 bits or more lose less" in report.warnings[0]
+
+
+def test_dense_matrices_on_demand(tmp_path, ggml):
+    tensors = [
+        ("output.weight", (256, 8), GGMLType.F16),
+        ("blk.0.attn_q.weight", (256, 256), GGMLType.F32),
+        ("blk.0.attn_q_norm.weight", (64, 4), GGMLType.F32),
+        ("blk.0.odd.weight", (40, 4), GGMLType.F32),
+        ("output_norm.weight", (256,), GGMLType.F32),
+        *model_tensors(n_embd=256, n_ff=256),
+    ]
+    src = write_model(tmp_path / "src.gguf", tensors, model_metadata(embedding_length=256))
+    kept = pack(src, tmp_path / "kept.gguf", ["q4_k"], ggml=ggml).path
+    small = pack(src, tmp_path / "small.gguf", ["q4_k"], dense="q8_0", ggml=ggml).path
+    with GGUFFile.open(src) as a, GGUFFile.open(kept) as b, GGUFFile.open(small) as c:
+        changed = {name for name in a.tensors if a.tensors[name].type != c.tensors[name].type}
+        experts = {name for name in a.tensors if "_exps" in name}
+        assert {
+            name for name in a.tensors if a.tensors[name].type != b.tensors[name].type
+        } == experts
+        assert changed - experts == {"output.weight", "blk.0.attn_q.weight", "token_embd.weight"}
+        values = a.array("output.weight").view(np.float16).astype(np.float32).reshape(8, 256)
+        again = ggml.dequantize(GGMLType.Q8_0, c.array("output.weight"), 256)
+        np.testing.assert_allclose(again, values, atol=0.002)
+
+
+def test_split_source(tmp_path, ggml):
+    tensors = model_tensors(n_embd=256, n_ff=256)
+    for index, half in enumerate((tensors[:3], tensors[3:])):
+        write_model(
+            tmp_path / f"m-0000{index + 1}-of-00002.gguf",
+            half,
+            model_metadata(embedding_length=256) if index == 0 else {},
+            extra=[
+                ("split.no", index, ValueType.UINT16, None),
+                ("split.count", 2, ValueType.UINT16, None),
+            ],
+        )
+    out = pack(tmp_path / "m-00001-of-00002.gguf", tmp_path / "out.gguf", ["q4_k"], ggml=ggml).path
+    with ExpertModel.open(out) as model:
+        assert len(model.files) == 1
+        assert not any(key.startswith("split.") for key in model.metadata)
+
+
+def test_values_that_are_not_finite(tmp_path, ggml):
+    src = source(tmp_path / "src.gguf")
+    name = expert_tensor_name(1, GATE)
+    with GGUFFile.open(src) as file:
+        at = file.tensors[name].offset + 2 * 256 * 256 * 2
+    data = bytearray(src.read_bytes())
+    data[at : at + 2] = b"\x00\x7c"
+    src.write_bytes(data)
+    with pytest.raises(
+        errors.QuantizeError, match=rf"tensor {name}: expert 2: a value is not finite"
+    ):
+        pack(src, tmp_path / "out.gguf", ["q4_k"], ggml=ggml)
+    assert os.listdir(tmp_path) == ["src.gguf"]
+
+
+def test_target_equal_to_source(tmp_path, ggml):
+    src = source(tmp_path / "src.gguf")
+    before = src.read_bytes()
+    with pytest.raises(errors.WriteError, match="also the input"):
+        pack(src, src, ["q4_k"], ggml=ggml)
+    (tmp_path / "link.gguf").symlink_to(src)
+    with pytest.raises(errors.WriteError, match="also the input"):
+        export(src, tmp_path / "link.gguf")
+    assert src.read_bytes() == before
+
+
+def test_no_disk_space(tmp_path, ggml, monkeypatch):
+    src = source(tmp_path / "src.gguf")
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 1 << 10))
+    with pytest.raises(errors.DiskSpaceError, match="are free on its disk"):
+        pack(src, tmp_path / "out.gguf", ["q8_0"], ggml=ggml)
+    assert os.listdir(tmp_path) == ["src.gguf"]
+
+
+def test_unknown_tiers(tmp_path, ggml):
+    src = source(tmp_path / "src.gguf")
+    with pytest.raises(errors.QuantizeError, match="unknown tier q9_0"):
+        pack(src, tmp_path / "out.gguf", ["q9_0"], ggml=ggml)
+    with pytest.raises(errors.MissingTierError, match="it holds f16"):
+        export(src, tmp_path / "out.gguf", "q4_k")
+    assert os.listdir(tmp_path) == ["src.gguf"]
+
+
+def test_an_error_in_progress_leaves_nothing(tmp_path, ggml):
+    src = source(tmp_path / "src.gguf")
+
+    def stop(share):
+        if share > 0.3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(src, tmp_path / "out.gguf", ["q4_k", "q2_k"], progress=stop, ggml=ggml)
+    with pytest.raises(KeyboardInterrupt):
+        export(src, tmp_path / "out.gguf", progress=stop)
+    assert os.listdir(tmp_path) == ["src.gguf"]
+
+
+def test_ctrl_c_leaves_nothing(tmp_path, ggml):
+    src = source(tmp_path / "src.gguf", n_ff=2048, n_embd=2048)
+    code = textwrap.dedent(
+        """
+        import sys
+        from gguf_tools.pack import pack
+        from gguf_tools.quantize import load
+        from pathlib import Path
+        src, out, library = sys.argv[1:]
+        say = lambda share: print(share, flush=True)
+        pack(src, out, ["q5_k", "q2_k"], progress=say, ggml=load(Path(library)))
+        """
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(src), str(tmp_path / "out.gguf"), str(ggml.path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline()
+    assert len(os.listdir(tmp_path)) == 2
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in stderr
+    assert time.monotonic() - started < 30
+    assert os.listdir(tmp_path) == ["src.gguf"]

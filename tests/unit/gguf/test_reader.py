@@ -1,0 +1,172 @@
+"""The reader against the gguf package's writer, and its views."""
+
+import numpy as np
+import pytest
+from gguf_craft import craft, kv, model_metadata, model_tensors, tensor, write_model
+
+from gguf_tools import errors
+from gguf_tools.layout import BLOCK, GGMLType, ValueType, row_bytes
+from gguf_tools.reader import GGUFFile, metadata_value, open_model
+
+gguf = pytest.importorskip("gguf")
+
+
+def test_reads_what_the_gguf_package_writes(tmp_path):
+    path = tmp_path / "theirs.gguf"
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_uint8("u8", 200)
+    writer.add_int8("i8", -3)
+    writer.add_uint16("u16", 60000)
+    writer.add_int16("i16", -30000)
+    writer.add_uint32("u32", 4_000_000_000)
+    writer.add_int32("i32", -2_000_000_000)
+    writer.add_uint64("u64", (1 << 64) - 1)
+    writer.add_int64("i64", -(1 << 63))
+    writer.add_float32("f32", 0.5)
+    writer.add_float64("f64", 0.1)
+    writer.add_bool("yes", True)
+    writer.add_string("text", "Grüße, 世界")
+    writer.add_array("words", ["a", "", "ß"])
+    writer.add_array("numbers", [1, -2, 3])
+    writer.add_array("floats", [0.5, 0.25])
+    writer.add_array("flags", [True, False])
+    small = np.arange(6, dtype=np.float32).reshape(2, 3)
+    half = np.arange(64, dtype=np.float16).reshape(2, 1, 32)
+    writer.add_tensor("small", small)
+    writer.add_tensor("half", half)
+    q8 = gguf.quants.quantize(np.ones((4, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("q8", q8, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    with GGUFFile.open(path) as file:
+        assert file.metadata["general.architecture"] == "qwen3moe"
+        assert [file.metadata[key] for key in ("u8", "i8", "u16", "i16")] == [
+            200,
+            -3,
+            60000,
+            -30000,
+        ]
+        assert file.metadata["u32"] == 4_000_000_000
+        assert file.metadata["i32"] == -2_000_000_000
+        assert file.metadata["u64"] == (1 << 64) - 1
+        assert file.metadata["i64"] == -(1 << 63)
+        assert file.metadata["f32"] == 0.5
+        assert file.metadata["f64"] == 0.1
+        assert file.metadata["yes"] is True
+        assert file.metadata["text"] == "Grüße, 世界"
+        assert file.metadata["words"] == ["a", "", "ß"]
+        assert file.metadata["numbers"] == [1, -2, 3]
+        assert file.metadata["floats"] == [0.5, 0.25]
+        assert file.metadata["flags"] == [True, False]
+        assert file.tensors["small"].shape == (3, 2)
+        assert file.tensors["small"].type is GGMLType.F32
+        assert file.tensors["half"].shape == (32, 1, 2)
+        assert file.array("small").tobytes() == small.tobytes()
+        assert file.array("half").tobytes() == half.tobytes()
+        assert file.tensors["q8"].shape == (64, 4)
+        assert file.array("q8").tobytes() == q8.tobytes()
+
+
+def test_same_offsets_as_the_gguf_package(tmp_path):
+    path = write_model(tmp_path / "m.gguf", alignment=4096)
+    theirs = gguf.GGUFReader(path)
+    with GGUFFile.open(path) as ours:
+        assert ours.alignment == theirs.alignment == 4096
+        assert len(ours.tensors) == len(theirs.tensors)
+        for each in theirs.tensors:
+            info = ours.tensors[each.name]
+            assert info.offset == each.data_offset
+            assert info.nbytes == each.n_bytes
+            assert info.shape == tuple(each.shape)
+            assert int(info.type) == int(each.tensor_type)
+
+
+def test_block_sizes_are_those_of_the_gguf_package():
+    for ggml_type, block in BLOCK.items():
+        if ggml_type is GGMLType.Q8_1:  # theirs has scales in float32, as ggml once had
+            continue
+        try:
+            theirs = gguf.GGMLQuantizationType(int(ggml_type))
+        except ValueError:
+            continue
+        if theirs in gguf.GGML_QUANT_SIZES:
+            assert tuple(block) == gguf.GGML_QUANT_SIZES[theirs]
+
+
+def test_views_are_read_only_and_outlive_the_file(tmp_path):
+    file = GGUFFile.open(write_model(tmp_path / "m.gguf"))
+    view = file.array("token_embd.weight")
+    file.close()
+    assert not view.flags.writeable
+    assert view.nbytes == 64 * 3 * 4
+    assert np.isfinite(view.view(np.float32)).all()
+    with pytest.raises(errors.FileAccessError, match="closed"):
+        file.array("token_embd.weight")
+
+
+def test_unknown_tensor_and_range_past_the_end(tmp_path):
+    with GGUFFile.open(write_model(tmp_path / "m.gguf")) as file:
+        with pytest.raises(errors.MissingTensorError, match="tensor nope is missing"):
+            file.array("nope")
+        with pytest.raises(errors.TensorBoundsError, match="past the end"):
+            file.bytes_at(file.size - 1, 2)
+
+
+def test_version_2_and_nested_arrays_are_read(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(craft([kv("deep", [[1, 2], [3]]), kv("empty", [])], version=2))
+    with GGUFFile.open(path) as file:
+        assert file.metadata == {"deep": [[1, 2], [3]], "empty": []}
+
+
+def test_gaps_and_a_short_end_are_allowed(tmp_path):
+    path = tmp_path / "m.gguf"
+    two = [tensor("a", (1,), 0, 64), tensor("b", (1,), 0, 0)]
+    path.write_bytes(craft(tensors=two, data=bytes(range(68))))
+    with GGUFFile.open(path) as file:
+        assert file.array("a").tolist() == [64, 65, 66, 67]
+        assert file.array("b").tolist() == [0, 1, 2, 3]
+
+
+def test_encoded_values_are_the_bytes_of_the_file(tmp_path):
+    with GGUFFile.open(write_model(tmp_path / "m.gguf")) as file:
+        encoded = file.encoded_value("tokenizer.ggml.tokens")
+        assert kv("tokenizer.ggml.tokens", ["a", "b", "c"]).endswith(encoded)
+        assert file.value_types["tokenizer.ggml.tokens"] is ValueType.ARRAY
+
+
+def test_metadata_value_checks_the_type(tmp_path):
+    with GGUFFile.open(
+        write_model(tmp_path / "m.gguf", extra=[("flag", True, None, None)])
+    ) as file:
+        assert metadata_value(file, "absent", int, 7) == 7
+        assert metadata_value(file, "flag", bool, None) is True
+        with pytest.raises(errors.MetadataError, match="key flag: unexpected value of type bool"):
+            metadata_value(file, "flag", int, 0)
+
+
+def test_split_files_are_one_model(tmp_path):
+    tensors = model_tensors()
+    halves = tensors[:4], tensors[4:]
+    for index, half in enumerate(halves):
+        write_model(
+            tmp_path / f"m-0000{index + 1}-of-00002.gguf",
+            half,
+            model_metadata() if index == 0 else {},
+            seed=index,
+            extra=[
+                ("split.no", index, ValueType.UINT16, None),
+                ("split.count", 2, ValueType.UINT16, None),
+                ("split.tensors.count", len(tensors), ValueType.INT32, None),
+            ],
+        )
+    parts = open_model(tmp_path / "m-00001-of-00002.gguf")
+    assert [len(part.tensors) for part in parts] == [4, len(tensors) - 4]
+
+
+def test_row_bytes():
+    assert row_bytes(GGMLType.Q4_K, 512) == 288
+    assert row_bytes(GGMLType.F16, 7) == 14

@@ -1,0 +1,173 @@
+"""The writer against the gguf package's reader; complete files or none at all."""
+
+import os
+import shutil
+from collections import namedtuple
+
+import numpy as np
+import pytest
+
+from gguf_tools import errors
+from gguf_tools.layout import GGMLType, ValueType
+from gguf_tools.reader import GGUFFile
+from gguf_tools.writer import GGUFWriter
+
+gguf = pytest.importorskip("gguf")
+
+VALUES = {
+    "text": "Grüße",
+    "count": 7,
+    "negative": -7,
+    "wide": 1 << 40,
+    "half": 0.5,
+    "flag": True,
+    "words": ["a", "", "世界"],
+    "numbers": [3, -1, 2],
+    "floats": [0.5, 0.25],
+}
+
+
+def begun(path, n=64, alignment=32):
+    writer = GGUFWriter(path, alignment)
+    writer.declare("a", (n,), GGMLType.F32)
+    writer.declare("b", (32, 3), GGMLType.Q8_0)
+    return writer
+
+
+def test_the_gguf_package_reads_what_we_write(tmp_path):
+    path = tmp_path / "ours.gguf"
+    writer = begun(path, 65, alignment=256)
+    for key, value in VALUES.items():
+        writer.meta(key, value)
+    writer.meta("tiny", 200, ValueType.UINT8)
+    data = np.arange(65, dtype=np.float32)
+    blocks = np.arange(3 * 34, dtype=np.uint8)
+    with writer:
+        writer.begin()
+        writer.write_tensor("b", [blocks[:50], blocks[50:]])
+        writer.write_tensor("a", data)
+    theirs = gguf.GGUFReader(path)
+    for key, value in VALUES.items():
+        assert theirs.fields[key].contents() == value
+    assert theirs.fields["tiny"].contents() == 200
+    assert theirs.alignment == 256
+    first, second = theirs.tensors
+    assert (first.name, second.name) == ("a", "b")
+    assert (np.asarray(first.data) == data).all()
+    assert second.data.tobytes() == blocks.tobytes()
+    assert first.data_offset % 256 == second.data_offset % 256 == 0
+    assert second.data_offset - first.data_offset == 512
+
+
+def test_own_round_trip_keeps_every_value(tmp_path):
+    path = tmp_path / "ours.gguf"
+    writer = begun(path)
+    for key, value in VALUES.items():
+        writer.meta(key, value)
+    with writer:
+        writer.begin()
+        writer.write_tensor("a", bytes(256))
+        writer.write_tensor("b", bytes(102))
+    with GGUFFile.open(path) as file:
+        assert file.metadata == VALUES
+        assert file.alignment == 32
+
+
+def leftovers(folder):
+    return sorted(each.name for each in folder.iterdir())
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_nothing_stays_behind_after_an_exception(tmp_path, error):
+    writer = begun(tmp_path / "ours.gguf")
+    with pytest.raises(error), writer:
+        writer.begin()
+        writer.write_tensor("a", bytes(256))
+        raise error
+    assert leftovers(tmp_path) == []
+
+
+def test_the_old_file_survives_a_failure(tmp_path):
+    path = tmp_path / "ours.gguf"
+    path.write_bytes(b"old")
+    writer = begun(path)
+    with pytest.raises(RuntimeError), writer:
+        writer.begin()
+        assert path.read_bytes() == b"old"
+        raise RuntimeError
+    assert path.read_bytes() == b"old"
+    assert leftovers(tmp_path) == ["ours.gguf"]
+
+
+def test_missing_bytes_are_an_error(tmp_path):
+    writer = begun(tmp_path / "ours.gguf")
+    with pytest.raises(errors.WriteError, match="tensor b: 34 of 102 bytes written"), writer:
+        writer.begin()
+        writer.write_tensor("a", bytes(256))
+        writer.write_at("b", 0, bytes(34))
+    assert leftovers(tmp_path) == []
+
+
+def test_too_many_bytes_are_an_error(tmp_path):
+    writer = begun(tmp_path / "ours.gguf")
+    with pytest.raises(errors.WriteError, match="tensor b: 34 bytes at 69 do not fit"), writer:
+        writer.begin()
+        writer.write_at("b", 69, bytes(34))
+
+
+def test_disk_space_is_checked_before_anything_is_written(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 3 << 20))
+    writer = begun(tmp_path / "ours.gguf", 1 << 22)
+    with pytest.raises(errors.DiskSpaceError, match=r"needs 16\.0 MiB, but only 3\.0 MiB"), writer:
+        writer.begin()
+    assert leftovers(tmp_path) == []
+
+
+def test_a_full_disk_later_is_one_sentence(tmp_path, monkeypatch):
+    writer = begun(tmp_path / "ours.gguf")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(errors.WriteError, match=r"ours\.gguf: No space left on device"), writer:
+        writer.begin()
+        monkeypatch.setattr(os, "pwrite", full)
+        writer.write_tensor("a", bytes(256))
+    assert leftovers(tmp_path) == []
+
+
+def test_missing_folder_and_folder_as_target(tmp_path):
+    with pytest.raises(errors.WriteError, match="No such file"), begun(tmp_path / "no" / "x") as w:
+        w.begin()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(errors.WriteError, match="is a folder"), begun(tmp_path / "folder") as w:
+        w.begin()
+
+
+def test_wrong_declarations(tmp_path):
+    writer = begun(tmp_path / "ours.gguf")
+    with pytest.raises(errors.DuplicateError, match="declared twice"):
+        writer.declare("a", (1,), GGMLType.F32)
+    with pytest.raises(errors.TextError):
+        writer.declare("n" * 64, (1,), GGMLType.F32)
+    with pytest.raises(errors.TensorShapeError):
+        writer.declare("c", (), GGMLType.F32)
+    with pytest.raises(errors.TensorShapeError):
+        writer.declare("c", (4, 0), GGMLType.F32)
+    with pytest.raises(errors.TensorShapeError, match="not a multiple of 256"):
+        writer.declare("c", (128,), GGMLType.Q4_K)
+    with pytest.raises(errors.WriteError, match="power of two"):
+        GGUFWriter(tmp_path / "x", 48)
+    with pytest.raises(errors.WriteError, match="alignment 32"):
+        writer.meta("general.alignment", 64)
+
+
+def test_values_that_do_not_fit_their_type(tmp_path):
+    writer = GGUFWriter(tmp_path / "ours.gguf")
+    with pytest.raises(errors.WriteError, match="uint8"):
+        writer.meta("k", 256, ValueType.UINT8)
+    with pytest.raises(errors.WriteError, match="differ in type"):
+        writer.meta("k", ["a", 1])
+    with pytest.raises(errors.WriteError, match="no metadata type"):
+        writer.meta("k", object())

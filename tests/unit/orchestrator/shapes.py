@@ -1,0 +1,52 @@
+"""Models and route events without a library: numpy arrays in the place of native memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from orchestrator.events import ABSENT, MAX_PREFETCH, DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.policy.base import ModelShape
+
+UP, GATE, DOWN = 0, 1, 3
+
+
+def make_shape(
+    n_layers: int = 6, n_expert: int = 16, k: int = 4, tiers: tuple[str, ...] = ("q4_k", "q2_k")
+) -> ModelShape:
+    sizes = ({UP: 12288, GATE: 12288, DOWN: 16384}, {UP: 8192, GATE: 8192, DOWN: 8192})
+    return ModelShape(n_expert, k, tiers, tuple(sizes[: len(tiers)] for _ in range(n_layers)))
+
+
+def make_event(
+    shape: ModelShape,
+    rng: np.random.Generator,
+    n_tokens: int = 1,
+    layer: int = 0,
+    phase: Phase = Phase.DECODE,
+    n_ahead: int = 0,
+    ties: bool = False,
+) -> RouteEvent:
+    n, k, e = max(4, n_tokens), shape.n_expert_used, shape.n_expert
+
+    def rows(count: int) -> np.ndarray:
+        chosen = [rng.permutation(e)[:k] for _ in range(count)]
+        return np.array(chosen, np.int32).reshape(count, k)
+
+    weights = rng.random((n, k), np.float32)
+    if ties:
+        weights = np.round(weights, 1)
+    ahead_ids = np.stack([rows(n) for _ in range(max(1, n_ahead))])
+    scores = np.sort(rng.random((*ahead_ids.shape,), np.float32), axis=2)[:, :, ::-1].copy()
+    event = RouteEvent(rows(n), weights, np.arange(n, dtype=np.int32), ahead_ids, scores)
+    event.layer, event.phase, event.n_tokens, event.n_ahead = layer, int(phase), n_tokens, n_ahead
+    return event
+
+
+def make_view(shape: ModelShape, resident: np.ndarray | None = None) -> StoreView:
+    if resident is None:
+        resident = np.full((shape.n_layers, shape.n_expert), ABSENT, np.uint8)
+    return StoreView(resident)
+
+
+def make_decision(shape: ModelShape, capacity: int = MAX_PREFETCH) -> DecisionBuffer:
+    return DecisionBuffer(np.zeros(shape.n_expert, np.uint8), np.zeros(capacity, np.int64))

@@ -1,0 +1,123 @@
+// A store without experts: the functions that orchestrator.native calls, over static
+// arrays, and stub_step, which plays the part of llama_decode.
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include STUB_HEADER
+
+#define MAX_TOKENS 8
+#define K 2
+#define N_AHEAD 1
+#define N_LAYERS 2
+#define N_EXPERT 4
+
+struct moe_edge_store {
+    struct moe_edge_event event;
+    struct moe_edge_decision decision;
+    struct moe_edge_stats stats;
+    moe_edge_route_cb cb;
+    void * user;
+    const char * error;
+    int cancelled;
+    int32_t seen_prefetch;
+    int32_t seen_renormalize;
+    int32_t ids[MAX_TOKENS*K];
+    float weights[MAX_TOKENS*K];
+    int32_t tokens[MAX_TOKENS];
+    int32_t ahead_ids[N_AHEAD*MAX_TOKENS*K];
+    float ahead[N_AHEAD*MAX_TOKENS*K];
+    uint8_t resident[N_LAYERS*N_EXPERT];
+    uint8_t tier[N_EXPERT];
+    struct moe_edge_prefetch_item prefetch[MOE_EDGE_MAX_PREFETCH];
+};
+
+static int live;
+
+int stub_live(void) { return live; }
+
+int32_t moe_edge_abi_version(void) { return STUB_ABI; }
+uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t bytes) {
+    return (offset + bytes + 4095) / 4096 * 4096 - offset / 4096 * 4096;
+}
+
+struct moe_edge_store * moe_edge_store_create(const struct moe_edge_config * c, char * err, size_t n) {
+    if (c->n_layers != N_LAYERS || c->n_expert != N_EXPERT || c->layers[1].slices[3][0].group != 1 ||
+        c->groups[1].n_slots != 5 || strcmp(c->files[0], "experts.gguf") != 0) {
+        snprintf(err, n, "store: the layout is not the stub's");
+        return NULL;
+    }
+    struct moe_edge_store * s = calloc(1, sizeof(*s));
+    s->event = (struct moe_edge_event) {
+        .n_tokens = 1, .ids = s->ids, .weights = s->weights, .tokens = s->tokens,
+        .ahead_ids = s->ahead_ids, .ahead = s->ahead, .resident = s->resident,
+    };
+    s->decision = (struct moe_edge_decision) { .tier = s->tier, .prefetch = s->prefetch };
+    live++;
+    return s;
+}
+void moe_edge_store_free(struct moe_edge_store * s) { free(s); live--; }
+void * moe_edge_buffer_type(void) { return NULL; }
+int moe_edge_store_attach(struct moe_edge_store * s, void * model, char * err, size_t n) {
+    (void) s;
+    if (!model) { snprintf(err, n, "store: no model"); return 1; }
+    return 0;
+}
+const struct moe_edge_event * moe_edge_store_event(struct moe_edge_store * s) { return &s->event; }
+struct moe_edge_decision * moe_edge_store_decision(struct moe_edge_store * s) { return &s->decision; }
+void moe_edge_set_callback(struct moe_edge_store * s, moe_edge_route_cb cb, void * user, int32_t tier) {
+    (void) tier; s->cb = cb; s->user = user;
+}
+void moe_edge_begin_step(struct moe_edge_store * s, int32_t phase) {
+    s->event.phase = phase; s->event.step++; s->error = NULL;
+}
+const char * moe_edge_error(struct moe_edge_store * s) { return s->error; }
+bool moe_edge_abort(void * s) { return ((struct moe_edge_store *) s)->cancelled != 0; }
+void moe_edge_cancel(struct moe_edge_store * s, int32_t on) { s->cancelled = on; }
+void moe_edge_get_stats(struct moe_edge_store * s, struct moe_edge_stats * out) { *out = s->stats; }
+void moe_edge_reset_stats(struct moe_edge_store * s) { memset(&s->stats, 0, sizeof(s->stats)); }
+int32_t moe_edge_warm(struct moe_edge_store * s, const struct moe_edge_prefetch_item * list, int32_t n,
+        void (*progress)(int32_t, int32_t, void *), void * user) {
+    int32_t done = 0;
+    for (; done < n && !s->cancelled; done++) {
+        s->resident[list[done].layer*N_EXPERT + list[done].expert] = list[done].tier;
+        progress(done + 1, n, user);
+    }
+    return done;
+}
+int moe_edge_check(struct moe_edge_store * s, char * err, size_t n) {
+    snprintf(err, n, "store: %lld steps", (long long) s->event.step);
+    return s->event.step > 100;
+}
+void moe_edge_prefetch(struct moe_edge_store * s, const struct moe_edge_prefetch_item * l, int32_t n) {
+    (void) s; (void) l; (void) n;
+}
+int moe_edge_apply(struct moe_edge_store * s, int32_t layer, const int32_t * ids, const uint8_t * tiers, int32_t n) {
+    (void) s; (void) layer; (void) ids; (void) tiers; (void) n; return 0;
+}
+int moe_edge_use(struct moe_edge_store * s, int32_t layer, int32_t kind, const int32_t * ids, int32_t n,
+        void (*visit)(int32_t, int32_t, int32_t, const void *, uint64_t, void *), void * user) {
+    (void) s; (void) layer; (void) kind; (void) ids; (void) n; (void) visit; (void) user; return 0;
+}
+
+// One route event of two tokens: expert ids 2l, 2l+1 and 3, 0 at layer l.
+int stub_step(struct moe_edge_store * s, int32_t layer) {
+    const int32_t ids[] = { 2*layer, 2*layer + 1, 3, 0 };
+    memcpy(s->ids, ids, sizeof(ids));
+    for (int i = 0; i < 4; i++) s->weights[i] = 0.25f * (float) (i + 1);
+    s->event.layer = layer;
+    s->event.n_tokens = 2;
+    s->event.n_ahead = layer + 1 < N_LAYERS;
+    memset(s->tier, 0, sizeof(s->tier));
+    s->decision.n_prefetch = -7;
+    const int rc = s->cb ? s->cb(s->user) : 0;
+    if (rc != 0) s->error = "the route callback failed";
+    s->seen_prefetch = s->decision.n_prefetch;
+    s->seen_renormalize = s->decision.renormalize;
+    s->stats.callbacks[s->event.phase]++;
+    return rc;
+}
+int stub_seen(struct moe_edge_store * s, int what) {
+    return what ? s->seen_renormalize : s->seen_prefetch;
+}

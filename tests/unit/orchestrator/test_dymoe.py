@@ -1,0 +1,162 @@
+"""DyMoE's decisions against a plain reading of the paper."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shapes import make_decision, make_event, make_shape, make_view
+
+from orchestrator.errors import PolicyError
+from orchestrator.events import ABSENT, SKIP, Phase
+from orchestrator.policy import PolicySettings, known_policies, make_policy
+from orchestrator.policy.dymoe import DyMoE
+from orchestrator.policy.importance import gate_critical, gate_order
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def reference_tiers(ids: np.ndarray, weights: np.ndarray, t: int, low: int) -> dict[int, int]:
+    """Expert -> tier: 0 if it is among the t heaviest of any token, else low."""
+    tiers: dict[int, int] = {}
+    for row, gates in zip(ids, weights, strict=True):
+        ranked = sorted(zip(-gates, range(len(row)), row, strict=True))
+        for rank, (_, _, expert) in enumerate(ranked):
+            tier = 0 if rank < t else low
+            tiers[int(expert)] = min(tiers.get(int(expert), tier), tier)
+    return tiers
+
+
+@settings(deadline=None)
+@given(SEEDS, st.integers(1, 9), st.integers(0, 5), st.booleans(), st.booleans())
+def test_decode_tiers(seed: int, n_tokens: int, layer: int, skip: bool, ties: bool) -> None:
+    rng = np.random.default_rng(seed)
+    shape = make_shape(tiers=("q4_k",) if skip else ("q4_k", "q2_k"))
+    policy = DyMoE(shape, PolicySettings(retention=0.6, skip_low=skip))
+    event = make_event(shape, rng, n_tokens, layer, ties=ties)
+    out = make_decision(shape)
+    policy.decide(event, make_view(shape), out)
+    expected = reference_tiers(
+        event.ids_array, event.weights_array, policy.critical[layer], SKIP if skip else 1
+    )
+    assert {expert: out.tier[expert] for expert in expected} == expected
+
+
+@given(SEEDS, st.integers(1, 8), st.integers(0, 8), st.booleans())
+def test_importance(seed: int, n_tokens: int, t: int, ties: bool) -> None:
+    rng = np.random.default_rng(seed)
+    shape = make_shape(k=8)
+    event = make_event(shape, rng, n_tokens, ties=ties)
+    mask = gate_critical(event.ids_array, event.weights_array, t, shape.n_expert)
+    expected = reference_tiers(event.ids_array, event.weights_array, t, 1)
+    assert {e for e in range(shape.n_expert) if mask[e]} == {
+        e for e, tier in expected.items() if tier == 0
+    }
+    order = gate_order(event.weights.tolist())
+    assert sorted(order) == list(range(8))
+    assert [event.weights[i] for i in order] == sorted(event.weights.tolist(), reverse=True)
+
+
+@given(SEEDS, st.integers(2, 40))
+def test_prefill_asks_high_for_all(seed: int, n_tokens: int) -> None:
+    shape = make_shape()
+    policy = DyMoE(shape, PolicySettings(retention=0.5))
+    policy.plan(10**7)
+    event = make_event(shape, np.random.default_rng(seed), n_tokens, phase=Phase.PREFILL, n_ahead=1)
+    out = make_decision(shape)
+    policy.decide(event, make_view(shape), out)
+    assert not any(out.tier)
+    assert all(tier == 0 and layer == 1 for layer, _, tier, _ in out.prefetches())
+
+
+@settings(deadline=None)
+@given(SEEDS, st.integers(0, 3), st.integers(1, 2))
+def test_decode_prefetch(seed: int, layer: int, n_ahead: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = make_shape()
+    resident = rng.choice([0, 1, ABSENT], (shape.n_layers, shape.n_expert)).astype(np.uint8)
+    policy = DyMoE(shape, PolicySettings(retention=0.6))
+    event = make_event(shape, rng, layer=layer, n_ahead=n_ahead)
+    out = make_decision(shape)
+    policy.decide(event, make_view(shape, resident), out)
+    expected = []
+    for ahead in range(n_ahead):
+        target = layer + 1 + ahead
+        for rank, expert in enumerate(event.ahead_ids_array[ahead, 0].tolist()):
+            tier = 0 if rank < policy.critical[target] else 1
+            if resident[target, expert] > tier:
+                expected.append((target, expert, tier, 0))
+    assert out.prefetches() == expected
+
+
+def test_skip_prefetches_only_critical_ones() -> None:
+    shape = make_shape(tiers=("q4_k",))
+    policy = DyMoE(shape, PolicySettings(retention=0.5, skip_low=True))
+    event = make_event(shape, np.random.default_rng(0), layer=3, n_ahead=1)
+    out = make_decision(shape)
+    policy.decide(event, make_view(shape), out)
+    wanted = event.ahead_ids_array[0, 0, : policy.critical[4]].tolist()
+    assert [item[1] for item in out.prefetches()] == wanted
+
+
+def test_prefill_prefetch_counts_tokens() -> None:
+    shape = make_shape()
+    policy = DyMoE(shape, PolicySettings())
+    policy.plan(sum(4 * shape.expert_slot_bytes(0, tier) * 6 for tier in (0, 1)))
+    event = make_event(shape, np.random.default_rng(5), 64, phase=Phase.PREFILL, n_ahead=1)
+    resident = np.full((shape.n_layers, shape.n_expert), ABSENT, np.uint8)
+    resident[1, 3] = 0
+    out = make_decision(shape)
+    policy.decide(event, make_view(shape, resident), out)
+    counts = {e: int((event.ahead_ids_array[0] == e).sum()) for e in range(16) if e != 3}
+    chosen = [item[1] for item in out.prefetches()]
+    assert 0 < len(chosen) < 15
+    assert 3 not in chosen
+    assert min(counts[e] for e in chosen) >= max(counts[e] for e in counts if e not in chosen)
+
+
+def test_prefetch_can_be_off() -> None:
+    shape = make_shape()
+    policy = DyMoE(shape, PolicySettings(prefetch=False))
+    out = make_decision(shape)
+    for phase in Phase:
+        event = make_event(shape, np.random.default_rng(0), 2, phase=phase, n_ahead=1)
+        policy.decide(event, make_view(shape), out)
+    assert out.prefetches() == []
+
+
+def test_retention_changes_live() -> None:
+    shape = make_shape()
+    policy = DyMoE(shape, PolicySettings(retention=1.0))
+    assert policy.critical == [4] * 6
+    policy.set_retention(0.6)
+    assert sum(policy.critical) == pytest.approx(0.6 * 24, abs=1)
+    assert f"realised {sum(policy.critical) / 24:.3f}" in policy.describe()
+
+
+def test_a_second_tier_is_needed() -> None:
+    shape = make_shape(tiers=("q4_k",))
+    with pytest.raises(PolicyError, match="--low"):
+        make_policy("dymoe", shape, PolicySettings())
+    out = make_decision(shape)
+    policy = make_policy("dymoe", shape, PolicySettings(retention=1.0))
+    policy.decide(make_event(shape, np.random.default_rng(0)), make_view(shape), out)
+    assert not any(out.tier)
+
+
+def test_unknown_policy_lists_the_known() -> None:
+    with pytest.raises(PolicyError) as caught:
+        make_policy("belady", make_shape(), PolicySettings())
+    for name in known_policies():
+        assert name in str(caught.value)
+
+
+def test_lru_needs_no_python() -> None:
+    shape = make_shape()
+    policy = make_policy("lru", shape, PolicySettings())
+    assert not policy.needs_callback
+    out = make_decision(shape)
+    policy.decide(make_event(shape, np.random.default_rng(0)), make_view(shape), out)
+    assert not any(out.tier)
+    assert out.prefetches() == []

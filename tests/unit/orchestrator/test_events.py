@@ -1,0 +1,100 @@
+"""Views of native memory: same bytes, read-only where they are inputs."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from shapes import make_decision, make_event, make_shape, make_view
+
+from orchestrator.events import GenerationStats, RouteEvent, percentile
+from orchestrator.native.abi import CPrefetch
+
+
+def test_rows_and_arrays_agree() -> None:
+    event = make_event(make_shape(), np.random.default_rng(1), n_tokens=3, n_ahead=2)
+    assert event.ids.tolist() == event.ids_array[0].tolist()
+    assert event.weights.tolist() == event.weights_array[0].tolist()
+    assert event.ahead_ids_array.shape == event.ahead_array.shape == (2, 3, event.k)
+    assert [row.tolist() for row in event.ahead_ids] == event.ahead_ids_array[:, 0].tolist()
+
+
+def test_no_look_ahead() -> None:
+    rows, none = np.zeros((4, 2), np.int32), np.zeros((0, 4, 2), np.int32)
+    event = RouteEvent(rows, rows.astype(np.float32), rows[:, 0], none, none.astype(np.float32))
+    assert event.ahead_ids == ()
+    assert event.ahead_ids_array.shape == (0, 1, 2)
+
+
+def test_inputs_are_read_only() -> None:
+    shape = make_shape()
+    event, view = make_event(shape, np.random.default_rng(1), n_ahead=1), make_view(shape)
+    for array in (
+        event.ids_array,
+        event.weights_array,
+        event.tokens_array,
+        event.ahead_ids_array,
+        event.ahead_array,
+        view.resident_array,
+    ):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+    for flat in (event.ids, event.weights, event.ahead_ids[0], view.resident[0]):
+        with pytest.raises(TypeError):
+            flat[0] = 0
+
+
+def test_views_follow_the_memory() -> None:
+    shape = make_shape()
+    resident = np.full((shape.n_layers, shape.n_expert), 254, np.uint8)
+    view = make_view(shape, resident)
+    resident[2, 3] = 1
+    assert view.resident[2][3] == 1
+
+
+def test_prefetch_packs_the_c_struct() -> None:
+    decision = make_decision(make_shape())
+    decision.prefetch(300, 511, 2, kinds=8)
+    decision.prefetch(1, 0, 1)
+    item = CPrefetch.from_buffer_copy(bytes(decision._prefetch[:1]))
+    assert (item.layer, item.expert, item.tier, item.kinds, item.reserved) == (300, 511, 2, 8, 0)
+    assert decision.prefetches() == [(300, 511, 2, 8), (1, 0, 1, 0)]
+
+
+def test_prefetch_beyond_capacity_is_dropped() -> None:
+    decision = make_decision(make_shape(), capacity=2)
+    for expert in range(5):
+        decision.prefetch(0, expert, 0)
+    assert [item[1] for item in decision.prefetches()] == [0, 1]
+
+
+def test_stats_are_json() -> None:
+    stats = GenerationStats(
+        ttft_ms=1.0,
+        tpot_ms_p50=math.nan,
+        tpot_ms_p99=math.nan,
+        tokens=1,
+        tokens_per_s=math.nan,
+        prompt_tokens=3,
+        evaluated_tokens=3,
+        hit_rate=None,
+        prefill_hit_rate=None,
+        bytes_read=0,
+        wait_ms=0.0,
+        mix={"high": 1.0, "low": 0.0, "skip": 0.0},
+        peak_rss_bytes=1,
+        budget_bytes=0,
+        mode="m",
+        callback_us_p50=None,
+        finish="end",
+    )
+    parsed = json.loads(json.dumps(stats.as_dict(), allow_nan=False))
+    assert parsed["tpot_ms_p50"] is None
+    assert parsed["mix"]["high"] == 1.0
+
+
+def test_percentile() -> None:
+    assert percentile([1.0, 2.0, 3.0], 50) == 2.0
+    assert math.isnan(percentile([], 50))

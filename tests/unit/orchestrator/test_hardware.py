@@ -1,0 +1,214 @@
+"""The memory plan: which path, which tiers, which slots, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.errors import GGUFError
+from gguf_tools.experts import ExpertModel
+from orchestrator import hardware
+from orchestrator.config import Config
+from orchestrator.errors import BudgetError, ConfigError, PolicyError
+from orchestrator.hardware import Machine, Plan, make_plan, probe
+
+ROOMY = Machine(64 * 2**30, 64 * 2**30, 4, 2**40)
+TIERS = ("q8_0", "q4_k", "q2_k")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExpertModel]:
+    folder = tmp_path_factory.mktemp("models")
+    files = {"one": ("q4_k",), "three": TIERS, "high": ("q8_0",), "low": ("q2_k",)}
+    paths = {
+        name: synthetic.write(folder / f"{name}.gguf", "tiny-qwen3moe", tiers=tiers)
+        for name, tiers in files.items()
+    }
+    opened = {name: ExpertModel.open(path) for name, path in paths.items()}
+    opened["pair"] = ExpertModel.open(paths["high"], paths["low"])
+    return opened
+
+
+def plan_for(model: ExpertModel, machine: Machine = ROOMY, **settings: Any) -> Plan:
+    return make_plan(Config.build(model=model.path, **settings), model, machine)
+
+
+def tight(model: ExpertModel, slots: int, **settings: Any) -> Machine:
+    """A machine with room for this many bytes of expert slots."""
+    plan = plan_for(model, **settings)
+    free = plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes + slots
+    headroom = 256 * 2**20
+    assert (free + headroom) * 0.1 <= headroom
+    return Machine(free + headroom, 2**40, 2, 2**40)
+
+
+def test_everything_fits(models: dict[str, ExpertModel]) -> None:
+    plan = plan_for(models["one"])
+    assert not plan.managed
+    assert "everything fits" in plan.reason
+    assert plan.total_bytes <= plan.ram_bytes
+    assert plan.expert_bytes == models["one"].tier_bytes[0]
+    assert plan.budget_bytes == 0
+
+
+def test_a_packed_file_runs_its_best_tier_where_it_fits(models: dict[str, ExpertModel]) -> None:
+    plan = plan_for(models["three"])
+    assert (plan.managed, plan.tier_names) == (False, ("q8_0",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy", "tiers"),
+    [
+        ({"policy": "lru"}, "lru", ("q4_k",)),
+        ({"force_managed": True}, "lru", ("q4_k",)),
+        ({"high_tier": "q4_k"}, "lru", ("q4_k",)),
+        ({"policy": "lru", "high_tier": "q8_0"}, "lru", ("q8_0",)),
+        ({"low_tier": "q2_k"}, "dymoe", ("q8_0", "q2_k")),
+        ({"low_tier": "q2_k", "high_tier": "q4_k"}, "dymoe", ("q4_k", "q2_k")),
+        ({"low_tier": "skip"}, "dymoe", ("q4_k",)),
+        ({"policy": "dymoe"}, "dymoe", ("q4_k", "q2_k")),
+        ({"policy": "dymoe", "high_tier": "Q8_0"}, "dymoe", ("q8_0", "q4_k")),
+        ({"expert_ram": 3 * 2**20}, "lru", ("q4_k",)),
+        ({"expert_ram": 2**20}, "dymoe", ("q4_k", "q2_k")),
+    ],
+)
+def test_choices(
+    models: dict[str, ExpertModel], settings: dict[str, Any], policy: str, tiers: tuple[str, ...]
+) -> None:
+    plan = plan_for(models["three"], **settings)
+    assert plan.managed
+    assert plan.policy is not None
+    assert (plan.policy.name, plan.tier_names) == (policy, tiers)
+
+
+def test_two_files_are_high_and_low(models: dict[str, ExpertModel]) -> None:
+    plan = plan_for(models["pair"], low=models["low"].path)
+    assert plan.policy is not None
+    assert (plan.policy.name, plan.tier_names) == ("dymoe", ("q8_0", "q2_k"))
+
+
+def test_too_little_memory_is_managed(models: dict[str, ExpertModel]) -> None:
+    model = models["one"]
+    plan = plan_for(model, tight(model, model.tier_bytes[0] // 2))
+    assert plan.managed
+    assert plan.slots is not None
+    assert plan.slots.total_bytes <= plan.budget_bytes <= model.tier_bytes[0] // 2
+    assert plan.total_bytes <= plan.ram_bytes
+
+
+@pytest.mark.parametrize("policy", ["lru", "dymoe"])
+def test_the_smallest_budget_named_is_the_smallest(
+    models: dict[str, ExpertModel], policy: str
+) -> None:
+    model = models["three"]
+    for key in ("expert_ram", "ram"):
+        with pytest.raises(BudgetError) as caught:
+            plan_for(model, policy=policy, **{key: 1000})
+        needed = caught.value.needed_bytes
+        assert str(needed) in str(caught.value)
+        assert key.replace("_", "-") in str(caught.value)
+        assert plan_for(model, policy=policy, **{key: needed}).managed
+        with pytest.raises(BudgetError):
+            plan_for(model, policy=policy, **{key: needed - 1})
+
+
+def test_ram_caps_everything(models: dict[str, ExpertModel]) -> None:
+    model = models["three"]
+    with pytest.raises(BudgetError) as caught:
+        plan_for(model, policy="dymoe", ram=1)
+    for spare in (0, 10**5, 10**6, 10**9):
+        plan = plan_for(model, policy="dymoe", ram=caught.value.needed_bytes + spare)
+        assert plan.total_bytes <= caught.value.needed_bytes + spare
+
+
+def test_both_caps_hold(models: dict[str, ExpertModel]) -> None:
+    plan = plan_for(models["three"], expert_ram=10**6, ram=2**34)
+    assert plan.budget_bytes == 10**6
+
+
+def test_unknown_names_list_the_known(models: dict[str, ExpertModel]) -> None:
+    with pytest.raises(PolicyError, match="lru, dymoe, plain"):
+        plan_for(models["one"], policy="belady")
+    for key in ("high_tier", "low_tier"):
+        with pytest.raises(GGUFError, match="q8_0, q4_k, q2_k"):
+            plan_for(models["three"], **{key: "q3_k"})
+
+
+def test_low_must_be_lower(models: dict[str, ExpertModel]) -> None:
+    with pytest.raises(PolicyError, match="not below"):
+        plan_for(models["three"], high_tier="q4_k", low_tier="q8_0")
+
+
+def test_dymoe_on_one_tier_says_what_is_missing(models: dict[str, ExpertModel]) -> None:
+    with pytest.raises(PolicyError, match="--low-tier skip"):
+        plan_for(models["one"], policy="dymoe")
+    assert plan_for(models["one"], policy="dymoe", low_tier="skip").managed
+
+
+def test_plain_can_be_asked_for(models: dict[str, ExpertModel]) -> None:
+    plan = plan_for(models["three"], Machine(2**28, 2**28, 1, 2**40), policy="plain")
+    assert not plan.managed
+    assert "asked for" in plan.reason
+    with pytest.raises(ConfigError, match="best tier"):
+        plan_for(models["three"], policy="plain", low_tier="skip")
+
+
+def test_context_is_capped_by_the_model(models: dict[str, ExpertModel]) -> None:
+    model = models["one"]
+    assert plan_for(model, ctx=10**6).n_ctx == model.context_length
+    assert plan_for(model, ctx=512).n_ctx == 512
+    assert plan_for(model, ctx=512).kv_bytes == model.kv_bytes(512)
+
+
+def test_logits_of_all_tokens_need_more_scratch(models: dict[str, ExpertModel]) -> None:
+    model = models["one"]
+    one, every = plan_for(model), plan_for(model, logits_all=True)
+    n_vocab = len(model.metadata["tokenizer.ggml.tokens"])
+    assert every.scratch_bytes - one.scratch_bytes >= 511 * n_vocab * 4
+
+
+def test_headroom() -> None:
+    assert Machine(2**30, 2**30, 1, 0).usable_bytes == 2**30 - 2**28
+    assert Machine(100 * 2**30, 2**40, 1, 0).usable_bytes == 98 * 2**30
+    assert Machine(1000, 1000, 1, 0).usable_bytes == 0
+
+
+def test_probe(tmp_path: Path) -> None:
+    machine = probe(tmp_path / "model.gguf")
+    assert 0 < machine.memory_bytes <= machine.total_bytes
+    assert machine.cores >= 1
+    assert machine.disk_free_bytes > 0
+
+
+def write_group(folder: Path, names: tuple[str, str], limit: str, used: int, stat: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(stat)
+
+
+def test_cgroup_version_1(tmp_path: Path) -> None:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    stat = "cache 5\ninactive_file 1\ntotal_active_file 100\ntotal_inactive_file 20\n"
+    write_group(tmp_path / "memory" / "a" / "b", names, "1000", 500, stat)
+    write_group(tmp_path / "memory" / "a", names, "9223372036854771712", 700, stat)
+    write_group(tmp_path / "memory", names, "5000", 4000, stat)
+    proc = tmp_path / "cgroup"
+    proc.write_text("5:cpu,cpuacct:/x\n4:memory:/a/b\n")
+    assert hardware._cgroup_limits(tmp_path, proc) == [(1000, 380), (5000, 3880)]
+
+
+def test_cgroup_version_2(tmp_path: Path) -> None:
+    names = ("memory.max", "memory.current")
+    write_group(tmp_path / "s.slice" / "u", names, "max", 10, "anon 1\n")
+    write_group(tmp_path / "s.slice", names, "2000", 300, "active_file 50\ninactive_file 50\n")
+    proc = tmp_path / "cgroup"
+    proc.write_text("0::/s.slice/u\n")
+    assert hardware._cgroup_limits(tmp_path, proc) == [(2000, 200)]
+
+
+def test_no_cgroups(tmp_path: Path) -> None:
+    assert hardware._cgroup_limits(tmp_path, tmp_path / "missing") == []

@@ -1,0 +1,74 @@
+"""The cosine schedule (DyMoE eq. 4-5) and its solution for a user's retention."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.policy.retention import critical_counts, ratios, realised, solve
+
+LAYERS = st.integers(2, 64)
+EXPERTS = st.integers(1, 16)
+SHARES = st.floats(0.0, 1.0)
+
+
+@given(SHARES, LAYERS)
+def test_ratios_fall_from_one_to_lambda(lam: float, n_layers: int) -> None:
+    r = ratios(lam, n_layers)
+    assert r[0] == pytest.approx(1.0)
+    assert r[-1] == pytest.approx(lam)
+    assert all(a >= b - 1e-12 for a, b in pairwise(r))
+    assert sum(r) / n_layers == pytest.approx((1 + lam) / 2)
+
+
+@given(SHARES, LAYERS, EXPERTS)
+def test_counts_are_the_ceiling(lam: float, n_layers: int, m: int) -> None:
+    for count, ratio in zip(critical_counts(lam, n_layers, m), ratios(lam, n_layers), strict=True):
+        assert 1 <= count <= m
+        assert count == pytest.approx(max(1, math.ceil(ratio * m - 1e-9)))
+
+
+@given(SHARES, st.integers(2, 24), st.integers(1, 8))
+def test_solution_is_the_nearest_there_is(retention: float, n_layers: int, m: int) -> None:
+    _, counts = solve(retention, n_layers, m)
+    error = abs(realised(counts, m) - retention)
+    for lam in np.linspace(0, 1, 401):
+        other = realised(critical_counts(float(lam), n_layers, m), m)
+        assert error <= abs(other - retention) + 1e-9
+
+
+@given(SHARES, LAYERS, EXPERTS)
+def test_solution_is_its_own_lambda(retention: float, n_layers: int, m: int) -> None:
+    lam, counts = solve(retention, n_layers, m)
+    assert 0.0 <= lam <= 1.0
+    assert counts == critical_counts(lam, n_layers, m)
+
+
+@given(LAYERS, EXPERTS)
+def test_everything_is_critical_at_one(n_layers: int, m: int) -> None:
+    _, counts = solve(1.0, n_layers, m)
+    assert counts == [m] * n_layers
+
+
+def test_the_ceiling_is_accounted_for() -> None:
+    # lambda = 2r - 1 would realise 1.000 here.
+    _, counts = solve(0.9, 32, 4)
+    assert realised(counts, 4) == pytest.approx(0.9, abs=0.01)
+    assert realised(critical_counts(0.8, 32, 4), 4) == 1.0
+
+
+def test_integers_do_not_round_up() -> None:
+    # r(l) of the middle of three layers is exactly 3/4 at lambda = 1/2.
+    assert critical_counts(0.5, 3, 4) == [4, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("retention", "count"), [(0.0, 1), (0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)]
+)
+def test_one_layer_keeps_the_share(retention: float, count: int) -> None:
+    assert solve(retention, 1, 4) == (retention, [count])

@@ -1,0 +1,189 @@
+"""The demo model's training, export and conversion, on the toy of `--tiny`."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.demo import facts, smalltalk, tales
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'moe-edge[convert]'")
+pytest.importorskip("tokenizers", reason="needs tokenizers: pip install 'moe-edge[convert]'")
+pytest.importorskip("safetensors", reason="needs safetensors: pip install 'moe-edge[convert]'")
+
+from models.demo import train  # noqa: E402
+from models.demo.model import DemoModel, ModelConfig  # noqa: E402
+from models.demo.talk import Sources, Talker, render  # noqa: E402
+
+SMALL = ModelConfig(vocab_size=512, num_layers=2, num_experts=4, num_experts_per_tok=2)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("toy")
+    args = train.parse_args(["--tiny", "--steps", "3", "--out", str(out)])
+    return train.train(args)
+
+
+def test_tiny_writes_a_checkpoint(toy: Path) -> None:
+    from safetensors import safe_open
+
+    config = json.loads((toy / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert config["moe_intermediate_size"] % 256 == 0 and config["hidden_size"] % 256 == 0
+    with safe_open(toy / "model.safetensors", "pt") as f:
+        names = set(f.keys())
+        shape = f.get_slice("model.layers.0.mlp.experts.3.down_proj.weight").get_shape()
+    assert "model.layers.1.mlp.gate.weight" in names
+    assert shape == [config["hidden_size"], config["moe_intermediate_size"]]
+    template = json.loads((toy / "tokenizer_config.json").read_text())["chat_template"]
+    assert "<|im_start|>" in template
+
+
+def test_tokenizer_has_the_promised_size_and_specials(toy: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tok = Tokenizer.from_file(str(toy / "tokenizer.json"))
+    config = json.loads((toy / "config.json").read_text())
+    assert tok.get_vocab_size() == config["vocab_size"]
+    assert tok.token_to_id("<|im_end|>") == config["eos_token_id"]
+    text = "Hello, 123 wörld!\n\n<|im_start|>user\nit's fine<|im_end|>\n"
+    assert tok.decode(tok.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_converter_recognises_the_tokenizer(toy: Path) -> None:
+    from models.demo.convert import splits_like_qwen2
+
+    assert splits_like_qwen2(toy)
+    rules = json.loads((toy / "tokenizer.json").read_text())
+    rules["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\w+"
+    other = toy.parent / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text(json.dumps(rules))
+    assert not splits_like_qwen2(other)
+
+
+def test_logits_equal_transformers(toy: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    from models.demo.evaluate import load_hf
+
+    ids = torch.randint(0, 1024, (2, 40), generator=torch.Generator().manual_seed(1))
+    ours = load_hf(toy).logits(ids, torch.float32)
+    other = transformers.Qwen3MoeForCausalLM.from_pretrained(toy, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = other.eval()(ids).logits
+    assert torch.allclose(ours, theirs, atol=2e-3, rtol=1e-3)
+
+
+def test_gradients_equal_plain_autograd() -> None:
+    """The hand-written backward passes against torch on a dense formulation."""
+    torch.manual_seed(0)
+    from models.demo.model import Kernels, _Attention, _Experts
+
+    kernels = Kernels(False)
+    n, k, e, d, f = 37, 2, 4, 16, 8
+    x = torch.randn(n, d, requires_grad=True)
+    up = torch.randn(e, d, 2 * f, requires_grad=True)
+    down = torch.randn(e, f, d, requires_grad=True)
+    logits = torch.randn(n, e, requires_grad=True)
+    inputs = (x, up, down, logits)
+
+    def dense(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        gate, value = torch.einsum("nd,edf->nef", x, up).chunk(2, -1)
+        y = torch.einsum("nef,efd->ned", torch.nn.functional.silu(gate) * value, down)
+        return (y.gather(1, ids[..., None].expand(-1, -1, d)) * weight[..., None]).sum(1)
+
+    top, ids = logits.softmax(-1).topk(k)
+    expected = torch.autograd.grad(dense(top, ids).sin().sum(), inputs)
+    top, ids = logits.softmax(-1).topk(k)
+    got = torch.autograd.grad(_Experts.apply(x, ids, top, up, down, kernels).sin().sum(), inputs)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-4, rtol=1e-3)
+
+    q, key, v = (torch.randn(2, 6, 8, requires_grad=True) for _ in range(3))
+    mask = torch.ones(6, 6).tril().expand(2, 6, 6)
+    plain = torch.nn.functional.scaled_dot_product_attention(q, key, v, attn_mask=mask.bool())
+    want = torch.autograd.grad(plain.sin().sum(), (q, key, v))
+    have = torch.autograd.grad(
+        _Attention.apply(q, key, v, mask, kernels).sin().sum(), (q, key, v)
+    )  # fmt: skip
+    for a, b in zip(have, want, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_a_document_does_not_see_its_neighbour() -> None:
+    torch.manual_seed(0)
+    model = DemoModel(SMALL)
+    a, b = torch.randint(0, 512, (1, 9)), torch.randint(0, 512, (1, 7))
+    row = torch.cat([a, b], 1)
+    doc = torch.tensor([[0] * 9 + [1] * 7])
+    with torch.no_grad():
+        alone = model.hidden(b, dtype=torch.float32)[0]
+        packed = model.hidden(row, doc, dtype=torch.float32)[0][:, 9:]
+    # Positions are relative, so a shift changes nothing but rounding.
+    assert torch.allclose(alone, packed, atol=1e-4)
+
+
+def test_schedule_by_steps_decays_to_zero(tmp_path: Path) -> None:
+    args = train.parse_args(["--tiny", "--steps", "100", "--decay", "0.5", "--out", str(tmp_path)])
+    read = train.Schedule(args, tmp_path).read
+    assert read(0) == (0.0, 1.0)
+    assert read(50)[1] == 1.0
+    assert read(75)[1] == pytest.approx(0.5)
+    assert read(100) == (1.0, 0.0)
+
+
+def test_resume_continues_at_the_saved_step(tmp_path: Path) -> None:
+    train.main(["--tiny", "--steps", "2", "--out", str(tmp_path)])
+    train.main(["--tiny", "--steps", "4", "--resume", "--out", str(tmp_path)])
+    steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").open()]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_data_is_demanded_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train.parse_args(["--out", str(tmp_path), "--steps", "1"])
+    assert "--data is needed" in capsys.readouterr().err
+
+
+def test_missing_torch_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    args = train.parse_args(["--tiny", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"moe-edge\[convert\]"):
+        train.train(args)
+
+
+def test_tales_are_about_what_was_asked() -> None:
+    rng = random.Random(1)
+    for kind in tales.subjects():
+        text, hero = tales.tale(rng, kind)
+        assert kind in text and hero.name in text
+        assert "{" not in text
+
+
+def test_country_facts_are_short_sentences() -> None:
+    record = {
+        "country": "Norway",
+        "messages": [{"content": "What is the capital of Norway?"}, {"content": "It is Oslo."}],
+    }
+    (norway,) = facts.load_countries([record])
+    assert norway.answers["capital"] == "The capital of Norway is Oslo."
+    assert norway.answers["continent"] == "Norway is in Europe."
+    assert norway.answers["about"].endswith("People in Norway speak Norwegian.")
+
+
+def test_conversations_render_as_chatml() -> None:
+    talker = Talker(Sources(), random.Random(1))
+    kinds = {"small": 0.5, "identity": 0.3, "story": 0.1, "refuse": 0.1}
+    for _ in range(50):
+        pieces = render(talker.conversation(kinds, 0.5), "Be kind.")
+        text = "".join(t for t, _ in pieces)
+        assert text.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n")
+        assert all(t.endswith("<|im_end|>") for t, learn in pieces if learn)
+    assert all(asks and says for asks, says in (*smalltalk.INTENTS, *smalltalk.IDENTITY))
