@@ -221,8 +221,9 @@ class Engine:
         if phase is None:
             phase = Phase.DECODE if len(tokens) == 1 else Phase.PREFILL
         self._begin()
-        if pos < len(self._cached):
-            self._rewind(pos)
+        self._rewind(pos)
+        if len(self._cached) != pos:
+            raise NativeError("this model's memory cannot be cut in the middle")
         results = []
         todo = list(tokens)
         for start in range(0, len(todo), self._context.n_ubatch):
@@ -258,9 +259,10 @@ class Engine:
 
     def set_retention(self, retention: float) -> None:
         """Changes the share of critical experts from the next token on."""
-        self.config = self.config.with_changes(retention=retention)
+        config = self.config.with_changes(retention=retention)
         if self.managed:
             self.policy.set_retention(retention)
+        self.config = config
 
     def _restart(self, config: Config) -> None:
         plan = hardware.make_plan(config, self.model, self._machine)

@@ -103,11 +103,11 @@ class Model:
         raised: list[BaseException] = []
 
         def report(done: float, _user: int | None) -> bool:
-            if progress is not None:
-                try:
+            try:
+                if progress is not None:
                     progress(done)
-                except BaseException as error:  # noqa: BLE001 - raised below, once C has returned
-                    raised.append(error)
+            except BaseException as error:  # noqa: BLE001 - raised below, once C has returned
+                raised.append(error)
             return not raised
 
         params.progress_callback = api.llama_progress_callback(report)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+GROUP_NAME = "moe-edge-bench"
 AUTOGROUP = Path("/proc/self/autogroup")
 
 
@@ -78,8 +79,11 @@ def memory_group(limit_bytes: int) -> Iterator[MemoryGroup | str]:
     except OSError as error:
         folders, reason = [], str(error)
     for folder in folders:
+        for left_over in folder.glob(f"{GROUP_NAME}-*"):
+            with contextlib.suppress(OSError):  # not one that is in use
+                left_over.rmdir()
         try:
-            group = MemoryGroup(folder / f"moe-edge-bench-{os.getpid()}", limit_bytes)
+            group = MemoryGroup(folder / f"{GROUP_NAME}-{os.getpid()}", limit_bytes)
             break
         except OSError as error:
             reason = f"a memory cgroup could not be made ({error.strerror}: {error.filename})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -78,7 +79,7 @@ def run(options: BenchOptions, note: Note = lambda text: None) -> dict[str, Any]
     listed = cases(options)
     results: dict[str, list[dict[str, Any]]] = {case.key: [] for case in listed}
     bandwidths = []
-    with host.first_in_line():
+    with contextlib.nullcontext() if options.quick else host.first_in_line():
         for number in range(options.runs):
             bandwidths.append(bench.bandwidth(number))
             for case in listed:
@@ -103,9 +104,14 @@ class _Bench:
             self.skipped.append(reason)
             self.note(reason)
 
+    def forget(self) -> None:
+        """Takes the model out of the page cache; a quick pass leaves the machine alone."""
+        if not self.options.quick:
+            self.skip(host.forget_files([self.high, self.low]))
+
     def bandwidth(self, number: int) -> disk.Bandwidth:
         seconds = 0.1 if self.options.quick else 1.5
-        self.skip(host.forget_files([self.high, self.low]))
+        self.forget()
         return disk.read_bandwidth(
             self.model, threads=self.options.io_threads, seconds=seconds, seed=number
         )
@@ -137,7 +143,7 @@ class _Bench:
             warm=case.cap is None,
             routing=case.role == "reference" and number == 0,
         )
-        self.skip(host.forget_files([self.high, self.low]))
+        self.forget()
         if limit is None:
             return self._spawn(job, None)
         if options.quick:
@@ -308,7 +314,9 @@ def _compare(rows: list[dict[str, Any]], bytes_per_s: list[float]) -> None:
             if each["role"] == "mmap" and each["cap"] == row["cap"]
         ]
         if mapped:
-            row["speedup_mmap"] = _median_ratio([min(each) for each in zip(*mapped)], steps)
+            row["speedup_mmap"] = _median_ratio(
+                [min(each) for each in zip(*mapped, strict=True)], steps
+            )
 
 
 def _resident_ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -321,7 +329,7 @@ def _resident_ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     upstream = [steps[name] for name in (REPACK, NO_REPACK) if name in steps]
     ratios = {}
     if PLAIN in steps and upstream:
-        best = [min(each) for each in zip(*upstream)]
+        best = [min(each) for each in zip(*upstream, strict=True)]
         ratios["plain_of_best_upstream"] = _median_ratio(best, steps[PLAIN])
     if MANAGED in steps and NO_REPACK in steps:
         ratios["managed_of_upstream_without_repack"] = _median_ratio(

@@ -33,12 +33,7 @@ class DyMoE:
     needs_callback = True
 
     def __init__(self, shape: ModelShape, settings: PolicySettings) -> None:
-        """Raises PolicyError without a second tier, unless retention 1 asks for none."""
-        if len(shape.tiers) < 2 and not settings.skip_low and settings.retention < 1.0:
-            raise PolicyError(
-                "the policy dymoe needs a second precision: give --low FILE, a file packed with "
-                "several tiers, or --low-tier skip"
-            )
+        """Raises PolicyError as set_retention does."""
         self._shape = shape
         self._settings = settings
         self._low = SKIP if settings.skip_low or len(shape.tiers) < 2 else 1
@@ -46,8 +41,15 @@ class DyMoE:
         self._prefill_most = [0] * shape.n_layers
 
     def set_retention(self, retention: float) -> None:
-        """Solves the depth schedule for a new share; the slot quotas stay as planned."""
+        """Solves the depth schedule for a new share; the slot quotas stay as planned.
+
+        Raises PolicyError where experts would need a second tier and there is none."""
         shape = self._shape
+        if len(shape.tiers) < 2 and not self._settings.skip_low and retention < 1.0:
+            raise PolicyError(
+                "the policy dymoe needs a second precision: give --low FILE, a file packed with "
+                "several tiers, or --low-tier skip"
+            )
         self.retention = retention
         self.lam, self.critical = solve(retention, shape.n_layers, shape.n_expert_used)
         self.realised = realised(self.critical, shape.n_expert_used)

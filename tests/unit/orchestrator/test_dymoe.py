@@ -143,6 +143,8 @@ def test_a_second_tier_is_needed() -> None:
     policy = make_policy("dymoe", shape, PolicySettings(retention=1.0))
     policy.decide(make_event(shape, np.random.default_rng(0)), make_view(shape), out)
     assert not any(out.tier)
+    with pytest.raises(PolicyError, match="--low"):
+        policy.set_retention(0.5)
 
 
 def test_unknown_policy_lists_the_known() -> None:

@@ -1,0 +1,350 @@
+"""The engine over a scripted model: streaming, the cache's prefix, endings, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from orchestrator import engine as engine_module
+from orchestrator.config import Config
+from orchestrator.engine import Engine, Sampling, store_spec
+from orchestrator.errors import ConfigError, NativeError
+from orchestrator.hardware import Machine, make_plan
+
+END = 0
+GREEDY = Sampling(temp=0.0)
+
+
+class FakeBindings:
+    @classmethod
+    def load(cls) -> FakeBindings:
+        return cls()
+
+    def complaint(self) -> str:
+        return " (scripted)"
+
+
+class FakeModel:
+    """Token t > 0 is the byte t; END ends."""
+
+    def __init__(self, *_args: Any, progress: Callable[[float], None] | None, **_kw: Any) -> None:
+        self.handle, self.n_vocab, self.closed = 1, 256, False
+        if progress is not None:
+            progress(1.0)
+
+    def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        return ([1] if add_special else []) + list(text.encode())
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        return bytes([token])
+
+    def is_end(self, token: int) -> bool:
+        return token == END
+
+    def adds_bos(self) -> bool:
+        return True
+
+    def bos(self) -> str:
+        return "<s>"
+
+    def eos(self) -> str:
+        return "</s>"
+
+    def chat_template(self) -> str | None:
+        return None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeContext:
+    """Remembers what it was asked to decode; before_decode may play a part."""
+
+    def __init__(self, *_args: Any, n_ctx: int, n_ubatch: int, **_kw: Any) -> None:
+        self.n_ctx, self.n_ubatch = n_ctx, n_ubatch
+        self.kept: list[int] = []
+        self.calls: list[tuple[list[int], int]] = []
+        self.before_decode: Callable[[], int] = lambda: 0
+        self.can_cut = True
+
+    def decode(self, tokens: Sequence[int], pos: int, all_logits: bool, interruptible: bool) -> int:
+        assert len(tokens) <= self.n_ubatch
+        assert pos == len(self.kept)
+        status = self.before_decode()
+        if status == 0:
+            self.calls.append((list(tokens), pos))
+            self.kept += tokens
+            self.rows = len(tokens) if all_logits else 1
+        return status
+
+    def logits(self, n_outputs: int = 1) -> np.ndarray:
+        return np.full((n_outputs, 256), len(self.kept), np.float32)
+
+    def forget_from(self, pos: int) -> bool:
+        if self.can_cut or pos == len(self.kept):
+            del self.kept[pos:]
+            return True
+        return False
+
+    def forget_all(self) -> None:
+        self.kept.clear()
+
+    def close(self) -> None:
+        pass
+
+
+class FakeChain:
+    """Samples what the test scripted."""
+
+    script: Iterator[int] = iter(())
+
+    def __init__(self, *_args: Any) -> None:
+        pass
+
+    def sample(self) -> int:
+        return next(self.script)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("engine") / "model.gguf"
+    return synthetic.write(target, "tiny-qwen3moe", tiers=("q8_0", "q4_k", "q2_k"))
+
+
+@pytest.fixture
+def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, FakeContext]]:
+    for name, fake in (
+        ("Bindings", FakeBindings),
+        ("Model", FakeModel),
+        ("Context", FakeContext),
+        ("SamplerChain", FakeChain),
+    ):
+        monkeypatch.setattr(engine_module, name, fake)
+    config = Config.build(model=path, policy="plain", ctx=64, n_ubatch=8)
+    with Engine.open(config) as engine:
+        context = engine._context
+        assert isinstance(context, FakeContext)
+        yield engine, context
+
+
+def script(text: bytes, *more: int) -> None:
+    FakeChain.script = iter([*text, *more])
+
+
+def answer(engine: Engine, prompt: bytes, max_tokens: int = 100) -> str:
+    return "".join(engine.generate(list(prompt), GREEDY, max_tokens))
+
+
+def test_streams_whole_characters(opened: tuple[Engine, FakeContext]) -> None:
+    engine, _ = opened
+    script("aé€😀z".encode(), END)
+    pieces = list(engine.generate([5, 6], GREEDY, 100))
+    assert pieces == ["a", "é", "€", "😀", "z"]
+    stats = engine.last_stats
+    assert stats is not None
+    assert (stats.finish, stats.tokens, stats.prompt_tokens) == ("end", 11, 2)
+    assert stats.hit_rate is None
+    assert stats.mode.startswith("plain upstream path: asked for")
+
+
+def test_broken_characters_are_replaced_at_the_end(opened: tuple[Engine, FakeContext]) -> None:
+    engine, _ = opened
+    script(b"a\xe2\x82", END)
+    assert answer(engine, b"p") == "a\ufffd"
+
+
+def test_only_new_tokens_are_evaluated(opened: tuple[Engine, FakeContext]) -> None:
+    engine, context = opened
+    script(b"xyz", END)
+    answer(engine, b"hello")
+    assert context.kept == list(b"helloxyz")
+    context.calls.clear()
+    script(b"!", END)
+    answer(engine, b"helloxyz more")
+    assert context.calls[0] == (list(b" more"), 8)
+    assert engine.last_stats is not None
+    assert engine.last_stats.evaluated_tokens == 5
+    context.calls.clear()
+    script(b"!", END)
+    answer(engine, b"hello you")
+    assert context.calls[0] == (list(b" you"), 5)
+
+
+def test_the_last_prompt_token_is_always_evaluated(opened: tuple[Engine, FakeContext]) -> None:
+    engine, context = opened
+    for _ in range(2):
+        script(b"", END)
+        answer(engine, b"same")
+    assert context.calls[-1] == (list(b"e"), 3)
+
+
+def test_memory_that_cannot_be_cut_starts_over(opened: tuple[Engine, FakeContext]) -> None:
+    engine, context = opened
+    script(b"ab", END)
+    answer(engine, b"hello")
+    context.can_cut = False
+    script(b"cd", END)
+    answer(engine, b"help")
+    assert context.kept == list(b"helpcd")
+
+
+def test_long_prompts_go_in_batches(opened: tuple[Engine, FakeContext]) -> None:
+    engine, context = opened
+    seen: list[tuple[int, int]] = []
+    script(b"", END)
+    list(engine.generate(list(range(1, 21)), GREEDY, 5, lambda *at: seen.append(at)))
+    assert [len(tokens) for tokens, _ in context.calls] == [8, 8, 4]
+    assert seen == [(0, 20), (8, 20), (16, 20), (20, 20)]
+
+
+def test_max_tokens(opened: tuple[Engine, FakeContext]) -> None:
+    engine, context = opened
+    script(b"abcdef")
+    assert answer(engine, b"p", max_tokens=3) == "abc"
+    assert engine.last_stats is not None
+    assert (engine.last_stats.finish, engine.last_stats.tokens) == ("length", 3)
+    assert context.kept == list(b"pab")
+
+
+def test_full_context_ends_the_answer(opened: tuple[Engine, FakeContext]) -> None:
+    engine, context = opened
+    script(b"x" * 200)
+    assert answer(engine, b"p" * 60, max_tokens=100) == "xxxxx"
+    assert engine.last_stats is not None
+    assert engine.last_stats.finish == "context"
+    assert len(context.kept) == 64
+
+
+@pytest.mark.parametrize("prompt", [b"", b"p" * 64])
+def test_impossible_prompts(opened: tuple[Engine, FakeContext], prompt: bytes) -> None:
+    with pytest.raises(ConfigError):
+        answer(opened[0], prompt)
+
+
+def test_cancel_between_tokens(opened: tuple[Engine, FakeContext]) -> None:
+    engine, _ = opened
+    script(b"abcdef")
+    pieces = []
+    for piece in engine.generate([5], GREEDY, 6):
+        pieces.append(piece)
+        if piece == "b":
+            engine.cancel()
+    assert pieces == ["a", "b"]
+    assert engine.last_stats is not None
+    assert engine.last_stats.finish == "cancelled"
+    script(b"z", END)
+    assert answer(engine, b"next") == "z"
+
+
+def test_cancel_inside_a_step_leaves_the_cache_whole(opened: tuple[Engine, FakeContext]) -> None:
+    engine, context = opened
+
+    def cancelled() -> int:
+        engine.cancel()
+        return 2
+
+    script(b"ab", END)
+    answer(engine, b"hello")
+    kept = list(context.kept)
+    context.before_decode = cancelled
+    assert answer(engine, bytes(kept) + b"more") == ""
+    assert context.kept == kept
+    context.before_decode = lambda: 0
+    script(b"c", END)
+    assert answer(engine, bytes(kept) + b"more") == "c"
+
+
+def test_closing_early_is_a_cancel(opened: tuple[Engine, FakeContext]) -> None:
+    engine, _ = opened
+    script(b"abc")
+    stream = engine.generate([5], GREEDY, 3)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert engine.last_stats is not None
+    assert (engine.last_stats.finish, engine.last_stats.tokens) == ("cancelled", 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "text"),
+    [(1, ConfigError, "full"), (-3, NativeError, "scripted"), (2, NativeError, "evaluate")],
+)
+def test_failed_steps(
+    opened: tuple[Engine, FakeContext], status: int, error: type[Exception], text: str
+) -> None:
+    engine, context = opened
+    context.before_decode = lambda: status
+    with pytest.raises(error, match=text):
+        answer(engine, b"hello")
+    context.before_decode = lambda: 0
+    script(b"z", END)
+    assert answer(engine, b"hello") == "z"
+
+
+def test_eval(opened: tuple[Engine, FakeContext]) -> None:
+    engine, context = opened
+    logits = engine.eval(list(b"0123456789"), 0)
+    assert logits.shape == (1, 256)
+    assert context.kept == list(b"0123456789")
+    engine.eval([9], 4)
+    assert context.kept == [*b"0123", 9]
+    for tokens, pos in (([1], 7), ([1], -1), ([], 0)):
+        with pytest.raises(ConfigError):
+            engine.eval(tokens, pos)
+    with pytest.raises(ConfigError, match="logits_all"):
+        engine.eval([1], 0, want_all_logits=True)
+
+
+def test_begin_token_stands_once(opened: tuple[Engine, FakeContext]) -> None:
+    engine, _ = opened
+    engine._template.render = lambda messages: "<s>hi"  # type: ignore[method-assign]
+    assert engine.render_chat([]) == list(b"<s>hi")
+    engine._template.render = lambda messages: "hi"  # type: ignore[method-assign]
+    assert engine.render_chat([]) == [1, *b"hi"]
+    assert engine.tokenize("hi") == [1, *b"hi"]
+    assert engine.tokenize("hi", special=False) == list(b"hi")
+
+
+def test_retention_is_checked(opened: tuple[Engine, FakeContext]) -> None:
+    engine, _ = opened
+    with pytest.raises(ConfigError):
+        engine.set_retention(1.5)
+    engine.set_retention(0.5)
+    assert engine.config.retention == 0.5
+
+
+def test_a_policy_that_cannot_start_changes_nothing(opened: tuple[Engine, FakeContext]) -> None:
+    engine, context = opened
+    with pytest.raises(AttributeError):
+        engine.set_policy("lru")
+    assert engine.config.policy == "lru"
+    assert context is not None
+
+
+def test_store_spec_renumbers_tiers(path: Path) -> None:
+    model = ExpertModel.open(path)
+    config = Config.build(model=path, policy="dymoe", expert_ram=2 * 10**6, n_ubatch=128)
+    plan = make_plan(config, model, Machine(2**34, 2**34, 2, 0))
+    spec = store_spec(config, model, plan)
+    assert (spec.n_tiers, spec.max_tokens, spec.n_ahead) == (2, 128, 1)
+    assert [il for il, _ in spec.layers] == model.layer_ids
+    for (_, slices), by_kind in zip(spec.layers, model.slices, strict=True):
+        assert {kind for kind, _ in slices} == {0, 1, 3}
+        for (kind, tier), piece in slices.items():
+            expected = by_kind[kind][tier + 1]
+            assert expected is not None
+            assert (piece.offset, piece.expert_bytes, piece.type) == (
+                expected.offset,
+                expected.expert_bytes,
+                expected.type,
+            )
+            assert spec.groups[piece.group][0] >= piece.expert_bytes
+    assert sum(size * count for size, count in spec.groups) <= spec.budget_bytes
