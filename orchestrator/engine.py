@@ -14,7 +14,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from orchestrator import hardware
 from orchestrator.config import Config, format_size
-from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
+from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase, RouteEvent
 from orchestrator.llama import Bindings, Context, Model, SamplerChain
 from orchestrator.meter import Meter
@@ -271,7 +271,7 @@ class Engine:
         self.config = config
         try:
             self._start(plan)
-        except MoeEdgeError:
+        except BaseException:
             self.config = old_config
             self._start(old_plan)
             raise

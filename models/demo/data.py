@@ -101,7 +101,9 @@ def text_documents(texts: list[str]) -> Iterator[list[tuple[str, bool]]]:
         yield [(t.strip() + END_OF_TEXT, True)]
 
 
-def build(data: Path, cache: Path, *, seed: int, vocab_size: int, chats: int = 60_000) -> Tokenizer:
+def build(
+    data: Path, cache: Path, *, seed: int, vocab_size: int, chats: int = 110_000
+) -> Tokenizer:
     """Write tokenizer and streams to `cache` unless they are there already."""
     done = cache / "done.json"
     recipe = {"seed": seed, "vocab_size": vocab_size, "chats": chats}

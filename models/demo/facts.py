@@ -46,6 +46,12 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "Which continent is {c} in?", "What continent is {c} on?", "On which continent is {c}?",
         "What continent does {c} belong to?", "{c} is on which continent?", "continent of {c}",
             ),
+    "population": (
+        "How many people live in {c}?", "What is the population of {c}?",
+        "What's the population of {c}?", "population of {c}", "How big is the population of {c}?",
+        "How many inhabitants does {c} have?", "Tell me the population of {c}.",
+        "How many people are there in {c}?",
+    ),
     "about": (
         "Tell me about {c}.", "What do you know about {c}?", "What can you tell me about {c}?",
         "Tell me something about {c}.", "Give me some facts about {c}.", "Describe {c}.", "{c}",
@@ -61,6 +67,7 @@ HELD_OUT: dict[str, tuple[str, ...]] = {
     "currency": ("Which money is used by people in {c}?",),
     "language": ("Which language would I hear in {c}?",),
     "continent": ("Can you tell me which continent {c} is part of?",),
+    "population": ("About how many people call {c} their home?",),
 }
 
 FOLLOW_UPS: dict[str, tuple[str, ...]] = {
@@ -69,6 +76,7 @@ FOLLOW_UPS: dict[str, tuple[str, ...]] = {
     "language": ("What do people speak there?", "And which languages do they speak?"),
     "location": ("Where is it?", "Where is that?"),
     "continent": ("On which continent is it?", "Which continent is that?"),
+    "population": ("How many people live there?", "And how many people live there?"),
     "about": ("Tell me more about it.", "Tell me more.", "What else do you know about it?"),
 }
 
@@ -192,6 +200,17 @@ def _short(text: str, words: int, parts: int = 99) -> str:
     return ", ".join(out)
 
 
+def _people(count: int) -> str:
+    """Rounded to what a small model can keep: "1.4 billion", "56 million", "2,000"."""
+    if count >= 995_000_000:
+        return f"{count / 1e9:.1f} billion"
+    if count >= 10_000_000:
+        return f"{round(count / 1e6)} million"
+    if count >= 950_000:
+        return f"{count / 1e6:.1f} million"
+    return f"{max(round(count, -3), 1000):,}"
+
+
 def _currency(text: str) -> str:
     text = re.sub(r"\s*per US dollar.*$", "", text).strip(" .-")
     text = text.replace("Cooperation Financiere en Afrique Centrale", "Central African CFA")
@@ -247,7 +266,10 @@ def _fill(c: Country, qa: dict[str, str]) -> None:
         a["location"] = f"{top} is in {where if where[:4] == 'the ' else _upper(where)}"
     if c.name in CONTINENT:
         a["continent"] = f"{top} is in {CONTINENT[c.name]}"
+    if number := re.search(r"About ([\d,]+) people", qa.get("How many people live in X?", "")):
+        people = _people(int(number[1].replace(",", "")))
+        a["population"] = f"About {people} people live in {c.shown}"
     a.update({k: v.rstrip(".") + "." for k, v in a.items()})
     a["about"] = " ".join(
-        a[k] for k in ("location", "capital", "language") if k in a
+        a[k] for k in ("location", "capital", "language", "population") if k in a
     )  # fmt: skip

@@ -297,8 +297,7 @@ def unknown_country_question(rng: random.Random, name: str) -> str:
         "What is the history of {c}?", "What is the flag of {c}?", "How big is the army of {c}?",
         "What is the best hotel in {c}?", "What sport is popular in {c}?",
         "What is the second largest city of {c}?", "Who is the best football player of {c}?",
-        "What is the time zone of {c}?", "How many people live in {c}?",
-        "What is the population of {c}?", "What is the climate of {c}?", "Is it cold in {c}?",
+        "What is the time zone of {c}?", "What is the climate of {c}?", "Is it cold in {c}?",
         "What is a famous song from {c}?",
         "How do I get to {c}?", "What are the neighbours of {c}?", "Is {c} safe for tourists?",
     )).format(c=name)  # fmt: skip

@@ -189,7 +189,7 @@ class Talker:
             return rng.choice(self.src.dialogs)
         kinds = [k for k in self.kinds if weights.get(k)]
         shares = [weights[k] for k in kinds]
-        count = 1 if rng.random() < single else rng.choice((2, 2, 3, 3, 4, 5))
+        count = 1 if rng.random() < single else rng.choice((2, 2, 3, 3, 4, 5, 8))
         turns: list[Turn] = []
         while len(turns) < count:
             kind = rng.choices(kinds, shares)[0]

@@ -12,9 +12,10 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator import engine as engine_module
+from orchestrator import hardware
 from orchestrator.config import Config
 from orchestrator.engine import Engine, Sampling, store_spec
-from orchestrator.errors import ConfigError, NativeError
+from orchestrator.errors import ConfigError, NativeError, PolicyError
 from orchestrator.hardware import Machine, make_plan
 
 END = 0
@@ -28,6 +29,9 @@ class FakeBindings:
 
     def complaint(self) -> str:
         return " (scripted)"
+
+    def library(self) -> None:
+        raise NativeError("no store in this test")
 
 
 class FakeModel:
@@ -129,6 +133,8 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
         ("SamplerChain", FakeChain),
     ):
         monkeypatch.setattr(engine_module, name, fake)
+    machine = Machine(2**34, 2**34, 2, 2**34)
+    monkeypatch.setattr(hardware, "probe", lambda path: machine)
     config = Config.build(model=path, policy="plain", ctx=64, n_ubatch=8)
     with Engine.open(config) as engine:
         context = engine._context
@@ -153,7 +159,7 @@ def test_streams_whole_characters(opened: tuple[Engine, FakeContext]) -> None:
     assert stats is not None
     assert (stats.finish, stats.tokens, stats.prompt_tokens) == ("end", 11, 2)
     assert stats.hit_rate is None
-    assert stats.mode.startswith("plain upstream path: asked for")
+    assert stats.mode.startswith("plain upstream path: everything fits")
 
 
 def test_broken_characters_are_replaced_at_the_end(opened: tuple[Engine, FakeContext]) -> None:
@@ -322,11 +328,34 @@ def test_retention_is_checked(opened: tuple[Engine, FakeContext]) -> None:
 
 
 def test_a_policy_that_cannot_start_changes_nothing(opened: tuple[Engine, FakeContext]) -> None:
-    engine, context = opened
-    with pytest.raises(AttributeError):
+    engine, _ = opened
+    mode = engine.mode
+    with pytest.raises(PolicyError, match="belady"):
+        engine.set_policy("belady")
+    with pytest.raises(NativeError, match="no store"):
         engine.set_policy("lru")
-    assert engine.config.policy == "lru"
-    assert context is not None
+    assert (engine.config.policy, engine.mode) == ("plain", mode)
+    script(b"z", END)
+    assert answer(engine, b"hello") == "z"
+
+
+def test_the_loop() -> None:
+    """on_route: decide into the store's buffer, then hand it over."""
+    done: list[object] = []
+
+    class Recorder:
+        view, decision = "view", "decision"
+
+        def decide(self, *arguments: object) -> None:
+            done.append(arguments)
+
+        def apply(self, decision: object) -> None:
+            done.append(decision)
+
+    engine = object.__new__(Engine)
+    engine.policy = engine.store = Recorder()  # type: ignore[assignment]
+    engine.on_route("event")  # type: ignore[arg-type]
+    assert done == [("event", "view", "decision"), "decision"]
 
 
 def test_store_spec_renumbers_tiers(path: Path) -> None:
