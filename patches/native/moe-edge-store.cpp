@@ -15,6 +15,8 @@
 
 namespace {
 
+constexpr uint64_t HUGE_PAGE = 2 << 20;
+
 const char * const KIND_NAMES[MOE_EDGE_N_KINDS] = { "up", "gate", "gate_up", "down" };
 
 uint64_t now_us() {
@@ -123,10 +125,8 @@ moe_edge_store::~moe_edge_store() {
 }
 
 void moe_edge_store::close_all() {
-    for (auto & pool : pools) {
-        if (pool.memory) {
-            munmap(pool.memory, pool.slot_bytes * pool.slots.size());
-        }
+    if (memory) {
+        munmap(memory, memory_bytes);
     }
     for (auto & file : files) {
         if (file.fd >= 0) {
@@ -214,21 +214,26 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
             }
         }
     }
+    // One region for all pools, in huge pages where the system has them: direct reads then
+    // pin a few pages each instead of hundreds, and no pool is rounded up by itself.
+    memory_bytes = total + HUGE_PAGE;
+    memory = mmap(nullptr, memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        memory = nullptr;
+        refuse("store: no memory for slots of %llu bytes: %s", (unsigned long long) total, strerror(errno));
+    }
+    madvise(memory, memory_bytes, MADV_HUGEPAGE);
+    char * at = reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
     for (int32_t g = 0; g < config.n_groups; g++) {
         auto & pool = pools[g];
         const auto & group = config.groups[g];
-        void * memory = mmap(nullptr, group.slot_bytes * group.n_slots, PROT_READ | PROT_WRITE,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (memory == MAP_FAILED) {
-            refuse("store: no memory for %d slots of %llu bytes: %s", group.n_slots,
-                (unsigned long long) group.slot_bytes, strerror(errno));
-        }
-        pool.memory     = static_cast<char *>(memory);
+        pool.memory     = at;
         pool.slot_bytes = group.slot_bytes;
         pool.slots.resize(group.n_slots);
         for (int32_t i = group.n_slots; i-- > 0;) {
             pool.free.push_back(i);
         }
+        at += group.slot_bytes * group.n_slots;
     }
 }
 
@@ -363,7 +368,10 @@ bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead) {
     c.loading_slot = slot;
     c.ahead        = ahead;
     c.ahead_seq    = ahead ? ahead_seq++ : 0;
-    c.queued       = true;
+    c.broken       = false;
+    c.parts        = std::max<uint64_t>(1, (slice_of(cell, tier).expert_bytes + MOE_EDGE_PART / 2) / MOE_EDGE_PART);
+    c.started      = 0;
+    c.finished     = 0;
     reads.insert(read_key(cell));
     return true;
 }
@@ -375,7 +383,6 @@ void moe_edge_store::cancel_read(int32_t cell) {
     stats.prefetch_cancelled += c.ahead;
     auto & pool = pool_of(cell, c.loading);
     const int32_t slot = c.loading_slot;
-    c.queued       = false;
     c.loading      = NO_TIER;
     c.loading_slot = -1;
     give_slot(pool, slot);
@@ -429,18 +436,20 @@ std::string moe_edge_store::name_of(int32_t cell, int32_t tier) const {
         il[layer_of(cell)], KIND_NAMES[kind_of(cell)], ggml_type_name((ggml_type) slice_of(cell, tier).type));
 }
 
-std::string moe_edge_store::read_slice(const moe_edge_slices & s, int32_t expert, char * slot) const {
+std::string moe_edge_store::read_part(const moe_edge_slices & s, int32_t expert, char * slot, int32_t part, int32_t parts) const {
     const auto & file = files[s.file];
     const uint64_t first = s.offset + expert * s.expert_bytes;
     const uint64_t last  = first + s.expert_bytes;
     // direct reads take whole blocks; the slot has room for them
-    const uint64_t begin = file.direct ? block_floor(first) : first;
-    const uint64_t end   = file.direct ? block_ceil(last) : last;
-    char * to = slot + (begin - block_floor(first));
+    const uint64_t block0 = block_floor(first);
+    const uint64_t step   = block_ceil((block_ceil(last) - block0 + parts - 1) / parts);
+    const uint64_t begin  = block0 + part * step;
+    const uint64_t end    = std::min(begin + step, block_ceil(last));
+    const uint64_t needed = std::min(end, last);
 
-    uint64_t at = begin;
-    while (at < last) {
-        const ssize_t n = pread(file.fd, to + (at - begin), end - at, at);
+    uint64_t at = file.direct ? begin : std::max(begin, first);
+    while (at < needed) {
+        const ssize_t n = pread(file.fd, slot + (at - block0), (file.direct ? end : needed) - at, at);
         if (n < 0 && errno == EINTR) {
             continue;
         }
@@ -449,7 +458,7 @@ std::string moe_edge_store::read_slice(const moe_edge_slices & s, int32_t expert
                 (unsigned long long) first, strerror(errno));
         }
         // a direct read stops short of a block only at the end of the file
-        if (n == 0 || (file.direct && n % MOE_EDGE_BLOCK != 0 && at + n < last)) {
+        if (n == 0 || (file.direct && n % MOE_EDGE_BLOCK != 0 && at + n < needed)) {
             return format("the file ends at offset %llu, before the expert's end at %llu: it was truncated",
                 (unsigned long long) (at + n), (unsigned long long) last);
         }
@@ -466,34 +475,51 @@ void moe_edge_store::io_loop() {
             return;
         }
         const int32_t cell = std::get<3>(*reads.begin());
-        reads.erase(reads.begin());
         auto & c = cells[cell];
-        c.queued = false;
-        reading++;
         const int32_t tier = c.loading;
+        const int32_t part = c.started++;
+        const int32_t parts = c.parts;
         const auto &  s    = slice_of(cell, tier);
         auto &        pool = pool_of(cell, tier);
         char *        slot = pool.memory + c.loading_slot * pool.slot_bytes;
-        (c.ahead ? stats.prefetch_bytes : stats.demand_bytes)[phase] += s.expert_bytes;
+        if (part == 0) {
+            (c.ahead ? stats.prefetch_bytes : stats.demand_bytes)[phase] += s.expert_bytes;
+        }
+        if (!c.queued()) {
+            reads.erase(reads.begin());
+        }
 
         lock.unlock();
         const uint64_t t0 = now_us();
-        const std::string why = read_slice(s, expert_of(cell), slot);
+        const std::string why = read_part(s, expert_of(cell), slot, part, parts);
         const uint64_t t1 = now_us();
         lock.lock();
 
-        reading--;
         stats.read_us += t1 - t0;
-        if (why.empty()) {
-            publish(cell);
-        } else {
+        c.finished++;
+        if (!why.empty() && !c.broken) {
+            c.broken = true;
+            if (c.queued()) {
+                reads.erase(read_key(cell));
+                c.parts = c.started;  // the rest is not worth reading
+            }
+            if (c.pinned()) {
+                fail_locked(name_of(cell, tier) + ": " + why);
+            }
+        }
+        if (c.finished < c.parts) {
+            continue;
+        }
+        if (c.broken) {
             const int32_t failed_slot = c.loading_slot;
             c.loading      = NO_TIER;
             c.loading_slot = -1;
             give_slot(pool, failed_slot);
             if (c.pinned()) {
-                fail_locked(name_of(cell, tier) + ": " + why);
+                fail_locked(name_of(cell, tier) + ": it could not be read");
             }
+        } else {
+            publish(cell);
         }
         if (!reads.empty()) {
             work_cv.notify_one();
@@ -526,7 +552,7 @@ void moe_edge_store::begin_step(int32_t new_phase) {
     for (size_t i = 0; i < cells.size(); i++) {
         cells[i].decided = false;
         cells[i].waiting = false;
-        if (cells[i].queued) {
+        if (cells[i].queued() && cells[i].started == 0) {
             cancel_read(i);
         }
     }
@@ -628,12 +654,12 @@ void moe_edge_store::ask(int32_t cell) {
     if (c.loading != NO_TIER) {
         const bool good_enough = c.loading <= c.want;
         stats.prefetch_used += good_enough && c.ahead;
-        if (c.queued && good_enough) {
+        if (!good_enough && c.started == 0) {
+            cancel_read(cell);
+        } else if (c.queued()) {
             reads.erase(read_key(cell));
             c.ahead = false;
             reads.insert(read_key(cell));
-        } else if (c.queued) {
-            cancel_read(cell);
         } else {
             c.ahead = false;
         }
@@ -679,7 +705,7 @@ void moe_edge_store::cancel_stale(int32_t layer) {
     std::vector<int32_t> stale;
     for (auto it = reads.lower_bound({ 1, 0, 0, 0 }); it != reads.end(); ++it) {
         const int32_t cell = std::get<3>(*it);
-        if (layer_of(cell) == layer && !cells[cell].pinned()) {
+        if (layer_of(cell) == layer && !cells[cell].pinned() && cells[cell].started == 0) {
             stale.push_back(cell);
         }
     }
@@ -885,7 +911,7 @@ std::string moe_edge_store::check() {
         if (!valid) {
             return format("layer %d, %s, expert %d: the table does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
         }
-        if (c.queued != (c.loading != NO_TIER && reads.count(read_key(i)) > 0)) {
+        if (c.queued() != (c.loading != NO_TIER && reads.count(read_key(i)) > 0)) {
             return format("layer %d, %s, expert %d: the read queue does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
         }
     }

@@ -27,6 +27,13 @@
 
 constexpr uint64_t MOE_EDGE_BLOCK = 4096;  // unit of direct reads
 
+// Large slices are read in parts of about this size, so that all I/O threads work on the
+// most urgent expert and it is complete while the next one is still being read.
+#ifndef MOE_EDGE_PART_BYTES  // tests read small slices in parts too
+#define MOE_EDGE_PART_BYTES (512 << 10)
+#endif
+constexpr uint64_t MOE_EDGE_PART = MOE_EDGE_PART_BYTES;
+
 constexpr int8_t NO_TIER = -1;
 
 // A fixed-size place in a group's memory, threaded into the group's LRU list.
@@ -45,8 +52,11 @@ struct moe_edge_cell {
     uint8_t  want         = 0;        // tier asked for by the current step, or MOE_EDGE_SKIP
     bool     decided      = false;    // want belongs to the current step
     bool     waiting      = false;    // in its group's queue for a slot
-    bool     queued       = false;    // its read has not started
     bool     ahead        = false;    // its read is a prefetch
+    bool     broken       = false;    // a part of its read failed
+    uint16_t parts        = 0;        // of its read; each is one call to the disk
+    uint16_t started      = 0;
+    uint16_t finished     = 0;
     int32_t  slot         = -1;
     int32_t  loading_slot = -1;
     int32_t  ahead_seq    = 0;        // order of prefetch reads
@@ -54,6 +64,8 @@ struct moe_edge_cell {
     // An op of the current step will read it: must not be evicted.
     bool pinned() const { return decided && want != MOE_EDGE_SKIP; }
     bool satisfied() const { return tier != NO_TIER && tier <= want; }
+    // Some of its read is still in the queue.
+    bool queued() const { return loading != NO_TIER && started < parts; }
 };
 
 struct moe_edge_pool {
@@ -150,8 +162,8 @@ struct moe_edge_store {
     void    make_pools(const moe_edge_config & config);
     void    close_all();
     void    io_loop();
-    // Reads a slice into a slot; empty, or why it failed. Without the mutex.
-    std::string read_slice(const moe_edge_slices & s, int32_t expert, char * slot) const;
+    // Reads one part of a slice into its slot; empty, or why it failed. Without the mutex.
+    std::string read_part(const moe_edge_slices & s, int32_t expert, char * slot, int32_t part, int32_t parts) const;
     std::string name_of(int32_t cell, int32_t tier) const;
 
     // below: with the mutex held
@@ -178,13 +190,14 @@ struct moe_edge_store {
     std::mutex              mutex;
     std::condition_variable work_cv;   // I/O threads wait for reads
     std::condition_variable done_cv;   // ops wait for complete cells
+    void *                      memory = nullptr;  // of all pools
+    uint64_t                    memory_bytes = 0;
     std::vector<moe_edge_file>  files;
     std::vector<moe_edge_pool>  pools;
     std::vector<moe_edge_cell>  cells;
     std::vector<op_state>       ops;   // [n_layers * N_KINDS]
-    std::set<moe_edge_read_key> reads;   // not started
+    std::set<moe_edge_read_key> reads;   // with parts that are not started
     std::vector<std::thread>    threads;
-    int32_t                 reading = 0;    // reads under way, outside `reads`
     int64_t                 n_decided = 0;  // cells with `decided`
     bool                    stopping = false;
     std::atomic<bool>       failed { false };

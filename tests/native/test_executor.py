@@ -48,6 +48,7 @@ def test_store_under_stress(
         [HERE / "store_stress.cpp", NATIVE / "moe-edge-store.cpp"],
         "-std=c++17",
         f"-fsanitize={sanitizer}",
+        "-DMOE_EDGE_PART_BYTES=8192",
         libraries=("ggml-base",),
     )
     output = run_program(program, tmp_path, 1, 7)
