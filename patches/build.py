@@ -126,9 +126,7 @@ def make_plan(upstream: Upstream, options: Options) -> Plan:
     sources += [PATCHES / name for name in ("build.py", "series.py", "tree.py", "wheel.py")]
     for path in sources:
         parts += [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
-    return Plan(
-        upstream, tools, tuple(flags), gpu, gpu_reason, amx, amx_reason, key=_digest(parts)
-    )
+    return Plan(upstream, tools, tuple(flags), gpu, gpu_reason, amx, amx_reason, key=_digest(parts))
 
 
 def _digest(parts: Iterable[str]) -> str:

@@ -54,8 +54,11 @@ def gpu_arch() -> str | None:
 
 
 def _headers(root: Path, name: str) -> list[Path]:
-    return [path for path in (root / "include" / name, *root.glob(f"targets/*/include/{name}"))
-            if path.exists()]
+    return [
+        path
+        for path in (root / "include" / name, *root.glob(f"targets/*/include/{name}"))
+        if path.exists()
+    ]
 
 
 def overlay(root: Path, nvcc: str) -> Path:

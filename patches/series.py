@@ -210,9 +210,7 @@ def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = 
         new = apply_series(patches, sdist)
     else:
         old, new = read_edited(sdist, upstream, tree, owned)
-        stray = sorted(
-            name for name in new if name not in owned and new[name] != old.get(name)
-        )
+        stray = sorted(name for name in new if name not in owned and new[name] != old.get(name))
         if stray:
             raise BuildError(
                 f"{tree}: changed files that belong to no patch: {', '.join(stray)}; "

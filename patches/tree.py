@@ -89,9 +89,9 @@ def wanted_files(sdist: Sdist, upstream: Upstream) -> dict[str, bytes]:
 
 def _read_manifest(root: Path) -> Manifest | None:
     try:
-        return {name: tuple(entry) for name, entry in json.loads(
-            (root / MANIFEST).read_text()
-        ).items()}
+        return {
+            name: tuple(entry) for name, entry in json.loads((root / MANIFEST).read_text()).items()
+        }
     except (OSError, ValueError):
         return None
 

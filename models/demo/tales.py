@@ -168,12 +168,14 @@ def _broken(r: random.Random, h: Hero, f: Hero) -> tuple[str, str, str, str]:
     thing = r.choice(("blue vase", "window", "clay pot", "toy boat", "old clock", "teacup"))
     return (
         f"One afternoon {h.name} was playing and broke {f.name}'s {thing}. Crash!",
-        r.choice((
-            f"{h.name} wanted to hide the pieces. \"If I say nothing, nobody will know,\" "
-            f"{h.they} thought. But {h.their} tummy hurt, and {h.they} could not sleep.",
-            f"{h.name} ran away and hid. All day long {h.they} thought of the broken {thing} and "
-            f"felt worse and worse.",
-        )),
+        r.choice(
+            (
+                f'{h.name} wanted to hide the pieces. "If I say nothing, nobody will know," '
+                f"{h.they} thought. But {h.their} tummy hurt, and {h.they} could not sleep.",
+                f"{h.name} ran away and hid. All day long {h.they} thought of the broken {thing} and "
+                f"felt worse and worse.",
+            )
+        ),
         f'In the morning {h.name} went to {f.name} the {f.kind}. "It was me. I am sorry," '
         f'{h.they} said. {f.name} was quiet for a moment and then smiled. "Thank you for telling '
         f'me. Let us fix it together."',

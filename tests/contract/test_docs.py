@@ -37,11 +37,7 @@ def text_of(name: str) -> str:
 def commands() -> click.Group:
     from orchestrator import cli
 
-    return next(
-        value
-        for value in vars(cli).values()
-        if isinstance(value, click.Group)
-    )
+    return next(value for value in vars(cli).values() if isinstance(value, click.Group))
 
 
 def help_block(words: str) -> str:
@@ -79,9 +75,7 @@ def test_named_paths_exist(name: str) -> None:
     text = HELP.sub("", text_of(name))
     named = set(re.findall(rf"(?<![\w/.-]){ROOMS}/[\w./*{{}},-]*", text))
     named |= set(re.findall(r"(?<![\w/.-])[A-Z]{4,}\.md\b", text))
-    named |= {
-        link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) if "://" not in link
-    }
+    named |= {link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) if "://" not in link}
     missing = sorted(path for path in named if not exists(path))
     assert not missing, f"{name} names {', '.join(missing)}"
 
@@ -170,9 +164,11 @@ def write_help_blocks() -> None:
     text = path.read_text()
     path.write_text(
         HELP.sub(
-            lambda match: f"<!-- help: moe-edge {match[1]} -->\n".replace("edge  -->", "edge -->")
-            + help_block(match[1])
-            + "<!-- end help -->",
+            lambda match: (
+                f"<!-- help: moe-edge {match[1]} -->\n".replace("edge  -->", "edge -->")
+                + help_block(match[1])
+                + "<!-- end help -->"
+            ),
             text,
         )
     )

@@ -140,9 +140,7 @@ def test_the_walk_sees_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path = tmp_path / "orchestrator" / "policy" / "odd.py"
     path.parent.mkdir(parents=True)
     path.write_text(
-        "from ..engine import Engine\n"
-        "from . import base\n"
-        "def late():\n    import click\n"
+        "from ..engine import Engine\nfrom . import base\ndef late():\n    import click\n"
     )
     known = {"orchestrator.policy.base"}
     assert imports(path, known) == {"orchestrator.engine", "orchestrator.policy.base", "click"}

@@ -110,24 +110,18 @@ def test_two_ordinary_files_are_one_model(tiny_model: Callable[..., Path]) -> No
     which tier a low request finds would depend on the disk's timing."""
     options = {"policy": "dymoe", "retention": 0.5, "expert_ram": 64 << 20, "n_ahead": 0}
     packed = run(tiny_model("qwen3moe", "q4_k", "q2_k"), 40, low_tier="q2_k", **options)
-    pair = run(
-        tiny_model("qwen3moe", "q4_k"), 40, low=tiny_model("qwen3moe", "q2_k"), **options
-    )
+    pair = run(tiny_model("qwen3moe", "q4_k"), 40, low=tiny_model("qwen3moe", "q2_k"), **options)
     np.testing.assert_array_equal(pair, packed)
 
 
 def test_skipping_changes_the_answer_and_stays_finite(tiny_model: Callable[..., Path]) -> None:
     model = tiny_model("qwen3moe", "q4_k")
-    found = run(
-        model, 40, policy="dymoe", low_tier="skip", retention=0.5, expert_ram=1 << 20
-    )
+    found = run(model, 40, policy="dymoe", low_tier="skip", retention=0.5, expert_ram=1 << 20)
     assert np.isfinite(found).all()
     assert not np.array_equal(found, run(model, 40))
 
 
-def test_a_file_cut_short_while_decoding(
-    tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_file_cut_short_while_decoding(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """An error that names the file, never other text; the engine works again afterwards."""
     model = tmp_path / "cut.gguf"
     model.write_bytes(tiny_model("qwen3moe", "q4_k").read_bytes())
