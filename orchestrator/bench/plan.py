@@ -84,6 +84,7 @@ class Case:
 
 REPACK, NO_REPACK = "upstream, repack", "upstream, no repack"
 PLAIN, MANAGED = "moe-edge plain", "moe-edge managed"
+ONE_TIER = "dymoe 4, r=1"  # one precision with per-layer quotas and look-ahead
 
 RESIDENT = (
     Case(REPACK, "upstream", None, "resident", {"mmap": False, "extra_bufts": True}),
@@ -102,6 +103,7 @@ def cases(options: BenchOptions) -> list[Case]:
             Case("upstream mmap", "upstream", cap, "mmap", {"mmap": True}),
             Case("upstream mmap, repack", "upstream", cap, "", {"mmap": True, "extra_bufts": True}),
             Case("lru", "engine", cap, "", {"policy": "lru", "force_managed": True}),
+            Case(ONE_TIER, "engine", cap, "", {"policy": "dymoe", "retention": 1.0}),
             Case("dymoe 4/2", "engine", cap, "", {**dymoe, "low_tier": "q2_k"}),
             Case("dymoe 4/0", "engine", cap, "", {**dymoe, "low_tier": "skip"}),
         ]
