@@ -11,7 +11,7 @@ from orchestrator.bench import BenchOptions, disk, host, render, run
 from orchestrator.bench import run as run_module
 from orchestrator.bench.child import MIN_STEPS, time_steps, token_stream
 from orchestrator.bench.job import Job
-from orchestrator.bench.plan import cases, parse_caps
+from orchestrator.bench.plan import ONE_TIER, cases, parse_caps
 from orchestrator.bench.report import WIDTH
 from orchestrator.errors import ConfigError
 
@@ -61,10 +61,10 @@ def test_every_system_runs_under_every_cap():
     keys = [case.key for case in listed]
     assert len(set(keys)) == len(keys)
     for cap in ("50%", "70%"):
-        for name in ("upstream mmap", "lru", "dymoe 4/2", "dymoe 4/0"):
+        for name in ("upstream mmap", "lru", ONE_TIER, "dymoe 4/2", "dymoe 4/0"):
             assert f"{name} @{cap}" in keys
     assert [case.role for case in listed].count("reference") == 1
-    assert {case.settings["retention"] for case in listed if "dymoe" in case.name} == {0.6}
+    assert {case.settings["retention"] for case in listed if "dymoe 4/" in case.name} == {0.6}
 
 
 def test_every_system_gets_the_same_tokens():
@@ -262,7 +262,7 @@ def test_a_failed_case_is_a_row_and_is_not_tried_again(faked):
 def test_runs_are_interleaved(faked):
     _, jobs = faked
     policies = [job.settings.get("policy") for job in jobs if job.system == "engine"]
-    assert policies == 2 * ["plain", "lru", "lru", "dymoe", "dymoe"]
+    assert policies == 2 * ["plain", "lru", "lru", "dymoe", "dymoe", "dymoe"]
 
 
 def test_table_fits_the_terminal_and_names_everything(faked):
