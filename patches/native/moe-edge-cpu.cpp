@@ -376,12 +376,16 @@ void refuse_data(ggml_backend_buffer_t, ggml_tensor * tensor, const void *, size
     GGML_ABORT("moe-edge: %s is a placeholder and takes no data", tensor->name);
 }
 
+void refuse_read(ggml_backend_buffer_t, const ggml_tensor * tensor, void *, size_t, size_t) {
+    GGML_ABORT("moe-edge: %s is a placeholder and holds no data", tensor->name);
+}
+
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
     if (buffer) {
         buffer->buft             = buft;
         buffer->iface.set_tensor = refuse_data;
-        buffer->iface.get_tensor = nullptr;
+        buffer->iface.get_tensor = refuse_read;
         buffer->iface.cpy_tensor = nullptr;
     }
     return buffer;

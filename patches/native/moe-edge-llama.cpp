@@ -10,7 +10,9 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <numeric>
+#include <shared_mutex>
 #include <unordered_map>
 
 namespace {
@@ -40,10 +42,12 @@ struct hook_model {
     moe_edge_store *        store;
     const llama_hparams *   hparams;
     std::vector<hook_layer> layers;  // [n_layers] of the store
+    std::vector<ggml_tensor *> bound = {};  // their extra points into the store
 };
 
-// Written by attach and free, read while graphs are built: never at the same time.
+// Written by attach and free, read while graphs are built.
 struct {
+    std::shared_mutex mutex;
     std::unordered_map<const moe_edge_store *, std::unique_ptr<hook_model>> models;
     std::unordered_map<const ggml_tensor *, hook_layer *> by_router;
 } registry;
@@ -197,8 +201,16 @@ ggml_tensor * output_ids(const llm_graph_context & graph) {
     return nullptr;
 }
 
+void unbind(const hook_model & hook) {
+    for (ggml_tensor * tensor : hook.bound) {
+        tensor->extra = nullptr;
+    }
+}
+
 void detach(const moe_edge_store * store) {
+    std::unique_lock<std::shared_mutex> lock(registry.mutex);
     const auto it = registry.models.find(store);
+    unbind(*it->second);
     for (auto & layer : it->second->layers) {
         registry.by_router.erase(layer.router);
     }
@@ -206,6 +218,9 @@ void detach(const moe_edge_store * store) {
 }
 
 int refuse(char * err, size_t err_size, const char * fmt, const char * a, const char * b = "") {
+    if (!err) {
+        return -1;
+    }
     snprintf(err, err_size, fmt, a, b);
     return -1;
 }
@@ -218,11 +233,16 @@ bool moe_edge_is_placeholder(const ggml_tensor * tensor) {
 
 ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor * gate_inp, ggml_tensor * x,
                                   ggml_tensor * selected, ggml_tensor * weights, int gating_op) {
-    const auto it = registry.by_router.find(gate_inp);
-    if (it == registry.by_router.end() || graph.cparams.warmup) {
-        return weights;
+    hook_layer * found = nullptr;
+    {
+        std::shared_lock<std::shared_mutex> lock(registry.mutex);
+        const auto it = registry.by_router.find(gate_inp);
+        if (it == registry.by_router.end() || graph.cparams.warmup) {
+            return weights;
+        }
+        found = it->second;
     }
-    hook_layer & layer = *it->second;
+    hook_layer & layer = *found;
     layer.gating_op = gating_op;
 
     std::vector<ggml_tensor *> args = { weights, selected };
@@ -245,6 +265,9 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor *
 
 int moe_edge_store_bind(moe_edge_store * store, int32_t layer, int32_t kind, void * operand, char * err, size_t err_size) {
     auto * tensor = static_cast<ggml_tensor *>(operand);
+    if (!store->has_matrix(layer, kind, nullptr, 0)) {
+        return refuse(err, err_size, "%s: the store has no such layer or kind%s", tensor->name);
+    }
     if (!moe_edge_is_placeholder(tensor)) {
         return refuse(err, err_size, "%s was not loaded into the buffer type of moe_edge_buffer_type()%s", tensor->name);
     }
@@ -266,6 +289,9 @@ int moe_edge_store_attach(moe_edge_store * store, void * llama, char * err, size
     if (std::find(std::begin(ARCHITECTURES), std::end(ARCHITECTURES), arch) == std::end(ARCHITECTURES)) {
         return refuse(err, err_size, "architecture %s%s does not build its experts in the common way and cannot be managed", arch.c_str());
     }
+    if (store->detach) {
+        return refuse(err, err_size, "the store is attached to a model already%s%s", "");
+    }
     auto hook = std::make_unique<hook_model>();
     hook->store   = store;
     hook->hparams = &model.hparams;
@@ -275,13 +301,17 @@ int moe_edge_store_attach(moe_edge_store * store, void * llama, char * err, size
             return refuse(err, err_size, "layer %s%s has no router", std::to_string(il).c_str());
         }
         const auto & layer = model.layers[il];
+        for (const ggml_tensor * bias : { layer.ffn_gate_inp_b, layer.ffn_exp_probs_b }) {
+            if (bias && (bias->type != GGML_TYPE_F32 || !ggml_backend_buffer_is_host(bias->buffer))) {
+                return refuse(err, err_size, "%s: the look-ahead needs it in F32 in main memory%s", bias->name);
+            }
+        }
         hook->layers.push_back({ hook.get(), l, layer.ffn_gate_inp, layer.ffn_gate_inp_b, layer.ffn_exp_probs_b });
     }
     size_t placeholders = 0;
     for (const auto & [name, tensor] : model.tensors_by_name) {
         placeholders += moe_edge_is_placeholder(tensor);
     }
-    size_t bound = 0;
     for (int32_t l = 0; l < store->n_layers; l++) {
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
             if (store->slices[l][k][0].expert_bytes == 0) {
@@ -289,18 +319,18 @@ int moe_edge_store_attach(moe_edge_store * store, void * llama, char * err, size
             }
             const std::string name = "blk." + std::to_string(store->il[l]) + ".ffn_" + TENSOR_KINDS[k] + "_exps.weight";
             auto * tensor = const_cast<ggml_tensor *>(model.get_tensor(name.c_str()));
-            if (!tensor) {
-                return refuse(err, err_size, "the model has no tensor %s%s", name.c_str());
+            if (!tensor || moe_edge_store_bind(store, l, k, tensor, err, err_size) != 0) {
+                unbind(*hook);
+                return tensor ? -1 : refuse(err, err_size, "the model has no tensor %s%s", name.c_str());
             }
-            if (moe_edge_store_bind(store, l, k, tensor, err, err_size) != 0) {
-                return -1;
-            }
-            bound++;
+            hook->bound.push_back(tensor);
         }
     }
-    if (bound != placeholders) {
+    if (hook->bound.size() != placeholders) {
+        unbind(*hook);
         return refuse(err, err_size, "the model has expert tensors that the expert file does not list%s%s", "");
     }
+    std::unique_lock<std::shared_mutex> lock(registry.mutex);
     for (auto & layer : hook->layers) {
         registry.by_router[layer.router] = &layer;
     }

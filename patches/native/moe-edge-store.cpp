@@ -41,6 +41,9 @@ void ops_begin(moe_edge_matrix * m, const int32_t * experts, int32_t n) { m->sto
 int32_t ops_next(moe_edge_matrix * m, moe_edge_ready * out) { return m->store->next(*m, out); }
 void ops_release(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n) { m->store->release(*m, ready, n); }
 
+// The order in which a layer computes its kinds: the activation's first operand is gate.
+constexpr int32_t KIND_RANK[MOE_EDGE_N_KINDS] = { /* up */ 1, /* gate */ 0, /* gate_up */ 0, /* down */ 2 };
+
 const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release };
 
 // Whether this file can be read with O_DIRECT at block granularity.
@@ -93,26 +96,29 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     ahead_ids.resize((size_t) std::max(n_ahead, 1) * ids.size());
     ahead.resize(ahead_ids.size());
     resident.assign((size_t) n_layers * n_expert, MOE_EDGE_ABSENT);
+    resident_view = resident;
     tier_out.resize(n_expert);
     prefetch_out.resize(MOE_EDGE_MAX_PREFETCH);
     seen.resize(n_expert);
-    event    = { 0, 0, 0, 0, 0, ids.data(), weights.data(), tokens.data(), ahead_ids.data(), ahead.data(), resident.data() };
+    event    = { 0, 0, 0, 0, 0, ids.data(), weights.data(), tokens.data(), ahead_ids.data(), ahead.data(), resident_view.data() };
     decision = { tier_out.data(), prefetch_out.data(), 0, 0 };
 
     stats.budget_bytes = config.budget_bytes;
     try {
         open_files(config);
         make_pools(config);
+        for (int i = 0; i < config.n_io_threads; i++) {
+            threads.emplace_back([this] { io_loop(); });
+        }
     } catch (...) {
         close_all();
         throw;
     }
-    for (int i = 0; i < config.n_io_threads; i++) {
-        threads.emplace_back([this] { io_loop(); });
-    }
 }
 
-moe_edge_store::~moe_edge_store() {
+moe_edge_store::~moe_edge_store() { close_all(); }
+
+void moe_edge_store::close_all() {
     {
         std::lock_guard<std::mutex> lock(mutex);
         stopping = true;
@@ -121,10 +127,6 @@ moe_edge_store::~moe_edge_store() {
     for (auto & t : threads) {
         t.join();
     }
-    close_all();
-}
-
-void moe_edge_store::close_all() {
     if (memory) {
         munmap(memory, memory_bytes);
     }
@@ -163,7 +165,8 @@ void moe_edge_store::open_files(const moe_edge_config & config) {
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
             for (int32_t t = 0; has_kind(l, k) && t < n_tiers; t++) {
                 const auto & s = slices[l][k][t];
-                if (s.file < 0 || s.file >= config.n_files || s.type < 0 || s.type >= GGML_TYPE_COUNT || s.expert_bytes == 0) {
+                if (s.file < 0 || s.file >= config.n_files || s.type < 0 || s.type >= GGML_TYPE_COUNT ||
+                    ggml_blck_size((ggml_type) s.type) == 0 || s.expert_bytes == 0) {
                     refuse("store: layer %d, %s, tier %d: bad file number, type or size", il[l], KIND_NAMES[k], t);
                 }
                 const uint64_t size = sizes[s.file];
@@ -223,6 +226,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
         refuse("store: no memory for slots of %llu bytes: %s", (unsigned long long) total, strerror(errno));
     }
     madvise(memory, memory_bytes, MADV_HUGEPAGE);
+    madvise(memory, memory_bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not go together
     char * at = reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
     for (int32_t g = 0; g < config.n_groups; g++) {
         auto & pool = pools[g];
@@ -273,8 +277,9 @@ void moe_edge_store::touch(int32_t cell) {
     }
 }
 
-// A free slot, or the one used least recently that no op of this step needs; -1 if none.
-int32_t moe_edge_store::take_slot(moe_edge_pool & pool) {
+// A free slot, or the one used least recently that no op of this step needs; -1 if none, or
+// if that one was used at evict_before or later.
+int32_t moe_edge_store::take_slot(moe_edge_pool & pool, uint64_t evict_before) {
     int32_t slot = -1;
     if (!pool.free.empty()) {
         slot = pool.free.back();
@@ -283,7 +288,7 @@ int32_t moe_edge_store::take_slot(moe_edge_pool & pool) {
         for (slot = pool.oldest; slot >= 0 && cells[pool.slots[slot].cell].pinned();) {
             slot = pool.slots[slot].newer;
         }
-        if (slot < 0) {
+        if (slot < 0 || pool.slots[slot].used_at >= evict_before) {
             return -1;
         }
         evict(pool.slots[slot].cell);
@@ -352,12 +357,12 @@ moe_edge_read_key moe_edge_store::read_key(int32_t cell) const {
     const auto & c = cells[cell];
     const auto & s = slice_of(cell, c.loading);
     return c.ahead ? moe_edge_read_key(1, c.ahead_seq, 0, cell)
-                   : moe_edge_read_key(0, kind_of(cell), s.offset + expert_of(cell) * s.expert_bytes, cell);
+                   : moe_edge_read_key(0, KIND_RANK[kind_of(cell)], s.offset + expert_of(cell) * s.expert_bytes, cell);
 }
 
-bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead) {
+bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead, uint64_t evict_before) {
     auto & pool = pool_of(cell, tier);
-    const int32_t slot = take_slot(pool);
+    const int32_t slot = take_slot(pool, evict_before);
     if (slot < 0) {
         return false;
     }
@@ -369,6 +374,7 @@ bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead) {
     c.ahead        = ahead;
     c.ahead_seq    = ahead ? ahead_seq++ : 0;
     c.broken       = false;
+    c.abandoned    = false;
     c.parts        = std::max<uint64_t>(1, (slice_of(cell, tier).expert_bytes + MOE_EDGE_PART / 2) / MOE_EDGE_PART);
     c.started      = 0;
     c.finished     = 0;
@@ -386,6 +392,7 @@ void moe_edge_store::cancel_read(int32_t cell) {
     c.loading      = NO_TIER;
     c.loading_slot = -1;
     give_slot(pool, slot);
+    serve_waiting(pool);
 }
 
 void moe_edge_store::load_or_wait(int32_t cell) {
@@ -394,6 +401,31 @@ void moe_edge_store::load_or_wait(int32_t cell) {
     if (!c.waiting && (!pool.waiting.empty() || !try_load(cell, c.want, false))) {
         c.waiting = true;
         pool.waiting.push_back(cell);
+    }
+}
+
+// Acts on a read whose parts are all done. An op may be reading the bytes that a promotion
+// replaces; the promotion then waits for release().
+void moe_edge_store::settle(int32_t cell) {
+    auto & c = cells[cell];
+    if (!c.broken && !c.abandoned) {
+        if (!c.pinned() || !c.satisfied()) {
+            publish(cell);
+        }
+        return;
+    }
+    auto & pool = pool_of(cell, c.loading);
+    const int32_t slot = c.loading_slot;
+    c.loading      = NO_TIER;
+    c.loading_slot = -1;
+    give_slot(pool, slot);
+    serve_waiting(pool);
+    if (c.pinned() && !c.satisfied()) {
+        if (c.broken) {
+            fail_locked(failed_read.empty() ? "an expert could not be read" : failed_read);
+        } else {
+            load_or_wait(cell);
+        }
     }
 }
 
@@ -498,33 +530,26 @@ void moe_edge_store::io_loop() {
         stats.read_us += t1 - t0;
         c.finished++;
         if (!why.empty() && !c.broken) {
-            c.broken = true;
-            if (c.queued()) {
-                reads.erase(read_key(cell));
-                c.parts = c.started;  // the rest is not worth reading
-            }
-            if (c.pinned()) {
-                fail_locked(name_of(cell, tier) + ": " + why);
-            }
+            c.broken    = true;
+            failed_read = name_of(cell, tier) + ": " + why;
+            drop_rest(cell);
         }
-        if (c.finished < c.parts) {
-            continue;
-        }
-        if (c.broken) {
-            const int32_t failed_slot = c.loading_slot;
-            c.loading      = NO_TIER;
-            c.loading_slot = -1;
-            give_slot(pool, failed_slot);
-            if (c.pinned()) {
-                fail_locked(name_of(cell, tier) + ": it could not be read");
-            }
-        } else {
-            publish(cell);
+        if (c.arrived()) {
+            settle(cell);
+            done_cv.notify_all();
         }
         if (!reads.empty()) {
-            work_cv.notify_one();
+            work_cv.notify_all();
         }
-        done_cv.notify_all();
+    }
+}
+
+// The parts of a read that have not started are not worth reading.
+void moe_edge_store::drop_rest(int32_t cell) {
+    auto & c = cells[cell];
+    if (c.queued()) {
+        reads.erase(read_key(cell));
+        c.parts = c.started;
     }
 }
 
@@ -532,8 +557,8 @@ void moe_edge_store::io_loop() {
 
 void moe_edge_store::begin_step(int32_t new_phase) {
     std::lock_guard<std::mutex> lock(mutex);
-    phase = new_phase;
-    event.phase = new_phase;
+    phase = new_phase == MOE_EDGE_DECODE ? MOE_EDGE_DECODE : MOE_EDGE_PREFILL;
+    event.phase = phase;
     event.step++;
     ahead_seq = 0;
     failed = false;
@@ -549,10 +574,14 @@ void moe_edge_store::begin_step(int32_t new_phase) {
     for (auto & op : ops) {
         op = {};
     }
+    for (auto & c : cells) {
+        c.decided = false;
+        c.waiting = false;
+    }
     for (size_t i = 0; i < cells.size(); i++) {
-        cells[i].decided = false;
-        cells[i].waiting = false;
-        if (cells[i].queued() && cells[i].started == 0) {
+        if (cells[i].arrived()) {
+            settle(i);
+        } else if (cells[i].queued() && cells[i].started == 0) {
             cancel_read(i);
         }
     }
@@ -563,6 +592,10 @@ bool moe_edge_store::route() {
     decision.n_prefetch  = 0;
     decision.renormalize = 0;
     if (callback) {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            resident_view = resident;
+        }
         const uint64_t t0 = now_us();
         const int rc = callback(callback_user);
         const uint64_t t1 = now_us();
@@ -589,47 +622,69 @@ bool moe_edge_store::route() {
         routed_tiers.push_back(tier_out[e]);
     }
     std::lock_guard<std::mutex> lock(mutex);
-    apply_locked(event.layer, routed.data(), routed_tiers.data(), routed.size(), 0);
+    apply_locked(event.layer, MOE_EDGE_N_KINDS, routed.data(), routed_tiers.data(), routed.size());
     prefetch_locked(event.layer, prefetch_out.data(), std::min<int32_t>(decision.n_prefetch, prefetch_out.size()));
     return !failed;
 }
 
-void moe_edge_store::apply(int32_t layer, const int32_t * experts, const uint8_t * tiers, int32_t n) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const std::vector<uint8_t> defaults(n, default_tier);
-    apply_locked(layer, experts, tiers ? tiers : defaults.data(), n, 0);
+// False, and the step fails, for indices that the model does not have.
+bool moe_edge_store::check_layer(int32_t layer, int32_t kind, const int32_t * experts, int32_t n) {
+    const bool exists = layer >= 0 && layer < n_layers && kind >= 0 && (kind == MOE_EDGE_N_KINDS ||
+        (kind < MOE_EDGE_N_KINDS && has_kind(layer, kind)));
+    if (!exists || !std::all_of(experts, experts + n, [this](int32_t e) { return e >= 0 && e < n_expert; })) {
+        fail_locked(format("layer %d, kind %d: no such matrix or expert", layer, kind));
+        return false;
+    }
+    return true;
 }
 
-void moe_edge_store::apply_locked(int32_t layer, const int32_t * experts, const uint8_t * tiers, int32_t n, int32_t first_kind) {
+bool moe_edge_store::has_matrix(int32_t layer, int32_t kind, const int32_t * experts, int32_t n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return kind != MOE_EDGE_N_KINDS && check_layer(layer, kind, experts, n);
+}
+
+void moe_edge_store::apply(int32_t layer, const int32_t * experts, const uint8_t * tiers, int32_t n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (check_layer(layer, MOE_EDGE_N_KINDS, experts, n)) {
+        const std::vector<uint8_t> defaults(n, default_tier);
+        apply_locked(layer, MOE_EDGE_N_KINDS, experts, tiers ? tiers : defaults.data(), n);
+    }
+}
+
+void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers, int32_t n) {
+    const auto each_cell = [&](auto && visit) {
+        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+            for (int32_t i = 0; has_kind(layer, k) && (kind == k || kind == MOE_EDGE_N_KINDS) && i < n; i++) {
+                visit(cell_index(layer, k, experts[i]), tiers[i]);
+            }
+        }
+    };
     for (int32_t i = 0; i < n; i++) {
         if (tiers[i] != MOE_EDGE_SKIP && tiers[i] >= n_tiers) {
             fail_locked(format("the policy asked for tier %d of expert %d, layer %d: the model has %d", tiers[i],
                 experts[i], layer, n_tiers));
             return;
         }
-        stats.routed[phase][tiers[i] == MOE_EDGE_SKIP ? MOE_EDGE_MAX_TIERS : tiers[i]]++;
+        if (kind >= MOE_EDGE_DOWN) {  // every layer has a down: once for each expert
+            stats.routed[phase][tiers[i] == MOE_EDGE_SKIP ? MOE_EDGE_MAX_TIERS : tiers[i]]++;
+        }
     }
     // pin what this step needs before anything may be evicted for it
-    for (int32_t k = first_kind; k < MOE_EDGE_N_KINDS; k++) {
-        for (int32_t i = 0; has_kind(layer, k) && i < n; i++) {
-            const int32_t cell = cell_index(layer, k, experts[i]);
-            n_decided += !cells[cell].decided;
-            cells[cell].decided = true;
-            cells[cell].want    = tiers[i];
-            if (cells[cell].pinned()) {
-                touch(cell);
-            }
+    each_cell([&](int32_t cell, uint8_t tier) {
+        auto & c = cells[cell];
+        n_decided += !c.decided;
+        c.decided = true;
+        c.want    = tier;
+        if (c.pinned()) {
+            touch(cell);
         }
-    }
+    });
     cancel_stale(layer);
-    for (int32_t k = first_kind; k < MOE_EDGE_N_KINDS; k++) {
-        for (int32_t i = 0; has_kind(layer, k) && i < n; i++) {
-            const int32_t cell = cell_index(layer, k, experts[i]);
-            if (cells[cell].pinned()) {
-                ask(cell);
-            }
+    each_cell([&](int32_t cell, uint8_t) {
+        if (cells[cell].pinned()) {
+            ask(cell);
         }
-    }
+    });
     if (!reads.empty()) {
         work_cv.notify_all();
     }
@@ -652,7 +707,7 @@ void moe_edge_store::ask(int32_t cell) {
         return;
     }
     if (c.loading != NO_TIER) {
-        const bool good_enough = c.loading <= c.want;
+        const bool good_enough = c.loading <= c.want && !c.abandoned;
         stats.prefetch_used += good_enough && c.ahead;
         if (!good_enough && c.started == 0) {
             cancel_read(cell);
@@ -683,6 +738,7 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
         }
     };
     // what is predicted and resident must not make room for what is predicted and absent
+    const uint64_t before = clock + 1;
     for (int32_t i = n; i-- > 0;) {
         each_cell(list[i], [&](int32_t cell) { touch(cell); });
     }
@@ -691,7 +747,7 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
         each_cell(p, [&](int32_t cell) {
             const auto & c = cells[cell];
             if (!c.decided && c.loading == NO_TIER && (c.tier == NO_TIER || c.tier > p.tier)) {
-                try_load(cell, p.tier, true);
+                try_load(cell, p.tier, true, before);
             }
         });
     }
@@ -705,12 +761,22 @@ void moe_edge_store::cancel_stale(int32_t layer) {
     std::vector<int32_t> stale;
     for (auto it = reads.lower_bound({ 1, 0, 0, 0 }); it != reads.end(); ++it) {
         const int32_t cell = std::get<3>(*it);
-        if (layer_of(cell) == layer && !cells[cell].pinned() && cells[cell].started == 0) {
+        if (layer_of(cell) == layer && !cells[cell].pinned()) {
             stale.push_back(cell);
         }
     }
     for (const int32_t cell : stale) {
-        cancel_read(cell);
+        auto & c = cells[cell];
+        if (c.started == 0) {
+            cancel_read(cell);
+        } else {
+            drop_rest(cell);
+            c.abandoned = true;
+            stats.prefetch_cancelled++;
+            if (c.arrived()) {
+                settle(cell);  // no thread is on it any more
+            }
+        }
     }
 }
 
@@ -729,8 +795,9 @@ void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t
         }
     }
     if (!undecided.empty()) {
+        // this kind alone: which one is computed next is the graph's business
         const std::vector<uint8_t> tiers(undecided.size(), default_tier);
-        apply_locked(m.layer, undecided.data(), tiers.data(), undecided.size(), m.kind);
+        apply_locked(m.layer, m.kind, undecided.data(), tiers.data(), undecided.size());
     }
 }
 
@@ -769,10 +836,14 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
 
 void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n) {
     std::lock_guard<std::mutex> lock(mutex);
-    for (int32_t i = 0; i < n; i++) {
-        cells[cell_index(m.layer, m.kind, ready[i].expert)].decided = false;
-    }
     n_decided -= n;
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t cell = cell_index(m.layer, m.kind, ready[i].expert);
+        cells[cell].decided = false;
+        if (cells[cell].arrived()) {
+            settle(cell);
+        }
+    }
     for (int32_t t = 0; t < n_tiers; t++) {
         serve_waiting(pools[slices[m.layer][m.kind][t].group]);
     }
@@ -843,11 +914,6 @@ const char * moe_edge_store::error() {
     return failed ? failure.c_str() : nullptr;
 }
 
-void moe_edge_store::cancel(bool on) {
-    cancelled = on;  // no lock: a signal handler may call this
-    done_cv.notify_all();
-}
-
 void moe_edge_store::get_stats(moe_edge_stats * out) {
     std::lock_guard<std::mutex> lock(mutex);
     *out = stats;
@@ -895,6 +961,9 @@ std::string moe_edge_store::check() {
         }
         if (owned + pool.free.size() != pool.slots.size()) {
             return format("group %zu: %zu owned and %zu free of %zu slots", g, owned, pool.free.size(), pool.slots.size());
+        }
+        if (!pool.waiting.empty() && !pool.free.empty()) {
+            return format("group %zu: a cell waits for a slot while one is free", g);
         }
         in_use += owned * pool.slot_bytes;
     }
@@ -959,7 +1028,7 @@ moe_edge_decision * moe_edge_store_decision(moe_edge_store * store) { return &st
 void moe_edge_set_callback(moe_edge_store * store, moe_edge_route_cb cb, void * user, int32_t default_tier) {
     store->callback      = cb;
     store->callback_user = user;
-    store->default_tier  = default_tier;
+    store->default_tier  = default_tier >= 0 && default_tier < store->n_tiers ? default_tier : 0;
 }
 
 void moe_edge_begin_step(moe_edge_store * store, int32_t phase) { store->begin_step(phase); }
@@ -994,6 +1063,9 @@ int moe_edge_apply(moe_edge_store * store, int32_t layer, const int32_t * ids, c
 
 int moe_edge_use(moe_edge_store * store, int32_t layer, int32_t kind, const int32_t * ids, int32_t n_ids,
                  void (*visit)(int32_t, int32_t, int32_t, const void *, uint64_t, void *), void * user) {
+    if (!store->has_matrix(layer, kind, ids, n_ids)) {
+        return -1;
+    }
     auto & m = store->matrices[layer][kind];
     std::vector<moe_edge_ready> ready(n_ids);
     store->begin(m, ids, n_ids);

@@ -54,6 +54,7 @@ struct moe_edge_cell {
     bool     waiting      = false;    // in its group's queue for a slot
     bool     ahead        = false;    // its read is a prefetch
     bool     broken       = false;    // a part of its read failed
+    bool     abandoned    = false;    // its read goes on to the end of a part and is thrown away
     uint16_t parts        = 0;        // of its read; each is one call to the disk
     uint16_t started      = 0;
     uint16_t finished     = 0;
@@ -66,6 +67,8 @@ struct moe_edge_cell {
     bool satisfied() const { return tier != NO_TIER && tier <= want; }
     // Some of its read is still in the queue.
     bool queued() const { return loading != NO_TIER && started < parts; }
+    // All of its read is done, but not yet acted upon.
+    bool arrived() const { return loading != NO_TIER && finished == parts; }
 };
 
 struct moe_edge_pool {
@@ -104,6 +107,8 @@ struct moe_edge_store {
 
     void    prefetch(const moe_edge_prefetch_item * list, int32_t n);
 
+    bool    has_matrix(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
+
     // executor side
     void    begin(moe_edge_matrix & m, const int32_t * experts, int32_t n);
     int32_t next(moe_edge_matrix & m, moe_edge_ready * out);
@@ -113,7 +118,7 @@ struct moe_edge_store {
                  void (*progress)(int32_t, int32_t, void *), void * user);
     void    fail(const std::string & sentence);
     const char * error();
-    void    cancel(bool on);
+    void    cancel(bool on) { cancelled = on; }  // next() polls; a signal handler may call this
     bool    aborted() const { return failed.load() || cancelled.load(); }
     void    get_stats(moe_edge_stats * out);
     void    reset_stats();
@@ -137,7 +142,7 @@ struct moe_edge_store {
     moe_edge_decision decision = {};
     std::vector<int32_t> ids, tokens, ahead_ids;
     std::vector<float>   weights, ahead;
-    std::vector<uint8_t> resident, tier_out;
+    std::vector<uint8_t> resident_view, tier_out;
     std::vector<moe_edge_prefetch_item> prefetch_out;
 
   private:
@@ -167,16 +172,20 @@ struct moe_edge_store {
     std::string name_of(int32_t cell, int32_t tier) const;
 
     // below: with the mutex held
-    void    apply_locked(int32_t layer, const int32_t * experts, const uint8_t * tiers, int32_t n, int32_t first_kind);
+    // kind MOE_EDGE_N_KINDS: all of the layer
+    void    apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers, int32_t n);
+    bool    check_layer(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
     void    ask(int32_t cell);
     void    load_or_wait(int32_t cell);
-    bool    try_load(int32_t cell, int32_t tier, bool ahead);
+    bool    try_load(int32_t cell, int32_t tier, bool ahead, uint64_t evict_before = UINT64_MAX);
     void    prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n);
     void    cancel_stale(int32_t layer);
     void    cancel_read(int32_t cell);
-    int32_t take_slot(moe_edge_pool & pool);
+    void    drop_rest(int32_t cell);
+    int32_t take_slot(moe_edge_pool & pool, uint64_t evict_before);
     void    give_slot(moe_edge_pool & pool, int32_t slot);
     void    serve_waiting(moe_edge_pool & pool);
+    void    settle(int32_t cell);
     void    publish(int32_t cell);
     void    drop_tier(int32_t cell);
     void    evict(int32_t cell);
@@ -202,11 +211,13 @@ struct moe_edge_store {
     bool                    stopping = false;
     std::atomic<bool>       failed { false };
     std::string             failure;
+    std::string             failed_read;  // the latest one
     moe_edge_stats          stats = {};
     int32_t                 phase = MOE_EDGE_PREFILL;
     int32_t                 ahead_seq = 0;
     uint64_t                clock = 0;  // counts requests
-    std::vector<uint8_t>    seen;  // [n_expert] scratch of route()
+    std::vector<uint8_t>    resident;  // [n_layers, n_expert]
+    std::vector<uint8_t>    seen;      // [n_expert] scratch of route()
     std::vector<int32_t>    routed;
     std::vector<uint8_t>    routed_tiers;
 };

@@ -36,8 +36,7 @@ extern "C" {
 #define MOE_EDGE_SKIP         255  // tier of an expert that contributes nothing
 #define MOE_EDGE_ABSENT       254  // residency: no tier of this expert is in memory
 
-// Matrix kinds, in the order in which a layer computes them. A layer has either
-// UP, GATE and DOWN, or UP and DOWN, or GATE_UP and DOWN.
+// Matrix kinds. A layer has either UP, GATE and DOWN, or UP and DOWN, or GATE_UP and DOWN.
 enum moe_edge_kind {
     MOE_EDGE_UP      = 0,
     MOE_EDGE_GATE    = 1,
@@ -92,7 +91,8 @@ struct moe_edge_config {
     int32_t  n_tiers;         // tier 0 is the best
     int32_t  n_expert;
     int32_t  n_expert_used;
-    int32_t  max_tokens;      // n_ubatch: the most tokens of one route event
+    int32_t  max_tokens;      // n_ubatch: the most tokens of one route event; a larger one
+                              // is not reported and computes in the default tier
     int32_t  n_ahead;         // look-ahead depth P, 0 .. MOE_EDGE_MAX_AHEAD
     int32_t  n_io_threads;
     int32_t  flags;           // enum moe_edge_flags
@@ -177,7 +177,7 @@ MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
 // ggml_backend_buffer_type_t for the expert tensors: placeholders without memory.
 MOE_EDGE_API void * moe_edge_buffer_type(void);
 
-// model: struct llama_model *. 0 on success. Refuses an architecture that does not
+// model: struct llama_model *. Contexts are created afterwards. 0 on success. Refuses an architecture that does not
 // build its experts through the common MoE builder, and tensors that do not match.
 MOE_EDGE_API int moe_edge_store_attach(
         struct moe_edge_store * store, void * model, char * err, size_t err_size);
@@ -198,7 +198,8 @@ MOE_EDGE_API void moe_edge_set_callback(
 // Before each llama_decode. Also clears what an aborted step left behind.
 MOE_EDGE_API void moe_edge_begin_step(struct moe_edge_store * store, int32_t phase);
 
-// NULL, or one sentence about why the last step failed; the step's output is void then.
+// NULL, or one sentence about why the last step failed; the step's output is void then, as it
+// is after a cancel.
 MOE_EDGE_API const char * moe_edge_error(struct moe_edge_store * store);
 
 // ggml_abort_callback with the store as data: true after a failure or a cancel.

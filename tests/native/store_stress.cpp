@@ -202,6 +202,92 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
     moe_edge_store_free(store);
 }
 
+// A promotion that arrives while an op reads the low bytes must not free them: another cell
+// waits for that very slot.
+void run_promotion_during_use(const std::string & dir) {
+    model_file file(dir, 1);
+    // direct reads take long enough to arrive while the op runs
+    moe_edge_store * store = open_store(file, false, 4, 1, MOE_EDGE_DIRECT_IO);
+    const int32_t x = 3, y = 5;
+    const int32_t ids[] = { x, y };
+    const uint8_t low[] = { 1, 1 };
+    uint8_t asked[EXPERTS];
+    memset(asked, 1, sizeof(asked));
+    struct slow_visit : visit_state {
+        moe_edge_store * store;
+    };
+    for (int i = 0; i < 20; i++) {
+        for (const int32_t k : KINDS) {  // x resident in low, alone
+            moe_edge_begin_step(store, MOE_EDGE_DECODE);
+            visit_state v = { 0, k, asked };
+            moe_edge_apply(store, 0, ids, low, 1);
+            for (const int32_t kind : KINDS) {
+                v.kind = kind;
+                moe_edge_use(store, 0, kind, ids, 1, visit, &v);
+            }
+        }
+        const moe_edge_prefetch_item promote = { 0, (int16_t) x, 0, 0, 0 };
+        moe_edge_begin_step(store, MOE_EDGE_DECODE);
+        moe_edge_prefetch(store, &promote, 1);
+        moe_edge_apply(store, 0, ids, low, 2);
+        for (const int32_t k : KINDS) {
+            slow_visit v;
+            static_cast<visit_state &>(v) = { 0, k, asked };
+            v.store = store;
+            const auto slow = [](int32_t expert, int32_t tier, int32_t type, const void * data, uint64_t bytes, void * user) {
+                usleep(3000);
+                visit(expert, tier, type, data, bytes, static_cast<visit_state *>(static_cast<slow_visit *>(user)));
+            };
+            if (moe_edge_use(store, 0, k, ids, 2, slow, &v) != 0 || v.seen != 2) {
+                die("promotion during use: the op failed");
+            }
+        }
+        // start over with x in low: evict the high copies by using other experts
+        for (int32_t e = 6; e < 10; e++) {
+            moe_edge_begin_step(store, MOE_EDGE_DECODE);
+            uint8_t high[EXPERTS] = {};
+            moe_edge_apply(store, 0, &e, nullptr, 1);
+            for (const int32_t k : KINDS) {
+                visit_state v = { 0, k, high };
+                moe_edge_use(store, 0, k, &e, 1, visit, &v);
+            }
+        }
+        char err[512];
+        if (moe_edge_check(store, err, sizeof(err)) != 0) {
+            die(err);
+        }
+    }
+    moe_edge_store_free(store);
+    printf("promotion during use: bytes stayed\n");
+}
+
+// Without a hook the ops ask by themselves, in the graph's order: gate, up, down; one slot a kind
+// for all layers, several steps.
+void run_without_hook(const std::string & dir) {
+    model_file file(dir, 1);
+    moe_edge_store * store = open_store(file, false, 1, 1, 0);
+    const int32_t ids[] = { 1, 4, 7 };
+    const uint8_t asked[EXPERTS] = {};
+    for (int step = 0; step < 3; step++) {
+        moe_edge_begin_step(store, MOE_EDGE_DECODE);
+        for (int32_t l = 0; l < LAYERS; l++) {
+            for (const int32_t k : { MOE_EDGE_GATE, MOE_EDGE_UP, MOE_EDGE_DOWN }) {
+                visit_state v = { l, k, asked };
+                if (moe_edge_use(store, l, k, ids, 3, visit, &v) != 0 || v.seen != 3) {
+                    die("without a hook: the op failed");
+                }
+            }
+        }
+    }
+    moe_edge_stats s;
+    moe_edge_get_stats(store, &s);
+    if (s.requests[1] != 3 * LAYERS * 9 || s.routed[1][0] != 3 * LAYERS * 3) {
+        die("without a hook: requests are counted twice");
+    }
+    moe_edge_store_free(store);
+    printf("without a hook: done\n");
+}
+
 // A file cut short while the store is open: an error that names it, never bytes.
 void run_truncated(const std::string & dir) {
     model_file file(dir, 1);
@@ -248,6 +334,8 @@ int main(int argc, char ** argv) {
         run(quotas, true, 5, 2, seconds, seed + 2);
         run(quotas, true, 1, 1, seconds, seed + 3);
     }
+    run_promotion_during_use(argv[1]);
+    run_without_hook(argv[1]);
     run_truncated(argv[1]);
     return 0;
 }
