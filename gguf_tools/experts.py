@@ -358,7 +358,12 @@ def _join(high: ExpertModel, low: ExpertModel) -> ExpertModel:
         raise errors.MismatchError(
             f"{low.path}: {len(low.tiers)} tiers on top of {len(high.tiers)}; at most {MAX_TIERS}"
         )
-    if low.tiers[0].bpw >= high.tiers[-1].bpw:
+    if low.tiers[0].bpw == high.tiers[-1].bpw:
+        raise errors.MismatchError(
+            f"{low.path}: the same precision as {high.path}, {low.tiers[0].bpw:.2f} bits per"
+            " weight; --low adds a lower one"
+        )
+    if low.tiers[0].bpw > high.tiers[-1].bpw:
         raise errors.MismatchError(
             f"{low.path}: {low.tiers[0].bpw:.2f} bits per weight, not below the"
             f" {high.tiers[-1].bpw:.2f} of {high.path}; swap the two files"

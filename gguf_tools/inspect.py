@@ -4,17 +4,19 @@ from typing import Any
 
 from .experts import ExpertModel
 from .layout import KINDS, slot_bytes
+from .units import format_size
 
 BUDGET_SHARES = (0.25, 0.40, 0.60, 0.80, 1.00)
 KV_TOKENS = 4096
 
 
-def describe(model: ExpertModel) -> dict[str, Any]:
+def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
     """Facts about an opened model, ready for JSON; sizes in bytes.
 
     ``budgets``: for shares of the best tier's expert bytes, how many experts of each tier
     a layer could keep resident if all of the budget went to that tier. ``ram_bytes`` adds
-    dense weights and an F16 KV cache of KV_TOKENS tokens; compute scratch comes on top.
+    dense weights, an F16 KV cache of KV_TOKENS tokens and scratch_bytes, what running it takes
+    beside those: with them, a cap on everything that works.
     """
     n_ctx = min(KV_TOKENS, model.context_length or KV_TOKENS)
     kv_bytes = model.kv_bytes(n_ctx)
@@ -25,7 +27,7 @@ def describe(model: ExpertModel) -> dict[str, Any]:
             {
                 "share": share,
                 "slot_bytes": slot_budget,
-                "ram_bytes": model.dense_bytes + kv_bytes + slot_budget,
+                "ram_bytes": model.dense_bytes + kv_bytes + scratch_bytes + slot_budget,
                 "experts_per_layer": {
                     tier.name: _experts_per_layer(model, index, slot_budget)
                     for index, tier in enumerate(model.tiers)
@@ -49,6 +51,7 @@ def describe(model: ExpertModel) -> dict[str, Any]:
         "dense_bytes": model.dense_bytes,
         "kv_tokens": n_ctx,
         "kv_bytes": kv_bytes,
+        "scratch_bytes": scratch_bytes,
         "tiers": [
             {
                 "name": tier.name,
@@ -111,8 +114,9 @@ def render(facts: dict[str, Any]) -> str:
         f" {facts['experts_used']} experts per token",
         "  expert matrices: "
         + ", ".join(f"{each['kind']} {each['rows']}x{each['row']}" for each in facts["matrices"]),
-        f"  dense weights {size(facts['dense_bytes'])}, KV cache {size(facts['kv_bytes'])}"
-        f" for {facts['kv_tokens']} tokens, files {size(facts['file_bytes'])}",
+        f"  dense weights {format_size(facts['dense_bytes'])},"
+        f" KV cache {format_size(facts['kv_bytes'])} for {facts['kv_tokens']} tokens,"
+        f" files {format_size(facts['file_bytes'])}",
         "",
     ]
     rows = [["tier", "bits/weight", "all experts", "one expert", "types"]]
@@ -122,8 +126,8 @@ def render(facts: dict[str, Any]) -> str:
             [
                 tier["name"],
                 f"{tier['bits_per_weight']:.2f}",
-                size(tier["bytes"]),
-                size(tier["expert_bytes"]),
+                format_size(tier["bytes"]),
+                format_size(tier["expert_bytes"]),
                 " ".join(types),
             ]
         )
@@ -135,13 +139,13 @@ def render(facts: dict[str, Any]) -> str:
         rows.append(
             [
                 f"{budget['share']:.0%}",
-                size(budget["slot_bytes"]),
-                size(budget["ram_bytes"]),
+                format_size(budget["slot_bytes"]),
+                format_size(budget["ram_bytes"], up=True),
                 *(str(n) for n in budget["experts_per_layer"].values()),
             ]
         )
     lines += _table(rows)
-    lines.append("  RAM in all: slots, dense weights and KV cache; compute scratch comes on top")
+    lines.append("  RAM in all, for --ram: slots, dense weights, KV cache and scratch")
     return "\n".join(lines)
 
 
@@ -149,13 +153,3 @@ def _table(rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     cells = [[text.rjust(width) for text, width in zip(row, widths, strict=True)] for row in rows]
     return ["  " + "  ".join(row).rstrip() for row in cells]
-
-
-def size(n: int) -> str:
-    """A byte count with a binary unit and three digits or more."""
-    value = float(n)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"

@@ -20,6 +20,7 @@ from . import layout
 from .errors import QuantizeError, WriteError
 from .experts import ExpertModel, Slice
 from .layout import GGMLType, ValueType, expert_tensor_name, parse_expert_name, row_bytes
+from .process import default_threads
 from .quantize import Ggml, load, parse_tiers
 from .reader import GGUFFile, TensorInfo
 from .streaming import Job, Meter, Progress, chunks, run_all
@@ -129,7 +130,7 @@ def pack(
             writer.begin()
             meter = Meter(progress, sum(each.nbytes for each in writer.tensors.values()))
             jobs = _jobs(model, writer, matrices, others, tools)
-            run_all(jobs, threads or os.cpu_count() or 1, meter)
+            run_all(jobs, threads or default_threads(), meter)
     report.nbytes = writer.path.stat().st_size
     report.seconds = time.monotonic() - started
     return report

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.config import Config, format_size
+from gguf_tools.units import format_size
+from orchestrator.config import Config
 from orchestrator.console import Console
 from orchestrator.errors import MoeEdgeError
 from orchestrator.policy import known_policies
@@ -347,7 +348,8 @@ class Chat:
             except ValueError:
                 self.console.error(f"retention is a number from 0 to 1, not {argument!r}")
                 return
-            self.session.engine.set_retention(retention)
+            if not self.session.engine.set_retention(retention):
+                self.console.note("It has no effect under this policy: dymoe would use it.")
         self.console.note(self.session.engine.mode)
 
     def _save(self, argument: str) -> None:

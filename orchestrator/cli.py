@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from orchestrator.config import Config, format_size, parse_size
+from gguf_tools.units import format_size
+from orchestrator.config import Config, parse_size
 from orchestrator.console import Console, strip_controls
 from orchestrator.errors import MoeEdgeError
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 DEMO = Path("models/demo/moe-edge-demo.gguf")
 FILE = click.Path(path_type=Path)
+AT_LEAST_1 = click.IntRange(min=1)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -108,12 +110,13 @@ model_options = _options(
         "--retention",
         type=float,
         metavar="R",
-        help=f"Average share of critical experts, 0 to 1.  {_default('retention')}",
+        help="Average share of critical experts, 0 to 1.  [default: 1 with one precision, else "
+        "0.75]",
     ),
     click.option(
         "--high-tier",
         metavar="TIER",
-        help="Precision of critical experts, as q4_k.  [default: by fit]",
+        help="Precision of critical experts, as q4_k.  [default: the best that fits, else q4_k]",
     ),
     click.option(
         "--low-tier", metavar="TIER", help="Precision of the others, or skip.  [default: by fit]"
@@ -251,12 +254,14 @@ def _engine(config: Config, console: Console) -> Engine:
     type=click.Choice(["q8_0"]),
     help="Also quantize the F16 and F32 matrices that are not experts.",
 )
-@click.option("--threads", type=int, metavar="N", help="Threads.  [default: the cores]")
+@click.option("--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]")
 def pack(source: Path, target: Path, tiers: str, dense: str | None, threads: int | None) -> None:
     """Write the experts of a GGUF in several precisions into one file."""
     from gguf_tools.pack import pack as run
 
-    names = [name.strip().lower() for name in tiers.split(",")]
+    names = [name.strip().lower() for name in tiers.split(",") if name.strip()]
+    if not names:
+        raise click.UsageError("--tiers names no precision: write it as q8_0,q4_k,q2_k")
     with _progress("Packing") as progress:
         report = run(source, target, names, dense=dense, progress=progress, threads=threads)
     _print_report(report)
@@ -303,8 +308,10 @@ def inspect(file: Path, as_json: bool) -> None:
     """Show what a model file holds, and what fits which budget."""
     from gguf_tools.experts import ExpertModel
     from gguf_tools.inspect import describe, render
+    from orchestrator.hardware import scratch_bytes
 
-    description = describe(ExpertModel.open(file))
+    with ExpertModel.open(file) as model:
+        description = describe(model, scratch_bytes(model, Config.build(model=file)))
     click.echo(json.dumps(description) if as_json else strip_controls(render(description)))
 
 
@@ -318,17 +325,25 @@ def inspect(file: Path, as_json: bool) -> None:
 @click.option(
     "--caps", metavar="LIST", help="Memory caps in % of the model file.  [default: 60,80]"
 )
-@click.option("--tokens", type=int, metavar="N", help="Measured decode steps.  [default: 128]")
-@click.option("--prompt-tokens", type=int, metavar="N", help="Prompt length.  [default: 128]")
-@click.option("--runs", type=int, metavar="N", help="Passes over all cases.  [default: 2]")
+@click.option(
+    "--tokens", type=AT_LEAST_1, metavar="N", help="Measured decode steps.  [default: 128]"
+)
+@click.option(
+    "--prompt-tokens", type=AT_LEAST_1, metavar="N", help="Prompt length.  [default: 128]"
+)
+@click.option("--runs", type=AT_LEAST_1, metavar="N", help="Passes over all cases.  [default: 2]")
 @click.option(
     "--retention",
-    type=float,
+    type=click.FloatRange(0, 1),
     metavar="R",
     help="Share of critical experts of dymoe.  [default: 0.75]",
 )
-@click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores]")
-@click.option("--seed", type=int, metavar="N", help="Seed of the weights.  [default: 0]")
+@click.option(
+    "--threads", type=AT_LEAST_1, metavar="N", help="Compute threads.  [default: the cores]"
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), metavar="N", help="Seed of the weights.  [default: 0]"
+)
 @click.option("--quick", is_flag=True, help="A tiny model, in seconds; no figures to quote.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench(caps: str | None, as_json: bool, **options: Any) -> None:

@@ -42,15 +42,6 @@ def parse_size(text: str) -> int:
     return size_bytes
 
 
-def format_size(size_bytes: float) -> str:
-    """The shortest of "1.23 GiB", "345 MiB", "67 KiB" that fits the number."""
-    if size_bytes >= 2**30:
-        return f"{size_bytes / 2**30:.2f} GiB"
-    if size_bytes >= 2**20:
-        return f"{size_bytes / 2**20:.0f} MiB"
-    return f"{size_bytes / 2**10:.0f} KiB"
-
-
 def native_log_enabled() -> bool:
     """Whether llama.cpp's own log goes to stderr (MOE_EDGE_LOG set and not 0)."""
     return os.environ.get("MOE_EDGE_LOG", "") not in ("", "0")
@@ -61,7 +52,8 @@ class Config:
     """One engine's settings; sizes in bytes. Make it with Config.build.
 
     ram caps everything the model takes; expert_ram the expert slots alone. policy
-    None lets the planner choose; "plain" is the upstream path without a store.
+    None lets the planner choose; "plain" is the upstream path without a store. retention
+    None is 1 where one precision is used and nothing skipped, else 0.75.
     low_tier "skip" drops the experts that are not critical. n_ahead is the look-ahead
     depth: 0 turns prefetching off. logits_all keeps room for the logits of every
     token of a batch, which evaluation needs and chatting does not.
@@ -72,7 +64,7 @@ class Config:
     ram: int | None = None
     expert_ram: int | None = None
     policy: str | None = None
-    retention: float = 0.75
+    retention: float | None = None
     high_tier: str | None = None
     low_tier: str | None = None
     ctx: int = 4096
@@ -137,7 +129,7 @@ _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
     ("ram", (int,), True),
     ("expert_ram", (int,), True),
     ("policy", (str,), True),
-    ("retention", (float, int), False),
+    ("retention", (float, int), True),
     ("high_tier", (str,), True),
     ("low_tier", (str,), True),
     ("ctx", (int,), False),

@@ -12,8 +12,10 @@ from types import TracebackType
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
+from gguf_tools.units import format_size
 from orchestrator import hardware
-from orchestrator.config import Config, format_size
+from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase, RouteEvent
 from orchestrator.llama import Bindings, Context, Model, SamplerChain
@@ -48,7 +50,7 @@ class Engine:
         self._cancelled = False
         self._parts: list[Context | Store | Model] = []
         self._bindings = Bindings.load()
-        self._machine = hardware.probe(config.model)
+        self._machine = hardware.probe()
         self._start(hardware.make_plan(config, model, self._machine), progress)
 
     @classmethod
@@ -57,6 +59,7 @@ class Engine:
 
         progress gets the loaded share, 0 to 1. Raises MoeEdgeError in one of its forms.
         """
+        hardware.check_unused(config)
         model = ExpertModel.open(config.model, config.low)
         try:
             return cls(config, model, progress)
@@ -257,12 +260,13 @@ class Engine:
         call. Raises before anything changes where the policy cannot work."""
         self._restart(self.config.with_changes(policy=name))
 
-    def set_retention(self, retention: float) -> None:
-        """Changes the share of critical experts from the next token on."""
+    def set_retention(self, retention: float) -> bool:
+        """Changes the share of critical experts from the next token on; False where the policy
+        that runs has no use for it, so that it waits for another one."""
         config = self.config.with_changes(retention=retention)
-        if self.managed:
-            self.policy.set_retention(retention)
+        used = self.managed and self.policy.set_retention(retention)
         self.config = config
+        return used
 
     def _restart(self, config: Config) -> None:
         plan = hardware.make_plan(config, self.model, self._machine)
@@ -321,7 +325,7 @@ class Engine:
                 self._model,
                 n_ctx=plan.n_ctx,
                 n_ubatch=min(config.n_ubatch, plan.n_ctx),
-                threads=config.threads or self._machine.cores,
+                threads=config.threads or default_threads(),
                 all_logits=config.logits_all,
                 should_stop=self._should_stop,
                 abort=self.store.abort if plan.managed else None,

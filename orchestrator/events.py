@@ -157,13 +157,6 @@ class DecisionBuffer:
             self._prefetch[n] = layer | expert << 16 | tier << 32 | kinds << 40
             self.n_prefetch = n + 1
 
-    def prefetches(self) -> list[tuple[int, int, int, int]]:
-        """(layer, expert, tier, kinds) of every request so far."""
-        return [
-            (key & 0xFFFF, key >> 16 & 0xFFFF, key >> 32 & 0xFF, key >> 40 & 0xFF)
-            for key in self._prefetch[: self.n_prefetch]
-        ]
-
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:

@@ -3,22 +3,23 @@ tiers, which slots."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import DOWN
-from orchestrator.config import Config, format_size
+from gguf_tools.layout import DOWN, slot_bytes
+from gguf_tools.units import format_size
+from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.policy import Policy, PolicySettings, known_policies, make_policy
-from orchestrator.policy.base import ModelShape, SlotPlan, slot_bytes
+from orchestrator.policy.base import ModelShape, SlotPlan
 
-PLAIN = "plain"
+PLAIN, LRU, DYMOE = "plain", "lru", "dymoe"
 SKIP_TIER = "skip"
+USUAL_HIGH = "q4_k"
+USUAL_RETENTION = 0.75
 
 # Everything that is neither weights nor KV nor growing with the batch: the interpreter,
 # numpy, the libraries, thread stacks, tables; and, for each token of the vocabulary, its
@@ -35,9 +36,6 @@ class Machine:
     limit where that is less."""
 
     memory_bytes: int
-    total_bytes: int
-    cores: int
-    disk_free_bytes: int
 
     @property
     def usable_bytes(self) -> int:
@@ -47,24 +45,12 @@ class Machine:
         return max(0, self.memory_bytes - headroom)
 
 
-def probe(path: Path = Path()) -> Machine:
-    """Reads this machine; path is where disk space is looked up."""
-    memory = psutil.virtual_memory()
-    free, total = memory.available, memory.total
+def probe() -> Machine:
+    """Reads this machine."""
+    free = psutil.virtual_memory().available
     for limit, used in _cgroup_limits():
         free = min(free, max(0, limit - used))
-        total = min(total, limit)
-    return Machine(free, total, _cores(), shutil.disk_usage(path.resolve().parent).free)
-
-
-def _cores() -> int:
-    """Cores that computing should use: physical ones where there are many, and no more than
-    this process is allowed to."""
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    physical = psutil.cpu_count(logical=False) or allowed
-    return max(1, min(allowed, physical) if allowed > 4 else allowed)
+    return Machine(free)
 
 
 def _cgroup_limits(
@@ -136,6 +122,15 @@ def compute_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     return 4 * (int(tokens * floats) + 2 * outputs * vocabulary_size(model))
 
 
+def scratch_bytes(model: ExpertModel, config: Config) -> int:
+    """All that a model takes beside its weights and its KV cache, as the planner counts it."""
+    return (
+        PROCESS_BYTES
+        + VOCAB_TOKEN_BYTES * vocabulary_size(model)
+        + compute_bytes(model, config, context_tokens(model, config))
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Where everything goes. Sizes in bytes.
@@ -187,8 +182,9 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     """Lays the model out in memory.
 
     Without a policy: the plain upstream path where everything fits and neither a low tier
-    nor expert slots are asked for; else dymoe where a lower tier is there (or asked for)
-    and the high one does not fit whole; else lru.
+    nor expert slots are asked for; else lru where the high tier fits whole, so that there is
+    nothing to decide; else dymoe. That is lossless where the file has one tier and none is
+    skipped: the default retention is 1 there.
 
     Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
     for a policy or tiers that do not go with the model.
@@ -198,16 +194,19 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
     n_ctx = context_tokens(model, config)
     dense, kv = model.dense_bytes, model.kv_bytes(n_ctx)
-    scratch = (
-        PROCESS_BYTES
-        + VOCAB_TOKEN_BYTES * vocabulary_size(model)
-        + compute_bytes(model, config, n_ctx)
-    )
+    scratch = scratch_bytes(model, config)
     rest = ram - dense - kv - scratch
 
     if _wants_plain(config, model):
         needed = dense + kv + scratch + model.tier_bytes[0]
         fits = needed <= ram
+        if not fits and config.policy == PLAIN and config.ram:
+            raise BudgetError(
+                f"{_given(config, ram)} is too little for the policy plain, which keeps everything "
+                f"in memory: it needs {needed} bytes ({format_size(needed)}); the other policies "
+                f"keep experts on disk",
+                needed,
+            )
         if fits or config.policy == PLAIN:
             amounts = f"{format_size(needed)} of {format_size(ram)}"
             reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
@@ -236,7 +235,7 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     name, tiers = _choose(config, model, budget)
     shape = model_shape(model, tiers)
     settings = PolicySettings(
-        retention=config.retention,
+        retention=_retention(config, tiers),
         skip_low=config.low_tier == SKIP_TIER,
         prefetch=config.n_ahead > 0,
         renormalize=config.renormalize,
@@ -245,7 +244,8 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     try:
         slots = policy.plan(max(0, budget))
     except BudgetError as error:
-        raise _too_small(config, error.needed_bytes, dense + kv + scratch, ram) from None
+        fixed = dense + kv + scratch
+        raise _too_small(config, name, shape, error.needed_bytes, fixed, ram) from None
     asked = config.expert_ram or config.ram
     return Plan(
         managed=True,
@@ -265,34 +265,82 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     )
 
 
-def _too_small(config: Config, slots: int, fixed: int, ram: int) -> BudgetError:
-    if config.expert_ram and (not config.ram or config.expert_ram < slots):
+def check_unused(config: Config) -> None:
+    """Raises ConfigError for an option that the policy asked for has no use for.
+
+    For what a command line asks for at once: a policy that is changed later, to compare, just
+    leaves such options alone.
+    """
+    if config.policy not in (PLAIN, LRU):
+        return
+    reason = "runs one precision" if config.policy == LRU else "runs the best precision alone"
+    for name in ("low", "low_tier", "retention"):
+        if getattr(config, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{option} has no effect with --policy {config.policy}, which {reason}: leave one "
+                f"of the two out"
+            )
+
+
+def _retention(config: Config, tiers: tuple[int, ...]) -> float:
+    """What was asked for; else 1 where there is nothing below the high tier."""
+    if config.retention is not None:
+        return config.retention
+    return 1.0 if len(tiers) == 1 and config.low_tier != SKIP_TIER else USUAL_RETENTION
+
+
+def _given(config: Config, ram: int) -> str:
+    """The cap that binds, for a message."""
+    what = "--ram" if config.ram == ram else "free memory,"
+    return f"{what} {format_size(ram)}"
+
+
+def _too_small(
+    config: Config, name: str, shape: ModelShape, slots: int, fixed: int, ram: int
+) -> BudgetError:
+    """slots: what the named policy needs at least; fixed: everything else."""
+    expert_ram = config.expert_ram
+    by_slots = expert_ram is not None and (config.ram is None or expert_ram < slots)
+    other = ""
+    if name != LRU:
+        least = _least_slots(LRU, shape)
+        if least < slots:
+            other = f"; --policy lru works from {least if by_slots else fixed + least} bytes"
+    if expert_ram is not None and by_slots:
         return BudgetError(
-            f"--expert-ram {format_size(config.expert_ram)} is too small: the smallest that works "
-            f"is {slots} bytes ({format_size(slots)})",
+            f"--expert-ram {format_size(expert_ram)} is too small: the smallest that works "
+            f"with the policy {name} is {slots} bytes ({format_size(slots)}){other}",
             slots,
         )
     needed = fixed + slots
-    given = "--ram" if config.ram else "free memory,"
     return BudgetError(
-        f"{given} {format_size(ram)} is too little: the smallest --ram that works is {needed} "
-        f"bytes ({format_size(needed)}: {format_size(fixed)} for dense weights, KV cache and "
-        f"scratch, {format_size(slots)} for one expert at a time; a smaller --ctx needs less)",
+        f"{_given(config, ram)} is too little: the smallest --ram that works with the policy "
+        f"{name} is {needed} bytes ({format_size(needed)}: {format_size(fixed)} for dense weights, "
+        f"KV cache and scratch, {format_size(slots)} for the fewest experts; a smaller --ctx needs "
+        f"less){other}",
         needed,
     )
+
+
+def _least_slots(name: str, shape: ModelShape) -> int:
+    try:
+        return make_policy(name, shape, PolicySettings()).plan(0).total_bytes
+    except BudgetError as error:
+        return error.needed_bytes
 
 
 def _wants_plain(config: Config, model: ExpertModel) -> bool:
     """Whether the plain path could serve what is asked for, were there memory enough."""
     best = config.high_tier is None or model.tier_index(config.high_tier) == 0
-    low_asked = config.low is not None or config.low_tier is not None
     if config.policy == PLAIN:
-        if not best or config.low_tier is not None or config.force_managed or config.expert_ram:
+        if not best or config.force_managed or config.expert_ram:
             raise ConfigError(
                 "the plain path runs the best tier of the file and no expert slots: leave out "
-                "high_tier, low_tier and expert_ram, or choose another policy"
+                "--high-tier and --expert-ram, or choose another policy"
             )
         return True
+    low_asked = config.low is not None or config.low_tier is not None
     managed = config.force_managed or config.expert_ram is not None or low_asked
     return config.policy is None and best and not managed
 
@@ -300,30 +348,44 @@ def _wants_plain(config: Config, model: ExpertModel) -> bool:
 def _choose(config: Config, model: ExpertModel, budget: int) -> tuple[str, tuple[int, ...]]:
     """(policy name, file tier indices) where the user left them open."""
     names = [tier.name for tier in model.tiers]
+    # Experts below the high tier, as far as the user said: a tier of that name, or any.
+    named = None
+    if config.policy != LRU and config.low_tier not in (None, SKIP_TIER):
+        named = model.tier_index(config.low_tier or "")
     if config.high_tier is not None:
         high = model.tier_index(config.high_tier)
-    elif config.low is None and config.low_tier in (None, SKIP_TIER) and "q4_k" in names:
-        high = names.index("q4_k")
     else:
-        high = 0
-    low = high + 1 if high + 1 < len(names) else None
-    if config.low_tier is not None and config.low_tier != SKIP_TIER:
-        low = model.tier_index(config.low_tier)
-        if low <= high:
-            raise PolicyError(
-                f"the low tier {names[low]} is not below the high tier {names[high]}; the file "
-                f"holds {', '.join(names)}, best first"
-            )
+        high = _best_that_fits(config, model, budget, named)
+    low = named if named is not None else high + 1 if high + 1 < len(names) else None
+    if low is not None and low <= high:
+        raise PolicyError(
+            f"the low tier {names[low]} is not below the high tier {names[high]}; the file "
+            f"holds {', '.join(names)}, best first"
+        )
     if config.policy is not None:
         name = config.policy
-    elif config.low is not None or config.low_tier is not None:
-        name = "dymoe"
+    elif config.low is not None or config.low_tier is not None or config.retention is not None:
+        name = DYMOE
     else:
-        shape = model_shape(model, (high,))
-        whole = sum(
-            shape.n_expert * shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)
-        )
-        name = "lru" if low is None or whole <= budget else "dymoe"
-    if name == "lru" or low is None or config.low_tier == SKIP_TIER:
+        name = LRU if _slots_of_all(model, high) <= budget else DYMOE
+    if name == LRU or low is None or config.low_tier == SKIP_TIER:
         return name, (high,)
     return name, (high, low)
+
+
+def _best_that_fits(config: Config, model: ExpertModel, budget: int, low: int | None) -> int:
+    """The best tier where all of it fits, else q4_k where the file has it above a low tier that
+    was asked for, else the best one after all."""
+    names = [tier.name for tier in model.tiers]
+    if _slots_of_all(model, 0) <= budget or USUAL_HIGH not in names:
+        return 0
+    usual = names.index(USUAL_HIGH)
+    above = usual < (len(names) - 1 if low is None else low)
+    return usual if above or (low is None and config.low is None) else 0
+
+
+def _slots_of_all(model: ExpertModel, tier: int) -> int:
+    """Bytes of slots for every expert in one tier."""
+    shape = model_shape(model, (tier,))
+    layers = range(shape.n_layers)
+    return shape.n_expert * sum(shape.expert_slot_bytes(layer, 0) for layer in layers)

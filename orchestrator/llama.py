@@ -122,7 +122,6 @@ class Model:
         self._handle = handle
         self.vocab = api.llama_model_get_vocab(handle)
         self.n_vocab: int = api.llama_vocab_n_tokens(self.vocab)
-        self.n_ctx_train: int = api.llama_model_n_ctx_train(handle)
         self._piece = ctypes.create_string_buffer(_PIECE_BYTES)
 
     @property
@@ -207,6 +206,8 @@ class Context:
         params.n_outputs_max = params.n_outputs_max_per_seq = n_ubatch if all_logits else 1
         params.n_threads = params.n_threads_batch = threads
         params.no_perf = True
+        # A CUDA build would otherwise move the KV cache and large products to the GPU by itself.
+        params.offload_kqv = params.op_offload = False
         bindings.complaints.clear()
         self._handle: int | None = api.llama_init_from_model(model.handle, params)
         if not self._handle:

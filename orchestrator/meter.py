@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from itertools import pairwise
 from time import perf_counter
 
+from gguf_tools.process import peak_rss_bytes
 from orchestrator.events import GenerationStats, Phase, percentile
 from orchestrator.native import MAX_TIERS, CStats, Store
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process ever had resident."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class Meter:

@@ -32,8 +32,8 @@ CHAT_WEIGHTS = {
     "refuse": 0.14, "dialog": 0.02,
 }  # fmt: skip
 FINAL_WEIGHTS = {
-    "fact": 0.33, "glossary": 0.28, "story": 0.06, "small": 0.13, "identity": 0.06,
-    "refuse": 0.14,
+    "fact": 0.34, "glossary": 0.29, "story": 0.05, "small": 0.12, "identity": 0.09,
+    "refuse": 0.11,
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from models.demo import facts, tales
 from models.demo.smalltalk import IDENTITY
 from models.demo.talk import TERM_QUESTIONS, Sources, Turn, turns_of
 
-GLOSSARY_TERMS = 1200
+GLOSSARY_TERMS = 600
 # Everyday words that the glossary defines in a sense that nobody would ask for.
 _ODD_TERMS = frozenset(
     "time system work body group process public second control order down structure period mass "

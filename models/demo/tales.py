@@ -172,8 +172,8 @@ def _broken(r: random.Random, h: Hero, f: Hero) -> tuple[str, str, str, str]:
             (
                 f'{h.name} wanted to hide the pieces. "If I say nothing, nobody will know," '
                 f"{h.they} thought. But {h.their} tummy hurt, and {h.they} could not sleep.",
-                f"{h.name} ran away and hid. All day long {h.they} thought of the broken {thing} and "
-                f"felt worse and worse.",
+                f"{h.name} ran away and hid. All day long {h.they} thought of the broken {thing} "
+                f"and felt worse and worse.",
             )
         ),
         f'In the morning {h.name} went to {f.name} the {f.kind}. "It was me. I am sorry," '

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from orchestrator.bench.host import memory_status
+from gguf_tools.process import peak_rss_bytes
 from orchestrator.bench.job import Job
 from orchestrator.errors import MoeEdgeError
 
@@ -169,7 +169,7 @@ def main() -> int:
         result = run_engine(job) if job.system == "engine" else run_upstream(job)
     except MoeEdgeError as error:
         result = {"error": str(error)}
-    result["peak_rss"] = memory_status()["peak_rss"]
+    result["peak_rss"] = peak_rss_bytes()
     print(json.dumps(result))
     return 0
 

@@ -137,14 +137,3 @@ def forget_files(paths: Iterable[Path]) -> str:
     except OSError as error:
         return f"only the model's own pages were dropped, not all of the cache ({error.strerror})"
     return ""
-
-
-def memory_status(proc: Path = Path("/proc/self/status")) -> dict[str, int]:
-    """Resident and peak resident bytes of this process: {"rss", "peak_rss"}."""
-    wanted = {"VmRSS": "rss", "VmHWM": "peak_rss"}
-    found = {}
-    for line in proc.read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key in wanted:
-            found[wanted[key]] = int(value.split()[0]) * 1024
-    return found

@@ -49,6 +49,7 @@ class PlainModel:
         params = ll.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_ubatch, n_ubatch
         params.n_threads = params.n_threads_batch = threads
+        params.offload_kqv = params.op_offload = False  # on the CPU, as ours is
         self._context = ll.llama_init_from_model(self._model, params)
         if not self._context:
             ll.llama_model_free(self._model)
@@ -97,7 +98,3 @@ class PlainModel:
                 pointer = ll.llama_get_logits_ith(self._context, i)
                 rows.append(np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy())
         return np.stack(rows)
-
-    def reset(self) -> None:
-        """Forgets the context."""
-        ll.llama_memory_clear(ll.llama_get_memory(self._context), True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +44,21 @@ class BenchOptions:
         if self.routing not in synthetic.ROUTINGS:
             known = ", ".join(synthetic.ROUTINGS)
             raise ConfigError(f"unknown routing '{self.routing}': known are {known}")
-        if not all(0 < cap < 1 for cap in self.caps):
+        if not self.caps or not all(0 < cap < 1 for cap in self.caps):
             raise ConfigError("caps are percentages of the file between 0 and 100")
-        for name in ("tokens", "prompt_tokens", "runs", "io_threads"):
-            if getattr(self, name) < 1:
+        if len({f"{cap:.0%}" for cap in self.caps}) < len(self.caps):
+            raise ConfigError("caps must differ by whole percentages")
+        for name in ("tokens", "prompt_tokens", "runs", "io_threads", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1")
+        for name in ("warmup", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0")
+        if not 0 <= self.retention <= 1:
+            raise ConfigError("retention must be from 0 to 1")
+        if not 0 <= self.max_seconds < math.inf:
+            raise ConfigError("max_seconds must be at least 0")
 
     @property
     def n_ctx(self) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 
 from gguf_tools import synthetic, synthetic_vocab, synthetic_weights
 from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
 from orchestrator.bench import disk, host
 from orchestrator.bench.job import Job
 from orchestrator.bench.plan import (
@@ -134,7 +135,7 @@ class _Bench:
             settings=settings,
             n_ctx=options.n_ctx,
             n_ubatch=options.prompt_tokens,
-            threads=options.threads or len(os.sched_getaffinity(0)),
+            threads=options.threads or default_threads(),
             prompt_tokens=options.prompt_tokens,
             warmup=options.warmup,
             tokens=options.tokens,

@@ -12,19 +12,6 @@ from typing import Protocol
 from orchestrator.errors import BudgetError
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
 
-BLOCK_BYTES = 4096
-
-
-def slot_bytes(offset: int, expert_bytes: int, n_expert: int) -> int:
-    """Bytes that a slot needs for any expert of one (layer, kind, tier) that starts at a file
-    offset: the largest moe_edge_slot_bytes (native header) of its slices. Direct reads
-    cover whole blocks, so a slice across block boundaries needs more than its length."""
-    if offset % BLOCK_BYTES == 0 and expert_bytes % BLOCK_BYTES == 0:
-        return expert_bytes
-    starts = range(offset, offset + n_expert * expert_bytes, expert_bytes)
-    most = max(start % BLOCK_BYTES for start in starts) + expert_bytes
-    return -(-most // BLOCK_BYTES) * BLOCK_BYTES
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -94,8 +81,8 @@ class Policy(Protocol):
     def describe(self) -> str:
         """One phrase for the mode line."""
 
-    def set_retention(self, retention: float) -> None:
-        """Changes the share of critical experts while running; no effect where there is none."""
+    def set_retention(self, retention: float) -> bool:
+        """Changes the share of critical experts while running; False where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

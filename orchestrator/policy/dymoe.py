@@ -40,7 +40,7 @@ class DyMoE:
         self.set_retention(settings.retention)
         self._prefill_most = [0] * shape.n_layers
 
-    def set_retention(self, retention: float) -> None:
+    def set_retention(self, retention: float) -> bool:
         """Solves the depth schedule for a new share; the slot quotas stay as planned.
 
         Raises PolicyError where experts would need a second tier and there is none."""
@@ -53,6 +53,7 @@ class DyMoE:
         self.retention = retention
         self.lam, self.critical = solve(retention, shape.n_layers, shape.n_expert_used)
         self.realised = realised(self.critical, shape.n_expert_used)
+        return True
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """One group per (layer, kind, tier). First the working set of one token in every
@@ -122,6 +123,8 @@ class DyMoE:
             out.tier_array[:] = np.where(critical, 0, low)
 
     def describe(self) -> str:
+        if len(self._shape.tiers) < 2 and not self._settings.skip_low:
+            return f"dymoe {self._shape.tiers[0]}, one precision"
         low = "skip" if self._low == SKIP else self._shape.tiers[1]
         return (
             f"dymoe {self._shape.tiers[0]}/{low} r={self.retention:g} "

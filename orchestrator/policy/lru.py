@@ -41,5 +41,6 @@ class LRU:
     def describe(self) -> str:
         return f"lru {self._shape.tiers[0]}"
 
-    def set_retention(self, retention: float) -> None:
+    def set_retention(self, retention: float) -> bool:
         """One precision: nothing to retain."""
+        return False

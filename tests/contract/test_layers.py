@@ -28,10 +28,9 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Who may use a library at all, by first component of what is imported.
 ONLY = {
     "click": ("orchestrator.cli",),
-    "prompt_toolkit": ("orchestrator.console", "orchestrator.chat"),
-    "torch": ("models", "gguf_tools.convert"),
-    "transformers": ("models", "gguf_tools.convert"),
-    "safetensors": ("models", "gguf_tools.convert"),
+    "torch": ("models",),
+    "transformers": ("models",),
+    "safetensors": ("models",),
 }
 
 

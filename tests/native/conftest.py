@@ -13,7 +13,14 @@ from gguf_tools import synthetic
 from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings
 from patches import tree
-from patches.upstream import PATCHES, cached_sdist, read_upstream
+from patches.upstream import (
+    PATCHES,
+    cache_dir,
+    cached_sdist,
+    locked,
+    read_upstream,
+    sha256_file,
+)
 
 HERE = Path(__file__).parent
 
@@ -36,7 +43,10 @@ def llama_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sdist = cached_sdist(upstream)
     if sdist is None:
         pytest.skip("the pinned source is not in the cache: run `make build`")
-    return tree.sync_tree(sdist, upstream) / upstream.source
+    if sha256_file(sdist) != upstream.sha256:
+        pytest.skip(f"{sdist} is not the pinned source: run `make build`")
+    with locked(cache_dir() / "lock"):
+        return tree.sync_tree(sdist, upstream) / upstream.source
 
 
 @pytest.fixture(scope="session")

@@ -97,6 +97,13 @@ def test_quotas_are_lossless_too(tiny_model: Callable[..., Path]) -> None:
         np.testing.assert_array_equal(found, reference)
 
 
+def test_the_default_is_lossless_with_one_tier(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("qwen3moe", "q4_k")
+    budget = smallest_budget(model)
+    assert budget > smallest_budget(model, policy="lru")  # it is dymoe, with slots per layer
+    np.testing.assert_array_equal(run(model, 40, expert_ram=2 * budget), run(model, 40))
+
+
 def test_all_low_equals_the_low_file(tiny_model: Callable[..., Path]) -> None:
     both = tiny_model("qwen3moe", "q4_k", "q2_k")
     low_alone = tiny_model("qwen3moe", "q2_k")

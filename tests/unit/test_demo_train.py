@@ -11,9 +11,15 @@ import pytest
 
 from models.demo import facts, smalltalk, tales
 
-torch = pytest.importorskip("torch", reason="needs torch: pip install 'moe-edge[convert]'")
-pytest.importorskip("tokenizers", reason="needs tokenizers: pip install 'moe-edge[convert]'")
-pytest.importorskip("safetensors", reason="needs safetensors: pip install 'moe-edge[convert]'")
+torch = pytest.importorskip(
+    "torch", reason="needs torch: python3 patches/tool.py setup --extras convert"
+)
+pytest.importorskip(
+    "tokenizers", reason="needs tokenizers: python3 patches/tool.py setup --extras convert"
+)
+pytest.importorskip(
+    "safetensors", reason="needs safetensors: python3 patches/tool.py setup --extras convert"
+)
 
 from models.demo import train  # noqa: E402
 from models.demo.model import DemoModel, ModelConfig  # noqa: E402

@@ -49,6 +49,14 @@ def test_caps_are_percentages():
         ({"routing": "flat"}, "unknown routing 'flat'"),
         ({"caps": (60.0,)}, "between 0 and 100"),
         ({"tokens": 0}, "tokens must be at least 1"),
+        ({"threads": 0}, "threads must be at least 1"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"retention": 1.1}, "retention must be from 0 to 1"),
+        ({"retention": float("nan")}, "retention must be from 0 to 1"),
+        ({"max_seconds": -1.0}, "max_seconds must be at least 0"),
+        ({"caps": ()}, "between 0 and 100"),
+        ({"caps": (0.601, 0.604)}, "differ by whole percentages"),
+        ({"caps": (0.6, 0.6)}, "differ by whole percentages"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -162,11 +170,6 @@ def test_priority_is_given_back():
         inside = now()
     assert now() == before
     assert inside[0] in (before[0], -20)
-
-
-def test_own_memory_is_read():
-    status = host.memory_status()
-    assert 2**20 < status["rss"] <= status["peak_rss"]
 
 
 def test_read_bandwidth_reads_whole_experts(tmp_path):

@@ -148,7 +148,10 @@ class FakeEngine:
         self.mode = f"managed: {name}"
 
     def set_retention(self, retention):
-        self.mode = f"managed: dymoe r={retention}"
+        used = "lru" not in self.mode
+        if used:
+            self.mode = f"managed: dymoe r={retention}"
+        return used
 
 
 def install(modules) -> None:

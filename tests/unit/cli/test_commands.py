@@ -136,7 +136,7 @@ def test_what_is_not_given_is_left_to_the_config(opened):
 
 def test_help_shows_the_defaults_of_the_config():
     text = " ".join(run("chat", "--help").stdout.split())
-    for name in ("retention", "ctx", "max_tokens", "temp", "top_p"):
+    for name in ("ctx", "max_tokens", "temp", "top_p"):
         default = module.Config.__dataclass_fields__[name].default
         assert f"--{name.replace('_', '-')}" in text
         assert f"[default: {default}]" in text
@@ -172,6 +172,31 @@ def test_bench_gets_its_options(monkeypatch):
     assert seen == [package.BenchOptions(caps=(0.5,), routing="zipf", quick=True, tokens=9)]
     assert json.loads(run("bench", "--json").stdout) == {"a": 1}
     assert run("bench", "--caps", "much").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "bench --threads 0",
+        "bench --seed -1",
+        "bench --tokens 0",
+        "bench --prompt-tokens -5",
+        "bench --runs 0",
+        "bench --retention 1.5",
+        "pack --tiers q4_k --threads 0 a.gguf b.gguf",
+    ],
+)
+def test_numbers_out_of_range_are_refused(words):
+    result = run(*words.split())
+    assert result.exit_code == 2
+    assert "is not in the range" in result.stderr
+
+
+def test_pack_without_a_precision():
+    for tiers in ("", ",", " "):
+        result = run("pack", "--tiers", tiers, "a.gguf", "b.gguf")
+        assert result.exit_code == 2
+        assert "--tiers names no precision: write it as q8_0,q4_k,q2_k" in result.stderr
 
 
 def test_json_is_one_object(opened):

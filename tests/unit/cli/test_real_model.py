@@ -100,8 +100,10 @@ def test_where_everything_fits_the_plain_path_runs(model):
 
 
 REFUSED = [
-    (["--ram", "10MB"], ["the smallest --ram that works is"]),
-    (["--expert-ram", "10KiB"], ["the smallest that works is"]),
+    (["--ram", "10MB"], ["the smallest --ram that works with the policy dymoe is", "--policy lru"]),
+    (["--ram", "10MB", "--policy", "plain"], ["the policy plain", "it needs"]),
+    (["--policy", "lru", "--low-tier", "skip"], ["--low-tier has no effect with --policy lru"]),
+    (["--expert-ram", "10KiB"], ["the smallest that works with the policy dymoe is"]),
     (["--policy", "lur"], ["unknown policy 'lur'", "lru", "dymoe"]),
     (["--high-tier", "q5_k"], ["q5_k", *TIERS]),
     (["--low-tier", "q5_k"], ["q5_k", *TIERS]),

@@ -163,7 +163,7 @@ def test_the_statistics_line_of_a_managed_model():
         "hits 93 %",
         "high 75 % low 25 % skip 0 %",
         "read 5 MiB",
-        "memory 300 MiB of 1.00 GiB",
+        "memory 300 MiB of 1 GiB",
         "expert slots 64 MiB",
         "dymoe 4/2 (q4_k/q2_k) r=0.75",
     ]
@@ -182,7 +182,7 @@ def test_the_statistics_line_of_the_plain_path():
     )
     assert stats_fields(plain, 2**30) == [
         "TTFT 12 ms",
-        "memory 300 MiB of 1.00 GiB",
+        "memory 300 MiB of 1 GiB",
         "plain upstream path",
     ]
 

@@ -6,8 +6,10 @@ import pytest
 from gguf_craft import model_metadata, model_tensors, packed_metadata, write_model, write_packed
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.inspect import BUDGET_SHARES, describe, render, size
+from gguf_tools.inspect import BUDGET_SHARES, describe, render
 from gguf_tools.layout import DOWN, GATE, UP, GGMLType
+from gguf_tools.units import format_size
+from orchestrator.config import parse_size
 
 
 def facts_of(path):
@@ -74,7 +76,22 @@ def test_mixed_types_and_fallbacks_are_listed(tmp_path):
 
 @pytest.mark.parametrize(
     ("n", "text"),
-    [(0, "0 B"), (999, "999 B"), (1024, "1.0 KiB"), (1 << 20, "1.0 MiB"), (3 << 29, "1.50 GiB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1024, "1 KiB"),
+        (1 << 20, "1 MiB"),
+        (100 << 20, "100 MiB"),
+        (1030 << 20, "1.01 GiB"),
+        (3 << 29, "1.5 GiB"),
+        (1293 << 10, "1.26 MiB"),
+        (20 << 30, "20 GiB"),
+    ],
 )
 def test_size(n, text):
-    assert size(n) == text
+    assert format_size(n) == text
+
+
+def test_a_size_rounded_up_is_enough():
+    for n in (1, 1023, 1025, (1 << 20) + 1, (345 << 20) + 1, (6 << 30) + 1):
+        assert n <= parse_size(format_size(n, up=True)) <= 1.02 * n

@@ -50,3 +50,11 @@ def make_view(shape: ModelShape, resident: np.ndarray | None = None) -> StoreVie
 
 def make_decision(shape: ModelShape, capacity: int = MAX_PREFETCH) -> DecisionBuffer:
     return DecisionBuffer(np.zeros(shape.n_expert, np.uint8), np.zeros(capacity, np.int64))
+
+
+def prefetches(out: DecisionBuffer) -> list[tuple[int, int, int, int]]:
+    """(layer, expert, tier, kinds) of every request so far."""
+    return [
+        (key & 0xFFFF, key >> 16 & 0xFFFF, key >> 32 & 0xFF, key >> 40 & 0xFF)
+        for key in out._prefetch[: out.n_prefetch]
+    ]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config import Config, format_size, native_log_enabled, parse_size
+from gguf_tools.units import format_size
+from orchestrator.config import Config, native_log_enabled, parse_size
 from orchestrator.errors import ConfigError, MoeEdgeError
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shapes import make_decision, make_event, make_shape, make_view
+from shapes import make_decision, make_event, make_shape, make_view, prefetches
 
 from orchestrator.errors import PolicyError
 from orchestrator.events import ABSENT, SKIP, Phase
@@ -67,7 +67,7 @@ def test_prefill_asks_high_for_all(seed: int, n_tokens: int) -> None:
     out = make_decision(shape)
     policy.decide(event, make_view(shape), out)
     assert not any(out.tier)
-    assert all(tier == 0 and layer == 1 for layer, _, tier, _ in out.prefetches())
+    assert all(tier == 0 and layer == 1 for layer, _, tier, _ in prefetches(out))
 
 
 @settings(deadline=None)
@@ -87,7 +87,7 @@ def test_decode_prefetch(seed: int, layer: int, n_ahead: int) -> None:
             tier = 0 if rank < policy.critical[target] else 1
             if resident[target, expert] > tier:
                 expected.append((target, expert, tier, 0))
-    assert out.prefetches() == expected
+    assert prefetches(out) == expected
 
 
 def test_skip_prefetches_only_critical_ones() -> None:
@@ -97,7 +97,7 @@ def test_skip_prefetches_only_critical_ones() -> None:
     out = make_decision(shape)
     policy.decide(event, make_view(shape), out)
     wanted = event.ahead_ids_array[0, 0, : policy.critical[4]].tolist()
-    assert [item[1] for item in out.prefetches()] == wanted
+    assert [item[1] for item in prefetches(out)] == wanted
 
 
 def test_prefill_prefetch_counts_tokens() -> None:
@@ -110,7 +110,7 @@ def test_prefill_prefetch_counts_tokens() -> None:
     out = make_decision(shape)
     policy.decide(event, make_view(shape, resident), out)
     counts = {e: int((event.ahead_ids_array[0] == e).sum()) for e in range(16) if e != 3}
-    chosen = [item[1] for item in out.prefetches()]
+    chosen = [item[1] for item in prefetches(out)]
     assert 0 < len(chosen) < 15
     assert 3 not in chosen
     assert min(counts[e] for e in chosen) >= max(counts[e] for e in counts if e not in chosen)
@@ -123,7 +123,7 @@ def test_prefetch_can_be_off() -> None:
     for phase in Phase:
         event = make_event(shape, np.random.default_rng(0), 2, phase=phase, n_ahead=1)
         policy.decide(event, make_view(shape), out)
-    assert out.prefetches() == []
+    assert prefetches(out) == []
 
 
 def test_retention_changes_live() -> None:
@@ -161,4 +161,4 @@ def test_lru_needs_no_python() -> None:
     out = make_decision(shape)
     policy.decide(make_event(shape, np.random.default_rng(0)), make_view(shape), out)
     assert not any(out.tier)
-    assert out.prefetches() == []
+    assert prefetches(out) == []

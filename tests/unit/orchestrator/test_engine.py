@@ -133,8 +133,8 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
         ("SamplerChain", FakeChain),
     ):
         monkeypatch.setattr(engine_module, name, fake)
-    machine = Machine(2**34, 2**34, 2, 2**34)
-    monkeypatch.setattr(hardware, "probe", lambda path: machine)
+    machine = Machine(2**34)
+    monkeypatch.setattr(hardware, "probe", lambda: machine)
     config = Config.build(model=path, policy="plain", ctx=64, n_ubatch=8)
     with Engine.open(config) as engine:
         context = engine._context
@@ -323,7 +323,7 @@ def test_retention_is_checked(opened: tuple[Engine, FakeContext]) -> None:
     engine, _ = opened
     with pytest.raises(ConfigError):
         engine.set_retention(1.5)
-    engine.set_retention(0.5)
+    assert engine.set_retention(0.5) is False  # the plain path: nothing to retain
     assert engine.config.retention == 0.5
 
 
@@ -361,7 +361,7 @@ def test_the_loop() -> None:
 def test_store_spec_renumbers_tiers(path: Path) -> None:
     model = ExpertModel.open(path)
     config = Config.build(model=path, policy="dymoe", expert_ram=2 * 10**6, n_ubatch=128)
-    plan = make_plan(config, model, Machine(2**34, 2**34, 2, 0))
+    plan = make_plan(config, model, Machine(2**34))
     spec = store_spec(config, model, plan)
     assert (spec.n_tiers, spec.max_tokens, spec.n_ahead) == (2, 128, 1)
     assert [il for il, _ in spec.layers] == model.layer_ids

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from shapes import make_decision, make_event, make_shape, make_view
+from shapes import make_decision, make_event, make_shape, make_view, prefetches
 
 from orchestrator.events import GenerationStats, RouteEvent, percentile
 from orchestrator.native.abi import CPrefetch
@@ -60,14 +60,14 @@ def test_prefetch_packs_the_c_struct() -> None:
     decision.prefetch(1, 0, 1)
     item = CPrefetch.from_buffer_copy(bytes(decision._prefetch[:1]))
     assert (item.layer, item.expert, item.tier, item.kinds, item.reserved) == (300, 511, 2, 8, 0)
-    assert decision.prefetches() == [(300, 511, 2, 8), (1, 0, 1, 0)]
+    assert prefetches(decision) == [(300, 511, 2, 8), (1, 0, 1, 0)]
 
 
 def test_prefetch_beyond_capacity_is_dropped() -> None:
     decision = make_decision(make_shape(), capacity=2)
     for expert in range(5):
         decision.prefetch(0, expert, 0)
-    assert [item[1] for item in decision.prefetches()] == [0, 1]
+    assert [item[1] for item in prefetches(decision)] == [0, 1]
 
 
 def test_stats_are_json() -> None:

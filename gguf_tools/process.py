@@ -1,0 +1,36 @@
+"""What this process has of the machine: cores, and memory so far."""
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+
+
+def default_threads() -> int:
+    """Cores that computing should use: physical ones where there are many, and no more than
+    this process is allowed to."""
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    physical = psutil.cpu_count(logical=False) or allowed
+    return max(1, min(allowed, physical) if allowed > 4 else allowed)
+
+
+def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """The most memory that this program ever had resident.
+
+    From VmHWM where there is one: getrusage's figure survives exec, so that it may be that of
+    the program which started this one.
+    """
+    try:
+        for line in status.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key == "VmHWM":
+                return int(value.split()[0]) * 1024
+    except OSError:
+        pass
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

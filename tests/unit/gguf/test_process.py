@@ -1,0 +1,38 @@
+"""What a process knows of itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from gguf_tools.process import default_threads, peak_rss_bytes
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+def test_peak_is_not_that_of_the_program_before():
+    """exec keeps getrusage's figure: a small program would show its big caller's."""
+    peak = "from gguf_tools.process import peak_rss_bytes; print(peak_rss_bytes())"
+    big = (
+        "import os, sys; block = b'x' * (300 << 20); "
+        f"os.execv(sys.executable, [sys.executable, '-c', {peak!r}])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", big], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    assert 2**20 < int(done.stdout) < 200 << 20
+
+
+def test_peak_grows():
+    before = peak_rss_bytes()
+    block = b"x" * (before + (8 << 20))
+    assert peak_rss_bytes() > before + (4 << 20)
+    del block
+
+
+def test_peak_without_proc(tmp_path):
+    assert peak_rss_bytes(tmp_path / "missing") > 2**20
+
+
+def test_threads():
+    assert 1 <= default_threads() <= (os.cpu_count() or 1)
