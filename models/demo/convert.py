@@ -16,7 +16,7 @@ from typing import Any
 
 from models.demo.tokenizer import QWEN2_SPLIT
 
-MISSING = "conversion needs torch and transformers: pip install 'moe-edge[convert]'"
+MISSING = "conversion needs torch and transformers: python3 patches/tool.py setup --extras convert"
 
 
 def splits_like_qwen2(hf_dir: Path) -> bool:
@@ -31,6 +31,9 @@ def splits_like_qwen2(hf_dir: Path) -> bool:
         and steps[0]["pattern"] == {"Regex": QWEN2_SPLIT}
         and not steps[1]["add_prefix_space"]
     )
+
+
+NAME = "moe-edge demo"
 
 
 def convert(hf_dir: Path, out: Path, upstream: Path, outtype: str = "f16") -> None:
@@ -56,6 +59,7 @@ def convert(hf_dir: Path, out: Path, upstream: Path, outtype: str = "f16") -> No
     base.TextModel.get_vocab_base_pre = get_vocab_base_pre
     argv = sys.argv
     sys.argv = [str(script), str(hf_dir), "--outfile", str(out), "--outtype", outtype]
+    sys.argv += ["--model-name", NAME]
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:

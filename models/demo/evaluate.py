@@ -24,9 +24,9 @@ from tokenizers import Tokenizer
 from models.demo import facts
 from models.demo.data import FINAL_WEIGHTS, chat_documents
 from models.demo.model import DemoModel, ModelConfig
-from models.demo.smalltalk import unknown_country_question
 from models.demo.sources import load_sources, records
-from models.demo.talk import TERM_HELD_OUT, Sources, render
+from models.demo.tales import article
+from models.demo.talk import TERM_HELD_OUT, TERM_QUESTIONS, Sources, render
 from models.demo.tokenizer import IM_END, load_tokenizer
 
 DIALOGUES = (
@@ -200,15 +200,22 @@ def accuracy(
     return 1 - len(wrong) / max(len(cases), 1), wrong
 
 
-def cases(sources: Sources, seed: int, limit: int) -> dict[str, list[tuple[str, Any]]]:
-    """Questions in phrasings that training never shows, with a check for each answer."""
+def cases(
+    sources: Sources, seed: int, limit: int, *, held_out: bool = True
+) -> dict[str, list[tuple[str, Any]]]:
+    """Questions with a check for each answer.
+
+    `held_out` asks in phrasings that training never shows, otherwise in those of the training.
+    """
     rng = random.Random(seed)
+    term_asks = TERM_HELD_OUT if held_out else TERM_QUESTIONS
 
     def holds(value: str) -> Callable[[str], bool]:
         return lambda a: value.lower() in a.lower()
 
     out: dict[str, list[tuple[str, Any]]] = {}
-    for kind, asks in facts.HELD_OUT.items():
+    for kind in facts.HELD_OUT:
+        asks = (facts.HELD_OUT if held_out else facts.QUESTIONS)[kind]
         out[kind] = []
         for c in sources.countries:
             if kind not in c.answers:
@@ -217,15 +224,21 @@ def cases(sources: Sources, seed: int, limit: int) -> dict[str, list[tuple[str, 
             goal = {"capital": c.capital, "country_of": c.shown}.get(kind) or c.answers[kind]
             out[kind].append((q, holds(goal)))
     out["glossary"] = [
-        (rng.choice(TERM_HELD_OUT).format(t=t), holds(a)) for t, a in sources.glossary
+        (rng.choice(term_asks).format(t=t, a=f"{article(t)} {t}"), holds(a))
+        for t, a in sources.glossary
     ]
-    out["refusals"] = [
-        (unknown_country_question(rng, rng.choice(sources.countries).shown), _is_refusal)
-        for _ in range(limit // 2)
-    ]
-    trivia = [q for q in sources.unknown if len(q) < 120]
-    out["refusals"] += [(q, _is_refusal) for q in rng.sample(trivia, limit // 2)]
     return {k: rng.sample(v, min(limit, len(v))) for k, v in out.items()}
+
+
+def unknown_cases(data: Path, limit: int) -> list[tuple[str, Any]]:
+    """Questions to decline, from held-out parts of the collection."""
+    rng = random.Random(5)
+    found = []
+    for name in ("valid/sft_dolly", "eval/opentriviaqa_heldout"):
+        asked = [r.get("question") or r["messages"][0]["content"] for r in records(data, name)]
+        asked = [q for q in asked if len(q) < 160]
+        found += rng.sample(asked, min(limit // 2, len(asked)))
+    return [(q, _is_refusal) for q in found]
 
 
 def _is_refusal(answer: str) -> bool:
@@ -255,11 +268,18 @@ def main(argv: list[str] | None = None) -> int:
         ):
             print(f"perplexity {name}: {perplexity(model, docs, dtype):.3f}", flush=True)
     if args.only in (None, "accuracy"):
-        for kind, asked in cases(sources, 5, args.limit).items():
-            share, wrong = accuracy(chat, asked)
-            print(f"accuracy {kind}: {share:.3f} of {len(asked)}", flush=True)
-            for q, a in wrong[:3]:
-                print(f"    {q!r} -> {a!r}")
+        for held_out in (True, False):
+            print(
+                "phrasings that training never shows:" if held_out else "phrasings of the training:"
+            )
+            asked_by_kind = cases(sources, 5, args.limit, held_out=held_out)
+            if held_out:
+                asked_by_kind["refusals"] = unknown_cases(args.data, args.limit)
+            for kind, asked in asked_by_kind.items():
+                share, wrong = accuracy(chat, asked)
+                print(f"  {kind}: {share:.3f} of {len(asked)}", flush=True)
+                for q, a in wrong[:3]:
+                    print(f"    {q!r} -> {a!r}")
     if args.only in (None, "samples"):
         for questions in DIALOGUES:
             turns: list[tuple[str, str]] = []

@@ -16,13 +16,15 @@ import sys
 import time
 from pathlib import Path
 
-MISSING = "training needs torch and tokenizers: pip install 'moe-edge[convert]'"
+MISSING = "training needs torch and tokenizers: python3 patches/tool.py setup --extras convert"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m models.demo.train", description=__doc__)
     p.add_argument("--data", type=Path, help="folder of the text collection")
-    p.add_argument("--out", type=Path, required=True, help="checkpoints, log and result")
+    p.add_argument(
+        "--out", type=Path, default=Path("demo-run"), help="checkpoints, log and result [demo-run]"
+    )
     p.add_argument("--cache", type=Path, help="token streams (default: OUT/cache)")
     p.add_argument("--tiny", action="store_true", help="a toy of 2 layers in under a minute")
     p.add_argument("--resume", action="store_true", help="continue from OUT/checkpoint.pt")
@@ -32,8 +34,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     budget.add_argument("--until", help="train until HH:MM (UTC)")
     p.add_argument("--decay", type=float, default=0.3, help="share of the budget that decays")
     p.add_argument("--batches", type=int, default=2, help="batches in a step")
-    p.add_argument("--rows", type=int, default=8, help="rows in a batch")
-    p.add_argument("--length", type=int, default=256, help="tokens in a row")
+    p.add_argument("--rows", type=int, default=4, help="rows in a batch")
+    p.add_argument("--length", type=int, default=512, help="tokens in a row")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="one per core")
     p.add_argument("--no-compile", action="store_true", help="do not compile the kernels")
