@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 
 from patches import probe
 from patches.upstream import cache_dir
+
+# A runner started in the background ignores Ctrl-C, and what it starts inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Folders of the real user: a build or a download that is there already may be read, never
 # written, by the tests that check it.

@@ -94,7 +94,7 @@ class Case:
 
 
 REPACK, NO_REPACK = "upstream, repack", "upstream, no repack"
-PLAIN, MANAGED = "moe-edge plain", "moe-edge managed"
+PLAIN, MANAGED = "our plain path", "our managed path"
 ONE_TIER = "dymoe 4, r=1"  # one precision with per-layer quotas and look-ahead
 
 RESIDENT = (

@@ -248,7 +248,7 @@ def test_bound_and_speedup_follow_from_what_was_measured(faked):
     assert lru["hit_rate"] == pytest.approx(0.6)
     assert lru["mix"] == {"high": 0.75, "low": 0.25, "skip": 0.0}
     assert lru["callback_us_p50"] == 9.0
-    assert "bound_tpot_ms" not in rows["moe-edge managed", None]
+    assert "bound_tpot_ms" not in rows["our managed path", None]
     assert report["ratios"]["plain_of_best_upstream"] == pytest.approx(1.0)
     assert report["ratios"]["managed_of_upstream_without_repack"] == pytest.approx(0.8)
     json.dumps(report)
@@ -320,6 +320,6 @@ def test_quick_benchmark_end_to_end(monkeypatch, tmp_path):
     assert not failed
     assert rows["dymoe 4/0"]["mix"]["skip"] > 0
     assert rows["dymoe 4/2"]["mix"]["low"] > 0
-    assert rows["moe-edge managed"]["hit_rate"] == 1.0
+    assert rows["our managed path"]["hit_rate"] == 1.0
     assert rows["lru"]["hit_rate"] < 1.0
     assert sum(report["routing"]["use"]) == pytest.approx(2.0, rel=0.01)
