@@ -161,7 +161,7 @@ def test_data_is_demanded_in_one_sentence(
 def test_missing_torch_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     args = train.parse_args(["--tiny", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"moe-edge\[convert\]"):
+    with pytest.raises(SystemExit, match=r"extras convert"):
         train.train(args)
 
 
