@@ -387,6 +387,12 @@ void moe_edge_store::cancel_read(int32_t cell) {
     auto & c = cells[cell];
     reads.erase(read_key(cell));
     stats.prefetch_cancelled += c.ahead;
+    discard_load(cell);
+}
+
+// The slot of a read that comes to nothing goes to whoever waits for one.
+void moe_edge_store::discard_load(int32_t cell) {
+    auto & c    = cells[cell];
     auto & pool = pool_of(cell, c.loading);
     const int32_t slot = c.loading_slot;
     c.loading      = NO_TIER;
@@ -414,12 +420,7 @@ void moe_edge_store::settle(int32_t cell) {
         }
         return;
     }
-    auto & pool = pool_of(cell, c.loading);
-    const int32_t slot = c.loading_slot;
-    c.loading      = NO_TIER;
-    c.loading_slot = -1;
-    give_slot(pool, slot);
-    serve_waiting(pool);
+    discard_load(cell);
     if (c.pinned() && !c.satisfied()) {
         if (c.broken) {
             fail_locked(failed_read.empty() ? "an expert could not be read" : failed_read);

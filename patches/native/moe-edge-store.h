@@ -182,6 +182,7 @@ struct moe_edge_store {
     void    cancel_stale(int32_t layer);
     void    cancel_read(int32_t cell);
     void    drop_rest(int32_t cell);
+    void    discard_load(int32_t cell);
     int32_t take_slot(moe_edge_pool & pool, uint64_t evict_before);
     void    give_slot(moe_edge_pool & pool, int32_t slot);
     void    serve_waiting(moe_edge_pool & pool);
