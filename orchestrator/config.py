@@ -54,9 +54,14 @@ class Config:
     ram caps everything the model takes; expert_ram the expert slots alone. policy
     None lets the planner choose; "plain" is the upstream path without a store. retention
     None is 1 where one precision is used and nothing skipped, else 0.75.
-    low_tier "skip" drops the experts that are not critical. n_ahead is the look-ahead
-    depth: 0 turns prefetching off. logits_all keeps room for the logits of every
-    token of a batch, which evaluation needs and chatting does not.
+    low_tier "skip" drops the experts that are not critical. schedule: how the share of
+    critical experts falls with depth. n_ahead is the look-ahead depth, 0 for none; prefetch
+    "auto" stops it while it does not pay. importance: where a prompt's token scores come from,
+    the attention of the last importance_window queries ("window"), that of all of them
+    ("exact", without flash attention), or every token alike ("load"); heavy_hitters is the
+    share of tokens that count. exact_tiers computes a low request in low even where the high
+    copy is in memory, to measure quality. logits_all keeps room for the logits of every token
+    of a batch, which evaluation needs and chatting does not.
     """
 
     model: Path
@@ -75,6 +80,12 @@ class Config:
     threads: int | None = None
     system: str | None = None
     n_ubatch: int = 512
+    schedule: str = "cosine"
+    importance: str = "window"
+    importance_window: int = 32
+    heavy_hitters: float = 0.2
+    prefetch: str = "auto"
+    exact_tiers: bool = False
     n_ahead: int = 1
     io_threads: int = 4
     use_extra_bufts: bool | None = None
@@ -121,7 +132,21 @@ class Config:
             if value is not None and not (low <= value <= high and math.isfinite(value)):
                 upper = f" to {high}" if high != math.inf else " or more"
                 raise ConfigError(f"the setting '{name}' must be {low}{upper}, not {value}")
+        for name, known in _CHOICES:
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"the setting '{name}' must be {_listed(known)}, not '{value}'")
 
+
+def _listed(words: tuple[str, ...]) -> str:
+    return ", ".join(words[:-1]) + " or " + words[-1]
+
+
+_CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("schedule", ("cosine", "linear", "flat")),
+    ("importance", ("window", "exact", "load")),
+    ("prefetch", ("auto", "on", "off")),
+)
 
 _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
     ("model", (Path,), False),
@@ -141,6 +166,12 @@ _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
     ("system", (str,), True),
     ("n_ubatch", (int,), False),
     ("n_ahead", (int,), False),
+    ("schedule", (str,), False),
+    ("importance", (str,), False),
+    ("importance_window", (int,), False),
+    ("heavy_hitters", (float, int), False),
+    ("prefetch", (str,), False),
+    ("exact_tiers", (bool,), False),
     ("io_threads", (int,), False),
     ("use_extra_bufts", (bool,), True),
     ("force_managed", (bool,), False),
@@ -161,5 +192,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("threads", 1, 1024),
     ("n_ubatch", 1, 65536),
     ("n_ahead", 0, 4),
+    ("importance_window", 1, 65536),
+    ("heavy_hitters", 0.0, 1.0),
     ("io_threads", 1, 64),
 )

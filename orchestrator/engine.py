@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import perf_counter
 from types import TracebackType
 
 import numpy as np
@@ -17,7 +18,7 @@ from gguf_tools.units import format_size
 from orchestrator import hardware
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.events import GenerationStats, Phase, RouteEvent
+from orchestrator.events import GenerationStats, Phase, RouteEvent, StepReport
 from orchestrator.llama import Bindings, Context, Model, SamplerChain
 from orchestrator.meter import Meter
 from orchestrator.native import Slices, Store, StoreSpec
@@ -78,17 +79,19 @@ class Engine:
         sampling: Sampling,
         max_tokens: int,
         on_prefill: Callable[[int, int], None] | None = None,
+        retention: float | None = None,
     ) -> Iterator[str]:
         """Streams the answer to a prompt as whole characters.
 
         What the cache holds of the prompt already is not evaluated again. on_prefill gets
-        (tokens done, tokens to do). Ends at the model's end token, after max_tokens, when
+        (tokens done, tokens to do). retention: another share of critical experts than the
+        configured one, for this answer alone. Ends at the model's end token, after max_tokens, when
         the context is full, or after cancel; last_stats.finish says which: "end", "length",
         "context" or "cancelled". Afterwards, closed early included, the engine is ready for
         the next call and last_stats is set.
 
-        Raises ConfigError for a prompt that leaves no room for an answer, NativeError for a
-        failed step, and whatever a policy raised.
+        Raises ConfigError for a prompt that leaves no room for an answer and for a retention
+        outside 0 to 1, NativeError for a failed step, and whatever a policy raised.
         """
         if not tokens:
             raise ConfigError("the prompt is empty")
@@ -97,6 +100,11 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}: shorten "
                 f"it or raise --ctx"
             )
+        before = self.policy.retention if self.managed else None
+        if retention is not None:
+            self.config.with_changes(retention=retention)  # checks it
+            if self.managed:
+                self.policy.set_retention(retention)
         self._begin()
         meter = Meter(self.store if self.managed else None, len(tokens))
         chain = SamplerChain(self._context, sampling)
@@ -128,7 +136,10 @@ class Engine:
                 yield rest
         finally:
             chain.close()
-            self.last_stats = meter.stats(self.mode, self.plan.budget_bytes)
+            report = self.policy.report() if self.managed else {}
+            self.last_stats = meter.stats(self.mode, self.plan.budget_bytes, report)
+            if retention is not None and before is not None:
+                self.policy.set_retention(before)
 
     def _begin(self) -> None:
         self._cancelled = False
@@ -179,9 +190,13 @@ class Engine:
             if self.managed:
                 self.store.begin_step(phase)
             long = phase is Phase.PREFILL
+            start = perf_counter()
             status = self._context.decode(tokens, before, all_logits, interruptible=long)
             if self.managed:
                 self.store.check_step()
+                if status == 0:
+                    us = 1e6 * (perf_counter() - start)
+                    self.policy.step_done(StepReport(phase, len(tokens), us))
         except BaseException:
             self._rewind(before)
             raise
@@ -327,6 +342,7 @@ class Engine:
                 n_ubatch=min(config.n_ubatch, plan.n_ctx),
                 threads=config.threads or default_threads(),
                 all_logits=config.logits_all,
+                flash_attention=importance_window(config, plan) >= 0,
                 should_stop=self._should_stop,
                 abort=self.store.abort if plan.managed else None,
             )
@@ -378,7 +394,11 @@ def store_spec(config: Config, model: ExpertModel, plan: hardware.Plan) -> Store
                         each.file_index, each.offset, each.expert_bytes, int(each.type), group
                     )
         layers.append((il, slices))
-    needs_ahead = plan.policy is not None and plan.policy.needs_callback
+    prefetches = (
+        plan.policy is not None
+        and plan.policy.needs_callback
+        and not (config.prefetch == "off" or config.exact_tiers)
+    )
     return StoreSpec(
         files=tuple(model.files),
         layers=tuple(layers),
@@ -388,7 +408,17 @@ def store_spec(config: Config, model: ExpertModel, plan: hardware.Plan) -> Store
         n_expert=model.n_expert,
         n_expert_used=model.n_expert_used,
         max_tokens=min(config.n_ubatch, plan.n_ctx),
-        n_ahead=config.n_ahead if needs_ahead else 0,
+        n_ahead=config.n_ahead if prefetches else 0,
         n_io_threads=config.io_threads,
         direct_io=config.direct_io,
+        n_passing=tuple(group.n_passing for group in plan.slots.groups),
+        importance_window=importance_window(config, plan),
+        exact_tiers=config.exact_tiers,
     )
+
+
+def importance_window(config: Config, plan: hardware.Plan) -> int:
+    """Queries whose attention makes a prompt's token scores: 0 none, -1 all."""
+    if plan.policy is None or not plan.policy.needs_importance:
+        return 0
+    return {"window": config.importance_window, "exact": -1, "load": 0}[config.importance]

@@ -51,16 +51,19 @@ class RouteEvent:
     Read-only arrays of all tokens:
         ids_array int32, weights_array float32 [T, k]; tokens_array int32 [T], the position
         of each token in its batch; ahead_ids_array int32 and ahead_array float32
-        [n_ahead, T, k], predicted top-k and their scores (DyMoE eq. 6)
+        [n_ahead, T, k], predicted top-k and their scores (DyMoE eq. 6); importance_array
+        float32 [T], the attention that each token receives (eq. 1), where has_importance
     """
 
     __slots__ = (
         "_ahead",
         "_ahead_ids",
         "_ids",
+        "_importance",
         "_tokens",
         "_weights",
         "ahead_ids",
+        "has_importance",
         "ids",
         "k",
         "layer",
@@ -79,15 +82,17 @@ class RouteEvent:
         tokens: np.ndarray,
         ahead_ids: np.ndarray,
         ahead: np.ndarray,
+        importance: np.ndarray,
     ) -> None:
         """ids int32 [max_tokens, k], weights float32 alike, tokens int32 [max_tokens],
-        ahead_ids int32 and ahead float32 [P, max_tokens, k]."""
+        ahead_ids int32 and ahead float32 [P, max_tokens, k], importance float32 [max_tokens]."""
         self.max_tokens, self.k = ids.shape
         self._ids = _frozen(ids)
         self._weights = _frozen(weights)
         self._tokens = _frozen(tokens)
         self._ahead_ids = _frozen(ahead_ids)
         self._ahead = _frozen(ahead)
+        self._importance = _frozen(importance)
         self.ids = _rows(ids[:1], "i")[0]
         self.weights = weights[0].data.cast("B").cast("f").toreadonly()
         self.ahead_ids = _rows(ahead_ids[:, 0], "i")
@@ -95,6 +100,7 @@ class RouteEvent:
         self.phase = int(Phase.DECODE)
         self.n_tokens = 1
         self.n_ahead = 0
+        self.has_importance = 0
         self.step = 0
 
     @property
@@ -117,6 +123,10 @@ class RouteEvent:
     def ahead_array(self) -> np.ndarray:
         return self._ahead[: self.n_ahead, : self.n_tokens]
 
+    @property
+    def importance_array(self) -> np.ndarray | None:
+        return self._importance[: self.n_tokens] if self.has_importance else None
+
 
 class StoreView:
     """What is in memory now: resident[layer][expert] is the best tier of which every matrix
@@ -134,28 +144,48 @@ class DecisionBuffer:
     """The answer to a route event, written in place.
 
     tier[expert] starts as 0 (the best tier) for every expert before each event; only
-    routed experts are read. A tier index or SKIP. renormalize: the remaining weights
-    of a token keep their sum when experts of it are skipped.
+    routed experts are read. A tier index or SKIP. passing[expert] starts as 0: 1 streams
+    the expert through memory, so that what is used often stays (moe-edge.h). renormalize:
+    the remaining weights of a token keep their sum when experts of it are skipped.
     """
 
-    __slots__ = ("_prefetch", "n_prefetch", "renormalize", "tier", "tier_array")
+    __slots__ = (
+        "_prefetch",
+        "n_prefetch",
+        "passing_array",
+        "renormalize",
+        "tier",
+        "tier_array",
+    )
 
-    def __init__(self, tier: np.ndarray, prefetch: np.ndarray) -> None:
-        """tier uint8 [n_expert], prefetch int64 [capacity], both writable."""
+    def __init__(self, tier: np.ndarray, passing: np.ndarray, prefetch: np.ndarray) -> None:
+        """tier and passing uint8 [n_expert], prefetch int64 [capacity], all writable."""
         self.tier = tier.data
         self.tier_array = tier
+        self.passing_array = passing
         self._prefetch = prefetch.data.cast("B").cast("q")
         self.n_prefetch = 0
         self.renormalize = False
 
-    def prefetch(self, layer: int, expert: int, tier: int, kinds: int = ALL_KINDS) -> None:
+    def prefetch(
+        self, layer: int, expert: int, tier: int, kinds: int = ALL_KINDS, passing: int = 0
+    ) -> None:
         """Asks for an expert before it is needed, most urgent first. kinds is a bit mask
         of matrix kinds. What is over the buffer's capacity is dropped: a prefetch is
         never owed."""
         n = self.n_prefetch
         if n < len(self._prefetch):
-            self._prefetch[n] = layer | expert << 16 | tier << 32 | kinds << 40
+            self._prefetch[n] = layer | expert << 16 | tier << 32 | kinds << 40 | passing << 48
             self.n_prefetch = n + 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one finished step took: tokens in it, and microseconds from its start to its end."""
+
+    phase: Phase
+    n_tokens: int
+    us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +196,8 @@ class GenerationStats:
     tokens after it; nan with fewer than two. hit_rate is the share of matrices whose
     asked-for tier (or a better one) was in memory while decoding; prefill_hit_rate the
     same in prefill; None where nothing was asked for. mix: shares of the routed experts by
-    decided tier, while decoding. budget_bytes is the budget of the expert slots.
+    decided tier, while decoding. budget_bytes is the budget of the expert slots. policy is
+    what the policy reports about itself.
     """
 
     ttft_ms: float
@@ -186,6 +217,7 @@ class GenerationStats:
     mode: str
     callback_us_p50: float | None
     finish: str
+    policy: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, nan turned into None: fit for JSON."""

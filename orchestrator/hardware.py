@@ -119,7 +119,10 @@ def compute_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     experts = model.n_expert_used * (n_ff + model.embedding_length)
     floats = 1.5 * n_ctx + 4 * model.embedding_length + max(attention, 2 * experts) + 0.5 * experts
     outputs = tokens if config.logits_all else 1
-    return 4 * (int(tokens * floats) + 2 * outputs * vocabulary_size(model))
+    # the attention weights of the queries that token importance is taken from
+    queries = {"window": min(config.importance_window, tokens), "exact": 2 * tokens, "load": 0}
+    weights = queries[config.importance] * n_ctx * max(model.n_head)
+    return 4 * (int(tokens * floats) + 2 * outputs * vocabulary_size(model) + weights)
 
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
@@ -237,8 +240,10 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     settings = PolicySettings(
         retention=_retention(config, tiers),
         skip_low=config.low_tier == SKIP_TIER,
-        prefetch=config.n_ahead > 0,
+        prefetch=config.prefetch if config.n_ahead and not config.exact_tiers else "off",
         renormalize=config.renormalize,
+        schedule=config.schedule,
+        heavy_hitters=config.heavy_hitters,
     )
     policy = make_policy(name, shape, settings)
     try:

@@ -192,12 +192,14 @@ class Context:
         n_ubatch: int,
         threads: int,
         all_logits: bool,
+        flash_attention: bool,
         should_stop: Callable[[], bool],
         abort: tuple[Any, int] | None = None,
     ) -> None:
         """should_stop and abort say that a decode should end early: the first one in Python,
         asked during interruptible steps; the second one a C function and its data, asked
-        during the others. Raises NativeError."""
+        during the others. flash_attention False keeps the attention weights in the graph.
+        Raises NativeError."""
         api = self.api = bindings.api
         self.model = model
         params = api.llama_context_default_params()
@@ -206,6 +208,8 @@ class Context:
         params.n_outputs_max = params.n_outputs_max_per_seq = n_ubatch if all_logits else 1
         params.n_threads = params.n_threads_batch = threads
         params.no_perf = True
+        if not flash_attention:
+            params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         # A CUDA build would otherwise move the KV cache and large products to the GPU by itself.
         params.offload_kqv = params.op_offload = False
         bindings.complaints.clear()

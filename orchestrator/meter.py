@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from time import perf_counter
+from typing import Any
 
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.events import GenerationStats, Phase, percentile
@@ -33,8 +34,9 @@ class Meter:
         self._times.append(perf_counter())
         self._ended = is_end
 
-    def stats(self, mode: str, budget_bytes: int) -> GenerationStats:
-        """The answer's costs until now, beside what ran and within which slots' budget."""
+    def stats(self, mode: str, budget_bytes: int, policy: dict[str, Any]) -> GenerationStats:
+        """The answer's costs until now, beside what ran, within which slots' budget, and the
+        policy's own report."""
         store, times = self._store, self._times
         gaps_ms = [1000.0 * (b - a) for a, b in pairwise(times[1:])]
         hit_rate = prefill_hit_rate = callback_us = None
@@ -68,6 +70,7 @@ class Meter:
             mode=mode,
             callback_us_p50=callback_us,
             finish=self.finish,
+            policy=policy,
         )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_TIERS = 4
 MAX_AHEAD = 4
 N_KINDS = 4
 DIRECT_IO = 1
+EXACT_TIERS = 2
 
 
 class CSlices(ctypes.Structure):
@@ -30,7 +31,7 @@ class CGroup(ctypes.Structure):
     _fields_ = [
         ("slot_bytes", ctypes.c_uint64),
         ("n_slots", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("n_passing", ctypes.c_int32),
     ]
 
 
@@ -58,7 +59,8 @@ class CConfig(ctypes.Structure):
         ("n_ahead", ctypes.c_int32),
         ("n_io_threads", ctypes.c_int32),
         ("flags", ctypes.c_int32),
-        ("reserved", ctypes.c_int32 * 2),
+        ("importance_window", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     ]
 
 
@@ -68,12 +70,15 @@ class CEvent(ctypes.Structure):
         ("phase", ctypes.c_int32),
         ("n_tokens", ctypes.c_int32),
         ("n_ahead", ctypes.c_int32),
+        ("has_importance", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
         ("step", ctypes.c_int64),
         ("ids", ctypes.c_void_p),
         ("weights", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
         ("ahead_ids", ctypes.c_void_p),
         ("ahead", ctypes.c_void_p),
+        ("importance", ctypes.c_void_p),
         ("resident", ctypes.c_void_p),
     ]
 
@@ -84,13 +89,14 @@ class CPrefetch(ctypes.Structure):
         ("expert", ctypes.c_int16),
         ("tier", ctypes.c_uint8),
         ("kinds", ctypes.c_uint8),
-        ("reserved", ctypes.c_int16),
+        ("passing", ctypes.c_int16),
     ]
 
 
 class CDecision(ctypes.Structure):
     _fields_ = [
         ("tier", ctypes.c_void_p),
+        ("passing", ctypes.c_void_p),
         ("prefetch", ctypes.c_void_p),
         ("n_prefetch", ctypes.c_int32),
         ("renormalize", ctypes.c_int32),
@@ -130,9 +136,9 @@ STRUCT_BYTES = {
     CGroup: 16,
     CLayer: 8 + N_KINDS * MAX_TIERS * 32,
     CConfig: 80,
-    CEvent: 72,
+    CEvent: 88,
     CPrefetch: 8,
-    CDecision: 24,
+    CDecision: 32,
     CStats: 344,
 }
 
@@ -171,6 +177,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_cancel": (None, [_STORE, ctypes.c_int32]),
     "moe_edge_get_stats": (None, [_STORE, ctypes.POINTER(CStats)]),
     "moe_edge_reset_stats": (None, [_STORE]),
+    "moe_edge_get_resident": (None, [_STORE, ctypes.POINTER(ctypes.c_uint8)]),
     "moe_edge_warm": (
         ctypes.c_int32,
         [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32, PROGRESS_CB, ctypes.c_void_p],

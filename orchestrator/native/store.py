@@ -26,6 +26,7 @@ from orchestrator.events import (
 from orchestrator.native.abi import (
     ABI_VERSION,
     DIRECT_IO,
+    EXACT_TIERS,
     FUNCTIONS,
     PROGRESS_CB,
     ROUTE_CB,
@@ -60,7 +61,10 @@ class StoreSpec:
     """Everything a store is built from.
 
     layers: (il, {(kind, tier): Slices}) for each MoE layer in order, tiers numbered
-    best first without gaps; groups: (slot_bytes, n_slots).
+    best first without gaps; groups: (slot_bytes, n_slots). n_passing[group]: slots that
+    passing requests may take from the others; 1 where it is empty. importance_window: token
+    importance from the last W queries; 0 none, -1 all of them. exact_tiers: a request drops
+    a better copy.
     """
 
     files: tuple[Path, ...]
@@ -74,6 +78,9 @@ class StoreSpec:
     n_ahead: int
     n_io_threads: int
     direct_io: bool = True
+    n_passing: tuple[int, ...] = ()
+    importance_window: int = 0
+    exact_tiers: bool = False
 
 
 class Library:
@@ -91,17 +98,17 @@ class Library:
                     f"{struct.__name__} measures {ctypes.sizeof(struct)} bytes, not {size}"
                 )
         self.lib = lib
-        for name, (restype, argtypes) in FUNCTIONS.items():
-            function = self._find(name)
-            function.restype = restype
-            function.argtypes = argtypes
-            setattr(self, name.removeprefix("moe_edge_"), function)
-        found = self.abi_version()
+        found = self._find("moe_edge_abi_version")()
         if found != ABI_VERSION:
             raise NativeError(
                 f"the installed llama_cpp has moe-edge ABI {found}, this Python code needs "
                 f"{ABI_VERSION}: run `make build`"
             )
+        for name, (restype, argtypes) in FUNCTIONS.items():
+            function = self._find(name)
+            function.restype = restype
+            function.argtypes = argtypes
+            setattr(self, name.removeprefix("moe_edge_"), function)
 
     def _find(self, name: str) -> Any:
         # A symbol of a library that this one depends on (ggml-cpu) is found through it.
@@ -137,10 +144,11 @@ class Store:
         event = library.store_event(handle).contents
         decision = library.store_decision(handle).contents
         self.event, self.view = _event_views(event, spec)
-        self._event_header = _ints(event)[:5]
+        self._event_header = _ints(event)[:7]
         tier = _array(decision.tier, ctypes.c_uint8, (spec.n_expert,))
+        passing = _array(decision.passing, ctypes.c_uint8, (spec.n_expert,))
         prefetch = _array(decision.prefetch, ctypes.c_int64, (MAX_PREFETCH,))
-        self.decision = DecisionBuffer(tier, prefetch)
+        self.decision = DecisionBuffer(tier, passing, prefetch)
         self._decision_header = _ints(decision)
 
     @classmethod
@@ -186,9 +194,15 @@ class Store:
         start_ns = perf_counter_ns()
         try:
             event = self.event
-            event.layer, event.phase, event.n_tokens, event.n_ahead, event.step = (
-                self._event_header.tolist()
-            )
+            (
+                event.layer,
+                event.phase,
+                event.n_tokens,
+                event.n_ahead,
+                event.has_importance,
+                _,
+                event.step,
+            ) = self._event_header.tolist()
             decision = self.decision
             decision.n_prefetch = 0
             decision.renormalize = False
@@ -205,8 +219,8 @@ class Store:
 
     def apply(self, decision: DecisionBuffer) -> None:
         """Hands the decision over; native acts on it when the route callback returns."""
-        self._decision_header[4] = decision.n_prefetch
-        self._decision_header[5] = decision.renormalize
+        self._decision_header[6] = decision.n_prefetch
+        self._decision_header[7] = decision.renormalize
 
     def begin_step(self, phase: Phase) -> None:
         """Before each llama_decode."""
@@ -233,6 +247,13 @@ class Store:
         stats = CStats()
         self.library.get_stats(self.handle, ctypes.byref(stats))
         return stats
+
+    def resident(self) -> np.ndarray:
+        """uint8 [n_layers, n_expert], a copy: the best tier of which every matrix is in memory,
+        or ABSENT. At any time; a route callback has the view."""
+        out = np.empty((len(self.spec.layers), self.spec.n_expert), np.uint8)
+        self.library.get_resident(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)))
+        return out
 
     def reset_stats(self) -> None:
         self.library.reset_stats(self.handle)
@@ -334,6 +355,7 @@ def _event_views(event: CEvent, spec: StoreSpec) -> tuple[RouteEvent, StoreView]
             tokens=_array(event.tokens, ctypes.c_int32, (spec.max_tokens,)),
             ahead_ids=_array(event.ahead_ids, ctypes.c_int32, ahead),
             ahead=_array(event.ahead, ctypes.c_float, ahead),
+            importance=_array(event.importance, ctypes.c_float, (spec.max_tokens,)),
         ),
         StoreView(
             _array(event.resident, ctypes.c_uint8, (len(spec.layers), spec.n_expert)),
@@ -357,6 +379,8 @@ def _c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
     groups = (CGroup * len(spec.groups))()
     for c_group, (slot_bytes, n_slots) in zip(groups, spec.groups, strict=True):
         c_group.slot_bytes, c_group.n_slots = slot_bytes, n_slots
+    for c_group, n_passing in zip(groups, spec.n_passing, strict=False):
+        c_group.n_passing = n_passing
     config = CConfig(
         files=files,
         layers=layers,
@@ -371,6 +395,7 @@ def _c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
         max_tokens=spec.max_tokens,
         n_ahead=spec.n_ahead,
         n_io_threads=spec.n_io_threads,
-        flags=DIRECT_IO if spec.direct_io else 0,
+        flags=DIRECT_IO * spec.direct_io | EXACT_TIERS * spec.exact_tiers,
+        importance_window=spec.importance_window,
     )
     return config, [files, layers, groups]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from orchestrator.errors import BudgetError
-from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
+from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,26 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """What a user can tune. skip_low: experts that are not critical are skipped (4/0)."""
+    """What a user can tune. skip_low: experts that are not critical are skipped (4/0).
+    schedule: "cosine", "linear" or "flat"; prefetch: "on", "off", or "auto", which stops it
+    while it does not pay; heavy_hitters: the share of a prompt's tokens that count as such."""
 
     retention: float = 0.75
     skip_low: bool = False
-    prefetch: bool = True
+    prefetch: str = "auto"
     renormalize: bool = False
+    schedule: str = "cosine"
+    heavy_hitters: float = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class SlotGroup:
-    """Slots of one size that evict each other in least-recently-used order."""
+    """Slots of one size that evict each other in least-recently-used order. n_passing: how
+    many of them passing requests may take from the others."""
 
     slot_bytes: int
     n_slots: int
+    n_passing: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,11 @@ class Policy(Protocol):
 
     name: str
     needs_callback: bool
+    retention: float | None  # None where nothing is retained
+
+    @property
+    def needs_importance(self) -> bool:
+        """Whether prefill events must carry the attention that tokens receive."""
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """How the budget is divided into slots. Raises BudgetError when it is too small."""
@@ -77,6 +88,12 @@ class Policy(Protocol):
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Writes a tier for the routed experts (0 where nothing is written) and what to
         prefetch. Mutates only `out`; keeps no reference to what it was given."""
+
+    def step_done(self, report: StepReport) -> None:
+        """After every step that succeeded."""
+
+    def report(self) -> dict[str, Any]:
+        """What the policy knows about its own work, JSON-ready; empty where nothing."""
 
     def describe(self) -> str:
         """One phrase for the mode line."""

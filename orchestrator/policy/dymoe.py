@@ -1,15 +1,13 @@
-"""DyMoE (papers/dymoe.txt), decode form: critical experts high, the others low or skipped.
-
-Prefill asks for every expert in the high tier; token-guided importance (eq. 1-2) is not
-part of this policy yet.
-"""
+"""DyMoE (papers/dymoe.txt): critical experts high, the others low or skipped."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from orchestrator.errors import PolicyError
-from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy import prefetch
 from orchestrator.policy.base import (
     ModelShape,
@@ -19,15 +17,31 @@ from orchestrator.policy.base import (
     SlotPlan,
     divide,
 )
-from orchestrator.policy.importance import gate_critical, gate_order
+from orchestrator.policy.importance import (
+    gate_critical,
+    gate_order,
+    heavy_hitters,
+    token_order,
+)
+from orchestrator.policy.monitor import Monitor, Prediction
 from orchestrator.policy.retention import realised, solve
 
 _DECODE = int(Phase.DECODE)
 
+# Of a layer's high slots: those that a prompt may fill with what it uses most, and those that
+# the rest of its experts pass through (EXPERIMENTS.md, "Long prompts").
+_STAYS_SHARE = 0.5
+_PASSING_SHARE = 0.25
+
 
 class DyMoE:
-    """Per layer and step: the t_l experts with the highest gate scores in tier 0, the others
-    in tier 1 or skipped; slot quotas per layer; the next layer's experts prefetched."""
+    """Per layer and step, the t_l most important experts in tier 0, the others in tier 1 or
+    skipped; slot quotas per layer; the next layer's experts prefetched.
+
+    Importance is the gate score of a decode step's token (eq. 3), and the load of heavy-hitter
+    tokens in prefill (eq. 2). A prompt passes through a part of the slots, so that what
+    decoding uses stays.
+    """
 
     name = "dymoe"
     needs_callback = True
@@ -36,23 +50,34 @@ class DyMoE:
         """Raises PolicyError as set_retention does."""
         self._shape = shape
         self._settings = settings
+        self._one_precision = len(shape.tiers) < 2 and not settings.skip_low
         self._low = SKIP if settings.skip_low or len(shape.tiers) < 2 else 1
+        self._monitor = Monitor()
+        self._prediction = Prediction(shape.n_layers)
+        self._high_slots = [0] * shape.n_layers
+        self._low_slots = [0] * shape.n_layers
         self.set_retention(settings.retention)
-        self._prefill_most = [0] * shape.n_layers
+
+    @property
+    def needs_importance(self) -> bool:
+        """Whether prefill decides by the attention that tokens receive."""
+        return not self._one_precision
 
     def set_retention(self, retention: float) -> bool:
         """Solves the depth schedule for a new share; the slot quotas stay as planned.
 
         Raises PolicyError where experts would need a second tier and there is none."""
-        shape = self._shape
-        if len(shape.tiers) < 2 and not self._settings.skip_low and retention < 1.0:
+        shape, schedule = self._shape, self._settings.schedule
+        if self._one_precision and retention < 1.0:
             raise PolicyError(
                 "the policy dymoe needs a second precision: give --low FILE, a file packed with "
                 "several tiers, or --low-tier skip"
             )
-        self.retention = retention
-        self.lam, self.critical = solve(retention, shape.n_layers, shape.n_expert_used)
-        self.realised = realised(self.critical, shape.n_expert_used)
+        k, m = shape.n_expert_used, shape.n_expert
+        self.lam, self.critical = solve(retention, shape.n_layers, k, schedule)
+        _, self.prefill_critical = solve(retention, shape.n_layers, m, schedule)
+        self.retention: float | None = retention
+        self.realised = realised(self.critical, k)
         return True
 
     def plan(self, budget_bytes: int) -> SlotPlan:
@@ -94,36 +119,86 @@ class DyMoE:
         for layer in range(shape.n_layers):
             for tier in range(per_layer):
                 units = counts[layer * per_layer + tier]
+                passing = max(1, int(units * _PASSING_SHARE)) if tier == 0 else units
                 for kind, size in shape.slots[layer][tier].items():
                     group_of[layer, kind, tier] = len(groups)
-                    groups.append(SlotGroup(size, units))
-        self._prefill_most = counts[::per_layer]
+                    groups.append(SlotGroup(size, units, passing))
+        self._high_slots = counts[::per_layer]
+        self._low_slots = counts[1::2] if two else self._low_slots
         return SlotPlan(tuple(groups), group_of)
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.phase == _DECODE:
-            k, t = event.k, self.critical[event.layer]
-            if t < k:
-                self._demote(event, t, out)
-            if event.n_ahead and self._settings.prefetch:
-                low = self._low if self._low != SKIP else None
-                prefetch.direct(event, view, out, self.critical, low)
-        elif event.n_ahead and self._settings.prefetch:
-            prefetch.by_frequency(event, view, out, self._prefill_most)
-
-    def _demote(self, event: RouteEvent, t: int, out: DecisionBuffer) -> None:
-        low, tier = self._low, out.tier
-        out.renormalize = self._settings.renormalize
-        if event.n_tokens == 1:
-            ids = event.ids.tolist()
-            for place in gate_order(event.weights.tolist())[t:]:
-                tier[ids[place]] = low
+            self._decide_decode(event, out)
         else:
-            critical = gate_critical(event.ids_array, event.weights_array, t, len(tier))
-            out.tier_array[:] = np.where(critical, 0, low)
+            self._decide_prefill(event, view, out)
+
+    def _decide_decode(self, event: RouteEvent, out: DecisionBuffer) -> None:
+        k, t, low = event.k, self.critical[event.layer], self._low
+        used = event.ids.tolist()
+        if t < k:
+            out.renormalize = self._settings.renormalize
+            if event.n_tokens == 1:
+                tier = out.tier
+                order = gate_order(event.weights.tolist())
+                for place in order[t:]:
+                    tier[used[place]] = low
+                if low == SKIP:
+                    used = [used[place] for place in order[:t]]
+            else:
+                critical = gate_critical(event.ids_array, event.weights_array, t, len(out.tier))
+                out.tier_array[:] = np.where(critical, 0, low)
+        if event.n_tokens == 1:
+            self._prediction.observe(event.layer, used)
+        if event.n_ahead and self._prefetches():
+            asked = prefetch.direct(event, out, self.critical, low if low != SKIP else None)
+            self._prediction.expect(event.layer + 1, asked)
+
+    def _decide_prefill(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        layer, low, n_expert = event.layer, self._low, len(out.tier)
+        scores = event.importance_array
+        heavy = None
+        if scores is not None:
+            heavy = heavy_hitters(scores, self._settings.heavy_hitters)
+        order, _ = token_order(event.ids_array, heavy, n_expert)
+        t = self.prefill_critical[layer]
+        if t < n_expert:
+            out.renormalize = self._settings.renormalize
+            out.tier_array[order[t:]] = low
+        stays = int(self._high_slots[layer] * _STAYS_SHARE)
+        out.passing_array[order[stays:]] = 1
+        if event.n_ahead and self._settings.prefetch != "off":
+            prefetch.by_frequency(
+                event,
+                view,
+                out,
+                heavy=heavy,
+                critical=self.prefill_critical[layer + 1],
+                low=low if low != SKIP else None,
+                room=(self._high_slots[layer + 1], self._low_slots[layer + 1]),
+                stays=int(self._high_slots[layer + 1] * _STAYS_SHARE),
+            )
+
+    def _prefetches(self) -> bool:
+        how = self._settings.prefetch
+        return how == "on" or (how == "auto" and self._monitor.on)
+
+    def step_done(self, report: StepReport) -> None:
+        """The monitor learns from decode steps of one token."""
+        if report.phase == _DECODE and report.n_tokens == 1 and self._settings.prefetch == "auto":
+            self._monitor.step(report.us)
+
+    def report(self) -> dict[str, Any]:
+        """prefetch: "off", "on" or "paused", while it does not pay; recall and precision of
+        the decode look-ahead per layer, since the engine started."""
+        how = self._settings.prefetch
+        if how == "auto":
+            how = "on" if self._monitor.pays else "paused"
+        recall, precision = self._prediction.recall(), self._prediction.precision()
+        return {"prefetch": how, "recall": recall, "precision": precision}
 
     def describe(self) -> str:
-        if len(self._shape.tiers) < 2 and not self._settings.skip_low:
+        if self._one_precision:
             return f"dymoe {self._shape.tiers[0]}, one precision"
         low = "skip" if self._low == SKIP else self._shape.tiers[1]
         return (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
+from typing import Any
+
+from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
 from orchestrator.policy.base import ModelShape, PolicySettings, Share, SlotGroup, SlotPlan, divide
 
 
@@ -12,6 +14,8 @@ class LRU:
 
     name = "lru"
     needs_callback = False
+    needs_importance = False
+    retention: float | None = None
 
     def __init__(self, shape: ModelShape, settings: PolicySettings) -> None:
         self._shape = shape
@@ -37,6 +41,12 @@ class LRU:
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Nothing to write: tier 0 is what the buffer holds."""
+
+    def step_done(self, report: StepReport) -> None:
+        """Nothing to learn."""
+
+    def report(self) -> dict[str, Any]:
+        return {}
 
     def describe(self) -> str:
         return f"lru {self._shape.tiers[0]}"

@@ -9,37 +9,61 @@ from __future__ import annotations
 import numpy as np
 
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
+from orchestrator.policy.importance import token_order
 
 
 def direct(
-    event: RouteEvent, view: StoreView, out: DecisionBuffer, critical: list[int], low: int | None
-) -> None:
+    event: RouteEvent, out: DecisionBuffer, critical: list[int], low: int | None
+) -> list[int]:
     """Decode, eq. 8: asks for the top-t experts that the next layers are predicted to select.
 
     critical[layer] is t_l. A predicted rank below t_l asks for tier 0; the other ranks ask
-    for tier `low`, or for nothing when it is None. What is in memory already, in that tier
-    or a better one, is left out. One token's prediction is used: the first of the event.
+    for tier `low`, or for nothing when it is None. What is in memory already is asked for as
+    well: the store then keeps it. One token's prediction is used: the first of the event.
+    Returns the experts asked for in the next layer.
     """
+    asked: list[int] = []
     for ahead in range(event.n_ahead):
         layer = event.layer + 1 + ahead
-        resident, t = view.resident[layer], critical[layer]
-        tier = 0
-        for rank, expert in enumerate(event.ahead_ids[ahead].tolist()):
-            if rank == t:
-                if low is None:
-                    break
-                tier = low
-            if resident[expert] > tier:
-                out.prefetch(layer, expert, tier)
+        t = critical[layer]
+        experts = event.ahead_ids[ahead].tolist()
+        if low is None:
+            del experts[t:]
+        for rank, expert in enumerate(experts):
+            out.prefetch(layer, expert, 0 if rank < t else low or 0)
+        asked = asked or experts
+    return asked
 
 
-def by_frequency(event: RouteEvent, view: StoreView, out: DecisionBuffer, most: list[int]) -> None:
-    """Prefill, eq. 7: asks for the experts of the next layer that most tokens are predicted
-    to select, c_e = sum over tokens of [e in top-k], at most most[layer] of them."""
+def by_frequency(
+    event: RouteEvent,
+    view: StoreView,
+    out: DecisionBuffer,
+    *,
+    heavy: np.ndarray | None,
+    critical: int,
+    low: int | None,
+    room: tuple[int, int],
+    stays: int,
+) -> np.ndarray:
+    """Prefill, eq. 7: asks for the experts of the next layer in the order of
+    c_e = sum over tokens of [e in top-k], those of heavy hitters (token indices, None: all
+    alike) before the others, so that the predicted importance decides the precision.
+
+    The first `critical` experts are asked for in tier 0, the others that any token is
+    predicted to select in tier `low`, or not at all when it is None. room: slots for both; no
+    more than those are asked for, and nothing that is in memory already. The first `stays`
+    experts stay in memory, the others pass through it.
+    Returns the experts predicted to be needed.
+    """
     layer = event.layer + 1
-    counts = np.bincount(event.ahead_ids_array[0].ravel(), minlength=len(view.resident[layer]))
-    counts[view.resident_array[layer] == 0] = 0
-    for expert in np.argsort(-counts, kind="stable")[: most[layer]].tolist():
-        if counts[expert] == 0:
-            break
-        out.prefetch(layer, expert, 0)
+    resident = view.resident_array[layer]
+    order, n_used = token_order(event.ahead_ids_array[0], heavy, len(resident))
+    n_high = min(critical, n_used)
+    n_wanted = n_high if low is None else n_used
+    for tier, begin, end, most in ((0, 0, n_high, room[0]), (low or 0, n_high, n_wanted, room[1])):
+        ranks = np.arange(begin, end)
+        absent = ranks[resident[order[begin:end]] > tier][:most]
+        for rank in absent.tolist():
+            out.prefetch(layer, int(order[rank]), tier, passing=int(rank >= stays))
+    return order[:n_wanted]

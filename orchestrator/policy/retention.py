@@ -5,26 +5,42 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
+from orchestrator.errors import ConfigError
+
+COSINE, LINEAR, FLAT = "cosine", "linear", "flat"
+SCHEDULES = (COSINE, LINEAR, FLAT)
+
 # r(l) * M is exact in theory where it lands on an integer; the ceiling must not turn
 # rounding noise into one more expert.
 _NOISE = 1e-9
 
 
-def ratios(lam: float, n_layers: int) -> list[float]:
-    """r(l), the share of critical experts in MoE layer l of L = n_layers, eq. 4:
-    (1 - lambda) * (cos(pi * l / (L-1)) + 1) / 2 + lambda."""
-    if n_layers == 1:
-        return [lam]
-    return [
-        (1 - lam) * (math.cos(math.pi * layer / (n_layers - 1)) + 1) / 2 + lam
-        for layer in range(n_layers)
-    ]
+def _depth(schedule: str, n_layers: int) -> list[float]:
+    """c(l), the schedule's shape from 1 in the first layer to 0 in the last; flat: 0 in all."""
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"unknown schedule '{schedule}'; known: {', '.join(SCHEDULES)}")
+    if schedule == FLAT or n_layers == 1:
+        return [0.0] * n_layers
+    places = [layer / (n_layers - 1) for layer in range(n_layers)]
+    if schedule == LINEAR:
+        return [1 - place for place in places]
+    return [(math.cos(math.pi * place) + 1) / 2 for place in places]
 
 
-def critical_counts(lam: float, n_layers: int, m: int) -> list[int]:
+def ratios(lam: float, n_layers: int, schedule: str = COSINE) -> list[float]:
+    """r(l) = (1 - lambda) * c(l) + lambda, the share of critical experts in MoE layer l.
+
+    cosine: c(l) = (cos(pi * l / (L-1)) + 1) / 2, eq. 4, with L = n_layers. To compare with:
+    linear, c(l) = 1 - l / (L-1); flat, r(l) = lambda. With one layer, r(0) = lambda.
+    Raises ConfigError for another name.
+    """
+    return [(1 - lam) * c + lam for c in _depth(schedule, n_layers)]
+
+
+def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
     """t_l = ceil(r(l) * M), eq. 5, at least 1: lambda = 0 alone would leave the last layer
     of a 4/0 plan without any expert."""
-    return [min(m, max(1, math.ceil(r * m - _NOISE))) for r in ratios(lam, n_layers)]
+    return [min(m, max(1, math.ceil(r * m - _NOISE))) for r in ratios(lam, n_layers, schedule)]
 
 
 def realised(counts: list[int], m: int) -> float:
@@ -32,19 +48,20 @@ def realised(counts: list[int], m: int) -> float:
     return sum(counts) / (m * len(counts))
 
 
-def solve(retention: float, n_layers: int, m: int) -> tuple[float, list[int]]:
+def solve(
+    retention: float, n_layers: int, m: int, schedule: str = COSINE
+) -> tuple[float, list[int]]:
     """(lambda, t_l) such that the mean of t_l / M comes nearest to the user's retention.
 
-    M is the number of experts that t_l is taken of: those a token selects when decoding.
-    lambda lies in [0, 1], so shares below about one half cannot be reached: eq. 4 keeps
-    the mean of r(l) at (1 + lambda) / 2. With one layer, r(0) = retention itself.
+    M is the number of experts that t_l is taken of: those a token selects when decoding, those
+    of the layer in prefill. lambda lies in [0, 1], so shares below about one half cannot be
+    reached but with the flat schedule: eq. 4 keeps the mean of r(l) at (1 + lambda) / 2.
     """
     if n_layers == 1:
-        return retention, critical_counts(retention, 1, m)
-    cosines = ratios(0.0, n_layers)
+        return retention, critical_counts(retention, 1, m, schedule)
     # The counts change only just after a lambda at which some r(l) * M is an integer.
     steps = {0.0, 1.0}
-    for c in cosines:
+    for c in _depth(schedule, n_layers):
         if c < 1.0:
             for j in range(math.ceil(c * m), m + 1):
                 lam = (j / m - c) / (1 - c)
@@ -53,9 +70,9 @@ def solve(retention: float, n_layers: int, m: int) -> tuple[float, list[int]]:
     edges = sorted(steps)
 
     def mean(index: int) -> float:
-        return realised(critical_counts(edges[index], n_layers, m), m)
+        return realised(critical_counts(edges[index], n_layers, m, schedule), m)
 
     above = bisect_right(range(len(edges)), retention, key=mean)
     choices = [i for i in (above - 1, above) if 0 <= i < len(edges)]
     best = min(choices, key=lambda i: (abs(mean(i) - retention), -i))
-    return edges[best], critical_counts(edges[best], n_layers, m)
+    return edges[best], critical_counts(edges[best], n_layers, m, schedule)

@@ -19,6 +19,15 @@ template <typename Map> void moe_edge_drop_lower_tiers(Map & weights) {
 // Loader: a placeholder; its data is read by the store, not by the loader.
 bool moe_edge_is_placeholder(const ggml_tensor * tensor);
 
+// Graph: what token importance (DyMoE eq. 1) is computed from, for the expert layers behind an
+// attention. The first is called before it:
+//   q [d, T, heads, streams], k [d, n_kv, kv heads, streams]: after their permutation
+// the second where it is no flash attention and so has its weights [n_kv, T, heads, streams].
+// They add nothing to the graph; moe_edge_route_hook does, if the store asks for it.
+void moe_edge_attention_hook(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k, ggml_tensor * bias,
+                             ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
+void moe_edge_attention_weights(ggml_tensor * weights);
+
 // Graph: behind the routing weights of a MoE layer and before its experts. Returns the
 // weights to use: the same values, except 0 for skipped experts.
 //   gate_inp: the layer's router [n_embd, n_expert]; x: its input [n_embd, T]

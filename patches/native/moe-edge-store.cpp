@@ -60,10 +60,11 @@ bool direct_works(int fd) {
 
 moe_edge_store::moe_edge_store(const moe_edge_config & config)
     : n_layers(config.n_layers), n_expert(config.n_expert), n_expert_used(config.n_expert_used),
-      n_tiers(config.n_tiers), max_tokens(config.max_tokens), n_ahead(config.n_ahead) {
+      n_tiers(config.n_tiers), max_tokens(config.max_tokens), n_ahead(config.n_ahead),
+      importance_window(config.importance_window), exact_tiers((config.flags & MOE_EDGE_EXACT_TIERS) != 0) {
     if (n_layers < 1 || n_expert < 1 || n_expert > 65535 || n_expert_used < 1 || n_expert_used > n_expert ||
         n_tiers < 1 || n_tiers > MOE_EDGE_MAX_TIERS || max_tokens < 1 || config.n_files < 1 || config.n_groups < 1 ||
-        n_ahead < 0 || n_ahead > MOE_EDGE_MAX_AHEAD || config.n_io_threads < 1 || config.n_io_threads > 64) {
+        n_ahead < 0 || n_ahead > MOE_EDGE_MAX_AHEAD || importance_window < -1 || config.n_io_threads < 1 || config.n_io_threads > 64) {
         refuse("store: a count in the configuration is out of range");
     }
     for (int32_t l = 0; l < n_layers; l++) {
@@ -95,13 +96,16 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     tokens.resize(max_tokens);
     ahead_ids.resize((size_t) std::max(n_ahead, 1) * ids.size());
     ahead.resize(ahead_ids.size());
+    importance.resize(max_tokens);
     resident.assign((size_t) n_layers * n_expert, MOE_EDGE_ABSENT);
     resident_view = resident;
     tier_out.resize(n_expert);
+    passing_out.resize(n_expert);
     prefetch_out.resize(MOE_EDGE_MAX_PREFETCH);
     seen.resize(n_expert);
-    event    = { 0, 0, 0, 0, 0, ids.data(), weights.data(), tokens.data(), ahead_ids.data(), ahead.data(), resident_view.data() };
-    decision = { tier_out.data(), prefetch_out.data(), 0, 0 };
+    event    = { 0, 0, 0, 0, 0, 0, 0, ids.data(), weights.data(), tokens.data(), ahead_ids.data(), ahead.data(),
+                 importance.data(), resident_view.data() };
+    decision = { tier_out.data(), passing_out.data(), prefetch_out.data(), 0, 0 };
 
     stats.budget_bytes = config.budget_bytes;
     try {
@@ -233,6 +237,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
         const auto & group = config.groups[g];
         pool.memory     = at;
         pool.slot_bytes = group.slot_bytes;
+        pool.max_passing = std::max(1, group.n_passing);
         pool.slots.resize(group.n_slots);
         for (int32_t i = group.n_slots; i-- > 0;) {
             pool.free.push_back(i);
@@ -271,35 +276,54 @@ void moe_edge_store::touch(int32_t cell) {
     const auto & c = cells[cell];
     if (c.tier != NO_TIER) {
         auto & pool = pool_of(cell, c.tier);
+        set_passing(pool, c.slot, false);
         list_remove(pool, c.slot);
         pool.slots[c.slot].used_at = ++clock;
         list_insert(pool, c.slot);
     }
 }
 
-// A free slot, or the one used least recently that no op of this step needs; -1 if none, or
-// if that one was used at evict_before or later.
-int32_t moe_edge_store::take_slot(moe_edge_pool & pool, uint64_t evict_before) {
+// A free slot; else one that no op of this step needs: what passing requests loaded before
+// the rest, of either the one used least recently. -1 if there is none, or if that one was
+// used at evict_before or later.
+int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool passing, uint64_t evict_before) {
+    const auto oldest = [&](bool of_passing) {
+        int32_t slot = pool.oldest;
+        while (slot >= 0 && (pool.slots[slot].passing != of_passing || cells[pool.slots[slot].cell].pinned())) {
+            slot = pool.slots[slot].newer;
+        }
+        return slot >= 0 && pool.slots[slot].used_at < evict_before ? slot : -1;
+    };
     int32_t slot = -1;
     if (!pool.free.empty()) {
         slot = pool.free.back();
         pool.free.pop_back();
     } else {
-        for (slot = pool.oldest; slot >= 0 && cells[pool.slots[slot].cell].pinned();) {
-            slot = pool.slots[slot].newer;
+        if (pool.n_passing > 0) {
+            slot = oldest(true);
         }
-        if (slot < 0 || pool.slots[slot].used_at >= evict_before) {
+        if (slot < 0 && (!passing || pool.n_passing < pool.max_passing)) {
+            slot = oldest(false);
+        }
+        if (slot < 0) {
             return -1;
         }
         evict(pool.slots[slot].cell);
         pool.free.pop_back();
     }
+    set_passing(pool, slot, passing);
     stats.slot_bytes_in_use += pool.slot_bytes;
     stats.slot_bytes_peak = std::max(stats.slot_bytes_peak, stats.slot_bytes_in_use);
     return slot;
 }
 
+void moe_edge_store::set_passing(moe_edge_pool & pool, int32_t slot, bool passing) {
+    pool.n_passing += passing - pool.slots[slot].passing;
+    pool.slots[slot].passing = passing;
+}
+
 void moe_edge_store::give_slot(moe_edge_pool & pool, int32_t slot) {
+    set_passing(pool, slot, false);
     pool.slots[slot] = {};
     pool.free.push_back(slot);
     stats.slot_bytes_in_use -= pool.slot_bytes;
@@ -327,7 +351,7 @@ void moe_edge_store::serve_waiting(moe_edge_pool & pool) {
     while (!pool.waiting.empty()) {
         const int32_t cell = pool.waiting.front();
         auto & c = cells[cell];
-        if (c.pinned() && !c.satisfied() && c.loading == NO_TIER && !try_load(cell, c.want, false)) {
+        if (c.pinned() && !c.satisfied() && c.loading == NO_TIER && !try_load(cell, c.want, false, c.passing)) {
             return;
         }
         c.waiting = false;
@@ -360,9 +384,9 @@ moe_edge_read_key moe_edge_store::read_key(int32_t cell) const {
                    : moe_edge_read_key(0, KIND_RANK[kind_of(cell)], s.offset + expert_of(cell) * s.expert_bytes, cell);
 }
 
-bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead, uint64_t evict_before) {
+bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead, bool passing, uint64_t evict_before) {
     auto & pool = pool_of(cell, tier);
-    const int32_t slot = take_slot(pool, evict_before);
+    const int32_t slot = take_slot(pool, passing, evict_before);
     if (slot < 0) {
         return false;
     }
@@ -404,7 +428,7 @@ void moe_edge_store::discard_load(int32_t cell) {
 void moe_edge_store::load_or_wait(int32_t cell) {
     auto & c    = cells[cell];
     auto & pool = pool_of(cell, c.want);
-    if (!c.waiting && (!pool.waiting.empty() || !try_load(cell, c.want, false))) {
+    if (!c.waiting && (!pool.waiting.empty() || !try_load(cell, c.want, false, c.passing))) {
         c.waiting = true;
         pool.waiting.push_back(cell);
     }
@@ -590,6 +614,7 @@ void moe_edge_store::begin_step(int32_t new_phase) {
 
 bool moe_edge_store::route() {
     std::fill(tier_out.begin(), tier_out.end(), callback ? 0 : default_tier);
+    std::fill(passing_out.begin(), passing_out.end(), 0);
     decision.n_prefetch  = 0;
     decision.renormalize = 0;
     if (callback) {
@@ -618,12 +643,14 @@ bool moe_edge_store::route() {
         }
     }
     routed_tiers.clear();
+    routed_passing.clear();
     for (const int32_t e : routed) {
         seen[e] = 0;
         routed_tiers.push_back(tier_out[e]);
+        routed_passing.push_back(passing_out[e]);
     }
     std::lock_guard<std::mutex> lock(mutex);
-    apply_locked(event.layer, MOE_EDGE_N_KINDS, routed.data(), routed_tiers.data(), routed.size());
+    apply_locked(event.layer, MOE_EDGE_N_KINDS, routed.data(), routed_tiers.data(), routed_passing.data(), routed.size());
     prefetch_locked(event.layer, prefetch_out.data(), std::min<int32_t>(decision.n_prefetch, prefetch_out.size()));
     return !failed;
 }
@@ -648,15 +675,16 @@ void moe_edge_store::apply(int32_t layer, const int32_t * experts, const uint8_t
     std::lock_guard<std::mutex> lock(mutex);
     if (check_layer(layer, MOE_EDGE_N_KINDS, experts, n)) {
         const std::vector<uint8_t> defaults(n, default_tier);
-        apply_locked(layer, MOE_EDGE_N_KINDS, experts, tiers ? tiers : defaults.data(), n);
+        apply_locked(layer, MOE_EDGE_N_KINDS, experts, tiers ? tiers : defaults.data(), nullptr, n);
     }
 }
 
-void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers, int32_t n) {
+void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers,
+                                  const uint8_t * passing, int32_t n) {
     const auto each_cell = [&](auto && visit) {
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
             for (int32_t i = 0; has_kind(layer, k) && (kind == k || kind == MOE_EDGE_N_KINDS) && i < n; i++) {
-                visit(cell_index(layer, k, experts[i]), tiers[i]);
+                visit(cell_index(layer, k, experts[i]), i);
             }
         }
     };
@@ -671,17 +699,21 @@ void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * e
         }
     }
     // pin what this step needs before anything may be evicted for it
-    each_cell([&](int32_t cell, uint8_t tier) {
+    each_cell([&](int32_t cell, int32_t i) {
         auto & c = cells[cell];
         n_decided += !c.decided;
         c.decided = true;
-        c.want    = tier;
-        if (c.pinned()) {
+        c.want    = tiers[i];
+        c.passing = passing && passing[i];
+        if (exact_tiers && c.pinned() && c.tier != NO_TIER && c.tier < c.want) {
+            evict(cell);
+        }
+        if (c.pinned() && !c.passing) {
             touch(cell);
         }
     });
     cancel_stale(layer);
-    each_cell([&](int32_t cell, uint8_t) {
+    each_cell([&](int32_t cell, int32_t) {
         if (cells[cell].pinned()) {
             ask(cell);
         }
@@ -709,6 +741,9 @@ void moe_edge_store::ask(int32_t cell) {
     }
     if (c.loading != NO_TIER) {
         const bool good_enough = c.loading <= c.want && !c.abandoned;
+        if (!c.passing) {
+            set_passing(pool_of(cell, c.loading), c.loading_slot, false);
+        }
         stats.prefetch_used += good_enough && c.ahead;
         if (!good_enough && c.started == 0) {
             cancel_read(cell);
@@ -741,14 +776,16 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
     // what is predicted and resident must not make room for what is predicted and absent
     const uint64_t before = clock + 1;
     for (int32_t i = n; i-- > 0;) {
-        each_cell(list[i], [&](int32_t cell) { touch(cell); });
+        if (!list[i].passing) {
+            each_cell(list[i], [&](int32_t cell) { touch(cell); });
+        }
     }
     for (int32_t i = 0; i < n; i++) {
         const auto & p = list[i];
         each_cell(p, [&](int32_t cell) {
             const auto & c = cells[cell];
             if (!c.decided && c.loading == NO_TIER && (c.tier == NO_TIER || c.tier > p.tier)) {
-                try_load(cell, p.tier, true, before);
+                try_load(cell, p.tier, true, p.passing != 0, before);
             }
         });
     }
@@ -798,7 +835,7 @@ void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t
     if (!undecided.empty()) {
         // this kind alone: which one is computed next is the graph's business
         const std::vector<uint8_t> tiers(undecided.size(), default_tier);
-        apply_locked(m.layer, m.kind, undecided.data(), tiers.data(), undecided.size());
+        apply_locked(m.layer, m.kind, undecided.data(), tiers.data(), nullptr, undecided.size());
     }
 }
 
@@ -828,6 +865,12 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
             stats.waves += op.waited;
             op.waited = true;
             return n;
+        }
+        for (int32_t t = 0; t < n_tiers; t++) {
+            serve_waiting(pools[slices[m.layer][m.kind][t].group]);
+        }
+        if (!reads.empty()) {
+            work_cv.notify_all();
         }
         const uint64_t t0 = now_us();
         done_cv.wait_for(lock, std::chrono::milliseconds(50));  // cancel() cannot take the lock to notify
@@ -869,7 +912,7 @@ int32_t moe_edge_store::warm(const moe_edge_prefetch_item * list, int32_t n,
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
             const int32_t cell = cell_index(p.layer, k, p.expert);
             if (has_kind(p.layer, k) && cells[cell].tier == NO_TIER && cells[cell].loading == NO_TIER &&
-                !pool_of(cell, p.tier).free.empty() && try_load(cell, p.tier, false)) {
+                !pool_of(cell, p.tier).free.empty() && try_load(cell, p.tier, false, false)) {
                 asked.push_back(cell);
                 any = true;
             }
@@ -920,6 +963,11 @@ void moe_edge_store::get_stats(moe_edge_stats * out) {
     *out = stats;
 }
 
+void moe_edge_store::get_resident(uint8_t * out) {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::copy(resident.begin(), resident.end(), out);
+}
+
 void moe_edge_store::reset_stats() {
     std::lock_guard<std::mutex> lock(mutex);
     moe_edge_stats fresh = {};
@@ -947,8 +995,10 @@ std::string moe_edge_store::check() {
             return format("group %zu: the LRU list does not end at its oldest slot", g);
         }
         size_t owned = 0;
+        int32_t n_passing = 0;
         for (size_t i = 0; i < pool.slots.size(); i++) {
             const auto & s = pool.slots[i];
+            n_passing += s.passing;
             if (s.cell < 0) {
                 continue;
             }
@@ -965,6 +1015,9 @@ std::string moe_edge_store::check() {
         }
         if (!pool.waiting.empty() && !pool.free.empty()) {
             return format("group %zu: a cell waits for a slot while one is free", g);
+        }
+        if (n_passing != pool.n_passing) {
+            return format("group %zu: %d passing slots, %d counted", g, n_passing, pool.n_passing);
         }
         in_use += owned * pool.slot_bytes;
     }
@@ -1041,6 +1094,8 @@ bool moe_edge_abort(void * store) { return static_cast<moe_edge_store *>(store)-
 void moe_edge_cancel(moe_edge_store * store, int32_t on) { store->cancel(on != 0); }
 
 void moe_edge_get_stats(moe_edge_store * store, moe_edge_stats * out) { store->get_stats(out); }
+
+void moe_edge_get_resident(moe_edge_store * store, uint8_t * out) { store->get_resident(out); }
 
 void moe_edge_reset_stats(moe_edge_store * store) { store->reset_stats(); }
 

@@ -44,6 +44,7 @@ struct moe_edge_slot {
     uint64_t used_at    = 0;      // when its bytes were last asked for; orders the LRU list
     bool     listed     = false;
     bool     prefetched = false;  // read ahead and not used yet
+    bool     passing    = false;  // loaded for passing requests alone
 };
 
 struct moe_edge_cell {
@@ -51,6 +52,7 @@ struct moe_edge_cell {
     int8_t   loading      = NO_TIER;
     uint8_t  want         = 0;        // tier asked for by the current step, or MOE_EDGE_SKIP
     bool     decided      = false;    // want belongs to the current step
+    bool     passing      = false;    // so does this: nothing but passing requests asked for it
     bool     waiting      = false;    // in its group's queue for a slot
     bool     ahead        = false;    // its read is a prefetch
     bool     broken       = false;    // a part of its read failed
@@ -78,6 +80,8 @@ struct moe_edge_pool {
     int32_t  tier       = -1;
     int32_t  newest     = -1;
     int32_t  oldest     = -1;
+    int32_t  n_passing  = 0;      // slots that passing loads hold
+    int32_t  max_passing = 1;     // more of them evict only each other
     std::vector<moe_edge_slot> slots;
     std::vector<int32_t>       free;
     std::deque<int32_t>        waiting;  // pinned cells without a slot, first come first served
@@ -121,13 +125,15 @@ struct moe_edge_store {
     void    cancel(bool on) { cancelled = on; }  // next() polls; a signal handler may call this
     bool    aborted() const { return failed.load() || cancelled.load(); }
     void    get_stats(moe_edge_stats * out);
+    void    get_resident(uint8_t * out);
     void    reset_stats();
     std::string check();  // empty, or the invariant that does not hold
 
     std::function<void()> detach;  // set while a model's tensors point into the store
 
     // fixed after construction
-    int32_t n_layers, n_expert, n_expert_used, n_tiers, max_tokens, n_ahead;
+    int32_t n_layers, n_expert, n_expert_used, n_tiers, max_tokens, n_ahead, importance_window;
+    bool    exact_tiers;
     std::vector<int32_t> il;  // [n_layers] the model's layer numbers
     std::vector<std::array<std::array<moe_edge_slices, MOE_EDGE_MAX_TIERS>, MOE_EDGE_N_KINDS>> slices;
     std::vector<std::array<moe_edge_matrix, MOE_EDGE_N_KINDS>> matrices;  // [n_layers]
@@ -141,8 +147,8 @@ struct moe_edge_store {
     moe_edge_event    event    = {};
     moe_edge_decision decision = {};
     std::vector<int32_t> ids, tokens, ahead_ids;
-    std::vector<float>   weights, ahead;
-    std::vector<uint8_t> resident_view, tier_out;
+    std::vector<float>   weights, ahead, importance;
+    std::vector<uint8_t> resident_view, tier_out, passing_out;
     std::vector<moe_edge_prefetch_item> prefetch_out;
 
   private:
@@ -173,17 +179,20 @@ struct moe_edge_store {
 
     // below: with the mutex held
     // kind MOE_EDGE_N_KINDS: all of the layer
-    void    apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers, int32_t n);
+    // passing: null for none
+    void    apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers,
+                         const uint8_t * passing, int32_t n);
     bool    check_layer(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
     void    ask(int32_t cell);
     void    load_or_wait(int32_t cell);
-    bool    try_load(int32_t cell, int32_t tier, bool ahead, uint64_t evict_before = UINT64_MAX);
+    bool    try_load(int32_t cell, int32_t tier, bool ahead, bool passing, uint64_t evict_before = UINT64_MAX);
     void    prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n);
     void    cancel_stale(int32_t layer);
     void    cancel_read(int32_t cell);
     void    drop_rest(int32_t cell);
     void    discard_load(int32_t cell);
-    int32_t take_slot(moe_edge_pool & pool, uint64_t evict_before);
+    int32_t take_slot(moe_edge_pool & pool, bool passing, uint64_t evict_before);
+    void    set_passing(moe_edge_pool & pool, int32_t slot, bool passing);
     void    give_slot(moe_edge_pool & pool, int32_t slot);
     void    serve_waiting(moe_edge_pool & pool);
     void    settle(int32_t cell);
@@ -220,5 +229,5 @@ struct moe_edge_store {
     std::vector<uint8_t>    resident;  // [n_layers, n_expert]
     std::vector<uint8_t>    seen;      // [n_expert] scratch of route()
     std::vector<int32_t>    routed;
-    std::vector<uint8_t>    routed_tiers;
+    std::vector<uint8_t>    routed_tiers, routed_passing;
 };

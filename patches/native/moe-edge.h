@@ -26,7 +26,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 1
+#define MOE_EDGE_ABI_VERSION 2
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -51,7 +51,9 @@ enum moe_edge_phase {
 };
 
 enum moe_edge_flags {
-    MOE_EDGE_DIRECT_IO = 1,  // O_DIRECT where the file system allows it
+    MOE_EDGE_DIRECT_IO   = 1,  // O_DIRECT where the file system allows it
+    MOE_EDGE_EXACT_TIERS = 2,  // a request drops a better copy in memory and computes what it asked
+                               // for: to measure what a tier costs, not to be fast
 };
 
 // Where the experts of one (layer, kind, tier) lie: expert e is the bytes
@@ -71,7 +73,7 @@ struct moe_edge_slices {
 struct moe_edge_group {
     uint64_t slot_bytes;
     int32_t  n_slots;
-    int32_t  reserved;
+    int32_t  n_passing;  // slots that passing requests may take from the others; 0 means 1
 };
 
 struct moe_edge_layer {
@@ -96,7 +98,9 @@ struct moe_edge_config {
     int32_t  n_ahead;         // look-ahead depth P, 0 .. MOE_EDGE_MAX_AHEAD
     int32_t  n_io_threads;
     int32_t  flags;           // enum moe_edge_flags
-    int32_t  reserved[2];
+    int32_t  importance_window;  // token importance from the last W queries of a step, 0: none,
+                              // -1: from all of them, which needs an attention that is not flash
+    int32_t  reserved;
 };
 
 struct moe_edge_store;
@@ -109,12 +113,15 @@ struct moe_edge_event {
     int32_t phase;             // enum moe_edge_phase, as given to moe_edge_begin_step
     int32_t n_tokens;          // T of this event (a last layer may see fewer than the batch)
     int32_t n_ahead;           // look-ahead layers present: layer+1 .. layer+n_ahead
+    int32_t has_importance;
+    int32_t reserved;
     int64_t step;              // counts moe_edge_begin_step calls
     const int32_t * ids;       // [T, k]  row-major, one row a token
     const float   * weights;   // [T, k]  routing weights as the model will use them
     const int32_t * tokens;    // [T]     position of each token in its ubatch
     const int32_t * ahead_ids; // [n_ahead, max_tokens, k] predicted top-k, best first
     const float   * ahead;     // [n_ahead, max_tokens, k] predicted scores of those, eq. 6 of DyMoE
+    const float   * importance; // [T]    attention that each token receives, eq. 1 of DyMoE
     const uint8_t * resident;  // [n_layers, n_expert] best tier fully resident, or MOE_EDGE_ABSENT
 };
 
@@ -123,13 +130,19 @@ struct moe_edge_prefetch_item {
     int16_t expert;
     uint8_t tier;
     uint8_t kinds;             // bit mask of 1 << moe_edge_kind; 0 means all of the layer
-    int16_t reserved;
+    int16_t passing;           // as in moe_edge_decision
 };
 
-// The callback's answer, in arrays of the store. tier[] is filled with 0 (the best)
-// before each call, and only entries of routed experts are read.
+// The callback's answer, in arrays of the store. tier[] and passing[] are filled with 0 (the
+// best; stays) before each call, and only entries of routed experts are read.
+//
+// A passing request does not count as a use: what it finds in memory keeps its place in the
+// order of eviction; what it loads is evicted before anything else, and takes a slot from the
+// others only while less than n_passing slots of the group hold such loads. A long prompt so
+// streams through a few slots, and what decoding uses stays.
 struct moe_edge_decision {
     uint8_t * tier;                       // [n_expert] tier index or MOE_EDGE_SKIP
+    uint8_t * passing;                    // [n_expert] 0 or 1
     struct moe_edge_prefetch_item * prefetch;  // [MOE_EDGE_MAX_PREFETCH] most urgent first
     int32_t n_prefetch;
     int32_t renormalize;                  // 1: remaining weights of a token keep their sum
@@ -208,6 +221,9 @@ MOE_EDGE_API void moe_edge_cancel(struct moe_edge_store * store, int32_t on);
 
 MOE_EDGE_API void moe_edge_get_stats(struct moe_edge_store * store, struct moe_edge_stats * out);
 MOE_EDGE_API void moe_edge_reset_stats(struct moe_edge_store * store);
+
+// out [n_layers, n_expert]: best tier of which every matrix is resident, or MOE_EDGE_ABSENT.
+MOE_EDGE_API void moe_edge_get_resident(struct moe_edge_store * store, uint8_t * out);
 
 // Loads (layer, expert, all kinds) in a tier before the first token, as far as free
 // slots go; blocks until read. Returns how many experts were loaded, or -1 on error.

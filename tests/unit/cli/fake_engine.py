@@ -40,6 +40,7 @@ STATS = GenerationStats(
     mode="managed: dymoe 4/2 (q4_k/q2_k) r=0.75, 64 MiB of expert slots, direct I/O",
     callback_us_p50=11.0,
     finish="end",
+    policy={"prefetch": "on", "recall": [None, 0.5, 0.75], "precision": [None, 0.5, 0.75]},
 )
 
 

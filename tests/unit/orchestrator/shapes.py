@@ -37,7 +37,8 @@ def make_event(
         weights = np.round(weights, 1)
     ahead_ids = np.stack([rows(n) for _ in range(max(1, n_ahead))])
     scores = np.sort(rng.random((*ahead_ids.shape,), np.float32), axis=2)[:, :, ::-1].copy()
-    event = RouteEvent(rows(n), weights, np.arange(n, dtype=np.int32), ahead_ids, scores)
+    received = rng.random(n, np.float32)
+    event = RouteEvent(rows(n), weights, np.arange(n, dtype=np.int32), ahead_ids, scores, received)
     event.layer, event.phase, event.n_tokens, event.n_ahead = layer, int(phase), n_tokens, n_ahead
     return event
 
@@ -49,7 +50,8 @@ def make_view(shape: ModelShape, resident: np.ndarray | None = None) -> StoreVie
 
 
 def make_decision(shape: ModelShape, capacity: int = MAX_PREFETCH) -> DecisionBuffer:
-    return DecisionBuffer(np.zeros(shape.n_expert, np.uint8), np.zeros(capacity, np.int64))
+    tier, passing = np.zeros((2, shape.n_expert), np.uint8)
+    return DecisionBuffer(tier, passing, np.zeros(capacity, np.int64))
 
 
 def prefetches(out: DecisionBuffer) -> list[tuple[int, int, int, int]]:

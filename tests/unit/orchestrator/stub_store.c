@@ -30,6 +30,8 @@ struct moe_edge_store {
     float ahead[N_AHEAD*MAX_TOKENS*K];
     uint8_t resident[N_LAYERS*N_EXPERT];
     uint8_t tier[N_EXPERT];
+    uint8_t passing[N_EXPERT];
+    float importance[MAX_TOKENS];
     struct moe_edge_prefetch_item prefetch[MOE_EDGE_MAX_PREFETCH];
 };
 
@@ -51,9 +53,9 @@ struct moe_edge_store * moe_edge_store_create(const struct moe_edge_config * c, 
     struct moe_edge_store * s = calloc(1, sizeof(*s));
     s->event = (struct moe_edge_event) {
         .n_tokens = 1, .ids = s->ids, .weights = s->weights, .tokens = s->tokens,
-        .ahead_ids = s->ahead_ids, .ahead = s->ahead, .resident = s->resident,
+        .ahead_ids = s->ahead_ids, .ahead = s->ahead, .importance = s->importance, .resident = s->resident,
     };
-    s->decision = (struct moe_edge_decision) { .tier = s->tier, .prefetch = s->prefetch };
+    s->decision = (struct moe_edge_decision) { .tier = s->tier, .passing = s->passing, .prefetch = s->prefetch };
     live++;
     return s;
 }
@@ -77,6 +79,7 @@ bool moe_edge_abort(void * s) { return ((struct moe_edge_store *) s)->cancelled 
 void moe_edge_cancel(struct moe_edge_store * s, int32_t on) { s->cancelled = on; }
 void moe_edge_get_stats(struct moe_edge_store * s, struct moe_edge_stats * out) { *out = s->stats; }
 void moe_edge_reset_stats(struct moe_edge_store * s) { memset(&s->stats, 0, sizeof(s->stats)); }
+void moe_edge_get_resident(struct moe_edge_store * s, uint8_t * out) { memcpy(out, s->resident, sizeof(s->resident)); }
 int32_t moe_edge_warm(struct moe_edge_store * s, const struct moe_edge_prefetch_item * list, int32_t n,
         void (*progress)(int32_t, int32_t, void *), void * user) {
     int32_t done = 0;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -58,16 +60,53 @@ def test_importance(seed: int, n_tokens: int, t: int, ties: bool) -> None:
     assert [event.weights[i] for i in order] == sorted(event.weights.tolist(), reverse=True)
 
 
-@given(SEEDS, st.integers(2, 40))
-def test_prefill_asks_high_for_all(seed: int, n_tokens: int) -> None:
-    shape = make_shape()
-    policy = DyMoE(shape, PolicySettings(retention=0.5))
-    policy.plan(10**7)
-    event = make_event(shape, np.random.default_rng(seed), n_tokens, phase=Phase.PREFILL, n_ahead=1)
+def reference_order(ids: np.ndarray, scores: np.ndarray | None, share: float, n: int) -> list[int]:
+    """Experts by heavy-hitter load, then by load, then by index (eq. 1-2, ties as we state)."""
+    heavy = set(range(len(ids)))
+    if scores is not None:
+        ranked = sorted(range(len(ids)), key=lambda t: -scores[t])
+        heavy = set(ranked[: max(1, math.ceil(share * len(ids)))])
+    load, heavy_load = [0] * n, [0] * n
+    for token, row in enumerate(ids.tolist()):
+        for expert in row:
+            load[expert] += 1
+            heavy_load[expert] += token in heavy
+    return sorted(range(n), key=lambda e: (-heavy_load[e], -load[e], e))
+
+
+@settings(deadline=None)
+@given(SEEDS, st.integers(2, 40), st.integers(0, 4), st.booleans(), st.booleans(), st.floats(0, 1))
+def test_prefill_follows_the_heavy_hitters(
+    seed: int, n_tokens: int, layer: int, skip: bool, scored: bool, share: float
+) -> None:
+    shape = make_shape(tiers=("q4_k",) if skip else ("q4_k", "q2_k"))
+    low = SKIP if skip else 1
+    policy = DyMoE(shape, PolicySettings(retention=0.6, skip_low=skip, heavy_hitters=share))
+    slots = policy.plan(10**6)
+    event = make_event(
+        shape, np.random.default_rng(seed), n_tokens, layer, phase=Phase.PREFILL, n_ahead=1
+    )
+    event.has_importance = int(scored)
+    scores = event.importance_array
     out = make_decision(shape)
     policy.decide(event, make_view(shape), out)
-    assert not any(out.tier)
-    assert all(tier == 0 and layer == 1 for layer, _, tier, _ in prefetches(out))
+
+    order = reference_order(event.ids_array, scores, share, shape.n_expert)
+    t = policy.prefill_critical[layer]
+    assert sum(policy.prefill_critical) / (6 * 16) == pytest.approx(0.6, abs=0.02)
+    assert {e: out.tier[e] for e in order} == {e: 0 if i < t else low for i, e in enumerate(order)}
+    half = slots.groups[slots.group_of[layer, 0, 0]].n_slots // 2
+    assert [e for e in order if not out.passing_array[e]] == order[:half]
+
+    # ahead: the same order over what is predicted, and its rank decides the tier
+    predicted = event.ahead_ids_array[0]
+    order = reference_order(predicted, scores, share, shape.n_expert)
+    t, used = policy.prefill_critical[layer + 1], set(predicted.ravel().tolist())
+    room = [slots.groups[slots.group_of[layer + 1, 0, tier]].n_slots for tier in range(2 - skip)]
+    wanted = [(layer + 1, e, 0, 0) for e in order[:t] if e in used][: room[0]]
+    if not skip:
+        wanted += [(layer + 1, e, 1, 0) for e in order[t:] if e in used][: room[1]]
+    assert prefetches(out) == wanted
 
 
 @settings(deadline=None)
@@ -75,18 +114,16 @@ def test_prefill_asks_high_for_all(seed: int, n_tokens: int) -> None:
 def test_decode_prefetch(seed: int, layer: int, n_ahead: int) -> None:
     rng = np.random.default_rng(seed)
     shape = make_shape()
-    resident = rng.choice([0, 1, ABSENT], (shape.n_layers, shape.n_expert)).astype(np.uint8)
     policy = DyMoE(shape, PolicySettings(retention=0.6))
     event = make_event(shape, rng, layer=layer, n_ahead=n_ahead)
     out = make_decision(shape)
-    policy.decide(event, make_view(shape, resident), out)
+    policy.decide(event, make_view(shape), out)
     expected = []
     for ahead in range(n_ahead):
         target = layer + 1 + ahead
         for rank, expert in enumerate(event.ahead_ids_array[ahead, 0].tolist()):
             tier = 0 if rank < policy.critical[target] else 1
-            if resident[target, expert] > tier:
-                expected.append((target, expert, tier, 0))
+            expected.append((target, expert, tier, 0))
     assert prefetches(out) == expected
 
 
@@ -118,7 +155,7 @@ def test_prefill_prefetch_counts_tokens() -> None:
 
 def test_prefetch_can_be_off() -> None:
     shape = make_shape()
-    policy = DyMoE(shape, PolicySettings(prefetch=False))
+    policy = DyMoE(shape, PolicySettings(prefetch="off"))
     out = make_decision(shape)
     for phase in Phase:
         event = make_event(shape, np.random.default_rng(0), 2, phase=phase, n_ahead=1)

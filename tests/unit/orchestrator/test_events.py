@@ -23,7 +23,8 @@ def test_rows_and_arrays_agree() -> None:
 
 def test_no_look_ahead() -> None:
     rows, none = np.zeros((4, 2), np.int32), np.zeros((0, 4, 2), np.int32)
-    event = RouteEvent(rows, rows.astype(np.float32), rows[:, 0], none, none.astype(np.float32))
+    floats = rows.astype(np.float32)
+    event = RouteEvent(rows, floats, rows[:, 0], none, none.astype(np.float32), floats[:, 0])
     assert event.ahead_ids == ()
     assert event.ahead_ids_array.shape == (0, 1, 2)
 
@@ -31,12 +32,15 @@ def test_no_look_ahead() -> None:
 def test_inputs_are_read_only() -> None:
     shape = make_shape()
     event, view = make_event(shape, np.random.default_rng(1), n_ahead=1), make_view(shape)
+    assert event.importance_array is None
+    event.has_importance = 1
     for array in (
         event.ids_array,
         event.weights_array,
         event.tokens_array,
         event.ahead_ids_array,
         event.ahead_array,
+        event.importance_array,
         view.resident_array,
     ):
         with pytest.raises(ValueError, match="read-only"):
@@ -56,10 +60,10 @@ def test_views_follow_the_memory() -> None:
 
 def test_prefetch_packs_the_c_struct() -> None:
     decision = make_decision(make_shape())
-    decision.prefetch(300, 511, 2, kinds=8)
+    decision.prefetch(300, 511, 2, kinds=8, passing=1)
     decision.prefetch(1, 0, 1)
     item = CPrefetch.from_buffer_copy(bytes(decision._prefetch[:1]))
-    assert (item.layer, item.expert, item.tier, item.kinds, item.reserved) == (300, 511, 2, 8, 0)
+    assert (item.layer, item.expert, item.tier, item.kinds, item.passing) == (300, 511, 2, 8, 1)
     assert prefetches(decision) == [(300, 511, 2, 8), (1, 0, 1, 0)]
 
 
@@ -89,6 +93,7 @@ def test_stats_are_json() -> None:
         mode="m",
         callback_us_p50=None,
         finish="end",
+        policy={},
     )
     parsed = json.loads(json.dumps(stats.as_dict(), allow_nan=False))
     assert parsed["tpot_ms_p50"] is None

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.errors import ConfigError
 from orchestrator.policy.retention import critical_counts, ratios, realised, solve
 
 LAYERS = st.integers(2, 64)
@@ -53,6 +54,27 @@ def test_solution_is_its_own_lambda(retention: float, n_layers: int, m: int) -> 
 def test_everything_is_critical_at_one(n_layers: int, m: int) -> None:
     _, counts = solve(1.0, n_layers, m)
     assert counts == [m] * n_layers
+
+
+@given(SHARES, st.integers(2, 24), st.integers(1, 8), st.sampled_from(["linear", "flat"]))
+def test_other_schedules_have_the_same_mean(
+    retention: float, n_layers: int, m: int, schedule: str
+) -> None:
+    lam, counts = solve(retention, n_layers, m, schedule)
+    assert counts == critical_counts(lam, n_layers, m, schedule)
+    error = abs(realised(counts, m) - retention)
+    for other in np.linspace(0, 1, 401):
+        mean = realised(critical_counts(float(other), n_layers, m, schedule), m)
+        assert error <= abs(mean - retention) + 1e-9
+
+
+def test_shapes_of_the_schedules() -> None:
+    assert ratios(0.5, 3, "linear") == [1.0, 0.75, 0.5]
+    assert ratios(0.5, 5, "flat") == [0.5] * 5
+    cosine, linear = ratios(0.5, 9), ratios(0.5, 9, "linear")
+    assert all(a > b for a, b in zip(cosine[1:4], linear[1:4], strict=True))  # the slow start
+    with pytest.raises(ConfigError, match="cosine, linear, flat"):
+        ratios(0.5, 3, "steep")
 
 
 def test_the_ceiling_is_accounted_for() -> None:
