@@ -203,9 +203,13 @@ def _short_mode(mode: str) -> str:
 def stats_table(stats: GenerationStats) -> str:
     """All statistics of an answer, one a line."""
     rows: list[tuple[str, str]] = []
-    for key, value in stats.as_dict().items():
+    values = stats.as_dict()
+    policy = values.pop("policy")
+    for key, value in (values | policy).items():
         if value is None:
             text = "-"
+        elif isinstance(value, list):
+            text = " ".join("-" if each is None else f"{each:.2f}" for each in value)
         elif isinstance(value, dict):
             text = ", ".join(f"{name} {_number(share)}" for name, share in value.items())
         elif "bytes" in key:

@@ -114,6 +114,16 @@ model_options = _options(
         "0.75]",
     ),
     click.option(
+        "--schedule",
+        metavar="NAME",
+        help=f"How that share falls with depth: cosine, linear, flat.  {_default('schedule')}",
+    ),
+    click.option(
+        "--prefetch",
+        metavar="WHEN",
+        help=f"Load ahead: on, off, or auto: while it pays.  {_default('prefetch')}",
+    ),
+    click.option(
         "--high-tier",
         metavar="TIER",
         help="Precision of critical experts, as q4_k.  [default: the best that fits, else q4_k]",

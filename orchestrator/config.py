@@ -59,7 +59,8 @@ class Config:
     "auto" stops it while it does not pay. importance: where a prompt's token scores come from,
     the attention of the last importance_window queries ("window"), that of all of them
     ("exact", without flash attention), or every token alike ("load"); heavy_hitters is the
-    share of tokens that count. exact_tiers computes a low request in low even where the high
+    share of tokens that count. prompts_pass lets the experts that a prompt uses less pass
+    through a part of the slots instead of taking them all. exact_tiers computes a low request in low even where the high
     copy is in memory, to measure quality. logits_all keeps room for the logits of every token
     of a batch, which evaluation needs and chatting does not.
     """
@@ -84,6 +85,7 @@ class Config:
     importance: str = "window"
     importance_window: int = 32
     heavy_hitters: float = 0.2
+    prompts_pass: bool = True
     prefetch: str = "auto"
     exact_tiers: bool = False
     n_ahead: int = 1
@@ -170,6 +172,7 @@ _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
     ("importance", (str,), False),
     ("importance_window", (int,), False),
     ("heavy_hitters", (float, int), False),
+    ("prompts_pass", (bool,), False),
     ("prefetch", (str,), False),
     ("exact_tiers", (bool,), False),
     ("io_threads", (int,), False),

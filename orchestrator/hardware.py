@@ -244,6 +244,7 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
         renormalize=config.renormalize,
         schedule=config.schedule,
         heavy_hitters=config.heavy_hitters,
+        prompts_pass=config.prompts_pass,
     )
     policy = make_policy(name, shape, settings)
     try:

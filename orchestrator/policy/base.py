@@ -38,7 +38,8 @@ class ModelShape:
 class PolicySettings:
     """What a user can tune. skip_low: experts that are not critical are skipped (4/0).
     schedule: "cosine", "linear" or "flat"; prefetch: "on", "off", or "auto", which stops it
-    while it does not pay; heavy_hitters: the share of a prompt's tokens that count as such."""
+    while it does not pay; heavy_hitters: the share of a prompt's tokens that count as such;
+    prompts_pass: a prompt's experts pass through a part of the slots."""
 
     retention: float = 0.75
     skip_low: bool = False
@@ -46,6 +47,7 @@ class PolicySettings:
     renormalize: bool = False
     schedule: str = "cosine"
     heavy_hitters: float = 0.2
+    prompts_pass: bool = True
 
 
 @dataclass(frozen=True, slots=True)

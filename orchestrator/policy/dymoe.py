@@ -30,7 +30,7 @@ _DECODE = int(Phase.DECODE)
 
 # Of a layer's high slots: those that a prompt may fill with what it uses most, and those that
 # the rest of its experts pass through (EXPERIMENTS.md, "Long prompts").
-_STAYS_SHARE = 0.5
+_STAYS_SHARE = 0.75
 _PASSING_SHARE = 0.25
 
 
@@ -165,8 +165,7 @@ class DyMoE:
         if t < n_expert:
             out.renormalize = self._settings.renormalize
             out.tier_array[order[t:]] = low
-        stays = int(self._high_slots[layer] * _STAYS_SHARE)
-        out.passing_array[order[stays:]] = 1
+        out.passing_array[order[self._stays(layer) :]] = 1
         if event.n_ahead and self._settings.prefetch != "off":
             prefetch.by_frequency(
                 event,
@@ -176,8 +175,14 @@ class DyMoE:
                 critical=self.prefill_critical[layer + 1],
                 low=low if low != SKIP else None,
                 room=(self._high_slots[layer + 1], self._low_slots[layer + 1]),
-                stays=int(self._high_slots[layer + 1] * _STAYS_SHARE),
+                stays=self._stays(layer + 1),
             )
+
+    def _stays(self, layer: int) -> int:
+        """How many of a prompt's experts stay in memory."""
+        if not self._settings.prompts_pass:
+            return self._shape.n_expert
+        return int(self._high_slots[layer] * _STAYS_SHARE)
 
     def _prefetches(self) -> bool:
         how = self._settings.prefetch
@@ -198,10 +203,10 @@ class DyMoE:
         return {"prefetch": how, "recall": recall, "precision": precision}
 
     def describe(self) -> str:
+        high = self._shape.tiers[0]
         if self._one_precision:
-            return f"dymoe {self._shape.tiers[0]}, one precision"
-        low = "skip" if self._low == SKIP else self._shape.tiers[1]
-        return (
-            f"dymoe {self._shape.tiers[0]}/{low} r={self.retention:g} "
-            f"(realised {self.realised:.3f})"
-        )
+            text = f"dymoe {high}, one precision"
+        else:
+            low = "skip" if self._low == SKIP else self._shape.tiers[1]
+            text = f"dymoe {high}/{low} r={self.retention:g} (realised {self.realised:.3f})"
+        return text if self._monitor.pays else text + ", prefetch paused"

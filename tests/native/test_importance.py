@@ -1,0 +1,125 @@
+"""Token importance (DyMoE eq. 1): the attention that each token of a prompt receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
+
+N = 48
+Scores = dict[int, np.ndarray | None]
+
+
+def tokens(n: int = N) -> list[int]:
+    return np.random.default_rng(3).integers(0, 200, n).tolist()
+
+
+class Recorder:
+    """Keeps each event's importance, and decides nothing."""
+
+    retention = None
+
+    def __init__(self) -> None:
+        self.scores: Scores = {}
+
+    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        found = event.importance_array
+        self.scores[event.layer] = None if found is None else found.copy()
+
+    def step_done(self, report: object) -> None:
+        pass
+
+
+def scores(model: Path, parts: list[list[int]], **settings: object) -> Scores:
+    """Layer -> importance [T] of the last part, evaluated one after the other."""
+    config = Config.build(
+        model=model, policy="dymoe", low_tier="skip", ctx=256, threads=1, expert_ram=64 << 20,
+        prefetch="off", **settings,
+    )  # fmt: skip
+    with Engine.open(config) as engine:
+        recorder = Recorder()
+        engine.policy = recorder  # type: ignore[assignment]
+        at = 0
+        for part in parts:
+            recorder.scores = {}
+            engine.eval(part, at, want_all_logits=engine.config.logits_all)
+            at += len(part)
+        return recorder.scores
+
+
+@pytest.mark.parametrize("shape", ["qwen3moe", "olmoe", "mixtral", "phimoe", "deepseek2"])
+def test_the_cheap_form_over_all_queries_is_the_exact_one(
+    shape: str, tiny_model: Callable[..., Path]
+) -> None:
+    """Flash attention and softmax round differently, and the deeper the more."""
+    model = tiny_model(shape, "q4_k")
+    exact = scores(model, [tokens()], importance="exact")
+    cheap = scores(model, [tokens()], importance="window", importance_window=N)
+    assert len(exact) > 1
+    for layer, expected in exact.items():
+        found = cheap[layer]
+        assert expected is not None and found is not None
+        np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
+        if len(expected) == N:
+            assert expected.sum() == pytest.approx(N, rel=1e-4)
+
+
+def test_a_window_is_the_last_queries(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("qwen3moe", "q4_k")
+    for window in (1, 8):
+        found = scores(model, [tokens()], importance="window", importance_window=window)[0]
+        assert found is not None
+        assert found.sum() == pytest.approx(window, rel=1e-4)
+        assert found.min() >= 0
+
+
+def test_a_later_chunk_scores_its_own_tokens(tiny_model: Callable[..., Path]) -> None:
+    """The last query looks at the same tokens, whichever chunk they came in."""
+    model = tiny_model("qwen3moe", "q4_k")
+    whole = scores(model, [tokens()], importance_window=1)[0]
+    parts = scores(model, [tokens()[:19], tokens()[19:]], importance_window=1)[0]
+    assert whole is not None and parts is not None
+    assert parts.shape == (N - 19,)
+    np.testing.assert_allclose(parts, whole[19:], rtol=1e-3, atol=1e-5)
+    assert parts.sum() < 0.99
+
+
+def test_a_last_layer_maps_its_output_rows(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("qwen3moe", "q4_k")
+    found = scores(model, [tokens()], importance_window=4)
+    last = found[max(found)]
+    assert last is not None and last.shape == (1,)
+    everything = scores(model, [tokens()], importance_window=4, logits_all=True)[max(found)]
+    assert everything is not None and everything.shape == (N,)
+    np.testing.assert_allclose(last[0], everything[-1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("importance", ["window", "exact", "load"])
+def test_none_for_one_token_and_none_unasked(
+    importance: str, tiny_model: Callable[..., Path]
+) -> None:
+    model = tiny_model("qwen3moe", "q4_k")
+    single = scores(model, [tokens(), [5]], importance=importance)
+    assert set(single.values()) == {None}
+    many = scores(model, [tokens()], importance=importance)
+    assert all((found is None) == (importance == "load") for found in many.values())
+
+
+def test_logits_do_not_change(tiny_model: Callable[..., Path]) -> None:
+    """The side branch reads, and nothing else: bit for bit the same answer."""
+
+    def logits(importance: str) -> np.ndarray:
+        config = Config.build(
+            model=tiny_model("qwen3moe", "q4_k", "q2_k"), policy="dymoe", low_tier="q2_k",
+            retention=1.0, ctx=256, threads=1, expert_ram=64 << 20, importance=importance,
+        )  # fmt: skip
+        with Engine.open(config) as engine:
+            return engine.eval(tokens(), 0)
+
+    np.testing.assert_array_equal(logits("window"), logits("load"))
