@@ -228,10 +228,15 @@ def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
 
 def _config(options: dict[str, Any]) -> Config:
     """The config of the options that were given; without --model, of the demo model."""
-    given = {name: value for name, value in options.items() if value is not None}
+    given = _given(options)
     if "model" not in given:
         given["model"] = _demo_model()
     return Config.build(**given)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _demo_model() -> Path:
@@ -361,11 +366,57 @@ def bench(caps: str | None, as_json: bool, **options: Any) -> None:
     from orchestrator.bench import BenchOptions, render, run
     from orchestrator.bench.plan import parse_caps
 
-    given = {name: value for name, value in options.items() if value is not None}
+    given = _given(options)
     if caps is not None:
         given["caps"] = parse_caps(caps)
     result = run(BenchOptions(**given), lambda text: click.echo(text, err=True))
     click.echo(json.dumps(result) if as_json else render(result))
+
+
+@cli.command("eval")
+@model_options
+@click.option(
+    "--text",
+    type=FILE,
+    metavar="FILE",
+    help="Text to predict; .jsonl records have a text each; .xz is unpacked.",
+)
+@click.option(
+    "--choices",
+    type=FILE,
+    metavar="FILE",
+    help='JSON lines {"question", "choices", "answer"}, answered by likelihood.',
+)
+@click.option("--kl", is_flag=True, help="Compare with the best tier of the file.")
+@click.option("--tokens", type=AT_LEAST_1, metavar="N", help="Use N tokens of the text at most.")
+@click.option("--window", type=int, metavar="N", help="Tokens of one context.  [default: 512]")
+@click.option("--prefill", is_flag=True, help="Judge the text read as prompts, not by token.")
+@click.option(
+    "--reuse",
+    is_flag=True,
+    help="A low request may use a high copy in memory, as in a chat; results then depend on "
+    "the memory.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def evaluate(as_json: bool, **options: Any) -> None:
+    """Measure quality: perplexity, distance from the best tier, multiple choice.
+
+    Each token is decided on its own, as in an answer: what is decided for a prompt sees its
+    later tokens."""
+    from dataclasses import fields
+
+    from orchestrator.eval import EvalOptions, render
+    from orchestrator.eval import evaluate as run
+
+    names = {field.name for field in fields(EvalOptions)}
+    chosen = {name: options.pop(name) for name in names & options.keys()}
+    config = _config(options)
+    console = Console()
+    try:
+        result = run(config, EvalOptions(**_given(chosen)), console.bar)
+    finally:
+        console.end_bar()
+    click.echo(json.dumps(result) if as_json else strip_controls(render(result)))
 
 
 def main() -> None:

@@ -19,22 +19,12 @@ from tokenizers import Tokenizer
 
 from models.demo import tales
 from models.demo.sources import load_sources, prose
-from models.demo.talk import Sources, Talker, render
+from models.demo.talk import CHAT_WEIGHTS, FINAL_WEIGHTS, Sources, chat_documents
 from models.demo.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 
 # Share of tokens of each stream while learning, and in the final phase.
 STABLE = {"chat": 0.87, "stories": 0.13}
 FINAL = {"final": 1.0}
-
-# Share of turns of each kind; a story is about six times as long as another answer.
-CHAT_WEIGHTS = {
-    "fact": 0.34, "glossary": 0.28, "story": 0.06, "small": 0.13, "identity": 0.05,
-    "refuse": 0.14, "dialog": 0.02,
-}  # fmt: skip
-FINAL_WEIGHTS = {
-    "fact": 0.34, "glossary": 0.29, "story": 0.05, "small": 0.12, "identity": 0.09,
-    "refuse": 0.11,
-}  # fmt: skip
 
 
 class Stream:
@@ -86,14 +76,6 @@ def _stream(parts: Iterator[list[tuple[str, bool]]], tok: Tokenizer) -> Stream:
             flush()
     flush()
     return Stream(np.concatenate(tokens), np.concatenate(learn), np.asarray(starts, np.int64))
-
-
-def chat_documents(
-    sources: Sources, seed: int, count: int, weights: dict[str, float], single: float
-) -> Iterator[list[tuple[str, bool]]]:
-    talker = Talker(sources, random.Random(seed))
-    for _ in range(count):
-        yield render(talker.conversation(weights, single), talker.system())
 
 
 def text_documents(texts: list[str]) -> Iterator[list[tuple[str, bool]]]:

@@ -22,11 +22,17 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from models.demo import facts
-from models.demo.data import FINAL_WEIGHTS, chat_documents
 from models.demo.model import DemoModel, ModelConfig
 from models.demo.sources import load_sources, records
 from models.demo.tales import article
-from models.demo.talk import TERM_HELD_OUT, TERM_QUESTIONS, Sources, render
+from models.demo.talk import (
+    FINAL_WEIGHTS,
+    TERM_HELD_OUT,
+    TERM_QUESTIONS,
+    Sources,
+    chat_documents,
+    render,
+)
 from models.demo.tokenizer import IM_END, load_tokenizer
 
 DIALOGUES = (

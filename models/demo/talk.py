@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,16 @@ STORY_ANY = (
     "I can't sleep. Tell me a story.", "Tell me another story.", "Once upon a time...",
 )  # fmt: skip
 STORY_LEADS = ("", "", "", "Sure! ", "Here is a story. ", "Of course! ")
+
+# Share of turns of each kind; a story is about six times as long as another answer.
+CHAT_WEIGHTS = {
+    "fact": 0.34, "glossary": 0.28, "story": 0.06, "small": 0.13, "identity": 0.05,
+    "refuse": 0.14, "dialog": 0.02,
+}  # fmt: skip
+FINAL_WEIGHTS = {
+    "fact": 0.34, "glossary": 0.29, "story": 0.05, "small": 0.12, "identity": 0.09,
+    "refuse": 0.11,
+}  # fmt: skip
 
 
 def casual(rng: random.Random, q: str) -> str:
@@ -252,6 +262,14 @@ def render(turns: Sequence[Turn], system: str = "") -> list[tuple[str, bool]]:
         out.append((f"{answer}<|im_end|>", True))
         out.append(("\n", False))
     return out
+
+
+def chat_documents(
+    sources: Sources, seed: int, count: int, weights: dict[str, float], single: float
+) -> Iterator[list[tuple[str, bool]]]:
+    talker = Talker(sources, random.Random(seed))
+    for _ in range(count):
+        yield render(talker.conversation(weights, single), talker.system())
 
 
 def turns_of(record: dict[str, Any]) -> list[Turn]:

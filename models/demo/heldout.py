@@ -1,0 +1,151 @@
+"""Text and questions that the demo model never saw, for `moe-edge eval`.
+
+`python -m models.demo.heldout --data DIR --out FILE.jsonl [--choices FILE.jsonl]` writes JSON
+lines. In the text: answers of new conversations, each behind its conversation as context, since
+the model has not learned to write questions; and children's stories of the collection's held-out
+part. In the choices: the model's own facts and definitions in phrasings that training never
+showed, each with three answers to the same question about something else; and held-out stories
+to go on with, each with three sentences of other ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.demo import facts
+from models.demo.sources import load_sources, records
+from models.demo.talk import FINAL_WEIGHTS, TERM_HELD_OUT, Sources, chat_documents, render
+
+SEED = 990_001  # never used in training
+N_CHOICES = 4
+
+Record = dict[str, Any]
+
+
+def chat_records(sources: Sources, count: int) -> Iterator[Record]:
+    """One record for each answer of `count` conversations."""
+    for pieces in chat_documents(sources, SEED, count, FINAL_WEIGHTS, 0.5):
+        before = ""
+        for text, is_answer in pieces:
+            if is_answer:
+                yield {"context": before, "text": text, "domain": "chat"}
+            before += text
+
+
+def story_records(data: Path, count: int) -> Iterator[Record]:
+    found = itertools.islice(records(data, "valid/stories_ccby"), count)
+    return ({"text": each["text"], "domain": "stories"} for each in found)
+
+
+def mixed(*parts: Iterable[Record]) -> Iterator[Record]:
+    """The parts' records, spread evenly over the whole, so that every beginning is a mixture."""
+    lists = [list(part) for part in parts]
+    places = [
+        ((index + 0.5) / len(part), number, index)
+        for number, part in enumerate(lists)
+        for index in range(len(part))
+    ]
+    for _, number, index in sorted(places):
+        yield lists[number][index]
+
+
+def fact_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
+    """About every country and kind of fact that has a held-out phrasing."""
+    for kind, asks in facts.HELD_OUT.items():
+        if kind == "country_of":  # its answer repeats the capital, and the others' would not
+            continue
+        known = [c for c in sources.countries if kind in c.answers]
+        for country in known:
+            others = (c.answers[kind].replace(c.shown, country.shown) for c in shuffled(rng, known))
+            question = rng.choice(asks).format(c=country.shown, v=country.capital)
+            yield from multiple_choice(rng, asked(question), country.answers[kind], others)
+
+
+def term_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
+    """About every term of the glossary; the other definitions are given to this term."""
+    for term, answer in sources.glossary:
+        others = (
+            term[0].upper() + term[1:] + other[len(name) :]
+            for name, other in shuffled(rng, sources.glossary)
+        )
+        question = rng.choice(TERM_HELD_OUT).format(t=term)
+        yield from multiple_choice(rng, asked(question), answer, others)
+
+
+def story_questions(data: Path, rng: random.Random) -> Iterator[Record]:
+    """Which sentence comes next? Facts are known by heart in every tier; this is not."""
+    stories = []
+    for each in records(data, "valid/stories_ccby"):
+        text = re.sub(r"\s+", " ", re.sub(r"^# .*", "", each["text"])).strip()
+        stories.append([s for s in re.split(r"(?<=[.!?]) ", text) if len(s) >= 20])
+    for number, story in enumerate(stories):
+        elsewhere = [s for other in stories[:number] + stories[number + 1 :] for s in other]
+        for at in range(2, len(story)):
+            yield from multiple_choice(
+                rng, " ".join(story[at - 2 : at]), story[at], shuffled(rng, elsewhere)
+            )
+
+
+def shuffled(rng: random.Random, items: Sequence[Any]) -> list[Any]:
+    return rng.sample(items, len(items))
+
+
+def asked(question: str) -> str:
+    """A question in the chat template, up to where the answer starts."""
+    return render([(question, "")])[0][0]
+
+
+def multiple_choice(
+    rng: random.Random, prompt: str, answer: str, others: Iterable[str]
+) -> Iterator[Record]:
+    """One record with the first of the others that differ, in random order; none without them."""
+    wrong = list(itertools.islice(dict.fromkeys(each for each in others if each != answer), 3))
+    if len(wrong) == N_CHOICES - 1:
+        choices = shuffled(rng, [answer, *wrong])
+        yield {"question": prompt, "choices": choices, "answer": choices.index(answer)}
+
+
+def write(path: Path, found: Iterable[Record]) -> int:
+    """Writes JSON lines; returns how many."""
+    lines = [json.dumps(record, ensure_ascii=False) for record in found]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return len(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m models.demo.heldout", description=__doc__)
+    p.add_argument("--data", type=Path, required=True)
+    p.add_argument("--out", type=Path, required=True, help="the text, for --text")
+    p.add_argument("--choices", type=Path, help="also write questions, for --choices")
+    p.add_argument("--chats", type=int, default=160, help="conversations of the text")
+    p.add_argument("--stories", type=int, default=20, help="stories of the text")
+    p.add_argument("--questions", type=int, default=400, help="half of them facts")
+    args = p.parse_args(argv)
+    sources = load_sources(args.data)
+    text = mixed(chat_records(sources, args.chats), story_records(args.data, args.stories))
+    print(f"{args.out}: {write(args.out, text)} texts")
+    if args.choices:
+        rng = random.Random(SEED)
+        kinds = (
+            [*fact_questions(sources, rng), *term_questions(sources, rng)],
+            [*story_questions(args.data, rng)],
+        )
+        chosen = [
+            question
+            for found in kinds
+            for question in rng.sample(found, min(args.questions // len(kinds), len(found)))
+        ]
+        print(f"{args.choices}: {write(args.choices, chosen)} questions")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""The best tier's word on every token, kept to compare others with."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from types import TracebackType
+
+import numpy as np
+
+from gguf_tools.units import format_size
+from orchestrator.errors import ConfigError
+
+
+class Reference:
+    """Log-probabilities float32 [n_tokens, n_vocab] in a temporary file; free it with close
+    or `with`."""
+
+    def __init__(self, n_tokens: int, n_vocab: int) -> None:
+        """Raises ConfigError where the temporary folder has no room for it."""
+        needed, folder = 4 * n_tokens * n_vocab, tempfile.gettempdir()
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            raise ConfigError(
+                f"comparing {n_tokens} tokens with the best tier takes {format_size(needed)} in "
+                f"{folder}, where {format_size(free)} are free: lower --tokens"
+            )
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
+        shape = (n_tokens, n_vocab)
+        self.rows: np.ndarray = np.memmap(self._file, np.float32, "w+", shape=shape)
+
+    def close(self) -> None:
+        """Frees the file; safe to call twice."""
+        self._file.close()
+
+    def __enter__(self) -> Reference:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,71 @@
+"""What a model says to given tokens: decided token by token, or as a prompt at once.
+
+A prefill decision sees the tokens that come after the one it is for, so quality is judged by
+decode decisions; the other form stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from orchestrator.engine import Engine
+from orchestrator.eval.arithmetic import log_softmax
+from orchestrator.events import Phase
+
+
+class Judge:
+    """One engine, asked for the probabilities of tokens that are given.
+
+    prefill needs an engine that was opened with logits_all.
+    """
+
+    def __init__(self, engine: Engine, prefill: bool = False) -> None:
+        self.engine = engine
+        self.prefill = prefill
+        self._context: list[int] = []
+        self._next: np.ndarray | None = None
+
+    def rows(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
+        """Logits float32 [n_vocab] behind each of tokens but the last one, from an empty
+        cache: row i is what predicts tokens[i + 1]."""
+        self.forget()
+        if self.prefill:
+            yield from self.engine.eval(tokens[:-1], 0, True, Phase.PREFILL)
+            return
+        for position, token in enumerate(tokens[:-1]):
+            yield self.engine.eval([token], position, phase=Phase.DECODE)[-1]
+
+    def continuation(
+        self, context: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[np.ndarray, bool]:
+        """(log-probabilities float64 [n] of n tokens behind a context, whether each of them is
+        the likeliest). The oldest tokens of a context that is too long are dropped. A context
+        that was the last call's too is not evaluated again.
+        """
+        room = self.engine.n_ctx - len(tokens)
+        kept = list(context)[-max(1, room) :]
+        if self.prefill:
+            all_tokens = [*kept, *tokens]
+            rows = self.engine.eval(all_tokens[:-1], 0, True, Phase.PREFILL)[len(kept) - 1 :]
+        else:
+            rows = np.stack(list(self._decode_rows(kept, tokens)))
+        logp = log_softmax(rows)
+        ids = np.asarray(tokens)
+        return logp[np.arange(len(ids)), ids], bool((logp.argmax(axis=-1) == ids).all())
+
+    def forget(self) -> None:
+        """After somebody else used the engine: the next context is evaluated again."""
+        self._next = None
+
+    def _decode_rows(self, context: list[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
+        if self._next is None or context != self._context:
+            row = np.empty(0, np.float32)
+            for position, token in enumerate(context):
+                row = self.engine.eval([token], position, phase=Phase.DECODE)[-1]
+            self._context, self._next = context, row
+        yield self._next
+        for offset, token in enumerate(tokens[:-1]):
+            position = len(context) + offset
+            yield self.engine.eval([token], position, phase=Phase.DECODE)[-1]

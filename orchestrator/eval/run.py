@@ -1,0 +1,177 @@
+"""`moe-edge eval` for one configuration: a text, questions, and the distance from the best tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.errors import ConfigError
+from orchestrator.eval import arithmetic
+from orchestrator.eval.arithmetic import Estimate
+from orchestrator.eval.choices import Question, read_questions, score_choices
+from orchestrator.eval.compare import Reference
+from orchestrator.eval.judge import Judge
+from orchestrator.eval.perplexity import TextScores, score_text
+from orchestrator.eval.text import Window, cut_windows, read_documents
+from orchestrator.eval.usage import counters, usage_between
+from orchestrator.events import Phase
+
+# (what is being done, how much of it, 0 to 1)
+Report = Callable[[str, float], None]
+
+WINDOW = 512
+LEAST_WINDOW = 8
+HAS_EXACT = "exact_tiers" in Config.__dataclass_fields__
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """What to judge on. tokens: at most so many of the text; window: tokens of one context.
+
+    kl: compare with the best tier. prefill: judge prompts read at once, and nothing else.
+    reuse: a low request may use the high copy in memory, as in a chat (DyMoE 4.4.2); else each
+    expert is computed in exactly the tier that was decided.
+    """
+
+    text: Path | None = None
+    choices: Path | None = None
+    tokens: int | None = None
+    window: int = WINDOW
+    kl: bool = False
+    prefill: bool = False
+    reuse: bool = False
+
+    def check(self) -> None:
+        """Raises ConfigError for what does not go together."""
+        if self.text is None and self.choices is None:
+            raise ConfigError("nothing to judge on: give --text FILE or --choices FILE.jsonl")
+        if self.kl and self.text is None:
+            raise ConfigError("--kl compares on a text: give --text FILE")
+        if self.window < LEAST_WINDOW:
+            raise ConfigError(f"--window must be {LEAST_WINDOW} or more, not {self.window}")
+
+
+def eval_config(config: Config, options: EvalOptions) -> Config:
+    """The config that judges: logits of every token, and experts in exactly their tiers."""
+    exact = {"exact_tiers": not options.reuse} if HAS_EXACT else {}
+    return config.with_changes(
+        logits_all=True,
+        n_ubatch=min(config.n_ubatch, options.window),
+        ctx=max(config.ctx, options.window),
+        **exact,
+    )
+
+
+def best_config(config: Config, best: str) -> Config:
+    """The same model in its best tier alone, without the caps: nothing is decided there."""
+    return config.with_changes(
+        policy="lru",
+        high_tier=best,
+        low=None,
+        low_tier=None,
+        retention=None,
+        ram=None,
+        expert_ram=None,
+    )
+
+
+def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, Any]:
+    """Judges one configuration; the result is fit for JSON and for render.
+
+    Raises MoeEdgeError in one of its forms for a text, questions or settings that do not work.
+    """
+    options.check()
+    documents = read_documents(options.text) if options.text else []
+    questions = read_questions(options.choices) if options.choices else []
+    config = eval_config(config, options)
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine.open(config, lambda share: report("Loading", share)))
+        window = min(options.window, engine.n_ctx)
+        windows = (
+            cut_windows(engine, documents, window, options.tokens, options.text)
+            if documents
+            else []
+        )
+        best = engine.model.tiers[0].name
+        against = None
+        if options.kl:
+            against = stack.enter_context(
+                best_reference(best_config(config, best), windows, options.prefill, report)
+            )
+        result: dict[str, Any] = {
+            "model": config.model.name,
+            "mode": engine.mode,
+            "form": "prefill" if options.prefill else "decode",
+            "window": window,
+            "exact_tiers": HAS_EXACT and engine.managed and not options.reuse,
+        }
+        phase = Phase.PREFILL if options.prefill else Phase.DECODE
+        before = counters(engine)
+        judge = Judge(engine, options.prefill)
+        if windows:
+            scores = score_text(
+                judge, windows, against=against, progress=lambda done: report("Reading", done)
+            )
+            result["text"] = text_report(scores, best)
+        if questions:
+            result["choices"] = _choices(judge, questions, report)
+        usage = usage_between(before, counters(engine), phase)
+        result["usage"] = usage.as_dict() if usage else None
+        if windows and not options.prefill:
+            other = score_text(Judge(engine, prefill=True), windows)
+            result["prefill_perplexity"] = pair(other.perplexity)
+    return result
+
+
+def best_reference(
+    config: Config, windows: list[Window], prefill: bool, report: Report
+) -> Reference:
+    """What the best tier says to the windows. The caller closes it."""
+    with Engine.open(config, lambda share: report("Loading", share)) as engine:
+        n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
+        reference = Reference(sum(window.n_scored for window in windows), n_vocab)
+        try:
+            score_text(
+                Judge(engine, prefill),
+                windows,
+                keep=reference,
+                progress=lambda done: report("Reading with the best tier", done),
+            )
+        except BaseException:
+            reference.close()
+            raise
+    return reference
+
+
+def _choices(judge: Judge, questions: list[Question], report: Report) -> dict[str, Any]:
+    scores = score_choices(judge, questions, lambda done: report("Asking", done))
+    return {
+        "questions": len(questions),
+        "acc": pair(scores.acc),
+        "acc_norm": pair(scores.acc_norm),
+    }
+
+
+def text_report(scores: TextScores, best: str) -> dict[str, Any]:
+    """Figures of one pass over the text. best: the name of the tier it was compared with."""
+    result: dict[str, Any] = {
+        "tokens": len(scores.nll),
+        "perplexity": pair(scores.perplexity),
+        "domains": {name: pair(value) for name, value in scores.by_domain().items()},
+    }
+    if scores.kl is not None and scores.agrees is not None:
+        result["best_tier"] = best
+        result["kl"] = pair(arithmetic.mean(scores.kl))
+        result["top1"] = pair(arithmetic.mean(scores.agrees.astype(float)))
+    return result
+
+
+def pair(estimate: Estimate) -> list[float | None]:
+    """[value, standard error], nan as None: fit for JSON."""
+    values = (estimate.value, estimate.error)
+    return [None if value != value else value for value in values]
