@@ -397,26 +397,41 @@ def bench(caps: str | None, as_json: bool, **options: Any) -> None:
     help="A low request may use a high copy in memory, as in a chat; results then depend on "
     "the memory.",
 )
+@click.option(
+    "--study",
+    metavar="NAME",
+    help="A table or figure of the paper: accuracy, retention, critical, schedule, depth, "
+    "similarity.",
+)
+@click.option("--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def evaluate(as_json: bool, **options: Any) -> None:
+def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any) -> None:
     """Measure quality: perplexity, distance from the best tier, multiple choice.
 
     Each token is decided on its own, as in an answer: what is decided for a prompt sees its
     later tokens."""
-    from dataclasses import fields
+    from dataclasses import asdict, fields
 
-    from orchestrator.eval import EvalOptions, render
+    from orchestrator.eval import EvalOptions, render, run_study
     from orchestrator.eval import evaluate as run
 
     names = {field.name for field in fields(EvalOptions)}
     chosen = {name: options.pop(name) for name in names & options.keys()}
-    config = _config(options)
+    config, wanted = _config(options), EvalOptions(**_given(chosen))
     console = Console()
     try:
-        result = run(config, EvalOptions(**_given(chosen)), console.bar)
+        if study is None:
+            if out is not None:
+                raise click.UsageError("--out is where a study writes: give --study NAME")
+            result = run(config, wanted, console.bar)
+            text = render(result)
+        else:
+            tables = run_study(study, config, wanted, out, console.bar)
+            result = {"study": study, "tables": [asdict(table) for table in tables]}
+            text = "\n\n".join(table.markdown() for table in tables)
     finally:
         console.end_bar()
-    click.echo(json.dumps(result) if as_json else strip_controls(render(result)))
+    click.echo(json.dumps(result) if as_json else strip_controls(text))
 
 
 def main() -> None:

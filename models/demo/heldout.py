@@ -4,8 +4,8 @@
 lines. In the text: answers of new conversations, each behind its conversation as context, since
 the model has not learned to write questions; and children's stories of the collection's held-out
 part. In the choices: the model's own facts and definitions in phrasings that training never
-showed, each with three answers to the same question about something else; and held-out stories
-to go on with, each with three sentences of other ones.
+showed, each with three answers to the same question about something else; and new stories of
+the kind that it tells, each to go on with one of four sentences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.demo import facts
+from models.demo import facts, tales
 from models.demo.sources import load_sources, records
 from models.demo.talk import FINAL_WEIGHTS, TERM_HELD_OUT, Sources, chat_documents, render
 
@@ -80,18 +80,23 @@ def term_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
         yield from multiple_choice(rng, asked(question), answer, others)
 
 
-def story_questions(data: Path, rng: random.Random) -> Iterator[Record]:
-    """Which sentence comes next? Facts are known by heart in every tier; this is not."""
-    stories = []
-    for each in records(data, "valid/stories_ccby"):
-        text = re.sub(r"\s+", " ", re.sub(r"^# .*", "", each["text"])).strip()
-        stories.append([s for s in re.split(r"(?<=[.!?]) ", text) if len(s) >= 20])
-    for number, story in enumerate(stories):
-        elsewhere = [s for other in stories[:number] + stories[number + 1 :] for s in other]
-        for at in range(2, len(story)):
-            yield from multiple_choice(
-                rng, " ".join(story[at - 2 : at]), story[at], shuffled(rng, elsewhere)
-            )
+def story_questions(rng: random.Random, count: int) -> Iterator[Record]:
+    """How does this new story of the model's own kind go on? The other sentences come from
+    stories about the same hero."""
+    for _ in range(count):
+        kind = rng.choice(tales.subjects())
+        text, hero = tales.tale(rng, kind)
+        own = sentences(text)
+        others: list[str] = []
+        for _ in range(6):
+            other, second = tales.tale(rng, kind)
+            others += sentences(other.replace(second.name, hero.name))[2:]
+        at = rng.randrange(2, len(own))
+        yield from multiple_choice(rng, " ".join(own[:at]), own[at], shuffled(rng, others))
+
+
+def sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?]) ", re.sub(r"\s+", " ", text).strip())
 
 
 def shuffled(rng: random.Random, items: Sequence[Any]) -> list[Any]:
@@ -136,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         rng = random.Random(SEED)
         kinds = (
             [*fact_questions(sources, rng), *term_questions(sources, rng)],
-            [*story_questions(args.data, rng)],
+            [*story_questions(rng, args.questions)],
         )
         chosen = [
             question

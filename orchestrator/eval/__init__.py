@@ -3,5 +3,6 @@ and the studies of DyMoE's figures and tables."""
 
 from orchestrator.eval.report import render
 from orchestrator.eval.run import EvalOptions, evaluate
+from orchestrator.eval.studies import STUDIES, run_study
 
-__all__ = ["EvalOptions", "evaluate", "render"]
+__all__ = ["STUDIES", "EvalOptions", "evaluate", "render", "run_study"]

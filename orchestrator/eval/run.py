@@ -26,7 +26,6 @@ Report = Callable[[str, float], None]
 
 WINDOW = 512
 LEAST_WINDOW = 8
-HAS_EXACT = "exact_tiers" in Config.__dataclass_fields__
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,11 @@ class EvalOptions:
 
 def eval_config(config: Config, options: EvalOptions) -> Config:
     """The config that judges: logits of every token, and experts in exactly their tiers."""
-    exact = {"exact_tiers": not options.reuse} if HAS_EXACT else {}
     return config.with_changes(
         logits_all=True,
         n_ubatch=min(config.n_ubatch, options.window),
         ctx=max(config.ctx, options.window),
-        **exact,
+        exact_tiers=not options.reuse,
     )
 
 
@@ -108,7 +106,7 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
             "mode": engine.mode,
             "form": "prefill" if options.prefill else "decode",
             "window": window,
-            "exact_tiers": HAS_EXACT and engine.managed and not options.reuse,
+            "exact_tiers": engine.managed and not options.reuse,
         }
         phase = Phase.PREFILL if options.prefill else Phase.DECODE
         before = counters(engine)

@@ -1,0 +1,54 @@
+"""Decisions to compare a policy's with. Each wraps the policy that an engine runs, whose slots
+stay as planned; a study puts it in the place of `engine.policy`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.policy import Policy
+
+
+class Wrapper:
+    """A policy that is the inner one but for what it decides."""
+
+    def __init__(self, inner: Policy) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class RandomCritical(Wrapper):
+    """As many critical experts in each layer and step as the inner policy has, but any: the
+    null baseline of Figure 3. Decode: any of those that the router chose. Prefill: any of the
+    layer's. A seed fixes the choice for each step and layer."""
+
+    def __init__(self, inner: Policy, seed: int) -> None:
+        super().__init__(inner)
+        self._seed = seed
+
+    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        """The inner policy's tiers, dealt out anew."""
+        self.inner.decide(event, view, out)
+        rng = np.random.default_rng((self._seed, event.step, event.layer))
+        if event.phase == Phase.DECODE:
+            used = np.unique(event.ids_array)
+            out.tier_array[used] = rng.permutation(out.tier_array[used])
+        else:
+            out.tier_array[:] = rng.permutation(out.tier_array)
+
+
+class OneLayer(Wrapper):
+    """Every expert of one MoE layer in one tier, all others in the best: Figure 5."""
+
+    def __init__(self, inner: Policy, layer: int, tier: int) -> None:
+        super().__init__(inner)
+        self._layer, self._tier = layer, tier
+
+    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        """The tier in that layer; nothing, so the best one, in the others."""
+        if event.layer == self._layer:
+            out.tier_array[:] = self._tier

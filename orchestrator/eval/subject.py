@@ -1,0 +1,163 @@
+"""What studies measure on: one model, one text, one set of questions, many configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.errors import ConfigError
+from orchestrator.eval import arithmetic
+from orchestrator.eval.arithmetic import Estimate
+from orchestrator.eval.choices import ChoiceScores, Question, read_questions, score_choices
+from orchestrator.eval.compare import Reference
+from orchestrator.eval.judge import Judge
+from orchestrator.eval.perplexity import TextScores, score_text
+from orchestrator.eval.policies import Wrapper
+from orchestrator.eval.run import EvalOptions, Report, best_config, best_reference, eval_config
+from orchestrator.eval.text import cut_windows, read_documents
+from orchestrator.eval.usage import Usage, counters, usage_between
+from orchestrator.events import Phase
+from orchestrator.policy import Policy
+
+SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One configuration's scores. realised: mean share of critical experts by the policy's own
+    counts, None where it has none. choices: None where no questions were put."""
+
+    text: TextScores
+    choices: ChoiceScores | None
+    usage: Usage | None
+    realised: float | None
+
+    def against(self, base: Row) -> Estimate:
+        """Relative change of the perplexity from base, paired."""
+        return arithmetic.change(self.text.nll, base.text.nll)
+
+    def averaged(self, others: Sequence[Row]) -> Row:
+        """This row with each token's log-likelihood averaged over it and others."""
+        nll = np.mean([row.text.nll for row in (self, *others)], axis=0)
+        return replace(self, text=replace(self.text, nll=nll))
+
+
+class Subject:
+    """Opens an engine for each configuration and scores the same tokens with each.
+
+    high, low: the tiers of a two-tier plan; tiers: all of the file, best first.
+    """
+
+    def __init__(self, config: Config, options: EvalOptions, report: Report) -> None:
+        """Raises ConfigError where the text, the questions or the tiers do not do."""
+        if options.text is None:
+            raise ConfigError("a study needs a text: give --text FILE")
+        if options.prefill or options.reuse or options.kl:
+            raise ConfigError(
+                "a study chooses how it judges: no --prefill, --reuse or --kl with it"
+            )
+        for name in ("policy", "retention"):
+            if getattr(config, name) is not None:
+                raise ConfigError(f"a study chooses what it compares: leave out --{name}")
+        documents = read_documents(options.text)
+        self.questions: list[Question] = read_questions(options.choices) if options.choices else []
+        self.report = report
+        self.config = eval_config(config, options)
+        # Any configuration tokenizes alike.
+        with Engine.open(self.config) as engine:
+            self.tiers = tuple(tier.name for tier in engine.model.tiers)
+            self.name = config.model.name
+            self.n_layers = engine.model.n_layers
+            self.layer_ids = list(engine.model.layer_ids)
+            self.n_expert_used = engine.model.n_expert_used
+            window = min(options.window, engine.n_ctx)
+            self.windows = cut_windows(engine, documents, window, options.tokens, options.text)
+        self.high = config.high_tier or ("q4_k" if "q4_k" in self.tiers[:-1] else self.tiers[0])
+        self.low = config.low_tier or self.tiers[-1]
+        if len(self.tiers) < 2:
+            raise ConfigError(
+                f"{config.model} holds one precision, {self.tiers[0]}: a study compares several, "
+                f"of a file packed with them or of --low FILE"
+            )
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that each configuration is scored on."""
+        return sum(window.n_scored for window in self.windows)
+
+    @property
+    def basis(self) -> str:
+        """What the figures rest on, for the title of a table."""
+        questions = f", {len(self.questions)} questions" if self.questions else ""
+        return f"{self.name}, {self.n_tokens} tokens{questions}"
+
+    def reference(self) -> Reference:
+        """What the best tier says, decided token by token. The caller closes it."""
+        return best_reference(
+            best_config(self.config, self.tiers[0]), self.windows, False, self.report
+        )
+
+    def uniform(self, tier: str) -> dict[str, Any]:
+        """Settings: every expert in one tier."""
+        return {"policy": "lru", "high_tier": tier, "low_tier": None}
+
+    def mixed(self, low: str, retention: float, **more: Any) -> dict[str, Any]:
+        """Settings: critical experts in the high tier, the others in low, or "skip"."""
+        return {
+            "policy": "dymoe",
+            "high_tier": self.high,
+            "low_tier": low,
+            "retention": retention,
+            **more,
+        }
+
+    def score(
+        self,
+        label: str,
+        settings: dict[str, Any],
+        *,
+        wrap: Callable[[Policy], Wrapper] | None = None,
+        prefill: bool = False,
+        against: Reference | None = None,
+        ask: bool = False,
+    ) -> Row:
+        """One configuration. wrap: what decides in the place of its policy. ask: put the
+        questions too."""
+        with Engine.open(self.config.with_changes(**settings)) as engine:
+            return self.score_open(engine, label, wrap, prefill, against, ask)
+
+    def score_open(
+        self,
+        engine: Engine,
+        label: str,
+        wrap: Callable[[Policy], Wrapper] | None = None,
+        prefill: bool = False,
+        against: Reference | None = None,
+        ask: bool = False,
+    ) -> Row:
+        """As score, with an engine that stays open; its own policy is put back."""
+        own = engine.policy
+        if wrap is not None:
+            engine.policy = cast(Policy, wrap(own))
+        try:
+            judge = Judge(engine, prefill)
+            before = counters(engine)
+            text = score_text(
+                judge, self.windows, against=against, progress=lambda x: self.report(label, x)
+            )
+            phase = Phase.PREFILL if prefill else Phase.DECODE
+            usage = usage_between(before, counters(engine), phase)
+            asked: Sequence[Question] = self.questions if ask else ()
+            choices = (
+                score_choices(judge, asked, lambda x: self.report(f"{label}, questions", x))
+                if asked
+                else None
+            )
+        finally:
+            engine.policy = own
+        return Row(text, choices, usage, getattr(own, "realised", None))
