@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
@@ -67,6 +69,7 @@ class Subject:
         documents = read_documents(options.text)
         self.questions: list[Question] = read_questions(options.choices) if options.choices else []
         self.report = report
+        self._low_tiers = _tier_names(config.low) if config.low else ()
         self.config = eval_config(config, options)
         # Any configuration tokenizes alike.
         with Engine.open(self.config) as engine:
@@ -104,7 +107,15 @@ class Subject:
 
     def uniform(self, tier: str) -> dict[str, Any]:
         """Settings: every expert in one tier."""
-        return {"policy": "lru", "high_tier": tier, "low_tier": None}
+        settings: dict[str, Any] = {
+            "policy": "lru",
+            "high_tier": tier,
+            "low_tier": None,
+            "low": None,
+        }
+        if tier in self._low_tiers:
+            settings["model"] = self.config.low
+        return settings
 
     def mixed(self, low: str, retention: float, **more: Any) -> dict[str, Any]:
         """Settings: critical experts in the high tier, the others in low, or "skip"."""
@@ -161,3 +172,8 @@ class Subject:
         finally:
             engine.policy = own
         return Row(text, choices, usage, getattr(own, "realised", None))
+
+
+def _tier_names(path: Path) -> tuple[str, ...]:
+    with ExpertModel.open(path) as model:
+        return tuple(tier.name for tier in model.tiers)

@@ -28,6 +28,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Who may use a library at all, by first component of what is imported.
 ONLY = {
     "click": ("orchestrator.cli",),
+    "lm_eval": ("orchestrator.eval.harness",),
     "torch": ("models",),
     "transformers": ("models",),
     "safetensors": ("models",),

@@ -1,0 +1,49 @@
+"""A random-weight model in three precisions, and texts to judge it by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gguf_tools import synthetic
+from orchestrator.errors import NativeError
+from orchestrator.llama import Bindings
+
+TIERS = ("q8_0", "q4_k", "q2_k")
+TEXT = "The fox sat by the river and looked at the stars. It was late, and nobody came. " * 3
+
+
+@pytest.fixture(scope="session")
+def built() -> None:
+    try:
+        Bindings.load().library()
+    except NativeError as error:
+        pytest.skip(f"no built llama.cpp: {error}")
+
+
+@pytest.fixture(scope="session")
+def model(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    synthetic.write(path, "tiny-qwen3moe", tiers=TIERS, seed=1)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def choices(tmp_path: Path) -> Path:
+    path = tmp_path / "choices.jsonl"
+    records = [
+        {"question": f"Question {i}: which one?", "choices": ["river", "the stars", "a fox"]}
+        | {"answer": i % 3}
+        for i in range(6)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path

@@ -1,0 +1,144 @@
+"""Texts and questions from files, and what is wrong with them in one sentence."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from orchestrator.eval.choices import encode_pair, pick, read_questions
+from orchestrator.eval.text import Document, cut_windows, read_documents
+
+
+class Letters:
+    """An engine whose tokens are characters; begin: the begin token, where there is one."""
+
+    def __init__(self, begin: list[int]) -> None:
+        self.begin = begin
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.begin + [ord(letter) for letter in text]
+
+
+def cut(documents: list[Document], length: int, limit: int | None, begin: list[int]):
+    return cut_windows(Letters(begin), documents, length, limit, "text.txt")
+
+
+def test_windows_hold_every_token_once() -> None:
+    text = "".join(chr(97 + i % 26) for i in range(50))
+    windows = cut([Document(text)], 16, None, [])
+    assert [token for window in windows for token in window.tokens] == [ord(c) for c in text]
+    assert [window.first for window in windows] == [1, 1, 1, 1]
+    windows = cut([Document(text)], 16, None, [7])
+    assert all(window.tokens[0] == 7 and len(window.tokens) <= 16 for window in windows)
+    assert [t for window in windows for t in window.tokens[1:]] == [ord(c) for c in text]
+    assert sum(window.n_scored for window in windows) == 50
+
+
+def test_a_context_is_read_and_not_scored() -> None:
+    document = Document("y" * 30, context="x" * 20)
+    for begin in ([], [7]):
+        windows = cut([document], 100, None, begin)
+        assert len(windows) == 1 and windows[0].n_scored == 30
+        assert windows[0].tokens[windows[0].first] == ord("y")
+        windows = cut([document], 16, None, begin)
+        scored = [t for window in windows for t in window.tokens[window.first :]]
+        assert set(scored) == {ord("y")}
+
+
+def test_a_limit_counts_scored_tokens() -> None:
+    documents = [Document("a" * 30), Document("b" * 30, context="c" * 5)]
+    windows = cut(documents, 64, 40, [])
+    assert [window.n_scored for window in windows] == [29, 11]
+
+
+@pytest.mark.parametrize("text", ["short", "a" * 16])
+def test_too_short_a_text_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"text.txt: \d+ tokens are too few"):
+        cut([Document(text)], 64, None, [])
+
+
+def test_documents_of_each_kind_of_file(tmp_path: Path) -> None:
+    plain = tmp_path / "a.txt"
+    plain.write_text("Grüße")
+    assert read_documents(plain) == [Document("Grüße")]
+    packed = tmp_path / "a.jsonl.xz"
+    records = [{"text": "one"}, {"text": "two", "context": "c", "domain": "d"}]
+    with lzma.open(packed, "wt", encoding="utf-8") as file:
+        file.write("\n\n".join(json.dumps(record) for record in records))
+    assert read_documents(packed) == [Document("one"), Document("two", "c", "d")]
+
+
+BAD_TEXTS = [
+    ("a.txt", b" \n", "holds no text"),
+    ("a.txt", b"\xff\xfe\x00", "is not a text in UTF-8"),
+    ("a.xz", b"no xz at all", "is not an xz file"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', 'line 2: "text"'),
+    ("a.jsonl", b"{\n", "line 1 is not JSON"),
+    ("a.jsonl", b"[1]\n", "line 1 is not a JSON object"),
+    ("a.jsonl", b"", "holds no text"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "message"), BAD_TEXTS)
+def test_bad_texts(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_documents(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_documents(tmp_path / "none.txt")
+
+
+def write(path: Path, *records: dict) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_answers_are_indices_or_letters(tmp_path: Path) -> None:
+    both = {"question": "Q", "choices": ["x", "y"]}
+    path = write(tmp_path / "q.jsonl", both | {"answer": 1}, both | {"answer": "b", "context": "C"})
+    first, second = read_questions(path)
+    assert (first.prompt, first.answer) == ("Q", 1)
+    assert (second.prompt, second.answer) == ("C\n\nQ", 1)
+
+
+GOOD = {"question": "Q", "choices": ["x", "y"], "answer": 0}
+BAD_QUESTIONS = [
+    ({"question": ""}, '"question"'),
+    ({"choices": ["x"]}, '"choices"'),
+    ({"choices": ["x", 3]}, '"choices"'),
+    ({"choices": ["x", ""]}, '"choices"'),
+    ({"answer": 2}, '"answer"'),
+    ({"answer": "c"}, '"answer"'),
+    ({"answer": True}, '"answer"'),
+    ({"answer": None}, '"answer"'),
+    ({"context": 3}, '"context"'),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_QUESTIONS)
+def test_bad_questions(tmp_path: Path, change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"line 2.*{message}"):
+        read_questions(write(tmp_path / "q.jsonl", GOOD, GOOD | change))
+
+
+def test_no_questions(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no questions"):
+        read_questions(write(tmp_path / "q.jsonl"))
+
+
+def test_the_longer_choice_wins_only_by_length() -> None:
+    assert pick([-4.0, -6.0], ["abcd", "abcdefgh"]) == (0, 1)
+
+
+def test_a_pair_is_cut_where_the_context_ends() -> None:
+    context, choice = encode_pair(Letters([7]), "ab", " c")
+    assert (context, choice) == ([7, 97, 98], [32, 99])

@@ -1,0 +1,134 @@
+"""Judging with the real engine, on a random-weight model of a few megabytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from orchestrator.cli import cli
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.eval import arithmetic
+from orchestrator.eval.judge import Judge
+from orchestrator.events import Phase
+
+
+def open_engine(model: Path, **settings) -> Engine:
+    settings = {"ctx": 256, "threads": 1, "n_ubatch": 64, "logits_all": True} | settings
+    return Engine.open(Config.build(model=model, **settings))
+
+
+def evaluate(model: Path, *args: str) -> dict:
+    options = ["-m", str(model), "--threads", "1", "--ctx", "256", "--window", "64", "--json"]
+    result = CliRunner().invoke(cli, ["eval", *options, *args])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_rows_are_the_engines_logits(model: Path) -> None:
+    with open_engine(model, policy="lru", high_tier="q8_0") as engine:
+        tokens = engine.tokenize("The fox sat by the river and looked.")
+        rows = np.stack([row.copy() for row in Judge(engine).rows(tokens)])
+        whole = np.stack(list(Judge(engine, prefill=True).rows(tokens)))
+        expected = np.stack(
+            [engine.eval([t], i, phase=Phase.DECODE)[-1] for i, t in enumerate(tokens[:-1])]
+        )
+    assert np.array_equal(rows, expected)
+    assert rows.shape == whole.shape
+    assert np.corrcoef(rows.ravel(), whole.ravel())[0, 1] > 0.999
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_a_continuation_is_scored_by_the_rows_before_it(model: Path, prefill: bool) -> None:
+    with open_engine(model, policy="lru", high_tier="q8_0") as engine:
+        context = engine.tokenize("The fox sat by")
+        choices = [engine.tokenize(text) for text in (" the river", " a", " the river")]
+        judge = Judge(engine, prefill)
+        found = [judge.continuation(context, choice) for choice in choices]
+        for choice, (logp, greedy) in zip(choices, found, strict=True):
+            rows = np.stack(list(Judge(engine, prefill).rows([*context, *choice])))
+            expected = arithmetic.log_softmax(rows[len(context) - 1 :])
+            assert np.array_equal(logp, expected[np.arange(len(choice)), choice])
+            assert greedy == (expected.argmax(axis=1) == choice).all()
+        judge.continuation(context, choices[0])
+        engine.eval(context[::-1], 0)
+        judge.forget()
+        assert np.array_equal(judge.continuation(context, choices[0])[0], found[0][0])
+
+
+def test_too_long_a_context_loses_its_oldest_tokens(model: Path) -> None:
+    with open_engine(model, policy="lru", high_tier="q8_0") as engine:
+        context = engine.tokenize("one two three four five six seven eight " * 40)
+        choice = context[:4]
+        assert len(context) > engine.n_ctx
+        kept = context[-(engine.n_ctx - len(choice)) :]
+        long, short = Judge(engine).continuation(context, choice), Judge(engine)
+        assert np.array_equal(long[0], short.continuation(kept, choice)[0])
+
+
+def test_the_best_tier_is_no_distance_from_itself_and_a_low_one_is(
+    model: Path, text: Path, choices: Path
+) -> None:
+    same = evaluate(model, "--text", str(text), "--kl", "--policy", "lru", "--high-tier", "q8_0")
+    assert same["text"]["kl"][0] == pytest.approx(0, abs=1e-6)
+    assert same["text"]["top1"][0] == 1
+    args = ("--text", str(text), "--choices", str(choices), "--kl")
+    low = evaluate(model, *args, "--policy", "lru", "--high-tier", "q2_k")
+    assert low["text"]["kl"][0] > 1e-4
+    assert low["choices"]["questions"] == 6
+    assert low["text"]["tokens"] == same["text"]["tokens"] > 16
+    assert low["form"] == "decode" and low["prefill_perplexity"][0] > 1
+
+
+def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model: Path, text: Path) -> None:
+    two = ("--policy", "dymoe", "--high-tier", "q4_k", "--low-tier", "q2_k", "--retention", "0.5")
+    runs = [
+        evaluate(model, "--text", str(text), *two, *memory)
+        for memory in ((), ("--expert-ram", "1MiB"))
+    ]
+    usage = runs[0]["usage"]
+    assert usage["computed_low"] == pytest.approx(usage["low"], abs=1e-9) and usage["low"] > 0.2
+    assert runs[0]["text"]["perplexity"] == runs[1]["text"]["perplexity"]
+    assert runs[0]["exact_tiers"]
+    reused = evaluate(model, "--text", str(text), *two, "--reuse")
+    assert reused["usage"]["computed_low"] < usage["computed_low"]
+    assert not reused["exact_tiers"]
+
+
+def test_the_plain_path_has_no_store_to_report(model: Path, text: Path) -> None:
+    result = evaluate(model, "--text", str(text), "--tokens", "20", "--prefill")
+    assert result["usage"] is None and result["form"] == "prefill"
+    assert result["text"]["tokens"] == 20 and "prefill_perplexity" not in result
+
+
+def test_the_printed_form_names_every_figure(model: Path, text: Path, choices: Path) -> None:
+    options = ["-m", str(model), "--threads", "1", "--ctx", "256", "--window", "64", "--kl"]
+    options += ["--text", str(text), "--choices", str(choices)]
+    options += ["--policy", "dymoe", "--low-tier", "skip"]
+    result = CliRunner().invoke(cli, ["eval", *options])
+    assert result.exit_code == 0, result.output
+    for label in ("perplexity", "prefill form", "KL from q8_0", "same top token", "acc, acc_norm"):
+        assert f"\n{label}" in result.stdout
+    assert "% skip" in result.stdout and "found in memory" in result.stdout
+
+
+ERRORS = [
+    ([], "nothing to judge on"),
+    (["--text", "none.txt"], "none.txt cannot be read"),
+    (["--choices", "x", "--kl"], "--kl compares on a text"),
+    (["--text", "x", "--window", "2"], "--window must be 8 or more"),
+    (["--text", "x", "--out", "d"], "--out is where a study writes"),
+    (["--text", "x", "--study", "nonsense", "--out", "d"], "unknown study 'nonsense'; known: acc"),
+    (["--text", "x", "--study", "depth"], "give --out DIR"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), ERRORS)
+def test_errors_are_one_sentence(args: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, ["eval", "-m", "x.gguf", *args])
+    assert result.exit_code != 0
+    assert message in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,115 @@
+"""moe-edge as a model of the real lm_eval, on local tasks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="needs lm_eval: pip install -e '.[eval]'")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine, Sampling
+from orchestrator.eval import arithmetic
+from orchestrator.eval.choices import read_questions, score_choices
+from orchestrator.eval.harness import MoeEdgeLM
+from orchestrator.eval.judge import Judge
+
+SETTINGS = {"policy": "lru", "high_tier": "q4_k", "threads": 1, "ctx": 256, "expert_ram": "8MiB"}
+
+CHOICES = """
+task: local_choices
+output_type: multiple_choice
+doc_to_text: question
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+ROLLING = """
+task: local_rolling
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: text
+metric_list: [{metric: byte_perplexity}]
+"""
+ANSWERS = """
+task: local_answers
+output_type: generate_until
+doc_to_text: question
+doc_to_target: answer
+generation_kwargs: {until: ["\\n"], max_gen_toks: 8}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes a task and its records, and gives what lm_eval makes of them without a network."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def run(model: Path, yaml: str, records: list[dict]) -> dict:
+        data = tmp_path / "data.jsonl"
+        data.write_text("".join(json.dumps(record) + "\n" for record in records))
+        source = f"dataset_path: json\ntest_split: test\ndataset_kwargs: {{data_files: {data}}}\n"
+        source = source.replace(f"data_files: {data}", f'data_files: {{test: "{data}"}}')
+        (tmp_path / "task.yaml").write_text(yaml + source)
+        name = yaml.split()[1]
+        settings = ",".join(f"{key}={value}" for key, value in SETTINGS.items())
+        found = simple_evaluate(
+            model="moe-edge",
+            model_args=f"model={model},{settings}",
+            tasks=[name],
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+            bootstrap_iters=0,
+        )
+        return found["results"][name] | {"samples": found["samples"][name]}
+
+    return run
+
+
+@pytest.fixture
+def engine(model: Path):
+    settings = SETTINGS | {"expert_ram": 8 << 20, "exact_tiers": True}
+    with Engine.open(Config.build(model=model, **settings)) as engine:
+        yield engine
+
+
+def test_it_is_registered() -> None:
+    assert get_model("moe-edge") is MoeEdgeLM
+
+
+def test_multiple_choice_agrees_with_our_own(model: Path, engine: Engine, choices: Path, tasks):
+    records = [json.loads(line) for line in choices.read_text().splitlines()]
+    found = tasks(model, CHOICES, records)
+    ours = score_choices(Judge(engine), read_questions(choices))
+    right = [sample["acc"] for sample in sorted(found["samples"], key=lambda s: s["doc_id"])]
+    assert right == ours.right.astype(float).tolist()
+    assert found["acc_norm,none"] == pytest.approx(ours.acc_norm.value)
+
+
+def test_whole_texts_agree_with_our_own(model: Path, engine: Engine, tasks) -> None:
+    text = "The fox sat by the river and looked at the stars. " * 2
+    found = tasks(model, ROLLING, [{"text": text}])
+    tokens = engine.tokenize(text)
+    first = engine.model.metadata["tokenizer.ggml.eos_token_id"]
+    if engine.tokenize(""):
+        first, tokens = tokens[0], tokens[1:]
+    rows = list(Judge(engine).rows([first, *tokens]))
+    nll = -sum(arithmetic.log_softmax(row)[token] for row, token in zip(rows, tokens, strict=True))
+    assert math.log(found["byte_perplexity,none"]) == pytest.approx(nll / len(text), rel=1e-6)
+
+
+def test_answers_are_the_engines(model: Path, engine: Engine, tasks) -> None:
+    question = "The fox sat by"
+    expected = "".join(engine.generate(engine.tokenize(question), Sampling(temp=0), 8))
+    expected = expected.split("\n")[0]
+    found = tasks(model, ANSWERS, [{"question": question, "answer": expected}])
+    assert found["samples"][0]["resps"][0][0] == expected
