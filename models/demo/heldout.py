@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from models.demo import facts, tales
-from models.demo.sources import load_sources, records
+from models.demo.sources import DataError, load_sources, records
 from models.demo.talk import FINAL_WEIGHTS, TERM_HELD_OUT, Sources, chat_documents, render
 
 SEED = 990_001  # never used in training
@@ -112,10 +112,15 @@ def multiple_choice(
     rng: random.Random, prompt: str, answer: str, others: Iterable[str]
 ) -> Iterator[Record]:
     """One record with the first of the others that differ, in random order; none without them."""
-    wrong = list(itertools.islice(dict.fromkeys(each for each in others if each != answer), 3))
-    if len(wrong) == N_CHOICES - 1:
-        choices = shuffled(rng, [answer, *wrong])
-        yield {"question": prompt, "choices": choices, "answer": choices.index(answer)}
+    found = {answer: None}
+    for each in others:
+        found[each] = None
+        if len(found) == N_CHOICES:
+            break
+    else:
+        return
+    choices = shuffled(rng, list(found))
+    yield {"question": prompt, "choices": choices, "answer": choices.index(answer)}
 
 
 def write(path: Path, found: Iterable[Record]) -> int:
@@ -134,7 +139,10 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--stories", type=int, default=20, help="stories of the text")
     p.add_argument("--questions", type=int, default=400, help="half of them facts")
     args = p.parse_args(argv)
-    sources = load_sources(args.data)
+    try:
+        sources = load_sources(args.data)
+    except DataError as error:
+        sys.exit(f"Error: {error}")
     text = mixed(chat_records(sources, args.chats), story_records(args.data, args.stories))
     print(f"{args.out}: {write(args.out, text)} texts")
     if args.choices:

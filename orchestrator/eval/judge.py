@@ -24,18 +24,27 @@ class Judge:
     def __init__(self, engine: Engine, prefill: bool = False) -> None:
         self.engine = engine
         self.prefill = prefill
+        self._read: list[int] = []
         self._context: list[int] = []
         self._next: np.ndarray | None = None
 
-    def rows(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
-        """Logits float32 [n_vocab] behind each of tokens but the last one, from an empty
-        cache: row i is what predicts tokens[i + 1]."""
+    def rows(self, tokens: Sequence[int], first: int = 1) -> Iterator[np.ndarray]:
+        """Logits float32 [n_vocab] that predict tokens[first], tokens[first + 1], ..., each by
+        all tokens before it. Decided token by token, what the last call read of the beginning
+        is not read again."""
+        known = 0
+        while known < min(first - 1, len(self._read)) and tokens[known] == self._read[known]:
+            known += 1
         self.forget()
         if self.prefill:
-            yield from self.engine.eval(tokens[:-1], 0, True, Phase.PREFILL)
+            yield from self.engine.eval(tokens[:-1], 0, True, Phase.PREFILL)[first - 1 :]
             return
-        for position, token in enumerate(tokens[:-1]):
-            yield self.engine.eval([token], position, phase=Phase.DECODE)[-1]
+        self._read = list(tokens[:known])
+        for position in range(known, len(tokens) - 1):
+            row = self.engine.eval([tokens[position]], position, phase=Phase.DECODE)[-1]
+            self._read.append(tokens[position])
+            if position >= first - 1:
+                yield row
 
     def continuation(
         self, context: Sequence[int], tokens: Sequence[int]
@@ -56,11 +65,13 @@ class Judge:
         return logp[np.arange(len(ids)), ids], bool((logp.argmax(axis=-1) == ids).all())
 
     def forget(self) -> None:
-        """After somebody else used the engine: the next context is evaluated again."""
+        """After somebody else used the engine: everything is read again."""
         self._next = None
+        self._read = []
 
     def _decode_rows(self, context: list[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
         if self._next is None or context != self._context:
+            self.forget()
             row = np.empty(0, np.float32)
             for position, token in enumerate(context):
                 row = self.engine.eval([token], position, phase=Phase.DECODE)[-1]

@@ -65,10 +65,8 @@ def score_text(
     names = tuple(dict.fromkeys(window.domain for window in windows))
     at = 0
     for window in windows:
-        for place, logits in enumerate(judge.rows(window.tokens), 1):
-            if place < window.first:
-                continue
-            target = window.tokens[place]
+        rows = judge.rows(window.tokens, window.first)
+        for target, logits in zip(window.tokens[window.first :], rows, strict=True):
             logp = arithmetic.log_softmax(logits)
             nll[at] = -logp[target]
             domains[at] = names.index(window.domain)

@@ -42,6 +42,22 @@ def test_rows_are_the_engines_logits(model: Path) -> None:
     assert np.corrcoef(rows.ravel(), whole.ravel())[0, 1] > 0.999
 
 
+def test_a_known_beginning_is_not_read_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine(model, policy="lru", high_tier="q8_0") as engine:
+        one = engine.tokenize("The fox sat by the river and looked.")
+        two = one[:5] + one[2:6]
+        expected = [np.stack(list(Judge(engine).rows(t, 4))) for t in (one, two)]
+        assert np.array_equal(expected[0], np.stack(list(Judge(engine).rows(one)))[3:])
+        judge, read = Judge(engine), []
+        own = engine.eval
+        monkeypatch.setattr(engine, "eval", lambda *a, **k: read.append(a[1]) or own(*a, **k))
+        found = [np.stack(list(judge.rows(t, 4))) for t in (one, two)]
+        assert read == [*range(len(one) - 1), *range(3, len(two) - 1)]
+        assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+        judge.continuation(one, two)
+        assert np.array_equal(np.stack(list(judge.rows(two, 4))), expected[1])
+
+
 @pytest.mark.parametrize("prefill", [False, True])
 def test_a_continuation_is_scored_by_the_rows_before_it(model: Path, prefill: bool) -> None:
     with open_engine(model, policy="lru", high_tier="q8_0") as engine:
