@@ -89,6 +89,13 @@ def measure_options(
     return apply
 
 
+prefetch_option = click.option(
+    "--prefetch",
+    type=click.Choice(["on", "auto"]),
+    help="auto: as in a chat, with its trials whether it pays.  [default: on]",
+)
+
+
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     """The options that were given, caps as shares. Raises ConfigError."""
     from orchestrator.bench.plan import DEMO, parse_caps
@@ -139,6 +146,7 @@ def bench(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     metavar="N",
     help="Prompts of one process after a first one; they share the decode steps.  [default: 3]",
 )
+@prefetch_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -190,6 +198,7 @@ def ablation(as_json: bool, out: Path | None, **options: Any) -> None:
     metavar="N",
     help="Tokens of a prompt that are evaluated at once.  [default: 128]",
 )
+@prefetch_option
 def prefill(as_json: bool, prompts: str | None, **options: Any) -> None:
     """First token by prompt length; what a long prompt does.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,8 @@ class AblationOptions(BenchOptions):
     """turns: prompts after the first one, each followed by its share of the decode steps.
 
     The first prompt finds empty slots (cold); the others find what decoding left there, as
-    the second question of a chat does. Each starts a conversation of its own. Raises
+    the second question of a chat does. Each starts a conversation of its own. prefetch: how the
+    rows with look-ahead do it; "auto" would mix in the steps of its trials without. Raises
     ConfigError.
     """
 
@@ -35,11 +37,13 @@ class AblationOptions(BenchOptions):
     prompt_tokens: int = 32
     runs: int = 3
     turns: int = 3
+    prefetch: str = "on"
 
     def __post_init__(self) -> None:
         BenchOptions.__post_init__(self)
         if self.turns < 1:
             raise ConfigError("turns must be at least 1")
+        check_prefetch(self.prefetch)
 
     def parts(self) -> list[Part]:
         steps, seconds = -(-self.tokens // self.turns), self.max_seconds / self.turns
@@ -48,37 +52,43 @@ class AblationOptions(BenchOptions):
         return first + turn * self.turns
 
 
-def paper_rows(cap: float, retention: float) -> list[Case]:
+def check_prefetch(how: str) -> None:
+    """Raises ConfigError unless it is one of the ways to prefetch."""
+    if how not in ("on", "auto"):
+        raise ConfigError(f"prefetch must be on or auto, not '{how}'")
+
+
+def paper_rows(cap: float, retention: float, prefetch: str) -> list[Case]:
     """The six rows of Table 3 under one cap.
 
     Row 1 has slots for one token of one layer: what was read is gone when it is needed again.
     Rows 2 and 3 use one precision; rows 4 to 6 give retention as the share of critical experts.
     """
 
-    def dymoe(name: str, r: float, n_ahead: int, low_tier: str | None = None) -> Case:
-        settings: dict[str, Any] = {"policy": "dymoe", "retention": r, "n_ahead": n_ahead}
-        return Case(
-            name, "engine", cap, "", settings | ({"low_tier": low_tier} if low_tier else {})
-        )
+    def dymoe(name: str, r: float, how: str, low_tier: str | None = None) -> Case:
+        settings: dict[str, Any] = {"policy": "dymoe", "retention": r, "prefetch": how}
+        if low_tier is not None:
+            settings["low_tier"] = low_tier
+        return Case(name, "engine", cap, "", settings)
 
     lru = {"policy": "lru", "force_managed": True}
     return [
         Case(BASELINE, "engine", cap, "", lru, one_token=True),
-        dymoe(CACHE, 1.0, 0),
-        dymoe(CACHE_AHEAD, 1.0, 1),
-        dymoe(MIXED, retention, 0, LOW),
-        dymoe(MIXED_AHEAD, retention, 1, LOW),
-        dymoe(SKIP_AHEAD, retention, 1, "skip"),
+        dymoe(CACHE, 1.0, "off"),
+        dymoe(CACHE_AHEAD, 1.0, prefetch),
+        dymoe(MIXED, retention, "off", LOW),
+        dymoe(MIXED_AHEAD, retention, prefetch, LOW),
+        dymoe(SKIP_AHEAD, retention, prefetch, "skip"),
     ]
 
 
-def ablation_cases(options: BenchOptions) -> list[Case]:
+def ablation_cases(options: AblationOptions) -> list[Case]:
     """Everything in memory; then, under each cap, upstream (where there is a cap on it), our
     null baseline, and the six rows."""
     listed = [REFERENCE]
     for cap in options.caps:
         listed += [mapped(cap)] if options.caps_process else []
-        listed += [global_lru(cap), *paper_rows(cap, options.retention)]
+        listed += [global_lru(cap), *paper_rows(cap, options.retention, options.prefetch)]
     return listed
 
 
@@ -97,7 +107,7 @@ def run_ablation(options: AblationOptions, note: Note = lambda text: None) -> di
         rows.append(row)
     _add_speedups(rows)
     report = loop.describe(measured)
-    report["options"]["turns"] = options.turns
+    report["options"] |= {"turns": options.turns, "prefetch": options.prefetch}
     return report | {"cases": rows}
 
 
@@ -135,6 +145,7 @@ def render_ablation(report: dict[str, Any]) -> str:
     for cap in dict.fromkeys(row["cap"] for row in report["cases"]):
         rows = [row for row in report["cases"] if row["cap"] == cap]
         lines += ["", title(cap, rows), _HEAD, *(_line(row) for row in rows), *notes(rows)]
+        lines += [line for row in rows for line in _look_ahead(row)]
     lines += ["", *(f"note: {reason}" for reason in report["skipped"])]
     return "\n".join(lines).rstrip()
 
@@ -153,3 +164,20 @@ def _line(row: Result) -> str:
         f"{percent(row.get('hit_rate'), 1):>6}{'' if moved is None else f'{moved / 1e6:.1f}':>8}"
         f"{mix_of(row):>12}"
     ).rstrip()
+
+
+def _look_ahead(row: Result) -> list[str]:
+    """How well the next layer's experts were foreseen while decoding, layer by layer."""
+    policy = row.get("policy", {})
+    shares = {key: policy.get(key) or [] for key in ("recall", "precision")}
+    if all(share is None for share in shares["recall"]):
+        return []
+    if shares["recall"] == shares["precision"]:  # as many were asked for as were used
+        shares = {"recall and precision": shares["recall"]}
+    lines = [f"  {row['name']}: prefetch {policy['prefetch']}, look-ahead by layer in %:"]
+    for key, values in shares.items():
+        text = " ".join("-" if share is None else percent(share) for share in values)
+        lines += textwrap.wrap(
+            f"{key} {text}", WIDTH, initial_indent="    ", subsequent_indent="      "
+        )
+    return lines

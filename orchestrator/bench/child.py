@@ -110,6 +110,7 @@ def run_engine(job: Job) -> dict[str, Any]:
         watch: Watch = _store_watch(engine.store) if managed else lambda result: nullcontext()
         result: dict[str, Any] = {"mode": engine.mode}
         result["parts"] = play(job.parts, engine.eval, draw, watch)
+        result["policy"] = engine.policy.report() if managed else {}
         if managed and job.routing:
             more = _source(job, job.seed + 1, n_vocab, engine.tokenize)
             result["routing"] = _expert_use(engine, job.n_ubatch, more)

@@ -7,7 +7,13 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.bench.ablation import CACHE_AHEAD, MIXED_AHEAD, SKIP_AHEAD, paper_rows
+from orchestrator.bench.ablation import (
+    CACHE_AHEAD,
+    MIXED_AHEAD,
+    SKIP_AHEAD,
+    check_prefetch,
+    paper_rows,
+)
 from orchestrator.bench.job import PROMPT, Part, decode, prompt, settle
 from orchestrator.bench.loop import Loop
 from orchestrator.bench.models import Note
@@ -27,7 +33,7 @@ class PrefillOptions(BenchOptions):
 
     Then: a short prompt and `tokens` decode steps, a prompt of long_tokens in chunks of ubatch,
     and `tokens` decode steps after it. long_tokens 0 leaves that away; None is 1024, for the
-    demo 512. Raises ConfigError.
+    demo 512. prefetch: as in the ablation. Raises ConfigError.
     """
 
     routing: str = "zipf"
@@ -36,6 +42,7 @@ class PrefillOptions(BenchOptions):
     repeats: int = 3
     long_tokens: int | None = None
     ubatch: int = 128
+    prefetch: str = "on"
 
     def __post_init__(self) -> None:
         BenchOptions.__post_init__(self)
@@ -48,6 +55,7 @@ class PrefillOptions(BenchOptions):
                 raise ConfigError(f"{name} must be at least 1")
         if self.long_tokens is not None and self.long_tokens < 0:
             raise ConfigError("long_tokens must be at least 0")
+        check_prefetch(self.prefetch)
 
     @property
     def long(self) -> int:
@@ -86,13 +94,13 @@ def parse_lengths(text: str) -> tuple[int, ...]:
         raise ConfigError(f"'{text}' is no list of prompt lengths such as 8,16,32") from None
 
 
-def prefill_cases(options: BenchOptions) -> list[Case]:
+def prefill_cases(options: PrefillOptions) -> list[Case]:
     """Everything in memory; then, under each cap, the null baseline and rows 3, 5 and 6 of the
     ablation: one precision, 4/2 and 4/0, all with look-ahead."""
     listed = [REFERENCE]
     for cap in options.caps:
         listed.append(global_lru(cap))
-        for case in paper_rows(cap, options.retention):
+        for case in paper_rows(cap, options.retention, options.prefetch):
             if case.name in (CACHE_AHEAD, MIXED_AHEAD, SKIP_AHEAD):
                 listed.append(case)
     return listed
@@ -109,11 +117,13 @@ def run_prefill(options: PrefillOptions, note: Note = lambda text: None) -> dict
     ]
     _add_ratios(rows)
     report = loop.describe(measured)
+    del report["options"]["prompt_tokens"]
     report["options"] |= {
         "prompts": list(options.prompts),
         "repeats": options.repeats,
         "long_tokens": options.long,
         "ubatch": options.ubatch,
+        "prefetch": options.prefetch,
     }
     return report | {"cases": rows}
 
@@ -181,8 +191,8 @@ _HEAD = (
     f"{'hi/lo/skip %':>15}"
 )
 _LONG_HEAD = (
-    f"{'':16}{'before ms':>10}{'after ms':>10}{'slower':>8}{'hit % before':>14}{'after':>7}"
-    f"{'MB/tok before':>15}{'after':>7}{'long TTFT ms':>14}"
+    f"{'':16}{'before ms':>10}{'after ms':>10}{'slower':>8}{'hit % before':>13}{'after':>7}"
+    f"{'MB/tok before':>14}{'after':>7}{'long TTFT ms':>14}"
 )
 
 
@@ -231,7 +241,7 @@ def _long_line(row: Result) -> str:
     before, after, long = (row["long"][name] for name in (BEFORE, AFTER, LONG))
     return (
         f"{_name(row)}{before['ms']:10.2f}{after['ms']:10.2f}"
-        f"{_times(row['long']['slower_after']):>8}{percent(before['hit_rate'], 1):>14}"
-        f"{percent(after['hit_rate'], 1):>7}{before['bytes'] / 1e6:15.1f}"
+        f"{_times(row['long']['slower_after']):>8}{percent(before['hit_rate'], 1):>13}"
+        f"{percent(after['hit_rate'], 1):>7}{before['bytes'] / 1e6:14.1f}"
         f"{after['bytes'] / 1e6:7.1f}{long['ms']:14.0f}"
     )

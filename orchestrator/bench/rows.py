@@ -81,6 +81,7 @@ def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Res
         "ttft_ms_runs": ttft,
         "peak_rss_bytes": max(each["peak_rss"] for each in runs),
         "mode": runs[0].get("mode", "upstream"),
+        "policy": runs[-1].get("policy", {}),
     }
     if limit_bytes and case.system == "engine":
         row["over_promise"] = row["peak_rss_bytes"] > limit_bytes

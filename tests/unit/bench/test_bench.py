@@ -2,7 +2,6 @@ import json
 import os
 import sys
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.bench import BenchOptions, disk, host, render, run
 from orchestrator.bench import loop as bench_loop
 from orchestrator.bench import models as bench_models
-from orchestrator.bench import run as run_module
 from orchestrator.bench.child import play, text_stream, token_stream
 from orchestrator.bench.job import MIN_STEPS, Job, Part, context_tokens, decode, prompt, settle
 from orchestrator.bench.plan import ONE_TIER, cases, parse_caps
@@ -259,9 +257,8 @@ def counters(needed):
 
 
 @pytest.fixture
-def faked(monkeypatch, tmp_path):
+def faked(monkeypatch, no_disk):
     """run() with processes and the disk replaced: 10 ms resident, 1 GB/s, known misses."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jobs = []
 
     def spawn(self, job, group):
@@ -280,9 +277,6 @@ def faked(monkeypatch, tmp_path):
         return measured([25.0] * 7 + [9000.0], **counters(2e7))
 
     monkeypatch.setattr(bench_loop.Loop, "_spawn", spawn)
-    monkeypatch.setattr(
-        disk, "read_bandwidth", lambda *args, **kwargs: disk.Bandwidth(1e9, True, 4096)
-    )
     return run(BenchOptions(quick=True, caps=(0.6,), runs=2)), jobs
 
 
@@ -353,17 +347,8 @@ def test_a_child_that_dies_is_reported(monkeypatch, tmp_path):
     assert bench._spawn(job(), None) == {"error": "failed: no such thing"}
 
 
-def test_quick_benchmark_end_to_end(monkeypatch, tmp_path):
-    native = pytest.importorskip("orchestrator.native")
-    llama = pytest.importorskip("llama_cpp.llama_cpp", reason="the library is not built")
-    try:
-        native.Library(llama._lib)
-    except native.NativeError as error:
-        pytest.skip(str(error))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    root = Path(run_module.__code__.co_filename).parents[2]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), *sys.path]))
-    report = run(BenchOptions(quick=True, caps=(0.6,), tokens=8, warmup=2, runs=1))
+def test_quick_benchmark_end_to_end(real_engine):
+    report = run(BenchOptions(quick=True, caps=(0.6,), tokens=8, warmup=2, runs=1, threads=1))
     rows = {row["name"]: row for row in report["cases"]}
     failed = {name: row["error"] for name, row in rows.items() if "error" in row}
     assert not failed
