@@ -60,7 +60,7 @@ def store_figures(parts: Sequence[Result]) -> Result:
 def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Result:
     """The figures of one case over its runs: decode speed, TTFT, store, memory.
 
-    p99 is that of all decode steps together.
+    p99 is that of all decode steps, or prompts, together.
     """
     row: Result = {"name": case.name, "cap": case.cap, "role": case.role}
     row["limit_bytes"] = limit_bytes
@@ -79,6 +79,7 @@ def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Res
         "tokens_per_s": 1e3 / tpot_ms,
         "ttft_ms": statistics.median(ttft),
         "ttft_ms_runs": ttft,
+        "ttft_ms_p99": float(np.percentile([t for run in runs for t in times_ms(run, PROMPT)], 99)),
         "peak_rss_bytes": max(each["peak_rss"] for each in runs),
         "mode": runs[0].get("mode", "upstream"),
         "policy": runs[-1].get("policy", {}),
