@@ -36,12 +36,13 @@ def render(report: dict[str, Any]) -> str:
 def heading(report: dict[str, Any]) -> list[str]:
     """The model, the machine, the disk and the routing."""
     model, bandwidth = report["model"], report["bandwidth"]
+    threads = report["options"]["threads"]
     return [
         f"{model['shape']}: {model['n_layers']} layers of {model['n_expert']} experts, top-"
         f"{model['n_expert_used']}, {format_size(model['file_bytes'])} in "
         f"{model['tiers'][0]}, {'trained' if model['trained'] else 'random weights'}",
         f"{report['machine']['processor']}, {report['machine']['cores']} cores, "
-        f"{report['options']['threads']} threads",
+        f"{threads} compute thread{'s' if threads > 1 else ''}",
         f"{'direct' if bandwidth['direct'] else 'buffered'} reads of "
         f"{bandwidth['slice_bytes'] / 1e6:.2f} MB by {bandwidth['threads']} threads: "
         f"{bandwidth['bytes_per_s'] / 1e9:.2f} GB/s "
