@@ -4,7 +4,7 @@ does to the experts that decoding had in memory."""
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.bench.ablation import (
@@ -22,6 +22,7 @@ from orchestrator.bench.report import WIDTH, heading, mix_of, percent, title, to
 from orchestrator.bench.rows import Result, median_ms, median_ratio, named, store_figures
 from orchestrator.errors import ConfigError
 
+ALL_SLOTS = "one, all slots"
 BEFORE, LONG, AFTER = "before", "long", "after"
 LONG_TOKENS, LONG_DEMO_TOKENS = 1024, 512  # the demo was trained on no more
 
@@ -96,13 +97,17 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 def prefill_cases(options: PrefillOptions) -> list[Case]:
     """Everything in memory; then, under each cap, the null baseline and rows 3, 5 and 6 of the
-    ablation: one precision, 4/2 and 4/0, all with look-ahead."""
+    ablation: one precision, 4/2 and 4/0, all with look-ahead; and one precision where a prompt
+    takes all slots instead of passing through some."""
     listed = [REFERENCE]
     for cap in options.caps:
         listed.append(global_lru(cap))
         for case in paper_rows(cap, options.retention, options.prefetch):
             if case.name in (CACHE_AHEAD, MIXED_AHEAD, SKIP_AHEAD):
                 listed.append(case)
+            if case.name == CACHE_AHEAD:
+                settings = case.settings | {"prompts_pass": False}
+                listed.append(replace(case, name=ALL_SLOTS, settings=settings))
     return listed
 
 
@@ -204,7 +209,8 @@ def render_prefill(report: dict[str, Any]) -> str:
         f"each prompt of {tokens_of(report)} tokens after decode steps of another conversation, "
         f"{options['repeats']} of each length a run;",
         f"{options['runs']} runs in turn, medians; 4/2 and 4/0 at r = {options['retention']}; "
-        f"x one: against one precision",
+        f"x one: against one precision;",
+        f"{ALL_SLOTS}: the same without the rule that a prompt passes through a part of the slots",
     ]
     for cap in dict.fromkeys(row["cap"] for row in report["cases"]):
         rows = [row for row in report["cases"] if row["cap"] == cap]

@@ -7,7 +7,7 @@ from orchestrator.bench import PrefillOptions, loop, render_prefill, run_prefill
 from orchestrator.bench.ablation import CACHE_AHEAD, MIXED_AHEAD, SKIP_AHEAD
 from orchestrator.bench.job import DECODE, PROMPT
 from orchestrator.bench.plan import MANAGED
-from orchestrator.bench.prefill import parse_lengths
+from orchestrator.bench.prefill import ALL_SLOTS, parse_lengths, prefill_cases
 from orchestrator.bench.report import WIDTH
 from orchestrator.errors import ConfigError
 
@@ -49,6 +49,11 @@ def test_every_prompt_finds_what_decoding_left():
     ]
     assert "long" not in {part.name for part in PrefillOptions(long_tokens=0).parts()}
     assert (PrefillOptions().long, PrefillOptions(shape="demo").long) == (1024, 512)
+
+
+def test_the_rule_for_prompts_is_measured_against_itself():
+    cases = {case.name: case.settings for case in prefill_cases(PrefillOptions(caps=(0.6,)))}
+    assert cases[ALL_SLOTS] == cases[CACHE_AHEAD] | {"prompts_pass": False}
 
 
 def fake_run(job):
@@ -95,6 +100,7 @@ def test_ratios_refer_to_one_precision(report):
         (MANAGED, None),
         ("lru", 0.6),
         (CACHE_AHEAD, 0.6),
+        (ALL_SLOTS, 0.6),
         (MIXED_AHEAD, 0.6),
         (SKIP_AHEAD, 0.6),
     }
@@ -139,7 +145,7 @@ def test_quick_prefill_end_to_end(real_engine):
     report = run_prefill(options)
     rows = {row["name"]: row for row in report["cases"]}
     assert not [row["error"] for row in rows.values() if "error" in row]
-    for name in (CACHE_AHEAD, MIXED_AHEAD, SKIP_AHEAD, "lru"):
+    for name in (CACHE_AHEAD, ALL_SLOTS, MIXED_AHEAD, SKIP_AHEAD, "lru"):
         short = rows[name]["prompts"][0]
         assert 0 < short["hit_rate"] < 1
         assert short["bytes"] > 0
