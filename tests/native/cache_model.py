@@ -1,0 +1,413 @@
+"""What the expert cache must do, in plain Python: a second, short implementation of the rules.
+
+Rules (DyMoE 4.4.2): a cell, one (layer, kind, expert), holds one tier. A request for a better
+tier than it holds is a miss, loads that tier and then drops the old copy. A request for the
+same or a worse tier is a hit. Beside them: slots of a pool go to whoever asked first, then to
+the copy asked for longest ago that the running step does not need.
+
+The disk runs beside the requests, so one history of requests has several legal outcomes. A
+`Cache` is one of them; `Caches` is the set of all that agree with what was seen so far, and
+empty as soon as the real store does what no legal outcome does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+SKIP = 255
+ABSENT = 254
+UP, GATE, GATE_UP, DOWN = range(4)
+GRAPH_ORDER = (GATE, GATE_UP, UP, DOWN)  # in which a layer computes its kinds
+
+Cell = tuple[int, int, int]  # layer, kind, expert
+Pool = tuple[int, int, int]  # layer (-1: all layers share it), kind, tier
+Visit = tuple[int, int]  # expert, tier it came in (SKIP: none)
+Item = tuple[int, int, int, int]  # prefetch: layer, expert, tier, bit mask of kinds
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What does not change while a store lives; bytes and counts as the store is given them."""
+
+    kinds: tuple[tuple[int, ...], ...]  # of each layer, ascending
+    n_expert: int
+    n_tiers: int
+    shared: bool  # layers share slots
+    n_slots: tuple[int, ...]  # [tier] of each pool
+    slot_bytes: tuple[int, ...]  # [tier]
+    expert_bytes: tuple[int, ...]  # [tier]
+    offsets: dict[tuple[int, int, int], int]  # (layer, kind, tier) of expert 0 in the file
+    io_threads: int
+
+    def pool(self, cell: Cell, tier: int) -> Pool:
+        return (-1 if self.shared else cell[0], cell[1], tier)
+
+    def offset(self, cell: Cell, tier: int) -> int:
+        return self.offsets[cell[0], cell[1], tier] + cell[2] * self.expert_bytes[tier]
+
+
+class Copy(NamedTuple):
+    """A complete tier in a slot."""
+
+    tier: int
+    stamp: int  # when it was last asked for
+    unused: bool  # read ahead, and not asked for yet
+
+
+class Read(NamedTuple):
+    """A tier on its way from disk; its slot is taken."""
+
+    tier: int
+    stamp: int
+    ahead: bool  # a prefetch
+    turn: int  # among prefetches
+    stage: int  # QUEUED, RUNNING or ARRIVED
+
+
+QUEUED, RUNNING, ARRIVED = range(3)
+
+
+@dataclass
+class Cache:
+    """One state of the cache. Methods change it; the caller copies first."""
+
+    layout: Layout
+    held: dict[Cell, Copy] = field(default_factory=dict)
+    reads: dict[Cell, Read] = field(default_factory=dict)
+    want: dict[Cell, int] = field(default_factory=dict)  # what the running step needs, or SKIP
+    waiting: dict[Pool, tuple[Cell, ...]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    phase: int = 0
+    clock: int = 0
+    turn: int = 0
+
+    def copy(self) -> Cache:
+        return Cache(
+            self.layout,
+            dict(self.held),
+            dict(self.reads),
+            dict(self.want),
+            dict(self.waiting),
+            dict(self.counts),
+            self.phase,
+            self.clock,
+            self.turn,
+        )
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for states that cannot be told apart later: only the order of stamps counts."""
+        stamps = sorted(
+            [c.stamp for c in self.held.values()] + [r.stamp for r in self.reads.values()]
+        )
+        rank = {stamp: i for i, stamp in enumerate(stamps)}
+        self.clock = len(stamps)
+        self.held = {c: copy._replace(stamp=rank[copy.stamp]) for c, copy in self.held.items()}
+        self.reads = {c: read._replace(stamp=rank[read.stamp]) for c, read in self.reads.items()}
+        return (
+            frozenset(self.held.items()),
+            frozenset(self.reads.items()),
+            frozenset(self.want.items()),
+            frozenset((pool, cells) for pool, cells in self.waiting.items() if cells),
+            frozenset(self.counts.items()),
+            self.turn,
+        )
+
+    def count(self, name: str, n: int = 1) -> None:
+        self.counts[name] = self.counts.get(name, 0) + n
+
+    def count_phase(self, name: str, n: int = 1) -> None:
+        self.count(f"{name}[{self.phase}]", n)
+
+    def tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    # ---- what a cell is worth now
+
+    def pinned(self, cell: Cell) -> bool:
+        return self.want.get(cell, SKIP) != SKIP
+
+    def good_enough(self, cell: Cell) -> bool:
+        """Conservative reuse: the wanted tier or any better one will do."""
+        return cell in self.held and self.held[cell].tier <= self.want[cell]
+
+    def unmet(self, cell: Cell) -> bool:
+        return self.pinned(cell) and not self.good_enough(cell)
+
+    def resident(self) -> list[list[int]]:
+        """[layer][expert]: the worst tier over its kinds, ABSENT if one is missing."""
+        table = []
+        for layer, kinds in enumerate(self.layout.kinds):
+            row = []
+            for expert in range(self.layout.n_expert):
+                cells = [(layer, kind, expert) for kind in kinds]
+                whole = all(cell in self.held for cell in cells)
+                row.append(max(self.held[cell].tier for cell in cells) if whole else ABSENT)
+            table.append(row)
+        return table
+
+    # ---- slots
+
+    def in_pool(self, pool: Pool) -> Iterator[Cell]:
+        """Cells with a complete copy there."""
+        return (c for c, copy in self.held.items() if self.layout.pool(c, copy.tier) == pool)
+
+    def slot_bytes_in_use(self) -> int:
+        tiers = [x.tier for x in (*self.held.values(), *self.reads.values())]
+        return sum(self.layout.slot_bytes[tier] for tier in tiers)
+
+    def load(self, cell: Cell, tier: int, ahead: bool, before: int | None = None) -> bool:
+        """Starts to load where a slot is free or can be made free; a copy asked for at `before`
+        or later is not given up for it."""
+        pool = self.layout.pool(cell, tier)
+        taken = sum(1 for _ in self.in_pool(pool))
+        taken += sum(1 for c, read in self.reads.items() if self.layout.pool(c, read.tier) == pool)
+        assert taken <= self.layout.n_slots[tier]
+        if taken == self.layout.n_slots[tier]:
+            idle = [c for c in self.in_pool(pool) if not self.pinned(c)]
+            victim = min(idle, key=lambda c: self.held[c].stamp, default=None)
+            if victim is None or (before is not None and self.held[victim].stamp >= before):
+                return False
+            self.drop(victim)
+            self.count("evictions")
+        self.reads[cell] = Read(tier, self.tick(), ahead, self.turn if ahead else 0, QUEUED)
+        self.turn += ahead
+        peak = max(self.counts.get("slot_bytes_peak", 0), self.slot_bytes_in_use())
+        self.counts["slot_bytes_peak"] = peak
+        return True
+
+    def drop(self, cell: Cell) -> None:
+        self.count("prefetch_wasted", self.held[cell].unused)
+        del self.held[cell]
+
+    def load_or_wait(self, cell: Cell) -> None:
+        pool = self.layout.pool(cell, self.want[cell])
+        queue = self.waiting.get(pool, ())
+        if cell not in queue and (queue or not self.load(cell, self.want[cell], False)):
+            self.waiting[pool] = (*queue, cell)
+
+    def serve(self, pool: Pool) -> None:
+        """First come, first served."""
+        while self.waiting.get(pool):
+            cell = self.waiting[pool][0]
+            if self.unmet(cell) and cell not in self.reads:
+                if not self.load(cell, self.want[cell], False):
+                    return
+            self.waiting[pool] = self.waiting[pool][1:]
+
+    # ---- the disk
+
+    def turn_of(self, cell: Cell) -> tuple[int, int, int]:
+        """Demand first, kinds as the graph needs them, then along the file; prefetches as listed."""
+        read = self.reads[cell]
+        if read.ahead:
+            return (1, read.turn, 0)
+        rank = {GATE: 0, GATE_UP: 0, UP: 1, DOWN: 2}[cell[1]]
+        return (0, rank, self.layout.offset(cell, read.tier))
+
+    def disk_steps(self) -> list[Callable[[Cache], None]]:
+        """What the disk may do next: end a running read, or begin the most urgent one."""
+        running = [c for c, read in self.reads.items() if read.stage == RUNNING]
+        queued = [c for c, read in self.reads.items() if read.stage == QUEUED]
+        steps: list[Callable[[Cache], None]] = [lambda s, c=c: s.arrive(c) for c in running]
+        if queued and len(running) < self.layout.io_threads:
+            first = min(queued, key=self.turn_of)
+            steps.append(lambda s: s.begin_read(first))
+        return steps
+
+    def begin_read(self, cell: Cell) -> None:
+        read = self.reads[cell]
+        self.reads[cell] = read._replace(stage=RUNNING)
+        bytes_read = self.layout.expert_bytes[read.tier]
+        self.count_phase("prefetch_bytes" if read.ahead else "demand_bytes", bytes_read)
+
+    def arrive(self, cell: Cell) -> None:
+        self.reads[cell] = self.reads[cell]._replace(stage=ARRIVED)
+        if not self.pinned(cell) or not self.good_enough(cell):
+            self.publish(cell)  # else an op may be reading the copy that it would replace
+
+    def publish(self, cell: Cell) -> None:
+        """No duplication: the new copy takes the place of the old one."""
+        read, old = self.reads.pop(cell), self.held.get(cell)
+        if old is not None:
+            self.count("promotions", read.tier < old.tier)
+            self.drop(cell)
+        self.held[cell] = Copy(read.tier, read.stamp, read.ahead and not self.pinned(cell))
+        if self.unmet(cell):
+            self.load_or_wait(cell)  # a worse tier was on its way when this one was asked for
+        if old is not None:
+            self.serve(self.layout.pool(cell, old.tier))
+        if not self.pinned(cell):
+            self.serve(self.layout.pool(cell, read.tier))
+
+    def cancel(self, cell: Cell) -> None:
+        read = self.reads.pop(cell)
+        self.count("prefetch_cancelled", read.ahead)
+        self.serve(self.layout.pool(cell, read.tier))
+
+    # ---- requests
+
+    def begin_step(self, phase: int) -> None:
+        self.phase, self.turn = phase, 0
+        if not self.want:
+            return
+        self.want.clear()
+        self.waiting.clear()
+        for cell, read in sorted(self.reads.items()):
+            if read.stage == ARRIVED:
+                self.publish(cell)
+            elif read.stage == QUEUED:
+                self.cancel(cell)
+
+    def apply(self, layer: int, tiers: dict[int, int]) -> None:
+        """tiers: what each routed expert shall have, in the order of the routing."""
+        cells = [(layer, kind, expert) for kind in self.layout.kinds[layer] for expert in tiers]
+        for tier in tiers.values():
+            self.count_phase("routed skip" if tier == SKIP else f"routed {tier}")
+        for cell in cells:
+            self.want[cell] = tiers[cell[2]]
+            if self.pinned(cell):
+                self.touch(cell)
+        stale = [
+            c for c, r in self.reads.items() if c[0] == layer and r.ahead and r.stage == QUEUED
+        ]
+        for cell in sorted(stale, key=self.turn_of):
+            if not self.pinned(cell):
+                self.cancel(cell)
+        for cell in cells:
+            if self.pinned(cell):
+                self.ask(cell)
+
+    def touch(self, cell: Cell) -> None:
+        if cell in self.held:
+            self.held[cell] = self.held[cell]._replace(stamp=self.tick())
+
+    def ask(self, cell: Cell) -> None:
+        self.count_phase("requests")
+        if self.good_enough(cell):
+            self.count_phase("hits")
+            self.count("prefetch_used", self.held[cell].unused)
+            self.held[cell] = self.held[cell]._replace(unused=False)
+            return
+        read = self.reads.get(cell)
+        if read is not None:
+            good = read.tier <= self.want[cell]
+            self.count("prefetch_used", good and read.ahead)
+            if good or read.stage != QUEUED:
+                self.reads[cell] = read._replace(ahead=False, turn=0)
+                return
+            self.cancel(cell)
+        self.load_or_wait(cell)
+
+    def prefetch(self, items: list[Item]) -> None:
+        """Most urgent first. What is listed and resident does not make room for what is not."""
+        listed = [
+            [((layer, kind, expert), tier) for kind in self.layout.kinds[layer] if mask & 1 << kind]
+            for layer, expert, tier, mask in items
+        ]
+        before = self.clock + 1
+        for cells in reversed(listed):
+            for cell, _ in cells:
+                self.touch(cell)
+        for cell, tier in (each for cells in listed for each in cells):
+            worse = cell not in self.held or self.held[cell].tier > tier
+            if cell not in self.want and cell not in self.reads and worse:
+                self.load(cell, tier, True, before)
+
+    def ready(self, layer: int, kind: int, experts: Iterable[int]) -> list[Visit]:
+        """Which of these may be computed now, and in which tier."""
+        out = []
+        for expert in experts:
+            cell = (layer, kind, expert)
+            if not self.pinned(cell):
+                out.append((expert, SKIP))
+            elif self.good_enough(cell):
+                out.append((expert, self.held[cell].tier))
+        return out
+
+    def release(self, layer: int, kind: int, experts: list[int]) -> None:
+        for expert in experts:
+            cell = (layer, kind, expert)
+            del self.want[cell]
+            if cell in self.reads and self.reads[cell].stage == ARRIVED:
+                self.publish(cell)
+        for tier in range(self.layout.n_tiers):
+            self.serve(self.layout.pool((layer, kind, 0), tier))
+
+
+class Caches:
+    """All states that agree with what was seen."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.states = [Cache(layout)]
+
+    def _replace(self, states: Iterable[Cache]) -> None:
+        self.states = list({state.key(): state for state in states}.values())
+
+    def _let_the_disk_run(self) -> None:
+        """Any number of disk steps may have been taken since the last look."""
+        found = {state.key(): state for state in self.states}
+        todo = list(found.values())
+        while todo:
+            state = todo.pop()
+            for step in state.disk_steps():
+                after = state.copy()
+                step(after)
+                if (key := after.key()) not in found:
+                    found[key] = after
+                    todo.append(after)
+        self.states = list(found.values())
+
+    def do(self, change: Callable[[Cache], None]) -> None:
+        """One request, at some moment of the disk's work."""
+        self._let_the_disk_run()
+        for state in self.states:
+            change(state)
+        self._replace(self.states)
+
+    def keep(self, agrees: Callable[[Cache], bool]) -> bool:
+        """Something was seen at some moment; False if no legal outcome shows it."""
+        self._let_the_disk_run()
+        found = [state for state in self.states if agrees(state)]
+        if found:
+            self.states = found
+        return bool(found)
+
+    def use(self, layer: int, kind: int, experts: list[int], visits: list[Visit]) -> bool:
+        """An op computed these experts, and met them in the order of visits. Takes what is
+        ready, computes it, gives it back, waits for more; False if that cannot be."""
+        done: list[Cache] = []
+        seen = set()
+        todo = [(state.copy(), 0, 0, 0) for state in self.states]
+        while todo:
+            state, n_visited, n_taken, n_waves = todo.pop()
+            key = (state.key(), n_visited, n_taken, n_waves)
+            if key in seen:
+                continue
+            seen.add(key)
+            for step in state.disk_steps():
+                after = state.copy()
+                step(after)
+                todo.append((after, n_visited, n_taken, n_waves))
+            if n_taken:
+                taken = visits[n_visited : n_visited + n_taken]
+                state.release(layer, kind, [expert for expert, _ in taken])
+                if n_visited + n_taken == len(visits):
+                    done.append(state)
+                else:
+                    todo.append((state, n_visited + n_taken, 0, n_waves))
+                continue
+            gone = {expert for expert, _ in visits[:n_visited]}
+            ready = state.ready(layer, kind, [e for e in experts if e not in gone])
+            if ready and ready == visits[n_visited : n_visited + len(ready)]:
+                after = state.copy()
+                after.count("waves", n_waves > 0)
+                for _, tier in ready:
+                    if tier != SKIP:
+                        after.count_phase(f"computed {tier}")
+                todo.append((after, n_visited, len(ready), 1))
+        if done:
+            self._replace(done)
+        return bool(done)

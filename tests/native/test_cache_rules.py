@@ -1,0 +1,348 @@
+"""The cache rules of DyMoE 4.4.2 on the real store, beside a model in plain Python.
+
+A state machine drives the store through its C interface over a small file whose bytes say
+which slice they are. After every request the statistics and what an op got to see must be
+those of a legal outcome in cache_model. Where the disk's timing decides (a prefetch that is or
+is not complete, a layer that needs more slots than there are), every outcome that some timing
+gives is legal, and no other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from orchestrator.events import Phase
+from orchestrator.llama import Bindings
+from orchestrator.native import Library, Slices, Store, StoreSpec
+from orchestrator.native.abi import VISIT_CB, CPrefetch
+
+from .cache_model import (
+    DOWN,
+    GATE,
+    GATE_UP,
+    GRAPH_ORDER,
+    SKIP,
+    UP,
+    Cache,
+    Caches,
+    Item,
+    Layout,
+    Visit,
+)
+
+# Read when the tests are collected: while one runs, its environment is a clean one.
+SLOW = bool(os.environ.get("MOE_EDGE_SLOW"))
+
+KINDS = ((UP, GATE, DOWN), (GATE_UP, DOWN), (UP, DOWN), (UP, GATE, DOWN))  # of each layer
+N_EXPERT = 5
+TYPES = (8, 12, 11, 10)  # q8_0, q4_K, q3_K, q2_K
+EXPERT_BYTES = (3000, 1900, 1300, 700)  # of each tier in the file; no slice starts on a block
+BLOCK = 4096
+STUCK_S = 20.0
+
+
+class ExpertFile:
+    """Slices of known bytes: every one begins with what it is, and differs after that."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offsets: dict[tuple[int, int, int], int] = {}
+        data = bytearray(32)
+        for layer, kinds in enumerate(KINDS):
+            for kind in kinds:
+                for tier, n_bytes in enumerate(EXPERT_BYTES):
+                    self.offsets[layer, kind, tier] = len(data)
+                    for expert in range(N_EXPERT):
+                        name = bytes((layer, kind, expert, tier))
+                        rng = np.random.default_rng(int.from_bytes(name, "big"))
+                        data += name + rng.bytes(n_bytes - len(name))
+        self.data = bytes(data)
+        path.write_bytes(data)
+
+    def slice(self, layer: int, kind: int, expert: int, tier: int) -> bytes:
+        start = self.offsets[layer, kind, tier] + expert * EXPERT_BYTES[tier]
+        return self.data[start : start + EXPERT_BYTES[tier]]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout]:
+    """Which tiers of the file are in use, and a layout of few slots; offsets are filled in."""
+    tiers = tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=4))))
+    n_layers = draw(st.integers(1, len(KINDS)))
+    return tiers, Layout(
+        kinds=KINDS[:n_layers],
+        n_expert=N_EXPERT,
+        n_tiers=len(tiers),
+        shared=draw(st.booleans()),
+        n_slots=tuple(draw(st.integers(1, 4)) for _ in tiers),
+        # tiers of different slot sizes show in the bytes in use
+        slot_bytes=tuple((2 + len(tiers) - i) * BLOCK for i in range(len(tiers))),
+        expert_bytes=tuple(EXPERT_BYTES[tier] for tier in tiers),
+        offsets={},
+        io_threads=draw(st.sampled_from((1, 1, 2))),
+    )
+
+
+def make_store(library: Library, file: ExpertFile, tiers: tuple[int, ...], layout: Layout) -> Store:
+    """A store of this layout; writes the file's offsets into it."""
+    groups: dict[tuple[int, int, int], int] = {}
+    layers = []
+    for layer, kinds in enumerate(layout.kinds):
+        slices = {}
+        for kind in kinds:
+            for i, tier in enumerate(tiers):
+                offset = file.offsets[layer, kind, tier]
+                layout.offsets[layer, kind, i] = offset
+                group = groups.setdefault(layout.pool((layer, kind, 0), i), len(groups))
+                slices[kind, i] = Slices(0, offset, EXPERT_BYTES[tier], TYPES[tier], group)
+        layers.append((layer, slices))
+    sizes = tuple((layout.slot_bytes[tier], layout.n_slots[tier]) for _, _, tier in groups)
+    spec = StoreSpec(
+        files=(file.path,),
+        layers=tuple(layers),
+        groups=sizes,
+        budget_bytes=sum(n_bytes * n for n_bytes, n in sizes),
+        n_tiers=len(tiers),
+        n_expert=N_EXPERT,
+        n_expert_used=1,
+        max_tokens=1,
+        n_ahead=0,
+        n_io_threads=layout.io_threads,
+        direct_io=False,
+    )
+    return Store.create(library, spec)
+
+
+class Driver:
+    """Plain calls on one store; fails where an op gets other bytes than those of its tier."""
+
+    def __init__(self, library: Library, file: ExpertFile, tiers: tuple[int, ...], layout: Layout):
+        self.file, self.tiers = file, tiers
+        self.store = make_store(library, file, tiers, layout)
+        self.native = library
+
+    def apply(self, layer: int, wanted: dict[int, int]) -> None:
+        n = len(wanted)
+        ids = (ctypes.c_int32 * n)(*wanted)
+        asked = (ctypes.c_uint8 * n)(*wanted.values())
+        assert self.native.apply(self.store.handle, layer, ids, asked, n) == 0
+
+    def prefetch(self, items: list[Item]) -> None:
+        array = (CPrefetch * len(items))()
+        for c_item, (layer, expert, tier, mask) in zip(array, items, strict=True):
+            c_item.layer, c_item.expert, c_item.tier, c_item.kinds = layer, expert, tier, mask
+        self.native.prefetch(self.store.handle, array, len(items))
+
+    def use(self, layer: int, kind: int, experts: list[int]) -> list[Visit] | None:
+        """What the op met, in its order; None where the step was cancelled."""
+        visits: list[Visit] = []
+        wrong: list[str] = []
+
+        def visit(expert: int, tier: int, ggml: int, data: int, n_bytes: int, _: None) -> None:
+            visits.append((expert, tier))
+            if tier == SKIP:
+                if data or n_bytes:
+                    wrong.append(f"expert {expert} is skipped and has bytes")
+                return
+            in_file = self.tiers[tier]
+            expected = self.file.slice(layer, kind, expert, in_file)
+            if ggml != TYPES[in_file] or ctypes.string_at(data, n_bytes) != expected:
+                wrong.append(f"expert {expert} has other bytes than those of tier {tier}")
+
+        stuck = threading.Timer(STUCK_S, self.store.cancel, (True,))
+        stuck.start()
+        array = (ctypes.c_int32 * len(experts))(*experts)
+        try:
+            status = self.native.use(
+                self.store.handle, layer, kind, array, len(experts), VISIT_CB(visit), None
+            )
+        finally:
+            stuck.cancel()
+        assert not wrong, wrong
+        return visits if status == 0 else None
+
+    def counts(self) -> dict[str, int]:
+        """The statistics under the model's names."""
+        stats = self.store.stats()
+        seen = {
+            f"{name}[{phase}]": getattr(stats, name)[phase]
+            for name in ("requests", "hits", "demand_bytes", "prefetch_bytes")
+            for phase in Phase
+        }
+        for phase in Phase:
+            for tier in range(len(self.tiers)):
+                seen[f"routed {tier}[{phase}]"] = stats.routed[phase][tier]
+                seen[f"computed {tier}[{phase}]"] = stats.computed[phase][tier]
+            seen[f"routed skip[{phase}]"] = stats.routed[phase][4]
+        for name in ("waves", "promotions", "evictions", "prefetch_used", "prefetch_wasted"):
+            seen[name] = getattr(stats, name)
+        for name in ("prefetch_cancelled", "slot_bytes_peak", "slot_bytes_in_use"):
+            seen[name] = getattr(stats, name)
+        assert stats.slot_bytes_in_use <= stats.slot_bytes_peak <= stats.budget_bytes
+        return seen
+
+
+def model_counts(cache: Cache, names: dict[str, int]) -> dict[str, int]:
+    counts = cache.counts | {"slot_bytes_in_use": cache.slot_bytes_in_use()}
+    return {name: counts.get(name, 0) for name in names}
+
+
+class CacheRules(RuleBasedStateMachine):
+    """One store and its model; a step routes layers, and each routed layer computes its kinds."""
+
+    library: Library
+    file: ExpertFile
+    met: Counter[str]  # over all examples: which situations came up
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver: Driver | None = None
+        self.layer = 0
+        self.wanted: dict[int, int] = {}
+        self.left: list[int] = []  # kinds of the routed layer that are not computed yet
+        self.last: dict[str, int] = {}
+
+    @initialize(layout=layouts(), phase=st.sampled_from(Phase))
+    def make(self, layout: tuple[tuple[int, ...], Layout], phase: Phase) -> None:
+        self.tiers, self.layout = layout
+        self.driver = Driver(self.library, self.file, self.tiers, self.layout)
+        self.model = Caches(self.layout)
+        self.begin_step(phase)
+
+    @rule(phase=st.sampled_from(Phase))
+    def begin_step(self, phase: Phase) -> None:
+        """The next step; where a layer is not computed yet, the one before was cut off."""
+        self.met["cut off"] += bool(self.left)
+        self.left = []
+        self.driver.store.begin_step(phase)
+        self.model.do(lambda cache: cache.begin_step(phase))
+
+    def some_experts(self, data: st.DataObject) -> list[int]:
+        return data.draw(st.lists(st.integers(0, N_EXPERT - 1), unique=True, min_size=1))
+
+    @precondition(lambda self: not self.left)
+    @rule(data=st.data())
+    def route(self, data: st.DataObject) -> None:
+        self.layer = data.draw(st.integers(0, len(self.layout.kinds) - 1))
+        tier = st.sampled_from((*range(self.layout.n_tiers), SKIP))
+        self.wanted = {expert: data.draw(tier) for expert in self.some_experts(data)}
+        self.left = [kind for kind in GRAPH_ORDER if kind in self.layout.kinds[self.layer]]
+        self.driver.apply(self.layer, self.wanted)
+        self.model.do(lambda cache: cache.apply(self.layer, self.wanted))
+
+    @precondition(lambda self: self.left)
+    @rule(data=st.data(), whole_layer=st.booleans())
+    def compute(self, data: st.DataObject, whole_layer: bool) -> None:
+        """The next kind, or all that are left, of the routed layer."""
+        experts = data.draw(st.permutations(list(self.wanted)))
+        for _ in range(len(self.left) if whole_layer else 1):
+            kind = self.left.pop(0)
+            visits = self.driver.use(self.layer, kind, experts)
+            assert visits is not None, "the op is stuck"
+            assert sorted(expert for expert, _ in visits) == sorted(experts)
+            for expert, tier in visits:
+                asked = self.wanted[expert]
+                assert (tier == SKIP) == (asked == SKIP)
+                assert tier <= asked, f"expert {expert}: tier {asked} asked for, {tier} computed"
+                self.met["reuse"] += tier < asked
+            legal = self.model.use(self.layer, kind, experts, visits)
+            assert legal, f"no timing makes an op of layer {self.layer}, kind {kind}, meet {visits}"
+
+    @rule(data=st.data(), wait=st.booleans())
+    def prefetch(self, data: st.DataObject, wait: bool) -> None:
+        """A list as a policy gives it. Whether it is read before the next request is the
+        disk's affair, but where the machine waits it is nearly sure to be."""
+        items = []
+        for _ in range(data.draw(st.integers(1, 4))):
+            layer = data.draw(st.integers(0, len(self.layout.kinds) - 1))
+            some = data.draw(st.sampled_from((15, 15, *(1 << k for k in self.layout.kinds[layer]))))
+            expert = data.draw(st.integers(0, N_EXPERT - 1))
+            items.append((layer, expert, data.draw(st.integers(0, self.layout.n_tiers - 1)), some))
+        self.driver.prefetch(items)
+        self.model.do(lambda cache: cache.prefetch(items))
+        if wait:
+            time.sleep(0.002)
+
+    @precondition(lambda self: self.left)
+    @rule(phase=st.sampled_from(Phase))
+    def cancel(self, phase: Phase) -> None:
+        """Ctrl-C: the op that runs ends at once, and the next step starts clean."""
+        self.met["cancelled"] += 1
+        self.driver.store.cancel(True)
+        assert self.driver.use(self.layer, self.left[0], list(self.wanted)) is None
+        self.driver.store.cancel(False)
+        self.begin_step(phase)
+
+    @invariant()
+    def agrees(self) -> None:
+        if self.driver is None:
+            return
+        self.driver.store.check()
+        seen = self.driver.counts()
+        if not self.model.keep(lambda cache: model_counts(cache, seen) == seen):
+            expected = [model_counts(cache, seen) for cache in self.model.states]
+            differ = min(
+                ({k: (v, seen[k]) for k, v in each.items() if v != seen[k]} for each in expected),
+                key=len,
+            )
+            raise AssertionError(f"no legal outcome; the nearest one (expected, seen): {differ}")
+        self.met["states"] = max(self.met["states"], len(self.model.states))
+        self.last = seen
+
+    def teardown(self) -> None:
+        if self.driver is not None:
+            self.driver.store.close()
+        for name in ("promotions", "evictions", "waves", "prefetch_used", "prefetch_wasted"):
+            self.met[name] += self.last.get(name, 0)
+        self.met["prefetch_cancelled"] += self.last.get("prefetch_cancelled", 0)
+        for name in ("hits[0]", "hits[1]", "requests[0]", "requests[1]"):
+            self.met[name] += self.last.get(name, 0)
+
+
+@pytest.fixture(scope="module")
+def library(library_folder: Path) -> Library:
+    return Bindings.load().library()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> ExpertFile:
+    return ExpertFile(tmp_path_factory.mktemp("cache") / "experts.bin")
+
+
+def test_cache_rules(library: Library, file: ExpertFile) -> None:
+    met: Counter[str] = Counter()
+    machine = type("CacheRulesHere", (CacheRules,), {"library": library, "file": file, "met": met})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=2000 if SLOW else 100,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    print(met)
+    for situation in (
+        *("hits[0]", "hits[1]", "reuse", "promotions", "evictions", "waves", "cut off"),
+        *("cancelled", "prefetch_used", "prefetch_wasted", "prefetch_cancelled"),
+    ):
+        assert met[situation] > 0, f"no example came to: {situation}"
