@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 SKIP = 255
@@ -98,18 +99,16 @@ class Cache:
 
     def key(self) -> tuple[object, ...]:
         """Equal for states that cannot be told apart later: only the order of stamps counts."""
-        stamps = sorted(
-            [c.stamp for c in self.held.values()] + [r.stamp for r in self.reads.values()]
-        )
-        rank = {stamp: i for i, stamp in enumerate(stamps)}
-        self.clock = len(stamps)
-        self.held = {c: copy._replace(stamp=rank[copy.stamp]) for c, copy in self.held.items()}
-        self.reads = {c: read._replace(stamp=rank[read.stamp]) for c, read in self.reads.items()}
+        order = sorted([(c[1], cell) for cell, c in self.held.items()])
+        order += sorted([(r[1], cell) for cell, r in self.reads.items()])
+        stamps = [stamp for stamp, _ in order]
+        stamps.sort()
         return (
-            frozenset(self.held.items()),
-            frozenset(self.reads.items()),
+            tuple([(cell, stamps.index(stamp)) for stamp, cell in order]),
+            frozenset([(cell, c[0], c[2]) for cell, c in self.held.items()]),
+            frozenset([(cell, r[0], *r[2:]) for cell, r in self.reads.items()]),
             frozenset(self.want.items()),
-            frozenset((pool, cells) for pool, cells in self.waiting.items() if cells),
+            frozenset([each for each in self.waiting.items() if each[1]]),
             frozenset(self.counts.items()),
             self.turn,
         )
@@ -155,7 +154,8 @@ class Cache:
         return (c for c, copy in self.held.items() if self.layout.pool(c, copy.tier) == pool)
 
     def slot_bytes_in_use(self) -> int:
-        tiers = [x.tier for x in (*self.held.values(), *self.reads.values())]
+        tiers = [copy.tier for copy in self.held.values()]
+        tiers += [read.tier for read in self.reads.values()]
         return sum(self.layout.slot_bytes[tier] for tier in tiers)
 
     def load(self, cell: Cell, tier: int, ahead: bool, before: int | None = None) -> bool:
@@ -192,15 +192,15 @@ class Cache:
         """First come, first served."""
         while self.waiting.get(pool):
             cell = self.waiting[pool][0]
-            if self.unmet(cell) and cell not in self.reads:
-                if not self.load(cell, self.want[cell], False):
-                    return
+            idle = self.unmet(cell) and cell not in self.reads
+            if idle and not self.load(cell, self.want[cell], False):
+                return
             self.waiting[pool] = self.waiting[pool][1:]
 
     # ---- the disk
 
     def turn_of(self, cell: Cell) -> tuple[int, int, int]:
-        """Demand first, kinds as the graph needs them, then along the file; prefetches as listed."""
+        """Demand first, by kind and along the file; then prefetches as they were listed."""
         read = self.reads[cell]
         if read.ahead:
             return (1, read.turn, 0)
@@ -211,10 +211,12 @@ class Cache:
         """What the disk may do next: end a running read, or begin the most urgent one."""
         running = [c for c, read in self.reads.items() if read.stage == RUNNING]
         queued = [c for c, read in self.reads.items() if read.stage == QUEUED]
-        steps: list[Callable[[Cache], None]] = [lambda s, c=c: s.arrive(c) for c in running]
+        steps: list[Callable[[Cache], None]] = [
+            partial(Cache.arrive, cell=cell) for cell in running
+        ]
         if queued and len(running) < self.layout.io_threads:
             first = min(queued, key=self.turn_of)
-            steps.append(lambda s: s.begin_read(first))
+            steps.append(partial(Cache.begin_read, cell=first))
         return steps
 
     def begin_read(self, cell: Cell) -> None:
@@ -338,19 +340,19 @@ class Cache:
 
 
 class Caches:
-    """All states that agree with what was seen."""
+    """All states that agree with what was seen. Beyond max_states it gives up and is `lost`:
+    what may be the case then depends on too much that nobody saw."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, max_states: int) -> None:
         self.states = [Cache(layout)]
-
-    def _replace(self, states: Iterable[Cache]) -> None:
-        self.states = list({state.key(): state for state in states}.values())
+        self.max_states = max_states
+        self.lost = False
 
     def _let_the_disk_run(self) -> None:
         """Any number of disk steps may have been taken since the last look."""
         found = {state.key(): state for state in self.states}
         todo = list(found.values())
-        while todo:
+        while todo and not self._give_up(len(found)):
             state = todo.pop()
             for step in state.disk_steps():
                 after = state.copy()
@@ -360,54 +362,59 @@ class Caches:
                     todo.append(after)
         self.states = list(found.values())
 
+    def _give_up(self, n_states: int) -> bool:
+        self.lost = self.lost or n_states > self.max_states
+        return self.lost
+
     def do(self, change: Callable[[Cache], None]) -> None:
         """One request, at some moment of the disk's work."""
-        self._let_the_disk_run()
-        for state in self.states:
-            change(state)
-        self._replace(self.states)
+        if not self.lost:
+            self._let_the_disk_run()
+            for state in self.states:
+                change(state)
 
     def keep(self, agrees: Callable[[Cache], bool]) -> bool:
         """Something was seen at some moment; False if no legal outcome shows it."""
-        self._let_the_disk_run()
+        if not self.lost:
+            self._let_the_disk_run()
         found = [state for state in self.states if agrees(state)]
-        if found:
+        if found and not self.lost:
             self.states = found
-        return bool(found)
+        return bool(found) or self.lost
 
     def use(self, layer: int, kind: int, experts: list[int], visits: list[Visit]) -> bool:
         """An op computed these experts, and met them in the order of visits. Takes what is
         ready, computes it, gives it back, waits for more; False if that cannot be."""
-        done: list[Cache] = []
-        seen = set()
-        todo = [(state.copy(), 0, 0, 0) for state in self.states]
-        while todo:
-            state, n_visited, n_taken, n_waves = todo.pop()
-            key = (state.key(), n_visited, n_taken, n_waves)
+        done: dict[object, Cache] = {}
+        seen: set[object] = set()
+        todo = [(state.copy(), 0, 0, False) for state in self.states]
+        while todo and not self._give_up(len(seen) // 10):
+            state, n_visited, n_taken, again = todo.pop()
+            key = (state.key(), n_visited, n_taken, again)
             if key in seen:
                 continue
             seen.add(key)
             for step in state.disk_steps():
                 after = state.copy()
                 step(after)
-                todo.append((after, n_visited, n_taken, n_waves))
+                todo.append((after, n_visited, n_taken, again))
             if n_taken:
-                taken = visits[n_visited : n_visited + n_taken]
-                state.release(layer, kind, [expert for expert, _ in taken])
-                if n_visited + n_taken == len(visits):
-                    done.append(state)
+                end = n_visited + n_taken
+                state.release(layer, kind, [expert for expert, _ in visits[n_visited:end]])
+                if end == len(visits):
+                    done[state.key()] = state
                 else:
-                    todo.append((state, n_visited + n_taken, 0, n_waves))
+                    todo.append((state, end, 0, True))
                 continue
             gone = {expert for expert, _ in visits[:n_visited]}
             ready = state.ready(layer, kind, [e for e in experts if e not in gone])
             if ready and ready == visits[n_visited : n_visited + len(ready)]:
                 after = state.copy()
-                after.count("waves", n_waves > 0)
+                after.count("waves", again)
                 for _, tier in ready:
                     if tier != SKIP:
                         after.count_phase(f"computed {tier}")
-                todo.append((after, n_visited, len(ready), 1))
-        if done:
-            self._replace(done)
-        return bool(done)
+                todo.append((after, n_visited, len(ready), again))
+        if done and not self.lost:
+            self.states = list(done.values())
+        return bool(done) or self.lost
