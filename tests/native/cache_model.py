@@ -352,7 +352,7 @@ class Caches:
         """Any number of disk steps may have been taken since the last look."""
         found = {state.key(): state for state in self.states}
         todo = list(found.values())
-        while todo and not self._give_up(len(found)):
+        while todo and not self._give_up(len(found) // 10):
             state = todo.pop()
             for step in state.disk_steps():
                 after = state.copy()
@@ -380,6 +380,7 @@ class Caches:
         found = [state for state in self.states if agrees(state)]
         if found and not self.lost:
             self.states = found
+            self._give_up(len(found))
         return bool(found) or self.lost
 
     def use(self, layer: int, kind: int, experts: list[int], visits: list[Visit]) -> bool:
@@ -417,4 +418,5 @@ class Caches:
                 todo.append((after, n_visited, len(ready), again))
         if done and not self.lost:
             self.states = list(done.values())
+            self._give_up(len(done))
         return bool(done) or self.lost
