@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -253,14 +254,18 @@ class CacheRules(RuleBasedStateMachine):
         self.model.do(lambda cache: cache.begin_step(phase))
 
     def some_items(self, data: st.DataObject) -> list[Item]:
-        """A prefetch list as a policy gives it."""
+        """A prefetch list as a policy gives it; half of it for experts that the latest routed
+        layer wants, so that reads are met on their way."""
         items = []
         for _ in range(data.draw(st.integers(1, 6))):
-            layer = data.draw(st.integers(0, len(self.layout.kinds) - 1))
+            layer, experts = self.layer, list(self.wanted)
+            if not experts or data.draw(st.booleans()):
+                layer = data.draw(st.integers(0, len(self.layout.kinds) - 1))
+                experts = list(range(N_EXPERT))
             one_kind = [1 << kind for kind in self.layout.kinds[layer]]
             mask = data.draw(st.sampled_from((15, 15, *one_kind)))
-            expert = data.draw(st.integers(0, N_EXPERT - 1))
-            items.append((layer, expert, data.draw(st.integers(0, self.layout.n_tiers - 1)), mask))
+            tier = data.draw(st.integers(0, self.layout.n_tiers - 1))
+            items.append((layer, data.draw(st.sampled_from(experts)), tier, mask))
         return items
 
     @precondition(lambda self: not self.left)
@@ -349,6 +354,73 @@ def library(library_folder: Path) -> Library:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> ExpertFile:
     return ExpertFile(tmp_path_factory.mktemp("cache") / "experts.bin")
+
+
+HIGH, LOW = 0, 1
+
+
+@pytest.fixture
+def driver(library: Library, file: ExpertFile) -> Iterator[Driver]:
+    """Two tiers, three slots each."""
+    layout = Layout(
+        kinds=KINDS,
+        n_expert=N_EXPERT,
+        n_tiers=2,
+        shared=True,
+        n_slots=(3, 3),
+        slot_bytes=SLOT_BYTES[1:3],
+        expert_bytes=EXPERT_BYTES[1:3],
+        offsets={},
+        io_threads=1,
+    )
+    made = Driver(library, file, (1, 2), layout)
+    yield made
+    made.store.close()
+
+
+def hits(driver: Driver, expert: int, tier: int, met_in: int) -> bool:
+    """One step of one expert; whether it was in memory when it was asked for."""
+    before = driver.counts()["hits[1]"]
+    driver.store.begin_step(Phase.DECODE)
+    driver.apply(0, {expert: tier})
+    for kind in GRAPH_ORDER:
+        if kind in KINDS[0]:
+            assert driver.use(0, kind, [expert]) == [(expert, met_in)]
+    driver.store.check()
+    return driver.counts()["hits[1]"] - before == len(KINDS[0])
+
+
+def slot_bytes(*tiers: int) -> int:
+    """What one expert in each of these tiers takes."""
+    return sum(SLOT_BYTES[1:3][tier] * len(KINDS[0]) for tier in tiers)
+
+
+def test_precision_promotion_leaves_no_duplicate(driver: Driver) -> None:
+    assert not hits(driver, 2, LOW, met_in=LOW)
+    assert driver.counts()["slot_bytes_in_use"] == slot_bytes(LOW)
+    assert not hits(driver, 2, HIGH, met_in=HIGH)
+    counts = driver.counts()
+    assert counts["slot_bytes_in_use"] == slot_bytes(HIGH)
+    assert (counts["promotions"], counts["evictions"]) == (len(KINDS[0]), 0)
+    assert hits(driver, 2, HIGH, met_in=HIGH)
+
+
+def test_conservative_reuse_reads_nothing(driver: Driver) -> None:
+    assert not hits(driver, 2, HIGH, met_in=HIGH)
+    before = driver.counts()["demand_bytes[1]"]
+    assert hits(driver, 2, LOW, met_in=HIGH)
+    counts = driver.counts()
+    assert counts["demand_bytes[1]"] == before
+    assert counts["slot_bytes_in_use"] == slot_bytes(HIGH)
+
+
+def test_the_one_asked_for_longest_ago_goes(driver: Driver) -> None:
+    for expert in (0, 1, 2):
+        assert not hits(driver, expert, HIGH, met_in=HIGH)
+    assert hits(driver, 0, LOW, met_in=HIGH)  # reuse is a use: 1 is the oldest now
+    assert not hits(driver, 3, HIGH, met_in=HIGH)
+    assert hits(driver, 0, HIGH, met_in=HIGH)
+    assert not hits(driver, 1, HIGH, met_in=HIGH)
 
 
 def test_cache_rules(library: Library, file: ExpertFile) -> None:
