@@ -12,7 +12,7 @@ empty as soon as the real store does what no legal outcome does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -25,7 +25,7 @@ GRAPH_ORDER = (GATE, GATE_UP, UP, DOWN)  # in which a layer computes its kinds
 Cell = tuple[int, int, int]  # layer, kind, expert
 Pool = tuple[int, int, int]  # layer (-1: all layers share it), kind, tier
 Visit = tuple[int, int]  # expert, tier it came in (SKIP: none)
-Item = tuple[int, int, int, int]  # prefetch: layer, expert, tier, bit mask of kinds
+Item = tuple[int, int, int, int, bool]  # prefetch: layer, expert, tier, mask of kinds, passing
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Layout:
     expert_bytes: tuple[int, ...]  # [tier]
     offsets: dict[tuple[int, int, int], int]  # (layer, kind, tier) of expert 0 in the file
     io_threads: int
+    n_passing: int = 1  # slots of a pool that passing reads may take from the others
+    exact_tiers: bool = False  # a request drops a better copy: no reuse, to measure quality
 
     def pool(self, cell: Cell, tier: int) -> Pool:
         return (-1 if self.shared else cell[0], cell[1], tier)
@@ -55,6 +57,7 @@ class Copy(NamedTuple):
     tier: int
     stamp: int  # when it was last asked for
     unused: bool  # read ahead, and not asked for yet
+    passing: bool  # read for passing requests alone: goes before all others
 
 
 class Read(NamedTuple):
@@ -65,6 +68,7 @@ class Read(NamedTuple):
     ahead: bool  # a prefetch
     turn: int  # among prefetches
     stage: int  # QUEUED, RUNNING or ARRIVED
+    passing: bool
 
 
 QUEUED, RUNNING, ARRIVED = range(3)
@@ -105,7 +109,7 @@ class Cache:
         stamps.sort()
         return (
             tuple([(cell, stamps.index(stamp)) for stamp, cell in order]),
-            frozenset([(cell, c[0], c[2]) for cell, c in self.held.items()]),
+            frozenset([(cell, c[0], *c[2:]) for cell, c in self.held.items()]),
             frozenset([(cell, r[0], *r[2:]) for cell, r in self.reads.items()]),
             frozenset(self.want.items()),
             frozenset([each for each in self.waiting.items() if each[1]]),
@@ -149,34 +153,44 @@ class Cache:
 
     # ---- slots
 
-    def in_pool(self, pool: Pool) -> Iterator[Cell]:
-        """Cells with a complete copy there."""
-        return (c for c, copy in self.held.items() if self.layout.pool(c, copy.tier) == pool)
-
     def slot_bytes_in_use(self) -> int:
         tiers = [copy.tier for copy in self.held.values()]
         tiers += [read.tier for read in self.reads.values()]
         return sum(self.layout.slot_bytes[tier] for tier in tiers)
 
-    def load(self, cell: Cell, tier: int, ahead: bool, before: int | None = None) -> bool:
+    def load(
+        self, cell: Cell, tier: int, ahead: bool = False, passing: bool = False, before: int = 0
+    ) -> bool:
         """Starts to load where a slot is free or can be made free; a copy asked for at `before`
-        or later is not given up for it."""
+        or later, if that is given, does not make room."""
         pool = self.layout.pool(cell, tier)
-        taken = sum(1 for _ in self.in_pool(pool))
-        taken += sum(1 for c, read in self.reads.items() if self.layout.pool(c, read.tier) == pool)
-        assert taken <= self.layout.n_slots[tier]
-        if taken == self.layout.n_slots[tier]:
-            idle = [c for c in self.in_pool(pool) if not self.pinned(c)]
-            victim = min(idle, key=lambda c: self.held[c].stamp, default=None)
-            if victim is None or (before is not None and self.held[victim].stamp >= before):
+        copies = [
+            (c, copy) for c, copy in self.held.items() if self.layout.pool(c, copy.tier) == pool
+        ]
+        reads = [read for c, read in self.reads.items() if self.layout.pool(c, read.tier) == pool]
+        assert len(copies) + len(reads) <= self.layout.n_slots[tier]
+        if len(copies) + len(reads) == self.layout.n_slots[tier]:
+            n_passing = sum(x.passing for x in (*reads, *(copy for _, copy in copies)))
+            may_push = not passing or n_passing < max(1, self.layout.n_passing)
+            idle = [
+                (not copy.passing, copy.stamp, c)
+                for c, copy in copies
+                if not self.pinned(c) and (copy.passing or may_push)
+                if not before or copy.stamp < before
+            ]
+            if not idle:
                 return False
-            self.drop(victim)
-            self.count("evictions")
-        self.reads[cell] = Read(tier, self.tick(), ahead, self.turn if ahead else 0, QUEUED)
+            self.evict(min(idle)[2])
+        turn = self.turn if ahead else 0
+        self.reads[cell] = Read(tier, self.tick(), ahead, turn, QUEUED, passing)
         self.turn += ahead
         peak = max(self.counts.get("slot_bytes_peak", 0), self.slot_bytes_in_use())
         self.counts["slot_bytes_peak"] = peak
         return True
+
+    def evict(self, cell: Cell) -> None:
+        self.drop(cell)
+        self.count("evictions")
 
     def drop(self, cell: Cell) -> None:
         self.count("prefetch_wasted", self.held[cell].unused)
@@ -185,7 +199,7 @@ class Cache:
     def load_or_wait(self, cell: Cell) -> None:
         pool = self.layout.pool(cell, self.want[cell])
         queue = self.waiting.get(pool, ())
-        if cell not in queue and (queue or not self.load(cell, self.want[cell], False)):
+        if cell not in queue and (queue or not self.load(cell, self.want[cell])):
             self.waiting[pool] = (*queue, cell)
 
     def serve(self, pool: Pool) -> None:
@@ -193,7 +207,7 @@ class Cache:
         while self.waiting.get(pool):
             cell = self.waiting[pool][0]
             idle = self.unmet(cell) and cell not in self.reads
-            if idle and not self.load(cell, self.want[cell], False):
+            if idle and not self.load(cell, self.want[cell]):
                 return
             self.waiting[pool] = self.waiting[pool][1:]
 
@@ -236,7 +250,8 @@ class Cache:
         if old is not None:
             self.count("promotions", read.tier < old.tier)
             self.drop(cell)
-        self.held[cell] = Copy(read.tier, read.stamp, read.ahead and not self.pinned(cell))
+        unused = read.ahead and not self.pinned(cell)
+        self.held[cell] = Copy(read.tier, read.stamp, unused, read.passing)
         if self.unmet(cell):
             self.load_or_wait(cell)  # a worse tier was on its way when this one was asked for
         if old is not None:
@@ -270,6 +285,9 @@ class Cache:
             self.count_phase("routed skip" if tier == SKIP else f"routed {tier}")
         for cell in cells:
             self.want[cell] = tiers[cell[2]]
+            better = self.pinned(cell) and cell in self.held and self.good_enough(cell)
+            if self.layout.exact_tiers and better and self.held[cell].tier != self.want[cell]:
+                self.evict(cell)
             if self.pinned(cell):
                 self.touch(cell)
         stale = [
@@ -284,7 +302,7 @@ class Cache:
 
     def touch(self, cell: Cell) -> None:
         if cell in self.held:
-            self.held[cell] = self.held[cell]._replace(stamp=self.tick())
+            self.held[cell] = self.held[cell]._replace(stamp=self.tick(), passing=False)
 
     def ask(self, cell: Cell) -> None:
         self.count_phase("requests")
@@ -298,7 +316,7 @@ class Cache:
             good = read.tier <= self.want[cell]
             self.count("prefetch_used", good and read.ahead)
             if good or read.stage != QUEUED:
-                self.reads[cell] = read._replace(ahead=False, turn=0)
+                self.reads[cell] = read._replace(ahead=False, turn=0, passing=False)
                 return
             self.cancel(cell)
         self.load_or_wait(cell)
@@ -306,17 +324,23 @@ class Cache:
     def prefetch(self, items: list[Item]) -> None:
         """Most urgent first. What is listed and resident does not make room for what is not."""
         listed = [
-            [((layer, kind, expert), tier) for kind in self.layout.kinds[layer] if mask & 1 << kind]
-            for layer, expert, tier, mask in items
+            (
+                [(layer, kind, expert) for kind in self.layout.kinds[layer] if mask >> kind & 1],
+                tier,
+                passing,
+            )
+            for layer, expert, tier, mask, passing in items
         ]
         before = self.clock + 1
-        for cells in reversed(listed):
-            for cell, _ in cells:
-                self.touch(cell)
-        for cell, tier in (each for cells in listed for each in cells):
-            worse = cell not in self.held or self.held[cell].tier > tier
-            if cell not in self.want and cell not in self.reads and worse:
-                self.load(cell, tier, True, before)
+        for cells, _, passing in reversed(listed):
+            for cell in cells:
+                if not passing:
+                    self.touch(cell)
+        for cells, tier, passing in listed:
+            for cell in cells:
+                worse = cell not in self.held or self.held[cell].tier > tier
+                if cell not in self.want and cell not in self.reads and worse:
+                    self.load(cell, tier, True, passing, before)
 
     def ready(self, layer: int, kind: int, experts: Iterable[int]) -> list[Visit]:
         """Which of these may be computed now, and in which tier."""
@@ -335,6 +359,9 @@ class Cache:
             del self.want[cell]
             if cell in self.reads and self.reads[cell].stage == ARRIVED:
                 self.publish(cell)
+        self.serve_kind(layer, kind)
+
+    def serve_kind(self, layer: int, kind: int) -> None:
         for tier in range(self.layout.n_tiers):
             self.serve(self.layout.pool((layer, kind, 0), tier))
 
@@ -409,7 +436,10 @@ class Caches:
                 continue
             gone = {expert for expert, _ in visits[:n_visited]}
             ready = state.ready(layer, kind, [e for e in experts if e not in gone])
-            if ready and ready == visits[n_visited : n_visited + len(ready)]:
+            if not ready:  # it looks for slots once more, and waits
+                state.serve_kind(layer, kind)
+                todo.append((state, n_visited, 0, again))
+            elif ready == visits[n_visited : n_visited + len(ready)]:
                 after = state.copy()
                 after.count("waves", again)
                 for _, tier in ready:
