@@ -164,19 +164,18 @@ class Cache:
         """Starts to load where a slot is free or can be made free; a copy asked for at `before`
         or later, if that is given, does not make room."""
         pool = self.layout.pool(cell, tier)
-        copies = [
-            (c, copy) for c, copy in self.held.items() if self.layout.pool(c, copy.tier) == pool
-        ]
-        reads = [read for c, read in self.reads.items() if self.layout.pool(c, read.tier) == pool]
-        assert len(copies) + len(reads) <= self.layout.n_slots[tier]
-        if len(copies) + len(reads) == self.layout.n_slots[tier]:
-            n_passing = sum(x.passing for x in (*reads, *(copy for _, copy in copies)))
+        copies = [c for c, copy in self.held.items() if self.layout.pool(c, copy.tier) == pool]
+        loads = [c for c, read in self.reads.items() if self.layout.pool(c, read.tier) == pool]
+        assert len(copies) + len(loads) <= self.layout.n_slots[tier]
+        if len(copies) + len(loads) == self.layout.n_slots[tier]:
+            n_passing = sum(self.held[c].passing for c in copies)
+            n_passing += sum(self.reads[c].passing for c in loads)
             may_push = not passing or n_passing < max(1, self.layout.n_passing)
             idle = [
-                (not copy.passing, copy.stamp, c)
-                for c, copy in copies
-                if not self.pinned(c) and (copy.passing or may_push)
-                if not before or copy.stamp < before
+                (not self.held[c].passing, self.held[c].stamp, c)
+                for c in copies
+                if not self.pinned(c) and (self.held[c].passing or may_push)
+                if not before or self.held[c].stamp < before
             ]
             if not idle:
                 return False
@@ -323,12 +322,9 @@ class Cache:
 
     def prefetch(self, items: list[Item]) -> None:
         """Most urgent first. What is listed and resident does not make room for what is not."""
+        kinds = self.layout.kinds
         listed = [
-            (
-                [(layer, kind, expert) for kind in self.layout.kinds[layer] if mask >> kind & 1],
-                tier,
-                passing,
-            )
+            ([(layer, k, expert) for k in kinds[layer] if mask >> k & 1], tier, passing)
             for layer, expert, tier, mask, passing in items
         ]
         before = self.clock + 1

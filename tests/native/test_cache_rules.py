@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -81,6 +82,7 @@ class CacheRules(RuleBasedStateMachine):
     driver: Driver
     model: Caches
     met: Counter[str]  # over all examples: which situations came up
+    failures: list[str]
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +162,8 @@ class CacheRules(RuleBasedStateMachine):
                 assert tier <= asked, f"expert {expert}: tier {asked} asked for, {tier} computed"
                 self.met["reuse"] += tier < asked
             legal = self.model.use(self.layer, kind, experts, visits)
-            assert legal, f"no timing makes an op of layer {self.layer}, kind {kind}, meet {visits}"
+            if not legal:
+                self.fail(f"no timing makes layer {self.layer}, kind {kind}, meet {visits}")
 
     @rule(data=st.data(), wait=st.booleans())
     def prefetch(self, data: st.DataObject, wait: bool) -> None:
@@ -193,12 +196,15 @@ class CacheRules(RuleBasedStateMachine):
                 ({k: (v, seen[k]) for k, v in each.items() if v != seen[k]} for each in expected),
                 key=len,
             )
-            raise AssertionError(f"no legal outcome; the nearest one (expected, seen): {differ}")
+            self.fail(f"no legal outcome; the nearest one (expected, seen): {differ}")
         resident = self.driver.store.resident().tolist()
-        assert self.model.keep(lambda cache: cache.resident() == resident), (
-            f"no legal outcome has in memory (layer, expert: tier): {resident}"
-        )
+        if not self.model.keep(lambda cache: cache.resident() == resident):
+            self.fail(f"no legal outcome has in memory (layer, expert: tier): {resident}")
         self.last = seen
+
+    def fail(self, message: str) -> None:
+        self.failures.append(message)
+        raise AssertionError(message)
 
     def close_store(self) -> None:
         self.driver.store.close()
@@ -290,16 +296,20 @@ def test_the_one_asked_for_longest_ago_goes(driver: Driver) -> None:
 
 def test_cache_rules(library: Library, file: ExpertFile) -> None:
     met: Counter[str] = Counter()
-    machine = type("Here", (CacheRules,), {"library": library, "file": file, "met": met})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=3000 if SLOW else 80,
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    print(met)
+    failures: list[str] = []
+    attributes = {"library": library, "file": file, "met": met, "failures": failures}
+    try:
+        run_state_machine_as_test(
+            type("Here", (CacheRules,), attributes),
+            settings=settings(
+                max_examples=3000 if SLOW else 80,
+                stateful_step_count=30,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    except Flaky as error:
+        # The same requests at other moments of the disk's work: the first finding counts.
+        raise AssertionError(f"seen once, not seen again: {failures[:1]}") from error
     for situation in SITUATIONS:
         assert met[situation] > 0, f"no example came to: {situation}"
