@@ -64,7 +64,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout]:
         n_expert=N_EXPERT,
         n_tiers=len(tiers),
         shared=draw(st.booleans()),
-        n_slots=tuple(draw(st.integers(1, 4)) for _ in tiers),
+        n_slots=tuple(draw(st.sampled_from((1, 2, 1, 2, 3, 4))) for _ in tiers),
         slot_bytes=tuple(SLOT_BYTES[tier] for tier in tiers),
         expert_bytes=tuple(EXPERT_BYTES[tier] for tier in tiers),
         offsets={},
@@ -135,8 +135,11 @@ class CacheRules(RuleBasedStateMachine):
     @rule(data=st.data(), read_ahead=st.booleans())
     def route(self, data: st.DataObject, read_ahead: bool) -> None:
         """A layer asks for its experts; with read_ahead while a prefetch has only begun."""
-        self.layer = data.draw(st.integers(0, len(self.layout.kinds) - 1))
-        some = data.draw(st.lists(st.integers(0, N_EXPERT - 1), unique=True, min_size=1))
+        some = list(self.wanted)
+        if not some or data.draw(st.booleans()):  # else the same ones again, in other tiers
+            self.layer = data.draw(st.integers(0, len(self.layout.kinds) - 1))
+            n = data.draw(st.integers(1, N_EXPERT))
+            some = data.draw(st.permutations(range(N_EXPERT)))[:n]
         tier = st.sampled_from((*range(self.layout.n_tiers), SKIP))
         self.wanted = {expert: data.draw(tier) for expert in some}
         self.left = [kind for kind in GRAPH_ORDER if kind in self.layout.kinds[self.layer]]
@@ -302,7 +305,7 @@ def test_cache_rules(library: Library, file: ExpertFile) -> None:
         run_state_machine_as_test(
             type("Here", (CacheRules,), attributes),
             settings=settings(
-                max_examples=3000 if SLOW else 80,
+                max_examples=3000 if SLOW else 120,
                 stateful_step_count=30,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
