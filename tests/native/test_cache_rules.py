@@ -305,7 +305,7 @@ def test_cache_rules(library: Library, file: ExpertFile) -> None:
         run_state_machine_as_test(
             type("Here", (CacheRules,), attributes),
             settings=settings(
-                max_examples=3000 if SLOW else 120,
+                max_examples=3000 if SLOW else 100,
                 stateful_step_count=30,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
