@@ -212,13 +212,13 @@ class Cache:
 
     # ---- the disk
 
-    def turn_of(self, cell: Cell) -> tuple[int, int, int]:
+    def turn_of(self, cell: Cell) -> tuple[int, int, int, Cell]:
         """Demand first, by kind and along the file; then prefetches as they were listed."""
         read = self.reads[cell]
         if read.ahead:
-            return (1, read.turn, 0)
+            return (1, read.turn, 0, cell)  # turns start over with each step
         rank = {GATE: 0, GATE_UP: 0, UP: 1, DOWN: 2}[cell[1]]
-        return (0, rank, self.layout.offset(cell, read.tier))
+        return (0, rank, self.layout.offset(cell, read.tier), cell)
 
     def disk_steps(self) -> list[Callable[[Cache], None]]:
         """What the disk may do next: end a running read, or begin the most urgent one."""
