@@ -216,7 +216,7 @@ class Cache:
         """Demand first, by kind and along the file; then prefetches as they were listed."""
         read = self.reads[cell]
         if read.ahead:
-            return (1, read.turn, 0, cell)  # turns start over with each step
+            return (1, read.turn, 0, cell)
         rank = {GATE: 0, GATE_UP: 0, UP: 1, DOWN: 2}[cell[1]]
         return (0, rank, self.layout.offset(cell, read.tier), cell)
 
@@ -266,7 +266,9 @@ class Cache:
     # ---- requests
 
     def begin_step(self, phase: int) -> None:
-        self.phase, self.turn = phase, 0
+        self.phase = phase
+        if all(read.stage != QUEUED for read in self.reads.values()):
+            self.turn = 0
         if not self.want:
             return
         self.want.clear()
@@ -300,6 +302,8 @@ class Cache:
                 self.ask(cell)
 
     def touch(self, cell: Cell) -> None:
+        if cell in self.reads:
+            self.reads[cell] = self.reads[cell]._replace(stamp=self.tick(), passing=False)
         if cell in self.held:
             self.held[cell] = self.held[cell]._replace(stamp=self.tick(), passing=False)
 
@@ -315,7 +319,7 @@ class Cache:
             good = read.tier <= self.want[cell]
             self.count("prefetch_used", good and read.ahead)
             if good or read.stage != QUEUED:
-                self.reads[cell] = read._replace(ahead=False, turn=0, passing=False)
+                self.reads[cell] = read._replace(ahead=False, turn=0)
                 return
             self.cancel(cell)
         self.load_or_wait(cell)
