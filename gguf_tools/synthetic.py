@@ -78,7 +78,7 @@ class Shape:
 _TINY = Shape("", 3, 256, 256, 8, 2, 4, 2, 64, 320, context=2048)
 PRESETS = {
     "olmoe": Shape("olmoe", 8, 2048, 1024, 64, 8, 16, 16, 128, 4096, GGMLType.Q4_K),
-    "mixtral": Shape("llama", 2, 4096, 14336, 8, 2, 32, 8, 128, 4096, GGMLType.Q4_K),
+    "mixtral": Shape("llama", 4, 4096, 14336, 8, 2, 32, 8, 128, 4096, GGMLType.Q4_K),
     "qwen3-30b": Shape("qwen3moe", 6, 2048, 768, 128, 8, 32, 4, 128, 4096, GGMLType.Q4_K),
     "tiny-qwen3moe": replace(_TINY, arch="qwen3moe"),
     "tiny-qwen2moe": replace(_TINY, arch="qwen2moe", n_head_kv=4, n_shared=1),

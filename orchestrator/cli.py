@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gguf_tools.units import format_size
+from orchestrator import cli_bench
 from orchestrator.config import Config, parse_size
 from orchestrator.console import Console, strip_controls
 from orchestrator.errors import MoeEdgeError
@@ -330,47 +331,7 @@ def inspect(file: Path, as_json: bool) -> None:
     click.echo(json.dumps(description) if as_json else strip_controls(render(description)))
 
 
-@cli.command()
-@click.option(
-    "--shape", metavar="NAME", help="Experts of the random-weight model.  [default: olmoe]"
-)
-@click.option(
-    "--routing", metavar="KIND", help="How experts are used: uniform, zipf.  [default: uniform]"
-)
-@click.option(
-    "--caps", metavar="LIST", help="Memory caps in % of the model file.  [default: 60,80]"
-)
-@click.option(
-    "--tokens", type=AT_LEAST_1, metavar="N", help="Measured decode steps.  [default: 128]"
-)
-@click.option(
-    "--prompt-tokens", type=AT_LEAST_1, metavar="N", help="Prompt length.  [default: 128]"
-)
-@click.option("--runs", type=AT_LEAST_1, metavar="N", help="Passes over all cases.  [default: 2]")
-@click.option(
-    "--retention",
-    type=click.FloatRange(0, 1),
-    metavar="R",
-    help="Share of critical experts of dymoe.  [default: 0.75]",
-)
-@click.option(
-    "--threads", type=AT_LEAST_1, metavar="N", help="Compute threads.  [default: the cores]"
-)
-@click.option(
-    "--seed", type=click.IntRange(min=0), metavar="N", help="Seed of the weights.  [default: 0]"
-)
-@click.option("--quick", is_flag=True, help="A tiny model, in seconds; no figures to quote.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench(caps: str | None, as_json: bool, **options: Any) -> None:
-    """Measure this machine: upstream and every policy under memory caps."""
-    from orchestrator.bench import BenchOptions, render, run
-    from orchestrator.bench.plan import parse_caps
-
-    given = _given(options)
-    if caps is not None:
-        given["caps"] = parse_caps(caps)
-    result = run(BenchOptions(**given), lambda text: click.echo(text, err=True))
-    click.echo(json.dumps(result) if as_json else render(result))
+cli.add_command(cli_bench.bench)
 
 
 @cli.command("eval")

@@ -60,9 +60,9 @@ class Config:
     the attention of the last importance_window queries ("window"), that of all of them
     ("exact", without flash attention), or every token alike ("load"); heavy_hitters is the
     share of tokens that count. prompts_pass lets the experts that a prompt uses less pass
-    through a part of the slots instead of taking them all. exact_tiers computes a low request in low even where the high
-    copy is in memory, to measure quality. logits_all keeps room for the logits of every token
-    of a batch, which evaluation needs and chatting does not.
+    through a part of the slots instead of taking them all. exact_tiers computes a low request
+    in low even where the high copy is in memory, to measure quality. logits_all keeps room for
+    the logits of every token of a batch, which evaluation needs and chatting does not.
     """
 
     model: Path

@@ -7,60 +7,71 @@ before Python started: the interpreter counts as well.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from gguf_tools.process import peak_rss_bytes
-from orchestrator.bench.job import Job
+from orchestrator.bench.job import PROMPT, Job, Part
 from orchestrator.errors import MoeEdgeError
 
-MIN_STEPS = 8
 ROUTING_CHUNKS = 8
+SEPARATOR = "\n%\n"  # between the conversations of a text
 
 Eval = Callable[[list[int], int], object]
+Draw = Callable[[int], list[int]]
+Watch = Callable[[dict[str, Any]], AbstractContextManager[None]]
 
 
-def token_stream(seed: int, n_vocab: int) -> Callable[[int], list[int]]:
+def token_stream(seed: int, n_vocab: int) -> Draw:
     """Random ordinary tokens, the same for every system: a random model that generates
     greedily soon repeats itself, and repeats its routing with it."""
     rng = random.Random(seed)
     return lambda n: [rng.randrange(3, n_vocab - 3) for _ in range(n)]
 
 
-def time_steps(job: Job, evaluate: Eval, n_vocab: int, start: Callable[[], None]) -> dict[str, Any]:
-    """Prefill, unmeasured steps, then measured ones; times in milliseconds.
+def text_stream(seed: int, text: str, tokenize: Callable[[str], Sequence[int]]) -> Draw:
+    """Tokens of conversations, in an order of this seed, again and again: what a trained model
+    knows how to route."""
+    pieces = [part + "\n" for part in text.removesuffix("\n").split(SEPARATOR)]
+    random.Random(seed).shuffle(pieces)
+    tokens = itertools.chain.from_iterable(tokenize(piece) for piece in itertools.cycle(pieces))
+    return lambda n: list(itertools.islice(tokens, n))
 
-    start is called between the unmeasured and the measured steps.
+
+def play(parts: Sequence[Part], evaluate: Eval, draw: Draw, watch: Watch) -> list[dict[str, Any]]:
+    """Times every part, in order: {"name", "tokens", "ms"}, one time for each prompt or step.
+
+    watch(result) is entered before a part and left after it, and may add to the result. Tokens
+    are drawn for whole parts, so that one that ends early does not change those after it.
     """
-    draw = token_stream(job.seed, n_vocab)
-    prompt = draw(job.prompt_tokens)
-    began = perf_counter()
-    evaluate(prompt, 0)
-    ttft_ms = (perf_counter() - began) * 1e3
-    pos = len(prompt)
-    warm_until = perf_counter() + job.max_seconds / 3
-    for token in draw(job.warmup):
-        evaluate([token], pos)
-        pos += 1
-        if perf_counter() > warm_until:
-            break
-    start()
-    step_ms: list[float] = []
-    deadline = perf_counter() + job.max_seconds
-    for token in draw(job.tokens):
-        before = perf_counter()
-        evaluate([token], pos)
-        now = perf_counter()
-        step_ms.append((now - before) * 1e3)
-        pos += 1
-        if now > deadline and len(step_ms) >= MIN_STEPS:
-            break
-    return {"ttft_ms": ttft_ms, "step_ms": step_ms}
+    results = []
+    pos = 0
+    for part in parts:
+        tokens = draw(part.n)
+        if part.kind == PROMPT:
+            pos = 0
+        steps = [tokens] if part.kind == PROMPT else [[token] for token in tokens]
+        result: dict[str, Any] = {"name": part.name, "tokens": 0, "ms": []}
+        with watch(result):
+            deadline = perf_counter() + part.seconds
+            for step in steps:
+                before = perf_counter()
+                evaluate(step, pos)
+                now = perf_counter()
+                result["ms"].append((now - before) * 1e3)
+                result["tokens"] += len(step)
+                pos += len(step)
+                if now > deadline and len(result["ms"]) >= part.at_least:
+                    break
+        results.append(result)
+    return results
 
 
 def run_upstream(job: Job) -> dict[str, Any]:
@@ -73,7 +84,8 @@ def run_upstream(job: Job) -> dict[str, Any]:
         threads=job.threads,
         **job.settings,
     ) as model:
-        return time_steps(job, model.eval, model.n_vocab, lambda: None)
+        draw = _source(job, job.seed, model.n_vocab, model.tokenize)
+        return {"parts": play(job.parts, model.eval, draw, lambda result: nullcontext())}
 
 
 def run_engine(job: Job) -> dict[str, Any]:
@@ -94,38 +106,49 @@ def run_engine(job: Job) -> dict[str, Any]:
         if managed and job.warm:
             layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
             engine.store.warm([(layer, e, 0) for layer in layers for e in experts])
-        calls = 0
-
-        def start() -> None:
-            nonlocal calls
-            if managed:
-                calls = engine.store.calls
-                engine.store.reset_stats()
-
-        result = time_steps(job, engine.eval, n_vocab, start)
-        result["mode"] = engine.mode
-        if managed:
-            n_steps = len(result["step_ms"])
-            result["store"] = _counters(engine.store.stats(), n_steps)
-            result["callback_us"] = engine.store.callback_us(since=calls)
+        draw = _source(job, job.seed, n_vocab, engine.tokenize)
+        watch: Watch = _store_watch(engine.store) if managed else lambda result: nullcontext()
+        result: dict[str, Any] = {"mode": engine.mode}
+        result["parts"] = play(job.parts, engine.eval, draw, watch)
+        result["policy"] = engine.policy.report() if managed else {}
         if managed and job.routing:
-            result["routing"] = _expert_use(engine, job, n_vocab)
+            more = _source(job, job.seed + 1, n_vocab, engine.tokenize)
+            result["routing"] = _expert_use(engine, job.n_ubatch, more)
         return result
 
 
-def _counters(stats: Any, n_steps: int) -> dict[str, Any]:
-    """The store's counters of the decode phase, bytes and times per token."""
-    decode = 1
-    routed = list(stats.routed[decode])
-    prefetched = stats.prefetch_bytes[decode]
-    looked_up = stats.prefetch_used + stats.prefetch_wasted
-    useful = prefetched * stats.prefetch_used / looked_up if looked_up else 0
+def _source(job: Job, seed: int, n_vocab: int, tokenize: Callable[[str], Sequence[int]]) -> Draw:
+    if job.text is None:
+        return token_stream(seed, n_vocab)
+    return text_stream(seed, Path(job.text).read_text("utf-8"), tokenize)
+
+
+def _store_watch(store: Any) -> Watch:
+    """Adds the store's counters of a part to its result."""
+
+    @contextmanager
+    def watch(result: dict[str, Any]) -> Iterator[None]:
+        calls = store.calls
+        store.reset_stats()
+        yield
+        result["store"] = counters(store.stats())
+        result["callback_us"] = store.callback_us(since=calls)
+
+    return watch
+
+
+def counters(stats: Any) -> dict[str, Any]:
+    """The store's counters, both phases together: a part of a measurement is one of them."""
+    routed = [prefill + decode for prefill, decode in zip(*stats.routed, strict=True)]
+    demand, prefetched = sum(stats.demand_bytes), sum(stats.prefetch_bytes)
+    judged = stats.prefetch_used + stats.prefetch_wasted
+    useful = prefetched * stats.prefetch_used / judged if judged else 0
     return {
-        "requests": stats.requests[decode],
-        "hits": stats.hits[decode],
-        "bytes_per_token": (stats.demand_bytes[decode] + prefetched) / n_steps,
-        "needed_bytes_per_token": (stats.demand_bytes[decode] + useful) / n_steps,
-        "wait_ms_per_token": stats.wait_us[decode] / 1e3 / n_steps,
+        "requests": sum(stats.requests),
+        "hits": sum(stats.hits),
+        "bytes": demand + prefetched,
+        "needed_bytes": demand + useful,
+        "wait_ms": sum(stats.wait_us) / 1e3,
         "routed": {"high": routed[0], "low": sum(routed[1:-1]), "skip": routed[-1]},
         "prefetch_used": stats.prefetch_used,
         "prefetch_wasted": stats.prefetch_wasted,
@@ -135,7 +158,7 @@ def _counters(stats: Any, n_steps: int) -> dict[str, Any]:
     }
 
 
-def _expert_use(engine: Any, job: Job, n_vocab: int) -> dict[str, Any]:
+def _expert_use(engine: Any, n_ubatch: int, draw: Draw) -> dict[str, Any]:
     """How often a token uses the experts of each rank, most used first, mean over layers.
 
     The last layer sees one token of each chunk only, and is left out.
@@ -152,9 +175,8 @@ def _expert_use(engine: Any, job: Job, n_vocab: int) -> dict[str, Any]:
         seen[event.layer] += event.n_tokens
 
     engine.store.set_route(record)
-    draw = token_stream(job.seed + 1, n_vocab)
     for _ in range(ROUTING_CHUNKS):
-        engine.eval(draw(job.n_ubatch), 0)
+        engine.eval(draw(n_ubatch), 0)
     full = seen == seen.max()
     use = np.sort(counts[full] / seen[full][:, None], axis=1)[:, ::-1].mean(axis=0)
     rank = np.arange(1, n_expert + 1)
@@ -164,7 +186,7 @@ def _expert_use(engine: Any, job: Job, n_vocab: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    job = Job(**json.load(sys.stdin))
+    job = Job.from_json(sys.stdin.read())
     try:
         result = run_engine(job) if job.system == "engine" else run_upstream(job)
     except MoeEdgeError as error:

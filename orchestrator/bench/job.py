@@ -3,14 +3,58 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+PROMPT, DECODE = "prompt", "decode"
+MIN_STEPS = 8
+
+
+class Part(NamedTuple):
+    """A stretch of a measurement: one prompt of n tokens, or n decode steps.
+
+    name: what the report finds it by. Decode steps end early after so many seconds, when at
+    least at_least of them are done.
+    """
+
+    name: str
+    kind: str
+    n: int
+    seconds: float = 0.0
+    at_least: int = 1
+
+
+def prompt(n: int, name: str = PROMPT) -> Part:
+    """A prompt that starts a conversation of its own: nothing before it is in the KV cache."""
+    return Part(name, PROMPT, n)
+
+
+def settle(n: int, seconds: float) -> Part:
+    """Decode steps that no report uses."""
+    return Part("settle", DECODE, n, seconds)
+
+
+def decode(n: int, seconds: float, name: str = DECODE) -> Part:
+    """Measured decode steps."""
+    return Part(name, DECODE, n, seconds, MIN_STEPS)
+
+
+def context_tokens(parts: Sequence[Part]) -> int:
+    """Context that holds the longest conversation of these parts, in the units of the KV
+    cache."""
+    longest = length = 0
+    for part in parts:
+        length = part.n + (length if part.kind == DECODE else 0)
+        longest = max(longest, length)
+    return -(-longest // 256) * 256
 
 
 @dataclass(slots=True)
 class Job:
     """What to measure. settings: of PlainModel ("upstream") or Config ("engine").
 
+    text: a file of conversations to take the tokens from; without it they are random.
     warm: read every expert before the first token. routing: also count expert use.
     """
 
@@ -21,13 +65,21 @@ class Job:
     n_ctx: int
     n_ubatch: int
     threads: int
-    prompt_tokens: int
-    warmup: int
-    tokens: int
-    max_seconds: float
+    parts: list[Part]
     seed: int
+    text: str | None = None
     warm: bool = False
     routing: bool = False
 
+    @property
+    def decode_seconds(self) -> float:
+        """How long the decode steps may take together."""
+        return sum(part.seconds for part in self.parts)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        fields = json.loads(text)
+        return cls(**(fields | {"parts": [Part(*each) for each in fields["parts"]]}))

@@ -54,8 +54,8 @@ class PlainModel:
         if not self._context:
             ll.llama_model_free(self._model)
             raise NativeError(f"{path}: upstream could not make a context of {n_ctx} tokens")
-        vocab = ll.llama_model_get_vocab(self._model)
-        self.n_vocab = int(ll.llama_vocab_n_tokens(vocab))
+        self._vocab = ll.llama_model_get_vocab(self._model)
+        self.n_vocab = int(ll.llama_vocab_n_tokens(self._vocab))
         self._n_batch = n_ubatch
         self._batch = ll.llama_batch_init(n_ubatch, 0, 1)
 
@@ -71,14 +71,25 @@ class PlainModel:
         ll.llama_free(self._context)
         ll.llama_model_free(self._model)
 
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, names of control tokens read as such. Raises NativeError."""
+        data = text.encode()
+        tokens = (ll.llama_token * (len(data) + 16))()
+        count = ll.llama_tokenize(self._vocab, data, len(data), tokens, len(tokens), True, True)
+        if count < 0:
+            raise NativeError("the text cannot be tokenized")
+        return list(tokens[:count])
+
     def eval(
         self, tokens: list[int], pos: int, want_all_logits: bool = False
     ) -> npt.NDArray[np.float32]:
         """Decodes tokens at positions pos.. and returns logits [n_out, n_vocab], a copy.
 
+        What the KV cache holds from pos on is dropped first.
         n_out is len(tokens) with want_all_logits, else 1 (the last token's).
         """
         rows = []
+        ll.llama_memory_seq_rm(ll.llama_get_memory(self._context), 0, pos, -1)
         for start in range(0, len(tokens), self._n_batch):
             chunk = tokens[start : start + self._n_batch]
             last = start + len(chunk) == len(tokens)

@@ -7,20 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gguf_tools import synthetic
+from orchestrator.bench.job import Part, context_tokens, decode, prompt, settle
 from orchestrator.errors import ConfigError
 
 # A quick pass: tiny model, caps that leave a few experts of room, seconds in all.
 QUICK_SHAPE = "tiny-olmoe"
+DEMO = "demo"
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """caps: shares of the single-precision file that a process may take in memory.
+    """shape: experts of a random-weight model, or "demo" for the trained one, whose tokens
+    come from text. caps: shares of the single-precision file that a process may take.
 
     tokens: measured decode steps after `warmup` unmeasured ones; max_seconds ends the
-    decode steps of one process early (at least 8 are measured). quick: a tiny model and
-    the expert slots capped instead of the whole process. prompt_tokens is also the
-    micro-batch of every system. Raises ConfigError.
+    decode steps of one process early (at least 8 are measured). quick: a tiny model. It and
+    the demo are smaller than the process around them: the expert slots are capped instead of
+    the whole process. prompt_tokens is also the micro-batch of every system. Raises
+    ConfigError.
     """
 
     shape: str = "olmoe"
@@ -38,8 +42,8 @@ class BenchOptions:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        if self.shape not in synthetic.PRESETS:
-            known = ", ".join(synthetic.PRESETS)
+        if self.shape not in synthetic.PRESETS and self.shape != DEMO:
+            known = ", ".join((*synthetic.PRESETS, DEMO))
             raise ConfigError(f"unknown shape '{self.shape}': known are {known}")
         if self.routing not in synthetic.ROUTINGS:
             known = ", ".join(synthetic.ROUTINGS)
@@ -61,9 +65,37 @@ class BenchOptions:
             raise ConfigError("max_seconds must be at least 0")
 
     @property
+    def trained(self) -> bool:
+        """Whether the model is the demo, not one of random weights."""
+        return self.shape == DEMO
+
+    @property
+    def model_name(self) -> str:
+        """The shape that really runs."""
+        return QUICK_SHAPE if self.quick and not self.trained else self.shape
+
+    @property
+    def caps_process(self) -> bool:
+        """Whether a cap holds for the whole process, not for the expert slots alone."""
+        return not (self.quick or self.trained)
+
+    @property
+    def n_ubatch(self) -> int:
+        """Tokens that are evaluated at once."""
+        return self.prompt_tokens
+
+    @property
     def n_ctx(self) -> int:
-        """Context that holds prompt and decode steps, in the units of the KV cache."""
-        return -(-(self.prompt_tokens + self.warmup + self.tokens) // 256) * 256
+        """Context that holds what is measured."""
+        return context_tokens(self.parts())
+
+    def parts(self) -> list[Part]:
+        """What every process does: a prompt, unmeasured decode steps, measured ones."""
+        return [
+            prompt(self.prompt_tokens),
+            settle(self.warmup, self.max_seconds / 3),
+            decode(self.tokens, self.max_seconds),
+        ]
 
 
 def parse_caps(text: str) -> tuple[float, ...]:
@@ -79,7 +111,8 @@ class Case:
     """One system under one cap. settings: of PlainModel, or of Config for our engine.
 
     role says what the report does with it: "resident", "reference" (what the managed path
-    is limited by), "mmap" (what speed-ups refer to), or "" .
+    is limited by), "mmap" (what speed-ups refer to), or "" . one_token: expert slots for one
+    token of one layer, so that nothing that was read is there when it is needed again.
     """
 
     name: str
@@ -87,6 +120,7 @@ class Case:
     cap: float | None = None
     role: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    one_token: bool = False
 
     @property
     def key(self) -> str:
@@ -97,12 +131,23 @@ REPACK, NO_REPACK = "upstream, repack", "upstream, no repack"
 PLAIN, MANAGED = "our plain path", "our managed path"
 ONE_TIER = "dymoe 4, r=1"  # one precision with per-layer quotas and look-ahead
 
+REFERENCE = Case(MANAGED, "engine", None, "reference", {"policy": "lru", "force_managed": True})
 RESIDENT = (
     Case(REPACK, "upstream", None, "resident", {"mmap": False, "extra_bufts": True}),
     Case(NO_REPACK, "upstream", None, "resident", {"mmap": False}),
     Case(PLAIN, "engine", None, "resident", {"policy": "plain"}),
-    Case(MANAGED, "engine", None, "reference", {"policy": "lru", "force_managed": True}),
+    REFERENCE,
 )
+
+
+def mapped(cap: float) -> Case:
+    """Upstream as most use it: the file mapped, and paged in under the cap."""
+    return Case("upstream mmap", "upstream", cap, "mmap", {"mmap": True})
+
+
+def global_lru(cap: float) -> Case:
+    """Our null baseline."""
+    return Case("lru", "engine", cap, "", {"policy": "lru", "force_managed": True})
 
 
 def cases(options: BenchOptions) -> list[Case]:
@@ -111,9 +156,9 @@ def cases(options: BenchOptions) -> list[Case]:
     listed = list(RESIDENT)
     for cap in options.caps:
         listed += [
-            Case("upstream mmap", "upstream", cap, "mmap", {"mmap": True}),
+            mapped(cap),
             Case("upstream mmap, repack", "upstream", cap, "", {"mmap": True, "extra_bufts": True}),
-            Case("lru", "engine", cap, "", {"policy": "lru", "force_managed": True}),
+            global_lru(cap),
             Case(ONE_TIER, "engine", cap, "", {"policy": "dymoe", "retention": 1.0}),
             Case("dymoe 4/2", "engine", cap, "", {**dymoe, "low_tier": "q2_k"}),
             Case("dymoe 4/0", "engine", cap, "", {**dymoe, "low_tier": "skip"}),

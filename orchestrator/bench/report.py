@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gguf_tools.units import format_size
+
 WIDTH = 100
 
 _HEAD = (
@@ -14,18 +16,10 @@ _HEAD = (
 
 def render(report: dict[str, Any]) -> str:
     """The report of bench.run as text."""
-    model, options, bandwidth = report["model"], report["options"], report["bandwidth"]
+    options = report["options"]
     lines = [
-        f"{model['shape']}: {model['n_layers']} layers of {model['n_expert']} experts, top-"
-        f"{model['n_expert_used']}, {model['file_bytes'] / 2**30:.2f} GiB in "
-        f"{model['tiers'][0]}, random weights",
-        f"{report['machine']['processor']}, {report['machine']['cores']} cores",
-        f"{'direct' if bandwidth['direct'] else 'buffered'} reads of "
-        f"{bandwidth['slice_bytes'] / 1e6:.2f} MB by {bandwidth['threads']} threads: "
-        f"{bandwidth['bytes_per_s'] / 1e9:.2f} GB/s "
-        f"({', '.join(f'{each / 1e9:.2f}' for each in bandwidth['runs'])})",
-        _routing_line(options["routing"], report["routing"]),
-        f"{options['tokens']} decode steps with the same random tokens for all, "
+        *heading(report),
+        f"{options['tokens']} decode steps with the same {tokens_of(report)} tokens for all, "
         f"{options['prompt_tokens']} before them,",
         f"{options['runs']} runs in turn, speeds from the median step; dymoe at r = "
         f"{options['retention']}",
@@ -33,13 +27,37 @@ def render(report: dict[str, Any]) -> str:
     ]
     for cap in dict.fromkeys(row["cap"] for row in report["cases"]):
         rows = [row for row in report["cases"] if row["cap"] == cap]
-        lines += ["", _title(cap, rows), _HEAD, *(_row(row) for row in rows), *_notes(rows)]
+        lines += ["", title(cap, rows), _HEAD, *(_row(row) for row in rows), *notes(rows)]
     lines += ["", *_ratios(report["ratios"])]
     lines += [f"note: {reason}" for reason in report["skipped"]]
     return "\n".join(lines).rstrip()
 
 
-def _title(cap: float | None, rows: list[dict[str, Any]]) -> str:
+def heading(report: dict[str, Any]) -> list[str]:
+    """The model, the machine, the disk and the routing."""
+    model, bandwidth = report["model"], report["bandwidth"]
+    threads = report["options"]["threads"]
+    return [
+        f"{model['shape']}: {model['n_layers']} layers of {model['n_expert']} experts, top-"
+        f"{model['n_expert_used']}, {format_size(model['file_bytes'])} in "
+        f"{model['tiers'][0]}, {'trained' if model['trained'] else 'random weights'}",
+        f"{report['machine']['processor']}, {report['machine']['cores']} cores, "
+        f"{threads} compute thread{'s' if threads > 1 else ''}",
+        f"{'direct' if bandwidth['direct'] else 'buffered'} reads of "
+        f"{bandwidth['slice_bytes'] / 1e6:.2f} MB by {bandwidth['threads']} threads: "
+        f"{bandwidth['bytes_per_s'] / 1e9:.2f} GB/s "
+        f"({', '.join(f'{each / 1e9:.2f}' for each in bandwidth['runs'])})",
+        _routing_line(report["options"]["routing"], report["routing"]),
+    ]
+
+
+def tokens_of(report: dict[str, Any]) -> str:
+    """What the tokens are."""
+    return "text" if report["model"]["trained"] else "random"
+
+
+def title(cap: float | None, rows: list[dict[str, Any]]) -> str:
+    """What these rows had in common."""
     if cap is None:
         return "everything resident"
     limit = rows[0]["limit_bytes"]
@@ -60,20 +78,20 @@ def _routing_line(routing: str, measured: dict[str, Any] | None) -> str:
     )
 
 
-def _percent(value: float | None, digits: int = 0) -> str:
+def percent(value: float | None, digits: int = 0) -> str:
+    """A share as a number of percent; nothing for None."""
     return "" if value is None else f"{value * 100:.{digits}f}"
 
 
 def _row(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{row['name']:22} {row['error']}"[:WIDTH]
-    mix = row.get("mix")
-    parts = "/".join(_percent(mix[key]) for key in ("high", "low", "skip")) if mix else ""
+    parts = mix_of(row)
     moved = row.get("bytes_per_token")
     bound, speedup = row.get("of_bound"), row.get("speedup_mmap")
     cells = (
         f"{row['name']:22}{row['tokens_per_s']:7.1f}{row['tpot_ms_p50']:8.1f}"
-        f"{row['tpot_ms_p99']:8.1f}{row['ttft_ms']:9.0f}{_percent(row.get('hit_rate'), 1):>7}"
+        f"{row['tpot_ms_p99']:8.1f}{row['ttft_ms']:9.0f}{percent(row.get('hit_rate'), 1):>7}"
     )
     cells += f"{'' if moved is None else f'{moved / 1e6:.1f}':>8}{parts:>14}"
     cells += f"{'' if bound is None else f'{bound * 100:.0f} %':>10}"
@@ -81,7 +99,14 @@ def _row(row: dict[str, Any]) -> str:
     return cells.rstrip()
 
 
-def _notes(rows: list[dict[str, Any]]) -> list[str]:
+def mix_of(row: dict[str, Any]) -> str:
+    """Shares of high, low and skipped experts in percent."""
+    mix = row.get("mix")
+    return "/".join(percent(mix[key]) for key in ("high", "low", "skip")) if mix else ""
+
+
+def notes(rows: list[dict[str, Any]]) -> list[str]:
+    """Memory against what was promised, and what else does not fit a table."""
     lines = []
     for row in rows:
         if "budget_bytes" not in row:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
 from orchestrator.policy import Policy
 
 
@@ -22,9 +22,9 @@ class Wrapper:
 
 
 class RandomCritical(Wrapper):
-    """As many critical experts in each layer and step as the inner policy has, but any: the
-    null baseline of Figure 3. Decode: any of those that the router chose. Prefill: any of the
-    layer's. A seed fixes the choice for each step and layer."""
+    """As many critical experts in each layer and step as the inner policy has, but any of those
+    that the router chose: the null baseline of Figure 3. A seed fixes the choice for each step
+    and layer."""
 
     def __init__(self, inner: Policy, seed: int) -> None:
         super().__init__(inner)
@@ -34,11 +34,8 @@ class RandomCritical(Wrapper):
         """The inner policy's tiers, dealt out anew."""
         self.inner.decide(event, view, out)
         rng = np.random.default_rng((self._seed, event.step, event.layer))
-        if event.phase == Phase.DECODE:
-            used = np.unique(event.ids_array)
-            out.tier_array[used] = rng.permutation(out.tier_array[used])
-        else:
-            out.tier_array[:] = rng.permutation(out.tier_array)
+        used = np.unique(event.ids_array)
+        out.tier_array[used] = rng.permutation(out.tier_array[used])
 
 
 class OneLayer(Wrapper):

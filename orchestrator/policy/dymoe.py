@@ -24,7 +24,7 @@ from orchestrator.policy.importance import (
     token_order,
 )
 from orchestrator.policy.monitor import Monitor, Prediction
-from orchestrator.policy.retention import realised, solve
+from orchestrator.policy.retention import critical_count, ratios, realised, solve
 
 _DECODE = int(Phase.DECODE)
 
@@ -75,10 +75,16 @@ class DyMoE:
             )
         k, m = shape.n_expert_used, shape.n_expert
         self.lam, self.critical = solve(retention, shape.n_layers, k, schedule)
-        _, self.prefill_critical = solve(retention, shape.n_layers, m, schedule)
+        self.prefill_lam, _ = solve(retention, shape.n_layers, m, schedule)
+        self._ratios = ratios(self.prefill_lam, shape.n_layers, schedule)
         self.retention: float | None = retention
         self.realised = realised(self.critical, k)
         return True
+
+    def prefill_critical(self, layer: int, n_used: int) -> int:
+        """t_l = ceil(r(l) * M) of a prompt's step, M being the experts that any of its tokens
+        uses in the layer: a short prompt uses few of them, and r is a share of those."""
+        return critical_count(self._ratios[layer], n_used)
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """One group per (layer, kind, tier). First the working set of one token in every
@@ -128,7 +134,7 @@ class DyMoE:
         return SlotPlan(tuple(groups), group_of)
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        if event.phase == _DECODE:
+        if event.phase == _DECODE or event.n_tokens == 1:
             self._decide_decode(event, out)
         else:
             self._decide_prefill(event, view, out)
@@ -160,9 +166,9 @@ class DyMoE:
         heavy = None
         if scores is not None:
             heavy = heavy_hitters(scores, self._settings.heavy_hitters)
-        order, _ = token_order(event.ids_array, heavy, n_expert)
-        t = self.prefill_critical[layer]
-        if t < n_expert:
+        order, n_used = token_order(event.ids_array, heavy, n_expert)
+        t = self.prefill_critical(layer, n_used)
+        if t < n_used:
             out.renormalize = self._settings.renormalize
             out.tier_array[order[t:]] = low
         out.passing_array[order[self._stays(layer) :]] = 1
@@ -172,7 +178,7 @@ class DyMoE:
                 view,
                 out,
                 heavy=heavy,
-                critical=self.prefill_critical[layer + 1],
+                share=self._ratios[layer + 1],
                 low=low if low != SKIP else None,
                 room=(self._high_slots[layer + 1], self._low_slots[layer + 1]),
                 stays=self._stays(layer + 1),

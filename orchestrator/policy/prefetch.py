@@ -10,6 +10,7 @@ import numpy as np
 
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
 from orchestrator.policy.importance import token_order
+from orchestrator.policy.retention import critical_count
 
 
 def direct(
@@ -41,7 +42,7 @@ def by_frequency(
     out: DecisionBuffer,
     *,
     heavy: np.ndarray | None,
-    critical: int,
+    share: float,
     low: int | None,
     room: tuple[int, int],
     stays: int,
@@ -50,8 +51,8 @@ def by_frequency(
     c_e = sum over tokens of [e in top-k], those of heavy hitters (token indices, None: all
     alike) before the others, so that the predicted importance decides the precision.
 
-    The first `critical` experts are asked for in tier 0, the others that any token is
-    predicted to select in tier `low`, or not at all when it is None. room: slots for both; no
+    Of the experts that any token is predicted to select, the first `share`, r(l+1), are asked
+    for in tier 0, the others in tier `low`, or not at all when it is None. room: slots for both; no
     more than those are asked for, and nothing that is in memory already. The first `stays`
     experts stay in memory, the others pass through it.
     Returns the experts predicted to be needed.
@@ -59,7 +60,7 @@ def by_frequency(
     layer = event.layer + 1
     resident = view.resident_array[layer]
     order, n_used = token_order(event.ahead_ids_array[0], heavy, len(resident))
-    n_high = min(critical, n_used)
+    n_high = critical_count(share, n_used)
     n_wanted = n_high if low is None else n_used
     for tier, begin, end, most in ((0, 0, n_high, room[0]), (low or 0, n_high, n_wanted, room[1])):
         ranks = np.arange(begin, end)

@@ -37,10 +37,15 @@ def ratios(lam: float, n_layers: int, schedule: str = COSINE) -> list[float]:
     return [(1 - lam) * c + lam for c in _depth(schedule, n_layers)]
 
 
-def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
+def critical_count(ratio: float, m: int) -> int:
     """t_l = ceil(r(l) * M), eq. 5, at least 1: lambda = 0 alone would leave the last layer
     of a 4/0 plan without any expert."""
-    return [min(m, max(1, math.ceil(r * m - _NOISE))) for r in ratios(lam, n_layers, schedule)]
+    return min(m, max(1, math.ceil(ratio * m - _NOISE)))
+
+
+def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
+    """t_l of every layer."""
+    return [critical_count(r, m) for r in ratios(lam, n_layers, schedule)]
 
 
 def realised(counts: list[int], m: int) -> float:
@@ -54,7 +59,7 @@ def solve(
     """(lambda, t_l) such that the mean of t_l / M comes nearest to the user's retention.
 
     M is the number of experts that t_l is taken of: those a token selects when decoding, those
-    of the layer in prefill. lambda lies in [0, 1], so shares below about one half cannot be
+    that a prompt uses in prefill. lambda lies in [0, 1], so shares below about one half cannot be
     reached but with the flat schedule: eq. 4 keeps the mean of r(l) at (1 + lambda) / 2.
     """
     if n_layers == 1:

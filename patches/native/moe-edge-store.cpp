@@ -274,6 +274,12 @@ void moe_edge_store::list_insert(moe_edge_pool & pool, int32_t slot) {
 
 void moe_edge_store::touch(int32_t cell) {
     const auto & c = cells[cell];
+    if (c.loading != NO_TIER) {
+        // as if it had arrived: what is evicted next does not depend on the disk
+        auto & pool = pool_of(cell, c.loading);
+        set_passing(pool, c.loading_slot, false);
+        pool.slots[c.loading_slot].used_at = ++clock;
+    }
     if (c.tier != NO_TIER) {
         auto & pool = pool_of(cell, c.tier);
         set_passing(pool, c.slot, false);
@@ -585,7 +591,9 @@ void moe_edge_store::begin_step(int32_t new_phase) {
     phase = new_phase == MOE_EDGE_DECODE ? MOE_EDGE_DECODE : MOE_EDGE_PREFILL;
     event.phase = phase;
     event.step++;
-    ahead_seq = 0;
+    if (reads.empty()) {
+        ahead_seq = 0;
+    }
     failed = false;
     failure.clear();
     if (n_decided == 0) {
@@ -741,9 +749,6 @@ void moe_edge_store::ask(int32_t cell) {
     }
     if (c.loading != NO_TIER) {
         const bool good_enough = c.loading <= c.want && !c.abandoned;
-        if (!c.passing) {
-            set_passing(pool_of(cell, c.loading), c.loading_slot, false);
-        }
         stats.prefetch_used += good_enough && c.ahead;
         if (!good_enough && c.started == 0) {
             cancel_read(cell);

@@ -122,7 +122,7 @@ struct moe_edge_event {
     const int32_t * ahead_ids; // [n_ahead, max_tokens, k] predicted top-k, best first
     const float   * ahead;     // [n_ahead, max_tokens, k] predicted scores of those, eq. 6 of DyMoE
     const float   * importance; // [T]    attention that each token receives, eq. 1 of DyMoE
-    const uint8_t * resident;  // [n_layers, n_expert] best tier fully resident, or MOE_EDGE_ABSENT
+    const uint8_t * resident;  // [n_layers, n_expert] as of moe_edge_get_resident
 };
 
 struct moe_edge_prefetch_item {
@@ -222,7 +222,8 @@ MOE_EDGE_API void moe_edge_cancel(struct moe_edge_store * store, int32_t on);
 MOE_EDGE_API void moe_edge_get_stats(struct moe_edge_store * store, struct moe_edge_stats * out);
 MOE_EDGE_API void moe_edge_reset_stats(struct moe_edge_store * store);
 
-// out [n_layers, n_expert]: best tier of which every matrix is resident, or MOE_EDGE_ABSENT.
+// out [n_layers, n_expert]: the tier that every matrix is resident in, or a better one; the
+// worst of its matrices' tiers, that is. MOE_EDGE_ABSENT if one of them is not in memory.
 MOE_EDGE_API void moe_edge_get_resident(struct moe_edge_store * store, uint8_t * out);
 
 // Loads (layer, expert, all kinds) in a tier before the first token, as far as free

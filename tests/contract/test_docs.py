@@ -111,6 +111,8 @@ def check_call(line: str) -> None:
         command, rest = group.commands[words[1]], words[2:]
     else:
         raise ValueError(f"no command {words[1]!r}")
+    if rest and isinstance(command, click.Group) and rest[0] in command.commands:
+        command, rest = command.commands[rest[0]], rest[1:]
     known = {"--help"}
     for parameter in command.params:
         known.update(parameter.opts + parameter.secondary_opts)
@@ -132,7 +134,11 @@ def test_named_moe_edge_calls_exist(name: str) -> None:
 
 def test_calls_are_really_checked() -> None:
     check_call("$ moe-edge chat --help")
-    for wrong in ("moe-edge chatter", "moe-edge chat --no-such-option 3"):
+    for wrong in (
+        "moe-edge chatter",
+        "moe-edge chat --no-such 3",
+        "moe-edge bench ablation --no-such",
+    ):
         with pytest.raises(ValueError):
             check_call(wrong)
 

@@ -20,6 +20,7 @@ LAYERS = (
     ("orchestrator.hardware", "orchestrator.llama", "orchestrator.meter"),
     ("orchestrator.engine",),
     ("orchestrator.chat", "orchestrator.console", "orchestrator.bench", "orchestrator.eval"),
+    ("orchestrator.cli_bench",),
     ("orchestrator.cli",),
     ("orchestrator.__main__",),
 )
@@ -27,7 +28,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # Who may use a library at all, by first component of what is imported.
 ONLY = {
-    "click": ("orchestrator.cli",),
+    "click": ("orchestrator.cli", "orchestrator.cli_bench"),
     "lm_eval": ("orchestrator.eval.harness",),
     "torch": ("models",),
     "transformers": ("models",),

@@ -1,21 +1,20 @@
 import json
 import os
 import sys
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.bench import BenchOptions, disk, host, render, run
-from orchestrator.bench import run as run_module
-from orchestrator.bench.child import MIN_STEPS, time_steps, token_stream
-from orchestrator.bench.job import Job
+from orchestrator.bench import loop as bench_loop
+from orchestrator.bench import models as bench_models
+from orchestrator.bench.child import play, text_stream, token_stream
+from orchestrator.bench.job import MIN_STEPS, Job, Part, context_tokens, decode, prompt, settle
 from orchestrator.bench.plan import ONE_TIER, cases, parse_caps
 from orchestrator.bench.report import WIDTH
 from orchestrator.errors import ConfigError
-
-bench_run = sys.modules["orchestrator.bench.run"]
 
 
 def job(**changes):
@@ -27,10 +26,7 @@ def job(**changes):
         "n_ctx": 256,
         "n_ubatch": 16,
         "threads": 1,
-        "prompt_tokens": 16,
-        "warmup": 4,
-        "tokens": 20,
-        "max_seconds": 60.0,
+        "parts": [prompt(16), settle(4, 20.0), decode(20, 60.0)],
         "seed": 1,
     }
     return Job(**(settings | changes))
@@ -75,37 +71,82 @@ def test_every_system_runs_under_every_cap():
     assert {case.settings["retention"] for case in listed if "dymoe 4/" in case.name} == {0.6}
 
 
+def timed(parts, draw=None):
+    """(results, calls (tokens, pos)) of play()."""
+    calls = []
+    results = play(
+        parts,
+        lambda tokens, pos: calls.append((tokens, pos)),
+        draw or token_stream(1, 320),
+        lambda result: nullcontext(),
+    )
+    return results, calls
+
+
 def test_every_system_gets_the_same_tokens():
-    seen = []
-    for _ in range(2):
-        calls = []
-        time_steps(job(), lambda tokens, pos, c=calls: c.append((tokens, pos)), 320, lambda: None)
-        seen.append(calls)
-    assert seen[0] == seen[1]
-    prompt, *steps = seen[0]
-    assert (len(prompt[0]), prompt[1]) == (16, 0)
+    parts = job().parts
+    results, calls = timed(parts)
+    assert timed(parts)[1] == calls
+    first, *steps = calls
+    assert (len(first[0]), first[1]) == (16, 0)
     assert [pos for _, pos in steps] == list(range(16, 16 + 4 + 20))
-    tokens = [token for step, _ in seen[0] for token in step]
+    tokens = [token for step, _ in calls for token in step]
     assert all(3 <= token < 317 for token in tokens)
     assert len(set(tokens)) > 20
     assert token_stream(2, 320)(10) != token_stream(1, 320)(10)
+    assert [(each["name"], each["tokens"], len(each["ms"])) for each in results] == [
+        ("prompt", 16, 1),
+        ("settle", 4, 4),
+        ("decode", 20, 20),
+    ]
 
 
-def test_measured_steps_start_after_the_unmeasured_and_stop_in_time():
-    calls = []
-    started = []
-    result = time_steps(
-        job(max_seconds=0.0),
-        lambda tokens, pos: calls.append(pos),
-        320,
-        lambda: started.append(len(calls)),
+def test_parts_end_in_time_and_leave_the_tokens_after_them_alone():
+    slow = [prompt(16), settle(4, 0.0), decode(20, 0.0), prompt(8)]
+    results, calls = timed(slow)
+    assert [len(each["ms"]) for each in results] == [1, 1, MIN_STEPS, 1]
+    patient = timed([prompt(16), settle(4, 60.0), decode(20, 60.0), prompt(8)])[1]
+    assert calls[-1] == patient[-1]
+    assert calls[-1][1] == 0  # a prompt starts a conversation of its own
+
+
+def test_a_part_is_watched_from_before_its_first_step():
+    order = []
+
+    @contextmanager
+    def watch(result):
+        order.append("in")
+        yield
+        order.append("out")
+        result["seen"] = len(result["ms"])
+
+    results = play(
+        [prompt(2), decode(3, 60.0)], lambda t, p: order.append("step"), lambda n: [7] * n, watch
     )
-    assert started == [2]  # the prompt and one unmeasured step: their time is over at once
-    assert len(result["step_ms"]) == MIN_STEPS
+    assert order == ["in", "step", "out", "in", "step", "step", "step", "out"]
+    assert [each["seen"] for each in results] == [1, 3]
+
+
+def test_text_gives_its_conversations_in_an_order_of_the_seed():
+    text = "a b\n%\nc\n%\nd e f\n"
+    seen = text_stream(0, text, str.split)(6)
+    assert sorted(seen) == ["a", "b", "c", "d", "e", "f"]
+    longer = text_stream(0, text, str.split)(15)
+    assert longer[:6] == longer[6:12] == seen
+    assert len({tuple(text_stream(seed, text, str.split)(6)) for seed in range(20)}) > 1
+
+
+def test_context_holds_the_longest_conversation():
+    assert context_tokens([prompt(200), decode(56, 1.0)]) == 256
+    assert context_tokens([prompt(200), decode(57, 1.0)]) == 512
+    assert context_tokens([prompt(200), decode(20, 1.0), prompt(9), settle(40, 1.0)]) == 256
 
 
 def test_job_survives_json():
-    assert Job(**json.loads(job(low="x").to_json())) == job(low="x")
+    again = Job.from_json(job(low="x").to_json())
+    assert again == job(low="x")
+    assert isinstance(again.parts[0], Part)
+    assert again.decode_seconds == 80.0
 
 
 @pytest.fixture
@@ -190,19 +231,25 @@ def test_read_bandwidth_reads_whole_experts(tmp_path):
 
 
 def measured(step_ms, **store):
-    result = {"step_ms": step_ms, "ttft_ms": 5.0, "peak_rss": 50 * 2**20, "mode": "m"}
+    parts = [
+        {"name": "prompt", "tokens": 128, "ms": [5.0]},
+        {"name": "settle", "tokens": 4, "ms": [1.0] * 4},
+        {"name": "decode", "tokens": len(step_ms), "ms": step_ms},
+    ]
     if store:
-        result |= {"callback_us": 9.0, "store": store}
-    return result
+        for part in parts:
+            part |= {"callback_us": 9.0, "store": store}
+    return {"parts": parts, "peak_rss": 50 * 2**20, "mode": "m"}
 
 
 def counters(needed):
+    """Of 8 decode steps that read so many bytes each."""
     return {
         "requests": 100,
         "hits": 60,
-        "bytes_per_token": needed,
-        "needed_bytes_per_token": needed,
-        "wait_ms_per_token": 1.0,
+        "bytes": 8 * needed,
+        "needed_bytes": 8 * needed,
+        "wait_ms": 8.0,
         "routed": {"high": 75, "low": 25, "skip": 0},
         "budget_bytes": 2**20,
         "direct_io": True,
@@ -210,9 +257,8 @@ def counters(needed):
 
 
 @pytest.fixture
-def faked(monkeypatch, tmp_path):
+def faked(monkeypatch, no_disk):
     """run() with processes and the disk replaced: 10 ms resident, 1 GB/s, known misses."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jobs = []
 
     def spawn(self, job, group):
@@ -230,10 +276,7 @@ def faked(monkeypatch, tmp_path):
             return result
         return measured([25.0] * 7 + [9000.0], **counters(2e7))
 
-    monkeypatch.setattr(bench_run._Bench, "_spawn", spawn)
-    monkeypatch.setattr(
-        disk, "read_bandwidth", lambda *args, **kwargs: disk.Bandwidth(1e9, True, 4096)
-    )
+    monkeypatch.setattr(bench_loop.Loop, "_spawn", spawn)
     return run(BenchOptions(quick=True, caps=(0.6,), runs=2)), jobs
 
 
@@ -281,14 +324,14 @@ def test_models_are_cached_and_stale_ones_removed(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = BenchOptions(quick=True)
     notes = []
-    high, low = bench_run.build_models(options, notes.append)
+    high, low = bench_models.build_models(options, notes.append)
     assert len(notes) == 2
     stale = high.with_name("tiny-olmoe-uniform-0-q4_k-000000000000.gguf")
     stale.write_bytes(b"")
-    assert bench_run.build_models(options, notes.append) == (high, low)
+    assert bench_models.build_models(options, notes.append) == (high, low)
     assert len(notes) == 2
     high.unlink()
-    bench_run.build_models(options, notes.append)
+    bench_models.build_models(options, notes.append)
     assert not stale.exists()
     assert high.exists()
 
@@ -298,23 +341,14 @@ def test_a_child_that_dies_is_reported(monkeypatch, tmp_path):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\ncat >/dev/null\nkill -ILL $$\n")
     program.chmod(0o755)
-    bench = bench_run._Bench.__new__(bench_run._Bench)
+    bench = bench_loop.Loop.__new__(bench_loop.Loop)
     assert bench._spawn(job(), None) == {"error": "died of SIGILL"}
     program.write_text("#!/bin/sh\necho 'no such thing' >&2\nexit 3\n")
     assert bench._spawn(job(), None) == {"error": "failed: no such thing"}
 
 
-def test_quick_benchmark_end_to_end(monkeypatch, tmp_path):
-    native = pytest.importorskip("orchestrator.native")
-    llama = pytest.importorskip("llama_cpp.llama_cpp", reason="the library is not built")
-    try:
-        native.Library(llama._lib)
-    except native.NativeError as error:
-        pytest.skip(str(error))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    root = Path(run_module.__code__.co_filename).parents[2]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), *sys.path]))
-    report = run(BenchOptions(quick=True, caps=(0.6,), tokens=8, warmup=2, runs=1))
+def test_quick_benchmark_end_to_end(real_engine):
+    report = run(BenchOptions(quick=True, caps=(0.6,), tokens=8, warmup=2, runs=1, threads=1))
     rows = {row["name"]: row for row in report["cases"]}
     failed = {name: row["error"] for name, row in rows.items() if "error" in row}
     assert not failed

@@ -62,8 +62,9 @@ def test_random_critical_experts_are_as_many_but_any() -> None:
         assert sorted(tiers[[3, 1, 9, 12]]) == [0, 0, 1, 1]
         high[[3, 1, 9, 12]] += tiers[[3, 1, 9, 12]] == 0
     assert (np.abs(high[[3, 1, 9, 12]] - 200) < 60).all()
-    tiers = decide(policy, make_event(0, Phase.PREFILL))
-    assert (tiers == 0).sum() == 5 and set(tiers) == {0, SKIP}
+    for step in range(20):
+        tiers = decide(policy, make_event(step, Phase.PREFILL))
+        assert sorted(tiers[[3, 1, 9, 12]]) == [0, 0, SKIP, SKIP]
     assert policy.critical == (1, 2)
 
 

@@ -15,6 +15,7 @@ from orchestrator.events import ABSENT, SKIP, Phase
 from orchestrator.policy import PolicySettings, known_policies, make_policy
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.importance import gate_critical, gate_order
+from orchestrator.policy.retention import ratios
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -92,20 +93,22 @@ def test_prefill_follows_the_heavy_hitters(
     policy.decide(event, make_view(shape), out)
 
     order = reference_order(event.ids_array, scores, share, shape.n_expert)
-    t = policy.prefill_critical[layer]
-    assert sum(policy.prefill_critical) / (6 * 16) == pytest.approx(0.6, abs=0.02)
-    assert {e: out.tier[e] for e in order} == {e: 0 if i < t else low for i, e in enumerate(order)}
+    used = len(set(event.ids_array.ravel().tolist()))
+    t = math.ceil(ratios(policy.prefill_lam, 6)[layer] * used - 1e-9)
+    tiers = {e: 0 if i < t else low for i, e in enumerate(order[:used])}
+    assert {e: out.tier[e] for e in order[:used]} == tiers
     stays = int(0.75 * slots.groups[slots.group_of[layer, 0, 0]].n_slots)
     assert [e for e in order if not out.passing_array[e]] == order[:stays]
 
     # ahead: the same order over what is predicted, and its rank decides the tier
     predicted = event.ahead_ids_array[0]
     order = reference_order(predicted, scores, share, shape.n_expert)
-    t, used = policy.prefill_critical[layer + 1], set(predicted.ravel().tolist())
+    ahead = set(predicted.ravel().tolist())
+    t = math.ceil(ratios(policy.prefill_lam, 6)[layer + 1] * len(ahead) - 1e-9)
     room = [slots.groups[slots.group_of[layer + 1, 0, tier]].n_slots for tier in range(2 - skip)]
-    wanted = [(layer + 1, e, 0, 0) for e in order[:t] if e in used][: room[0]]
+    wanted = [(layer + 1, e, 0, 0) for e in order[:t]][: room[0]]
     if not skip:
-        wanted += [(layer + 1, e, 1, 0) for e in order[t:] if e in used][: room[1]]
+        wanted += [(layer + 1, e, 1, 0) for e in order[t : len(ahead)]][: room[1]]
     assert prefetches(out) == wanted
 
 
@@ -125,6 +128,27 @@ def test_decode_prefetch(seed: int, layer: int, n_ahead: int) -> None:
             tier = 0 if rank < policy.critical[target] else 1
             expected.append((target, expert, tier, 0))
     assert prefetches(out) == expected
+
+
+def test_the_share_of_a_prompt_is_the_share_asked_for() -> None:
+    policy = DyMoE(make_shape(n_layers=32), PolicySettings(retention=0.75))
+    for n_used in (8, 12, 16):
+        counts = [policy.prefill_critical(layer, n_used) for layer in range(32)]
+        assert sum(counts) / (32 * n_used) == pytest.approx(0.75, abs=0.5 / n_used)
+
+
+def test_one_token_of_a_prompt_is_decided_by_its_gates() -> None:
+    """A last layer that computes the prompt's last token alone."""
+    shape = make_shape()
+    policy = DyMoE(shape, PolicySettings(retention=0.6))
+    policy.plan(10**6)
+    event = make_event(shape, np.random.default_rng(4), layer=5, phase=Phase.PREFILL)
+    event.has_importance = 1
+    out = make_decision(shape)
+    policy.decide(event, make_view(shape), out)
+    t = policy.critical[5]
+    expected = reference_tiers(event.ids_array, event.weights_array, t, 1)
+    assert {expert: out.tier[expert] for expert in expected} == expected
 
 
 def test_skip_prefetches_only_critical_ones() -> None:

@@ -1,0 +1,215 @@
+"""The command line of the measurements: `moe-edge bench` and what is below it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from orchestrator.errors import ConfigError
+
+AT_LEAST_1 = click.IntRange(min=1)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def measure_options(
+    *, routing: str, tokens: int, runs: int, prompt_tokens: int | None
+) -> Callable[[F], F]:
+    """The options of every measurement, with the defaults that a command's help shows.
+
+    prompt_tokens None: the command has prompts of several lengths, and an option for them.
+    """
+    options = [
+        click.option(
+            "--shape",
+            metavar="NAME",
+            help="Experts of a random-weight model, as olmoe, mixtral, qwen3-30b; or demo, the "
+            "trained model.  [default: olmoe]",
+        ),
+        click.option(
+            "--routing",
+            metavar="KIND",
+            help="How a random-weight model uses its experts: uniform, zipf.  [default: "
+            f"{routing}]",
+        ),
+        click.option(
+            "--caps", metavar="LIST", help="Memory caps in % of the model file.  [default: 60,80]"
+        ),
+        click.option(
+            "--tokens",
+            type=AT_LEAST_1,
+            metavar="N",
+            help=f"Measured decode steps.  [default: {tokens}]",
+        ),
+        click.option(
+            "--prompt-tokens",
+            type=AT_LEAST_1,
+            metavar="N",
+            help=f"Prompt length.  [default: {prompt_tokens}]",
+        ),
+        click.option(
+            "--runs",
+            type=AT_LEAST_1,
+            metavar="N",
+            help=f"Passes over all cases.  [default: {runs}]",
+        ),
+        click.option(
+            "--retention",
+            type=click.FloatRange(0, 1),
+            metavar="R",
+            help="Share of critical experts of dymoe.  [default: 0.75]",
+        ),
+        click.option(
+            "--threads", type=AT_LEAST_1, metavar="N", help="Compute threads.  [default: the cores]"
+        ),
+        click.option(
+            "--seed",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Seed of the weights and of the tokens.  [default: 0]",
+        ),
+        click.option(
+            "--quick", is_flag=True, help="A tiny model, in seconds; no figures to quote."
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+    ]
+    if prompt_tokens is None:
+        del options[4]
+
+    def apply(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+prefetch_option = click.option(
+    "--prefetch",
+    type=click.Choice(["on", "auto"]),
+    help="auto: as in a chat, with its trials whether it pays.  [default: on]",
+)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, caps as shares. Raises ConfigError."""
+    from orchestrator.bench.plan import DEMO, parse_caps
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if given.get("shape") == DEMO and "routing" in given:
+        raise ConfigError(
+            "--routing has no effect with --shape demo, which routes as it was trained: leave one "
+            "of the two out"
+        )
+    if "caps" in given:
+        given["caps"] = parse_caps(given["caps"])
+    return given
+
+
+def _note(text: str) -> None:
+    click.echo(text, err=True)
+
+
+@click.group(invoke_without_command=True)
+@measure_options(routing="uniform", tokens=128, runs=2, prompt_tokens=128)
+@click.pass_context
+def bench(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
+    """Measure this machine: upstream and every policy under memory caps.
+
+    Options of a command below come after its name.
+    """
+    if ctx.invoked_subcommand is not None:
+        for parameter in ctx.command.params:
+            source = ctx.get_parameter_source(parameter.name or "")
+            if source is ParameterSource.COMMANDLINE:
+                raise click.UsageError(
+                    f"{parameter.opts[0]} comes after the command: moe-edge bench "
+                    f"{ctx.invoked_subcommand} {parameter.opts[0]} .."
+                )
+        return
+    from orchestrator.bench import BenchOptions, render, run
+
+    result = run(BenchOptions(**_given(options)), _note)
+    click.echo(json.dumps(result) if as_json else render(result))
+
+
+@bench.command()
+@measure_options(routing="zipf", tokens=96, runs=3, prompt_tokens=32)
+@click.option(
+    "--turns",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Prompts of one process after a first one; they share the decode steps.  [default: 3]",
+)
+@prefetch_option
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Write a plot there, as PNG and SVG; needs the extra `plot`.",
+)
+def ablation(as_json: bool, out: Path | None, **options: Any) -> None:
+    """Six rows as in Table 3 of the DyMoE paper: what each part brings.
+
+    TTFT is that of a prompt after decode steps of another conversation; cold TTFT that of the
+    first prompt, with nothing in memory.
+    """
+    from orchestrator.bench import AblationOptions, render_ablation, run_ablation
+
+    checked = AblationOptions(**_given(options))
+    if out is not None:
+        from orchestrator.bench import plot
+
+        plot.prepare(out)
+    result = run_ablation(checked, _note)
+    if out is not None:
+        for path in plot.draw(result, out):
+            _note(f"wrote {path}")
+    click.echo(json.dumps(result) if as_json else render_ablation(result))
+
+
+@bench.command()
+@measure_options(routing="zipf", tokens=32, runs=2, prompt_tokens=None)
+@click.option(
+    "--prompts", metavar="LIST", help="Prompt lengths in tokens.  [default: 8,16,32,64,128]"
+)
+@click.option(
+    "--repeats",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Prompts of each length in one run.  [default: 3]",
+)
+@click.option(
+    "--long",
+    "long_tokens",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Length of a prompt in the middle of decoding, 0 for none.  [default: 1024; 512 for the "
+    "demo]",
+)
+@click.option(
+    "--ubatch",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Tokens of a prompt that are evaluated at once.  [default: 128]",
+)
+@prefetch_option
+def prefill(as_json: bool, prompts: str | None, **options: Any) -> None:
+    """First token by prompt length; what a long prompt does.
+
+    One precision against 4/2 and 4/0 under the same memory caps, and what a long prompt does
+    to the experts that decoding had in memory.
+    """
+    from orchestrator.bench import PrefillOptions, render_prefill, run_prefill
+    from orchestrator.bench.prefill import parse_lengths
+
+    given = _given(options)
+    if prompts is not None:
+        given["prompts"] = parse_lengths(prompts)
+    result = run_prefill(PrefillOptions(**given), _note)
+    click.echo(json.dumps(result) if as_json else render_prefill(result))

@@ -1,0 +1,153 @@
+"""A real store over a small file of known bytes, and plain calls on it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from orchestrator.events import Phase
+from orchestrator.native import Library, Slices, Store, StoreSpec
+from orchestrator.native.abi import VISIT_CB, CPrefetch
+
+from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP, Cache, Item, Layout, Visit
+
+KINDS = ((UP, GATE, DOWN), (GATE_UP, DOWN), (UP, DOWN), (UP, GATE, DOWN))  # of each layer
+N_EXPERT = 5
+TYPES = (8, 12, 11, 10)  # q8_0, q4_K, q3_K, q2_K
+# Of each tier in the file. No slice starts on a block; a read takes long enough to be met
+# while it runs.
+EXPERT_BYTES = (90_001, 60_001, 40_001, 20_001)
+SLOT_BYTES = tuple((n + 2 * 4096) // 4096 * 4096 for n in EXPERT_BYTES)
+STUCK_S = 20.0
+
+
+class ExpertFile:
+    """Slices of known bytes: every one begins with what it is, and differs after that."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offsets: dict[tuple[int, int, int], int] = {}
+        data = bytearray(32)
+        for layer, kinds in enumerate(KINDS):
+            for kind in kinds:
+                for tier, n_bytes in enumerate(EXPERT_BYTES):
+                    self.offsets[layer, kind, tier] = len(data)
+                    for expert in range(N_EXPERT):
+                        name = bytes((layer, kind, expert, tier))
+                        rng = np.random.default_rng(int.from_bytes(name, "big"))
+                        data += name + rng.bytes(n_bytes - len(name))
+        self.data = bytes(data)
+        path.write_bytes(data)
+
+    def slice(self, layer: int, kind: int, expert: int, tier: int) -> bytes:
+        start = self.offsets[layer, kind, tier] + expert * EXPERT_BYTES[tier]
+        return self.data[start : start + EXPERT_BYTES[tier]]
+
+
+def make_store(library: Library, file: ExpertFile, tiers: tuple[int, ...], layout: Layout) -> Store:
+    """A store of this layout; writes the file's offsets into it."""
+    groups: dict[tuple[int, int, int], int] = {}
+    layers = []
+    for layer, kinds in enumerate(layout.kinds):
+        slices = {}
+        for kind in kinds:
+            for i, tier in enumerate(tiers):
+                offset = file.offsets[layer, kind, tier]
+                layout.offsets[layer, kind, i] = offset
+                group = groups.setdefault(layout.pool((layer, kind, 0), i), len(groups))
+                slices[kind, i] = Slices(0, offset, EXPERT_BYTES[tier], TYPES[tier], group)
+        layers.append((layer, slices))
+    sizes = tuple((layout.slot_bytes[tier], layout.n_slots[tier]) for _, _, tier in groups)
+    spec = StoreSpec(
+        files=(file.path,),
+        layers=tuple(layers),
+        groups=sizes,
+        budget_bytes=sum(n_bytes * n for n_bytes, n in sizes),
+        n_tiers=len(tiers),
+        n_expert=N_EXPERT,
+        n_expert_used=1,
+        max_tokens=1,
+        n_ahead=0,
+        n_io_threads=layout.io_threads,
+        direct_io=False,
+        n_passing=(layout.n_passing,) * len(sizes),
+        exact_tiers=layout.exact_tiers,
+    )
+    return Store.create(library, spec)
+
+
+class Driver:
+    """Plain calls on one store; fails where an op gets other bytes than those of its tier."""
+
+    def __init__(self, library: Library, file: ExpertFile, tiers: tuple[int, ...], layout: Layout):
+        self.file, self.tiers = file, tiers
+        self.store = make_store(library, file, tiers, layout)
+        self.native = library
+
+    def apply(self, layer: int, wanted: dict[int, int]) -> None:
+        n = len(wanted)
+        ids = (ctypes.c_int32 * n)(*wanted)
+        asked = (ctypes.c_uint8 * n)(*wanted.values())
+        assert self.native.apply(self.store.handle, layer, ids, asked, n) == 0
+
+    def prefetch(self, items: list[Item]) -> None:
+        array = (CPrefetch * len(items))()
+        for c_item, item in zip(array, items, strict=True):
+            c_item.layer, c_item.expert, c_item.tier, c_item.kinds, c_item.passing = item
+        self.native.prefetch(self.store.handle, array, len(items))
+
+    def use(self, layer: int, kind: int, experts: list[int]) -> list[Visit] | None:
+        """What the op met, in its order; None where the step was cancelled."""
+        visits: list[Visit] = []
+        wrong: list[str] = []
+
+        def visit(expert: int, tier: int, ggml: int, data: int, n_bytes: int, _: None) -> None:
+            visits.append((expert, tier))
+            if tier == SKIP:
+                if data or n_bytes:
+                    wrong.append(f"expert {expert} is skipped and has bytes")
+                return
+            in_file = self.tiers[tier]
+            expected = self.file.slice(layer, kind, expert, in_file)
+            if ggml != TYPES[in_file] or ctypes.string_at(data, n_bytes) != expected:
+                wrong.append(f"expert {expert} has other bytes than those of tier {tier}")
+
+        stuck = threading.Timer(STUCK_S, self.store.cancel, (True,))
+        stuck.start()
+        array = (ctypes.c_int32 * len(experts))(*experts)
+        try:
+            status = self.native.use(
+                self.store.handle, layer, kind, array, len(experts), VISIT_CB(visit), None
+            )
+        finally:
+            stuck.cancel()
+        assert not wrong, wrong
+        return visits if status == 0 else None
+
+    def counts(self) -> dict[str, int]:
+        """The statistics under the model's names."""
+        stats = self.store.stats()
+        seen = {
+            f"{name}[{phase}]": getattr(stats, name)[phase]
+            for name in ("requests", "hits", "demand_bytes", "prefetch_bytes")
+            for phase in Phase
+        }
+        for phase in Phase:
+            for tier in range(len(self.tiers)):
+                seen[f"routed {tier}[{phase}]"] = stats.routed[phase][tier]
+                seen[f"computed {tier}[{phase}]"] = stats.computed[phase][tier]
+            seen[f"routed skip[{phase}]"] = stats.routed[phase][4]
+        for name in ("waves", "promotions", "evictions", "prefetch_used", "prefetch_wasted"):
+            seen[name] = getattr(stats, name)
+        for name in ("prefetch_cancelled", "slot_bytes_peak", "slot_bytes_in_use"):
+            seen[name] = getattr(stats, name)
+        assert stats.slot_bytes_in_use <= stats.slot_bytes_peak <= stats.budget_bytes
+        return seen
+
+
+def model_counts(cache: Cache, names: dict[str, int]) -> dict[str, int]:
+    counts = cache.counts | {"slot_bytes_in_use": cache.slot_bytes_in_use()}
+    return {name: counts.get(name, 0) for name in names}

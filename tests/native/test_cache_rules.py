@@ -1,0 +1,318 @@
+"""The cache rules of DyMoE 4.4.2 on the real store, beside a model in plain Python.
+
+A state machine drives the store through its C interface over a small file whose bytes say
+which slice they are. After every request the statistics and what an op got to see must be
+those of a legal outcome in cache_model. Where the disk's timing decides (a prefetch that is or
+is not complete, a layer that needs more slots than there are), every outcome that some timing
+gives is legal, and no other.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from orchestrator.events import Phase
+from orchestrator.llama import Bindings
+from orchestrator.native import Library
+
+from .cache_driver import (
+    EXPERT_BYTES,
+    KINDS,
+    N_EXPERT,
+    SLOT_BYTES,
+    Driver,
+    ExpertFile,
+    model_counts,
+)
+from .cache_model import GRAPH_ORDER, SKIP, Caches, Item, Layout
+
+# Read when the tests are collected: while one runs, its environment is a clean one.
+SLOW = bool(os.environ.get("MOE_EDGE_SLOW"))
+
+# What a run must have met, or it proves less than it says.
+SITUATIONS = (
+    *("hits[0]", "hits[1]", "reuse", "promotions", "evictions", "waves", "cut off", "cancelled"),
+    *("prefetch_used", "prefetch_wasted", "prefetch_cancelled", "routed skip[0]", "routed skip[1]"),
+)
+MAX_STATES = 100 if not SLOW else 400  # that the model follows
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout]:
+    """Which tiers of the file are in use, and a layout of few slots; offsets are filled in."""
+    tiers = tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=4))))
+    n_layers = draw(st.integers(1, len(KINDS)))
+    return tiers, Layout(
+        kinds=KINDS[:n_layers],
+        n_expert=N_EXPERT,
+        n_tiers=len(tiers),
+        shared=draw(st.booleans()),
+        n_slots=tuple(draw(st.sampled_from((1, 2, 1, 2, 3, 4))) for _ in tiers),
+        slot_bytes=tuple(SLOT_BYTES[tier] for tier in tiers),
+        expert_bytes=tuple(EXPERT_BYTES[tier] for tier in tiers),
+        offsets={},
+        io_threads=draw(st.sampled_from((1, 1, 1, 2))),
+        n_passing=draw(st.integers(0, 2)),
+        exact_tiers=draw(st.sampled_from((False, False, False, True))),
+    )
+
+
+class CacheRules(RuleBasedStateMachine):
+    """One store and its model; a step routes layers, and each routed layer computes its kinds."""
+
+    library: Library
+    file: ExpertFile
+    driver: Driver
+    model: Caches
+    met: Counter[str]  # over all examples: which situations came up
+    failures: list[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = False
+        self.layer = 0
+        self.wanted: dict[int, int] = {}
+        self.left: list[int] = []  # kinds of the routed layer that are not computed yet
+        self.last: dict[str, int] = {}
+
+    @initialize(layout=layouts(), phase=st.sampled_from(Phase))
+    def make(self, layout: tuple[tuple[int, ...], Layout], phase: Phase) -> None:
+        self.tiers, self.layout = layout
+        self.open_store()
+        self.begin_step(phase)
+
+    def open_store(self) -> None:
+        self.driver = Driver(self.library, self.file, self.tiers, self.layout)
+        self.model = Caches(self.layout, MAX_STATES)
+        self.opened = True
+        self.last = {}
+
+    @rule(phase=st.sampled_from(Phase))
+    def begin_step(self, phase: Phase) -> None:
+        """The next step; where a layer is not computed yet, the one before was cut off."""
+        self.met["cut off"] += bool(self.left)
+        self.left = []
+        if self.model.lost:
+            self.close_store()
+            self.open_store()
+        self.driver.store.begin_step(phase)
+        self.model.do(lambda cache: cache.begin_step(phase))
+
+    def some_items(self, data: st.DataObject) -> list[Item]:
+        """A prefetch list as a policy gives it; half of it for experts that the latest routed
+        layer wants, so that reads are met on their way."""
+        items = []
+        for _ in range(data.draw(st.integers(1, 6))):
+            layer, experts = self.layer, list(self.wanted)
+            if not experts or data.draw(st.booleans()):
+                layer = data.draw(st.integers(0, len(self.layout.kinds) - 1))
+                experts = list(range(N_EXPERT))
+            one_kind = [1 << kind for kind in self.layout.kinds[layer]]
+            mask = data.draw(st.sampled_from((15, 15, *one_kind)))
+            tier = data.draw(st.integers(0, self.layout.n_tiers - 1))
+            expert, passing = data.draw(st.sampled_from(experts)), data.draw(st.booleans())
+            items.append((layer, expert, tier, mask, passing))
+        return items
+
+    @precondition(lambda self: not self.left)
+    @rule(data=st.data(), read_ahead=st.booleans())
+    def route(self, data: st.DataObject, read_ahead: bool) -> None:
+        """A layer asks for its experts; with read_ahead while a prefetch has only begun."""
+        some = list(self.wanted)
+        if not some or data.draw(st.booleans()):  # else the same ones again, in other tiers
+            self.layer = data.draw(st.integers(0, len(self.layout.kinds) - 1))
+            n = data.draw(st.integers(1, N_EXPERT))
+            some = data.draw(st.permutations(range(N_EXPERT)))[:n]
+        tier = st.sampled_from((*range(self.layout.n_tiers), SKIP))
+        self.wanted = {expert: data.draw(tier) for expert in some}
+        self.left = [kind for kind in GRAPH_ORDER if kind in self.layout.kinds[self.layer]]
+        items = self.some_items(data) if read_ahead else []
+        self.driver.prefetch(items)
+        self.driver.apply(self.layer, self.wanted)
+        self.model.do(lambda cache: cache.prefetch(items))
+        self.model.do(lambda cache: cache.apply(self.layer, self.wanted))
+
+    @precondition(lambda self: self.left)
+    @rule(data=st.data(), whole_layer=st.booleans())
+    def compute(self, data: st.DataObject, whole_layer: bool) -> None:
+        """The next kind, or all that are left, of the routed layer."""
+        experts = data.draw(st.permutations(list(self.wanted)))
+        for _ in range(len(self.left) if whole_layer else 1):
+            kind = self.left.pop(0)
+            visits = self.driver.use(self.layer, kind, experts)
+            assert visits is not None, "the op is stuck"
+            assert sorted(expert for expert, _ in visits) == sorted(experts)
+            for expert, tier in visits:
+                asked = self.wanted[expert]
+                assert (tier == SKIP) == (asked == SKIP)
+                assert tier <= asked, f"expert {expert}: tier {asked} asked for, {tier} computed"
+                self.met["reuse"] += tier < asked
+            legal = self.model.use(self.layer, kind, experts, visits)
+            if not legal:
+                self.fail(f"no timing makes layer {self.layer}, kind {kind}, meet {visits}")
+
+    @rule(data=st.data(), wait=st.booleans())
+    def prefetch(self, data: st.DataObject, wait: bool) -> None:
+        """Where the machine waits, the list is nearly sure to be read before the next request."""
+        items = self.some_items(data)
+        self.driver.prefetch(items)
+        self.model.do(lambda cache: cache.prefetch(items))
+        if wait:
+            time.sleep(0.002)
+
+    @precondition(lambda self: self.left)
+    @rule(phase=st.sampled_from(Phase))
+    def cancel(self, phase: Phase) -> None:
+        """Ctrl-C: the op that runs ends at once, and the next step starts clean."""
+        self.met["cancelled"] += 1
+        self.driver.store.cancel(True)
+        assert self.driver.use(self.layer, self.left[0], list(self.wanted)) is None
+        self.driver.store.cancel(False)
+        self.begin_step(phase)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not self.opened:
+            return
+        self.driver.store.check()
+        seen = self.driver.counts()
+        if not self.model.keep(lambda cache: model_counts(cache, seen) == seen):
+            expected = [model_counts(cache, seen) for cache in self.model.states]
+            differ = min(
+                ({k: (v, seen[k]) for k, v in each.items() if v != seen[k]} for each in expected),
+                key=len,
+            )
+            self.fail(f"no legal outcome; the nearest one (expected, seen): {differ}")
+        resident = self.driver.store.resident().tolist()
+        if not self.model.keep(lambda cache: cache.resident() == resident):
+            self.fail(f"no legal outcome has in memory (layer, expert: tier): {resident}")
+        self.last = seen
+
+    def fail(self, message: str) -> None:
+        self.failures.append(message)
+        raise AssertionError(message)
+
+    def close_store(self) -> None:
+        self.driver.store.close()
+        self.met.update(self.last)
+        self.met["lost"] += self.model.lost
+        self.met["stores"] += 1
+
+    def teardown(self) -> None:
+        if self.opened:
+            self.close_store()
+
+
+@pytest.fixture(scope="module")
+def library(library_folder: Path) -> Library:
+    return Bindings.load().library()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> ExpertFile:
+    return ExpertFile(tmp_path_factory.mktemp("cache") / "experts.bin")
+
+
+HIGH, LOW = 0, 1
+
+
+@pytest.fixture
+def driver(library: Library, file: ExpertFile) -> Iterator[Driver]:
+    """Two tiers, three slots each."""
+    layout = Layout(
+        kinds=KINDS,
+        n_expert=N_EXPERT,
+        n_tiers=2,
+        shared=True,
+        n_slots=(3, 3),
+        slot_bytes=SLOT_BYTES[1:3],
+        expert_bytes=EXPERT_BYTES[1:3],
+        offsets={},
+        io_threads=1,
+    )
+    made = Driver(library, file, (1, 2), layout)
+    yield made
+    made.store.close()
+
+
+def hits(driver: Driver, expert: int, tier: int, met_in: int) -> bool:
+    """One step of one expert; whether it was in memory when it was asked for."""
+    before = driver.counts()["hits[1]"]
+    driver.store.begin_step(Phase.DECODE)
+    driver.apply(0, {expert: tier})
+    for kind in GRAPH_ORDER:
+        if kind in KINDS[0]:
+            assert driver.use(0, kind, [expert]) == [(expert, met_in)]
+    driver.store.check()
+    return driver.counts()["hits[1]"] - before == len(KINDS[0])
+
+
+def slot_bytes(*tiers: int) -> int:
+    """What one expert in each of these tiers takes."""
+    return sum(SLOT_BYTES[1:3][tier] * len(KINDS[0]) for tier in tiers)
+
+
+def test_precision_promotion_leaves_no_duplicate(driver: Driver) -> None:
+    assert not hits(driver, 2, LOW, met_in=LOW)
+    assert driver.counts()["slot_bytes_in_use"] == slot_bytes(LOW)
+    assert not hits(driver, 2, HIGH, met_in=HIGH)
+    counts = driver.counts()
+    assert counts["slot_bytes_in_use"] == slot_bytes(HIGH)
+    assert (counts["promotions"], counts["evictions"]) == (len(KINDS[0]), 0)
+    assert hits(driver, 2, HIGH, met_in=HIGH)
+
+
+def test_conservative_reuse_reads_nothing(driver: Driver) -> None:
+    assert not hits(driver, 2, HIGH, met_in=HIGH)
+    before = driver.counts()["demand_bytes[1]"]
+    assert hits(driver, 2, LOW, met_in=HIGH)
+    counts = driver.counts()
+    assert counts["demand_bytes[1]"] == before
+    assert counts["slot_bytes_in_use"] == slot_bytes(HIGH)
+
+
+def test_the_one_asked_for_longest_ago_goes(driver: Driver) -> None:
+    for expert in (0, 1, 2):
+        assert not hits(driver, expert, HIGH, met_in=HIGH)
+    assert hits(driver, 0, LOW, met_in=HIGH)  # reuse is a use: 1 is the oldest now
+    assert not hits(driver, 3, HIGH, met_in=HIGH)
+    assert hits(driver, 0, HIGH, met_in=HIGH)
+    assert not hits(driver, 1, HIGH, met_in=HIGH)
+
+
+def test_cache_rules(library: Library, file: ExpertFile) -> None:
+    met: Counter[str] = Counter()
+    failures: list[str] = []
+    attributes = {"library": library, "file": file, "met": met, "failures": failures}
+    try:
+        run_state_machine_as_test(
+            type("Here", (CacheRules,), attributes),
+            settings=settings(
+                max_examples=3000 if SLOW else 100,
+                stateful_step_count=30,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    except Flaky as error:
+        # The same requests at other moments of the disk's work: the first finding counts.
+        raise AssertionError(f"seen once, not seen again: {failures[:1]}") from error
+    for situation in SITUATIONS:
+        assert met[situation] > 0, f"no example came to: {situation}"

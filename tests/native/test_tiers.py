@@ -1,0 +1,171 @@
+"""Pairs of tiers end to end: which precisions are computed, and what skipping does to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.pack import pack
+from gguf_tools.reader import GGUFFile
+from gguf_tools.writer import GGUFWriter
+from orchestrator.config import Config
+from orchestrator.engine import Engine, Sampling
+from orchestrator.events import Phase
+
+pytestmark = pytest.mark.usefixtures("library_folder")
+
+N_KINDS, SKIPPED = 3, 4  # gate, up, down; where the statistics count skipped experts
+TOKENS = [int(t) for t in np.random.default_rng(1).integers(0, 250, 12)]
+THREE = ("q8_0", "q4_k", "q2_k")
+
+
+def open_model(model: Path, **options: object) -> Engine:
+    """Half of the experts critical in every layer, token by token; nothing is read ahead."""
+    settings = {"retention": 0.5, "schedule": "flat", "n_ahead": 0, "expert_ram": 1 << 26}
+    config = Config.build(
+        model=model, ctx=128, threads=1, use_extra_bufts=False, **{**settings, **options}
+    )
+    return Engine.open(config)
+
+
+def decode(engine: Engine) -> np.ndarray:
+    """Logits [T, n_vocab], every token by decode decisions."""
+    rows = [engine.eval([token], pos, phase=Phase.DECODE)[-1] for pos, token in enumerate(TOKENS)]
+    return np.stack(rows)
+
+
+def uniform(model: Path) -> np.ndarray:
+    with open_model(model, policy="plain", expert_ram=None, retention=None) as engine:
+        return decode(engine)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """packed(*tiers): one and the same random model in these tiers, out of its f16 weights."""
+    folder = tmp_path_factory.mktemp("packed")
+    source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("f16",))
+
+    def make(*tiers: str) -> Path:
+        path = folder / f"{'-'.join(tiers)}.gguf"
+        if not path.exists():
+            pack(source, path, tiers)
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("tiers", "high", "low"),
+    [
+        (("q8_0", "q4_k"), None, None),
+        (("q4_k", "q3_k"), None, None),
+        (("f16", "q8_0"), None, None),
+        (THREE, "q8_0", "q4_k"),
+        (THREE, "q8_0", "q2_k"),
+        (THREE, "q4_k", "q2_k"),
+    ],
+)
+def test_any_pair(
+    tiers: tuple[str, ...], high: str | None, low: str | None, packed: Callable[..., Path]
+) -> None:
+    """Chosen out of a packed file, a pair computes what two ordinary files do, each expert in
+    the tier that was decided; and neither tier alone computes that."""
+    first, second = high or tiers[0], low or tiers[-1]
+    options = {"policy": "dymoe", "exact_tiers": True}
+    with open_model(packed(*tiers), high_tier=high, low_tier=low, **options) as engine:
+        assert f"{first}/{second}" in engine.mode
+        found = decode(engine)
+        stats = engine.store.stats()
+        routed, computed = list(stats.routed[Phase.DECODE]), list(stats.computed[Phase.DECODE])
+    assert routed[0] == routed[1] > 0
+    assert routed[2:] == [0, 0, 0]
+    assert computed == [N_KINDS * n for n in routed[:4]]
+
+    one, other = packed(first), packed(second)
+    with open_model(one, low=other, **options) as engine:
+        np.testing.assert_array_equal(found, decode(engine))
+    assert not np.array_equal(found, uniform(one))
+    assert not np.array_equal(found, uniform(other))
+
+
+def with_one_expert(source: Path, target: Path) -> Path:
+    """A copy of a model that routes each token to its best expert alone."""
+    with GGUFFile.open(source) as file, GGUFWriter(target, file.alignment) as writer:
+        for key in file.metadata:
+            if not key.endswith(".expert_used_count"):
+                writer.meta_encoded(key, file.encoded_value(key))
+        writer.meta(f"{file.metadata['general.architecture']}.expert_used_count", 1)
+        for info in file.tensors.values():
+            writer.declare(info.name, info.shape, info.type)
+        writer.begin()
+        for info in file.tensors.values():
+            writer.write_tensor(info.name, file.array(info.name))
+    return target
+
+
+@pytest.mark.parametrize("shape", ["qwen3moe", "olmoe"])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_weights_of_the_kept(
+    shape: str, renormalize: bool, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The better one of two experts is kept. The same model made to use one expert gives it
+    the sum of all weights where its weights are normalised (qwen3moe), and the weight that it
+    had among two where they are not (olmoe): renormalising must match the first, leaving the
+    weights alone the second, and not the other way round."""
+    model = tiny_model(shape, "f16")
+    expected = uniform(with_one_expert(model, tmp_path / "single.gguf"))
+    options = {"policy": "dymoe", "low_tier": "skip", "renormalize": renormalize}
+    with open_model(model, **options) as engine:
+        found = decode(engine)
+        routed = engine.store.stats().routed[Phase.DECODE]
+        assert routed[0] == routed[SKIPPED] > 0
+    difference = float(np.abs(found - expected).max() / expected.std())
+    if renormalize == (shape == "qwen3moe"):
+        assert difference < 1e-3
+    else:
+        assert difference > 0.1
+
+
+def decided(engine: Engine) -> np.ndarray:
+    """Experts of decode steps so far: high, low."""
+    return np.array(engine.store.stats().routed[Phase.DECODE][:2], np.int64)
+
+
+def test_retention_changes_at_the_next_token(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("qwen3moe", "q4_k", "q2_k")
+    sampling = Sampling(temp=1.0, seed=5)
+    with open_model(model, policy="dymoe", low_tier="q2_k") as engine:
+        answer = cast("Generator[str, None, None]", engine.generate(TOKENS, sampling, 24))
+        with closing(answer):
+            seen = [decided(engine)]
+            for retention in (0.5, 1.0, 0.5):
+                assert engine.set_retention(retention)
+                for _ in range(3):
+                    next(answer)
+                seen.append(decided(engine))
+        half, whole, again = np.diff(seen, axis=0).tolist()
+        assert half[0] == half[1] > 0
+        assert whole[0] > 0 and whole[1] == 0
+        assert again[0] == again[1] > 0
+
+
+def test_retention_of_one_request(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("qwen3moe", "q4_k", "q2_k")
+    sampling = Sampling(temp=1.0, seed=5)
+    with open_model(model, policy="dymoe", low_tier="q2_k") as engine:
+        seen = [decided(engine)]
+        for retention in (None, 1.0, None):
+            for _ in engine.generate(TOKENS, sampling, 6, retention=retention):
+                pass
+            seen.append(decided(engine))
+        half, whole, again = np.diff(seen, axis=0).tolist()
+        assert half[0] == half[1] > 0
+        assert whole[0] > 0 and whole[1] == 0
+        assert again[0] == again[1] > 0
+        assert engine.config.retention == 0.5

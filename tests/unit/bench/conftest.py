@@ -1,0 +1,33 @@
+"""What the benchmark's tests share: whether real processes can run."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def real_engine(monkeypatch, tmp_path):
+    """Skips without the built library; lets child processes find this checkout."""
+    native = pytest.importorskip("orchestrator.native")
+    llama = pytest.importorskip("llama_cpp.llama_cpp", reason="the library is not built")
+    try:
+        native.Library(llama._lib)
+    except native.NativeError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
+
+
+@pytest.fixture
+def no_disk(monkeypatch, tmp_path):
+    """A disk of 1 GB/s, and an empty cache folder."""
+    from orchestrator.bench import disk
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        disk, "read_bandwidth", lambda *args, **kwargs: disk.Bandwidth(1e9, True, 4096)
+    )
