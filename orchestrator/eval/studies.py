@@ -20,8 +20,8 @@ from orchestrator.eval.similarity import similarity
 from orchestrator.eval.subject import SKIP, Row, Subject
 
 SEEDS = (1, 2, 3)
-SWEEP = (0.5, 0.6, 0.7, 0.75, 0.8, 0.9, 1.0)
-RATIOS = (0.5, 0.6, 0.75, 0.9)
+SWEEP = (0.6, 0.7, 0.75, 0.8, 0.9, 1.0)
+RATIOS = (0.6, 0.75, 0.9)
 
 _COLUMNS = ("configuration", "r", "realised", "low or skipped", "perplexity")
 
@@ -240,12 +240,12 @@ def _critical(subject: Subject, low: str, prefill: bool, axis: Any) -> Table:
                     row = subject.score(label, settings, prefill=prefill)
                 rows.append(row)
                 _add(table, label, ratio, row, change=_change(row, base))
-            x = [row.realised or 0.0 for row in rows] if not prefill else list(RATIOS)
+            x = [row.usage.high or 0.0 if row.usage else 0.0 for row in rows]
             changes = [row.against(base) for row in rows]
             _errors(axis, x, changes, label, number, dashed=schedule == "flat")
-    plot.level(axis, 0.0, f"all {subject.high}")
+    axis.axhline(0.0, color="#666666", linestyle=":", linewidth=1.2)
     axis.set_title(f"{form}, {subject.high} / {low}", fontsize=9)
-    axis.set_xlabel("share of critical experts")
+    axis.set_xlabel("share of routed experts in high")
     axis.set_ylabel(f"perplexity against {subject.high}, %")
     axis.set_yscale("symlog", linthresh=10)
     axis.legend(fontsize=8)

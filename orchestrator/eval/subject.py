@@ -32,7 +32,7 @@ SKIP = "skip"
 @dataclass(frozen=True, slots=True)
 class Row:
     """One configuration's scores. realised: mean share of critical experts by the policy's own
-    counts, None where it has none. choices: None where no questions were put."""
+    counts for decode steps, None where it has none. choices: None where no questions were put."""
 
     text: TextScores
     choices: ChoiceScores | None
@@ -171,7 +171,8 @@ class Subject:
             )
         finally:
             engine.policy = own
-        return Row(text, choices, usage, getattr(own, "realised", None))
+        realised = None if prefill else getattr(own, "realised", None)
+        return Row(text, choices, usage, realised)
 
 
 def _tier_names(path: Path) -> tuple[str, ...]:
