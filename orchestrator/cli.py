@@ -329,6 +329,130 @@ def inspect(file: Path, as_json: bool) -> None:
 cli.add_command(cli_bench.bench)
 
 
+@cli.command()
+@model_options
+@click.option("--out", required=True, type=FILE, metavar="FILE", help="The trace, as T.npz.")
+@click.option(
+    "--text", type=FILE, metavar="FILE", help="Evaluate this text, token by token, as decoding."
+)
+@click.option(
+    "--prefill",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="With --text: take its first N tokens as a prompt.  [default: 0]",
+)
+@click.option("-p", "--prompt", metavar="TEXT", help="Answer this prompt instead.")
+@click.option(
+    "--tokens",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Tokens of the text, or of the answer.  [default: what the context holds, or 512]",
+)
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed of the answer.")
+def trace(
+    out: Path,
+    text: Path | None,
+    prefill: int,
+    prompt: str | None,
+    tokens: int | None,
+    **options: Any,
+) -> None:
+    """Record the routing of a run, for `moe-edge replay`.
+
+    Without --policy it is dymoe, which looks ahead, under the whole memory."""
+    from orchestrator.replay.record import record_answer, record_text
+    from orchestrator.replay.trace import write_trace
+    from orchestrator.sampling import Sampling
+
+    if (text is None) == (prompt is None):
+        raise click.UsageError("what to evaluate: give either --text FILE or -p TEXT")
+    if prefill and text is None:
+        raise click.UsageError("--prefill is for --text: a prompt is a prefill already")
+    options["policy"] = options["policy"] or "dymoe"
+    config = _config(options)
+    words = None if text is None else text.read_text("utf-8", "replace")
+    with _engine(config, Console()) as engine:
+        if words is not None:
+            recorded = record_text(engine, words, tokens, prefill)
+        else:
+            sampling = Sampling(config.temp, config.top_p, config.seed)
+            recorded = record_answer(engine, prompt or "", sampling, tokens or config.max_tokens)
+    write_trace(out, recorded)
+    steps, size = len(recorded.arrays["step_phase"]), format_size(out.stat().st_size)
+    click.echo(f"{out}: {steps} steps of {recorded.header.model}, {size}")
+
+
+@cli.command()
+@click.argument("file", metavar="FILE", type=FILE)
+@click.option("--policy", metavar="NAME", help="Who decides: lru, dymoe.  [default: as recorded]")
+@click.option(
+    "--expert-ram",
+    callback=_size,
+    metavar="SIZE",
+    help="Cap on the expert slots.  [default: as recorded]",
+)
+@click.option(
+    "--retention",
+    type=click.FloatRange(0, 1),
+    metavar="R",
+    help="Average share of critical experts.  [default: as recorded]",
+)
+@click.option("--high-tier", metavar="TIER", help="As q4_k.  [default: as recorded]")
+@click.option("--low-tier", metavar="TIER", help="As q2_k, or skip.  [default: as recorded]")
+@click.option(
+    "--schedule",
+    type=click.Choice(["cosine", "linear", "flat"]),
+    help="How the share of critical experts falls with depth.  [default: as recorded]",
+)
+@click.option(
+    "--prefetch",
+    type=click.Choice(["auto", "on", "off"]),
+    help="Auto stops it while it does not pay.  [default: as recorded]",
+)
+@click.option(
+    "--n-ahead",
+    type=click.IntRange(0, 4),
+    metavar="N",
+    help="Look-ahead in layers; 0: no prefetch.  [default: as recorded]",
+)
+@click.option(
+    "--bandwidth",
+    callback=_size,
+    metavar="SIZE",
+    help="Reads in bytes a second, as 2GB.  [default: measured when recorded]",
+)
+@click.option(
+    "--latency-us",
+    type=click.IntRange(0, 10**7),
+    metavar="N",
+    help="Of a read, in microseconds.  [default: 0]",
+)
+@click.option(
+    "--io-threads",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help="Reads at once.  [default: as recorded]",
+)
+@click.option(
+    "--compute-ms",
+    type=click.FloatRange(0, 10**6),
+    metavar="MS",
+    help="Computing a decoded token, without waits.  [default: measured when recorded]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def replay(file: Path, as_json: bool, **options: Any) -> None:
+    """Play a trace with another policy, memory or disk: no model needed."""
+    from orchestrator.llama import Bindings
+    from orchestrator.replay import ReplayOptions, read_trace, render
+    from orchestrator.replay import replay as run
+
+    given = {name: value for name, value in options.items() if value is not None}
+    recorded = read_trace(file)
+    result = run(Bindings.load().library(), recorded, ReplayOptions(**given))
+    click.echo(json.dumps(result) if as_json else strip_controls(render(result)))
+
+
 def main() -> None:
     """The entry point `moe-edge`."""
     cli(prog_name=cli.name)

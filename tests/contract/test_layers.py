@@ -19,7 +19,7 @@ LAYERS = (
     ("orchestrator.policy", "orchestrator.sampling", "orchestrator.template"),
     ("orchestrator.hardware", "orchestrator.llama", "orchestrator.meter"),
     ("orchestrator.engine",),
-    ("orchestrator.chat", "orchestrator.console", "orchestrator.bench"),
+    ("orchestrator.chat", "orchestrator.console", "orchestrator.bench", "orchestrator.replay"),
     ("orchestrator.cli_bench",),
     ("orchestrator.cli",),
     ("orchestrator.__main__",),
