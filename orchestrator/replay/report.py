@@ -65,8 +65,8 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     time = measured(trace)
     if options.compute_ms is not None:
         time = Compute(time.prefill_us, 1000 * options.compute_ms)
-    asked = _plan(trace, options, options.policy or header.policy, speed)
-    plain = asked if asked.name == LRU else _plan(trace, options, LRU, speed)
+    asked = make_plan(trace, options, options.policy or header.policy, speed)
+    plain = asked if asked.name == LRU else make_plan(trace, options, LRU, speed)
     outcomes = {asked.name: simulate(library, trace, asked, speed, time)}
     if plain is not asked:
         outcomes[LRU] = simulate(library, trace, plain, speed, time)
@@ -96,7 +96,7 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     }
 
 
-def _plan(trace: Trace, options: ReplayOptions, policy: str, speed: Transport) -> Plan:
+def make_plan(trace: Trace, options: ReplayOptions, policy: str, speed: Transport) -> Plan:
     header = trace.header
     high = options.high_tier or header.high
     low = options.low_tier or header.low
