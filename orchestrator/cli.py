@@ -362,13 +362,14 @@ def trace(
 
     Without --policy it is dymoe, which looks ahead, under the whole memory."""
     from orchestrator.replay.record import record_answer, record_text
-    from orchestrator.replay.trace import write_trace
+    from orchestrator.replay.trace import check_target, write_trace
     from orchestrator.sampling import Sampling
 
     if (text is None) == (prompt is None):
         raise click.UsageError("what to evaluate: give either --text FILE or -p TEXT")
     if prefill and text is None:
         raise click.UsageError("--prefill is for --text: a prompt is a prefill already")
+    check_target(out)
     options["policy"] = options["policy"] or "dymoe"
     config = _config(options)
     words = None if text is None else text.read_text("utf-8", "replace")

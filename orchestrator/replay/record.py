@@ -143,6 +143,7 @@ def _header(engine: Engine, read_bytes_per_s: int) -> Header:
         retention=1.0 if retention is None else float(retention),
         schedule=config.schedule,
         heavy_hitters=float(config.heavy_hitters),
+        prompts_pass=config.prompts_pass,
         renormalize=config.renormalize,
         exact_tiers=config.exact_tiers,
         prefetch=config.prefetch if engine.store.spec.n_ahead else "off",

@@ -123,6 +123,7 @@ def make_plan(trace: Trace, options: ReplayOptions, policy: str, speed: Transpor
         renormalize=header.renormalize,
         schedule=options.schedule or header.schedule,
         heavy_hitters=header.heavy_hitters,
+        prompts_pass=header.prompts_pass,
     )
     expert_bytes = options.expert_ram or header.expert_bytes
     return plan(trace, policy, expert_bytes, settings, high, low, n_ahead, speed.threads)

@@ -156,7 +156,7 @@ def simulate(
         for step in trace.steps():
             start_ns = clock.now_ns
             store.begin_step(step.phase)
-            _play(clock, plan, step, 1000 * time.of(step.phase) / trace.n_layers)
+            _play(clock, plan, step, 1000 * time.of(step.phase) * step.n_tokens)
             phases.append(step.phase)
             step_us.append((clock.now_ns - start_ns) / 1000)
             plan.policy.step_done(StepReport(step.phase, step.n_tokens, step_us[-1]))
@@ -172,9 +172,10 @@ def _route(store: Store, policy: Policy) -> Callable[[RouteEvent], None]:
     return route
 
 
-def _play(clock: Simulation, plan: Plan, step: Step, token_ns: float) -> None:
-    """One step; token_ns: computing one token in one layer."""
+def _play(clock: Simulation, plan: Plan, step: Step, step_ns: float) -> None:
+    """One step that computes for step_ns, each layer in proportion to its tokens."""
     n_ahead = plan.spec.n_ahead
+    token_ns = step_ns / max(1, sum(len(event.ids) for event in step.events))
     for layer, ids, weights, tokens, ahead_ids, ahead, importance in step.events:
         layer_ns = token_ns * len(ids)
         clock.advance(int(layer_ns * DENSE_SHARE))

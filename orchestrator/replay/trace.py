@@ -91,6 +91,7 @@ class Header:
     retention: float
     schedule: str
     heavy_hitters: float
+    prompts_pass: bool
     renormalize: bool
     exact_tiers: bool
     prefetch: str
@@ -209,6 +210,12 @@ class Trace:
             yield Step(phase, int(a["step_tokens"][step]), compute[step], events)
 
 
+def check_target(path: Path) -> None:
+    """Raises TraceError where no trace can be written, before a long run finds out."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise TraceError(f"{path}: cannot be written: name a file in a folder of yours")
+
+
 def write_trace(path: Path, trace: Trace) -> None:
     """Writes the file under a temporary name and renames it. Raises TraceError."""
     header = json.dumps({"format": FORMAT, **asdict(trace.header)}).encode()
@@ -313,6 +320,7 @@ _FIELDS: dict[str, Any] = {
     "retention": lambda v: type(v) in (int, float) and 0 <= v <= 1,
     "schedule": lambda v: v in ("cosine", "linear", "flat"),
     "heavy_hitters": lambda v: type(v) in (int, float) and 0 <= v <= 1,
+    "prompts_pass": lambda v: isinstance(v, bool),
     "renormalize": lambda v: isinstance(v, bool),
     "exact_tiers": lambda v: isinstance(v, bool),
     "prefetch": lambda v: v in ("auto", "on", "off"),

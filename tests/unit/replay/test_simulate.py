@@ -100,6 +100,14 @@ def test_a_late_prefetch_is_waited_for_and_no_hit(library: Library) -> None:
     assert outcome.step_us.tolist() == [40.0]
 
 
+def test_layers_share_a_step_by_their_tokens(library: Library) -> None:
+    """The last layer of a prompt sees one token of three: 36 us and 12, together 3 x 16."""
+    ids = [np.array([[0], [1], [2]]), np.array([[5]])]
+    trace = make_trace([(Phase.PREFILL, ids)])
+    outcome = played(library, trace, Transport(0, 0, 1), 16.0)
+    assert outcome.step_us.tolist() == [48.0]
+
+
 def test_a_skipped_expert_costs_nothing(library: Library) -> None:
     trace = decode([[0, 1]], [[0, 1]])
     asked = PolicySettings(retention=0.5)

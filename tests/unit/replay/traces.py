@@ -29,6 +29,7 @@ HEADER = Header(
     retention=1.0,
     schedule="cosine",
     heavy_hitters=0.2,
+    prompts_pass=True,
     renormalize=False,
     exact_tiers=False,
     prefetch="on",
