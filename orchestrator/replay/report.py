@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.errors import ConfigError
+from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.events import Phase, percentile
 from orchestrator.hardware import LRU, PLAIN, USUAL_RETENTION
 from orchestrator.native import MAX_TIERS, Library
@@ -97,6 +97,7 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
 
 
 def make_plan(trace: Trace, options: ReplayOptions, policy: str, speed: Transport) -> Plan:
+    """The named policy over a trace, with what the options change. Raises MoeEdgeError."""
     header = trace.header
     high = options.high_tier or header.high
     low = options.low_tier or header.low
@@ -126,7 +127,15 @@ def make_plan(trace: Trace, options: ReplayOptions, policy: str, speed: Transpor
         prompts_pass=header.prompts_pass,
     )
     expert_bytes = options.expert_ram or header.expert_bytes
-    return plan(trace, policy, expert_bytes, settings, high, low, n_ahead, speed.threads)
+    try:
+        return plan(trace, policy, expert_bytes, settings, high, low, n_ahead, speed.threads)
+    except BudgetError as error:
+        least = error.needed_bytes
+        raise BudgetError(
+            f"--expert-ram {format_size(expert_bytes)} is too small: the smallest that works with "
+            f"the policy {policy} is {least} bytes ({format_size(least)})",
+            least,
+        ) from None
 
 
 def _figures(outcome: Outcome) -> dict[str, Any]:

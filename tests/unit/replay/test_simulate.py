@@ -11,10 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from traces import EXPERT_BYTES, decode, make_trace, random_trace
 
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, NativeError, TraceError
-from orchestrator.events import Phase
+from orchestrator.events import Phase, RouteEvent
 from orchestrator.native import Library, Simulation, Store
 from orchestrator.policy import PolicySettings
 from orchestrator.replay import ReplayOptions, Trace, render, replay
@@ -127,6 +129,48 @@ def test_large_slices_are_read_in_parts(library: Library) -> None:
     assert outcome.step_us[0] == pytest.approx(3 * 10**6 + 100, abs=1)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([(1, 0), (2, 30), (8, 100)]),
+    st.sampled_from([None, "q2_k", "skip"]),
+    st.integers(6, 20),
+)
+def test_every_invariant_holds_at_every_event(
+    library: Library, seed: int, disk: tuple[int, int], low: str | None, n_experts: int
+) -> None:
+    """Prefetches, promotions, skips and waves, with the store's own check in between."""
+    trace = random_trace(np.random.default_rng(seed))
+    retention = 1.0 if low is None else 0.5
+    asked = PolicySettings(retention=retention, prefetch="on")
+    made = plan(trace, "dymoe", n_experts * 16384, asked, "q4_k", low, 1, disk[0])
+    with Store.create(library, made.spec) as store:
+
+        def route(event: RouteEvent) -> None:
+            store.check()
+            made.policy.decide(event, store.view, store.decision)
+            store.apply(store.decision)
+
+        store.set_route(route)
+        clock = Simulation(store)
+        clock.set_speed(10**8, disk[1])
+        for step in trace.steps():
+            store.begin_step(step.phase)
+            for layer, ids, weights, tokens, ahead_ids, ahead, importance in step.events:
+                clock.route(layer, ids, weights, tokens, ahead_ids, ahead, importance)
+                experts = np.unique(ids).astype(np.int32)
+                for kind in EXPERT_BYTES:
+                    before = clock.now_ns
+                    clock.use(layer, kind, experts, 1000)
+                    store.check()
+                    assert clock.now_ns > before
+        clock.advance(10**12)
+        store.check()
+        stats = store.stats()
+    assert stats.slot_bytes_peak <= stats.budget_bytes
+    assert sum(stats.routed[Phase.DECODE]) == 11 * 3 * 2
+
+
 def test_the_same_twice(library: Library) -> None:
     trace = random_trace(np.random.default_rng(7), n_steps=40)
     options = ReplayOptions(policy="dymoe", expert_ram=9 * 16384, bandwidth=10**9, latency_us=30)
@@ -189,7 +233,11 @@ def test_a_trace_without_decoding_has_no_tpot(library: Library) -> None:
     [
         ({"policy": "plain"}, ConfigError, "no store to replay"),
         ({"policy": "other"}, MoeEdgeError, "unknown policy 'other'; known: lru, dymoe"),
-        ({"expert_ram": 4096}, BudgetError, "the smallest budget that works"),
+        (
+            {"expert_ram": 4096},
+            BudgetError,
+            "--expert-ram 4 KiB is too small: the smallest that works",
+        ),
         ({"high_tier": "q8_0"}, TraceError, "tier q8_0 is missing: the trace is of q4_k, q2_k"),
         ({"policy": "dymoe", "low_tier": "q4_k"}, TraceError, "q4_k is not below"),
         ({"n_ahead": 2}, ConfigError, "looks 1 layers ahead, not 2"),

@@ -133,7 +133,10 @@ def test_refused_in_one_sentence(model: Path, recorded: Path, tmp_path: Path) ->
         (("replay", model), "not a trace"),
         (("replay", tmp_path / "no.npz"), "No such file"),
         (("replay", recorded, "--policy=plain"), "no store to replay"),
-        (("replay", recorded, "--expert-ram=4096"), "the smallest budget that works"),
+        (
+            ("replay", recorded, "--expert-ram=4096"),
+            "--expert-ram 4 KiB is too small: the smallest that works",
+        ),
     ]
     for args, said in cases:
         result = run(*args)
