@@ -33,12 +33,13 @@ class Recorder:
         self._tokens_of_step: list[int] = []
         self._starts: list[tuple[int, int]] = []  # ns, waited us, by step and at the end
         self._events: list[tuple[int, int, int, int, bool]] = []
-        self._ids: list[np.ndarray] = []
-        self._weights: list[np.ndarray] = []
-        self._tokens: list[np.ndarray] = []
-        self._ahead_ids: list[np.ndarray] = []
-        self._ahead: list[np.ndarray] = []
-        self._importance: list[np.ndarray] = []
+        # bytes: the cheapest copies, and the policy waits for them
+        self._ids: list[bytes] = []
+        self._weights: list[bytes] = []
+        self._tokens: list[bytes] = []
+        self._ahead_ids: list[bytes] = []
+        self._ahead: list[bytes] = []
+        self._importance: list[bytes] = []
 
     def __enter__(self) -> Recorder:
         self._engine.store.set_route(self._on_route)
@@ -66,15 +67,15 @@ class Recorder:
             self._tokens_of_step.append(n)
         scores = event.importance_array
         if scores is not None:
-            self._importance.append(scores.copy())
-        scored = scores is not None
-        self._events.append((len(self._phases) - 1, event.layer, n, event.n_ahead, scored))
-        self._ids.append(event.ids_array.copy())
-        self._weights.append(event.weights_array.copy())
-        self._tokens.append(event.tokens_array.copy())
+            self._importance.append(scores.tobytes())
+        here = len(self._phases) - 1, event.layer, n, event.n_ahead, scores is not None
+        self._events.append(here)
+        self._ids.append(event.ids_array.tobytes())
+        self._weights.append(event.weights_array.tobytes())
+        self._tokens.append(event.tokens_array.tobytes())
         if event.n_ahead:
-            self._ahead_ids.append(event.ahead_ids_array.reshape(-1, event.k).copy())
-            self._ahead.append(event.ahead_array.reshape(-1, event.k).copy())
+            self._ahead_ids.append(event.ahead_ids_array.tobytes())
+            self._ahead.append(event.ahead_array.tobytes())
         self._engine.on_route(event)
 
     def trace(self, read_bytes_per_s: int = 0) -> Trace:
@@ -95,18 +96,18 @@ class Recorder:
             "event_tokens": events[:, 2].copy(),
             "event_ahead": events[:, 3].astype(np.uint8),
             "event_scored": events[:, 4].astype(np.uint8),
-            "ids": _joined(self._ids, k).astype(np.uint16),
-            "weights": _joined(self._weights, k).astype(np.float32),
-            "tokens": np.concatenate(self._tokens).astype(np.int32),
-            "ahead_ids": _joined(self._ahead_ids, k).astype(np.uint16),
-            "ahead_scores": _joined(self._ahead, k).astype(np.float32),
-            "importance": np.concatenate([np.zeros(0, np.float32), *self._importance]),
+            "ids": _joined(self._ids, np.int32).reshape(-1, k).astype(np.uint16),
+            "weights": _joined(self._weights, np.float32).reshape(-1, k),
+            "tokens": _joined(self._tokens, np.int32),
+            "ahead_ids": _joined(self._ahead_ids, np.int32).reshape(-1, k).astype(np.uint16),
+            "ahead_scores": _joined(self._ahead, np.float32).reshape(-1, k),
+            "importance": _joined(self._importance, np.float32),
         }
         return Trace(_header(self._engine, read_bytes_per_s), arrays)
 
 
-def _joined(rows: list[np.ndarray], k: int) -> np.ndarray:
-    return np.concatenate(rows) if rows else np.zeros((0, k))
+def _joined(pieces: list[bytes], kind: type[np.generic]) -> np.ndarray:
+    return np.frombuffer(b"".join(pieces), kind)
 
 
 def _slices(engine: Engine) -> np.ndarray:
