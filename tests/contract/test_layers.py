@@ -20,7 +20,7 @@ LAYERS = (
     ("orchestrator.hardware", "orchestrator.llama", "orchestrator.meter"),
     ("orchestrator.engine",),
     ("orchestrator.chat", "orchestrator.console", "orchestrator.bench", "orchestrator.replay"),
-    ("orchestrator.cli_bench",),
+    ("orchestrator.cli_bench", "orchestrator.cli_replay"),
     ("orchestrator.cli",),
     ("orchestrator.__main__",),
 )
@@ -28,7 +28,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # Who may use a library at all, by first component of what is imported.
 ONLY = {
-    "click": ("orchestrator.cli", "orchestrator.cli_bench"),
+    "click": ("orchestrator.cli", "orchestrator.cli_bench", "orchestrator.cli_replay"),
     "torch": ("models",),
     "transformers": ("models",),
     "safetensors": ("models",),
