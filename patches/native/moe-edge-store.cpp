@@ -973,7 +973,7 @@ bool moe_edge_store::simulate_route(int32_t layer, int32_t n_tokens, int32_t n_a
             return false;
         }
         if (!counts) {
-            fail_locked("a route event to simulate has more tokens or look-ahead than the store was made for");
+            fail_locked("a route event comes from a graph, or to a simulated store made for its tokens and look-ahead");
             return false;
         }
     }
