@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gguf_tools.units import format_size
-from orchestrator import cli_bench
-from orchestrator.config import Config, parse_size
+from orchestrator import cli_bench, cli_replay
+from orchestrator.config import Config
 from orchestrator.console import Console, strip_controls
 from orchestrator.errors import MoeEdgeError
 
@@ -30,14 +30,6 @@ FILE = click.Path(path_type=Path)
 AT_LEAST_1 = click.IntRange(min=1)
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
-    """The bytes of an option that is written as 6GiB or 500MB."""
-    try:
-        return None if value is None else parse_size(value)
-    except MoeEdgeError as error:
-        raise click.BadParameter(str(error)) from error
 
 
 class Commands(click.Group):
@@ -92,13 +84,13 @@ model_options = _options(
     ),
     click.option(
         "--ram",
-        callback=_size,
+        callback=cli_replay.size,
         metavar="SIZE",
         help="Cap on everything the model takes, as 6GiB or 500MB.  [default: free memory]",
     ),
     click.option(
         "--expert-ram",
-        callback=_size,
+        callback=cli_replay.size,
         metavar="SIZE",
         help="Cap on the expert slots alone, for experiments.",
     ),
@@ -393,6 +385,64 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     finally:
         console.end_bar()
     click.echo(json.dumps(result) if as_json else strip_controls(text))
+
+
+@cli.command()
+@model_options
+@click.option("--out", required=True, type=FILE, metavar="FILE", help="The trace, as T.npz.")
+@click.option(
+    "--text", type=FILE, metavar="FILE", help="Evaluate this text, token by token, as decoding."
+)
+@click.option(
+    "--prefill",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="With --text: take its first N tokens as a prompt.  [default: 0]",
+)
+@click.option("-p", "--prompt", metavar="TEXT", help="Answer this prompt instead.")
+@click.option(
+    "--tokens",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Tokens of the text, or of the answer.  [default: what the context holds, or 512]",
+)
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed of the answer.")
+def trace(
+    out: Path,
+    text: Path | None,
+    prefill: int,
+    prompt: str | None,
+    tokens: int | None,
+    **options: Any,
+) -> None:
+    """Record the routing of a run, for `moe-edge replay`.
+
+    Without --policy it is dymoe, which looks ahead, under the whole memory."""
+    from orchestrator.replay.record import record_answer, record_text
+    from orchestrator.replay.trace import check_target, write_trace
+    from orchestrator.sampling import Sampling
+
+    if (text is None) == (prompt is None):
+        raise click.UsageError("what to evaluate: give either --text FILE or -p TEXT")
+    if prefill and text is None:
+        raise click.UsageError("--prefill is for --text: a prompt is a prefill already")
+    check_target(out)
+    options["policy"] = options["policy"] or "dymoe"
+    config = _config(options)
+    words = None if text is None else text.read_text("utf-8", "replace")
+    with _engine(config, Console()) as engine:
+        if words is not None:
+            recorded = record_text(engine, words, tokens, prefill)
+        else:
+            sampling = Sampling(config.temp, config.top_p, config.seed)
+            recorded = record_answer(engine, prompt or "", sampling, tokens or config.max_tokens)
+    write_trace(out, recorded)
+    steps, size = len(recorded.arrays["step_phase"]), format_size(out.stat().st_size)
+    click.echo(f"{out}: {steps} steps of {recorded.header.model}, {size}")
+
+
+cli.add_command(cli_replay.replay)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ __all__ = [
     "MoeEdgeError",
     "NativeError",
     "PolicyError",
+    "TraceError",
 ]
 
 
@@ -34,3 +35,7 @@ class BudgetError(MoeEdgeError):
 
 class PolicyError(MoeEdgeError):
     """An unknown policy or tier, or a policy that the model's tiers cannot serve."""
+
+
+class TraceError(MoeEdgeError):
+    """A recorded trace cannot be read, or does not serve what it is asked for."""

@@ -3,12 +3,14 @@ tiers, which slots."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
-from gguf_tools.experts import ExpertModel
+from gguf_tools.experts import ExpertModel, Tier
 from gguf_tools.layout import DOWN, slot_bytes
 from gguf_tools.units import format_size
 from orchestrator.config import Config
@@ -134,6 +136,28 @@ def scratch_bytes(model: ExpertModel, config: Config) -> int:
     )
 
 
+class Placed(Protocol):
+    """Where the experts of one (layer, kind, tier) lie: gguf_tools.experts.Slice."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def expert_bytes(self) -> int: ...
+
+
+class Experts(Protocol):
+    """What ExpertModel and a recorded trace both know of a model."""
+
+    @property
+    def n_expert(self) -> int: ...
+    @property
+    def n_expert_used(self) -> int: ...
+    @property
+    def tiers(self) -> Sequence[Tier]: ...
+    @property
+    def slices(self) -> Sequence[Sequence[Sequence[Placed | None]]]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Where everything goes. Sizes in bytes.
@@ -164,7 +188,7 @@ class Plan:
         return self.dense_bytes + self.kv_bytes + self.scratch_bytes + experts
 
 
-def model_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
+def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
     """The model as policies see it, reduced to some of its tiers."""
     slots = []
     for layer in model.slices:

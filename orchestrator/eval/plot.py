@@ -28,16 +28,20 @@ def require() -> Any:
 
 
 @contextmanager
-def figure(folder: Path, name: str, panels: int = 1) -> Iterator[Sequence[Any]]:
-    """Axes side by side; written as NAME.png and NAME.svg at the end."""
+def figure(folder: Path, name: str, panels: int = 1, rows: int = 1) -> Iterator[Sequence[Any]]:
+    """Axes side by side, in rows; written as NAME.png and NAME.svg at the end."""
     plt = require()
     with plt.rc_context({"svg.hashsalt": name, "font.size": 10}):
         drawing, axes = plt.subplots(
-            1, panels, figsize=(5.6 * panels, 4.2), squeeze=False, layout="constrained"
+            rows,
+            panels // rows,
+            figsize=(5.6 * panels // rows, 4.2 * rows),
+            squeeze=False,
+            layout="constrained",
         )
         try:
-            yield axes[0]
-            for axis in axes[0]:
+            yield axes.ravel()
+            for axis in axes.ravel():
                 axis.grid(alpha=0.3)
                 axis.spines[["top", "right"]].set_visible(False)
             drawing.savefig(folder / f"{name}.png", dpi=150)

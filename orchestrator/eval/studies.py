@@ -207,7 +207,7 @@ def critical(subject: Subject, folder: Path) -> list[Table]:
     cosine schedule and with the same ratio in every layer; for decode steps and for prompts."""
     tables = []
     panels = [(low, prefill) for prefill in (False, True) for low in (SKIP, subject.low)]
-    with plot.figure(folder, "critical", len(panels)) as axes:
+    with plot.figure(folder, "critical", len(panels), rows=2) as axes:
         for axis, (low, prefill) in zip(axes, panels, strict=True):
             tables.append(_critical(subject, low, prefill, axis))
     return tables
@@ -247,8 +247,10 @@ def _critical(subject: Subject, low: str, prefill: bool, axis: Any) -> Table:
     axis.set_title(f"{form}, {subject.high} / {low}", fontsize=9)
     axis.set_xlabel("share of routed experts in high")
     axis.set_ylabel(f"perplexity against {subject.high}, %")
-    axis.set_yscale("symlog", linthresh=10)
-    axis.legend(fontsize=8)
+    if low == SKIP:
+        axis.set_yscale("symlog", linthresh=10)
+        axis.set_ylim(bottom=-3)
+    axis.legend(fontsize=7, loc="upper right")
     if any(at_random for _, _, at_random in kinds):
         table.notes.append(f"random: mean log-likelihood of {len(SEEDS)} seeds.")
     return table

@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAX_TIERS = 4
 MAX_AHEAD = 4
 N_KINDS = 4
 DIRECT_IO = 1
 EXACT_TIERS = 2
+SIMULATED = 4
 
 
 class CSlices(ctypes.Structure):
@@ -204,6 +205,23 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
             ctypes.c_int32,
             VISIT_CB,
             ctypes.c_void_p,
+        ],
+    ),
+    "moe_edge_sim_speed": (None, [_STORE, ctypes.c_uint64, ctypes.c_uint64]),
+    "moe_edge_sim_advance": (ctypes.c_uint64, [_STORE, ctypes.c_uint64]),
+    "moe_edge_sim_route": (
+        ctypes.c_int,
+        [_STORE, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32],
+    ),
+    "moe_edge_sim_use": (
+        ctypes.c_int,
+        [
+            _STORE,
+            ctypes.c_int32,
+            ctypes.c_int32,
+            ctypes.POINTER(ctypes.c_int32),
+            ctypes.c_int32,
+            ctypes.c_uint64,
         ],
     ),
 }

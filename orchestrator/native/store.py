@@ -30,6 +30,7 @@ from orchestrator.native.abi import (
     FUNCTIONS,
     PROGRESS_CB,
     ROUTE_CB,
+    SIMULATED,
     STRUCT_BYTES,
     CConfig,
     CEvent,
@@ -81,6 +82,7 @@ class StoreSpec:
     n_passing: tuple[int, ...] = ()
     importance_window: int = 0
     exact_tiers: bool = False
+    simulated: bool = False  # no file is opened; see orchestrator.native.simulation
 
 
 class Library:
@@ -345,18 +347,24 @@ def _array(address: int | None, ctype: Any, shape: tuple[int, ...]) -> np.ndarra
     return np.ctypeslib.as_array((ctype * count).from_address(address)).reshape(shape)
 
 
-def _event_views(event: CEvent, spec: StoreSpec) -> tuple[RouteEvent, StoreView]:
+def event_arrays(event: CEvent, spec: StoreSpec) -> tuple[np.ndarray, ...]:
+    """The store's own arrays behind a route event, writable: ids, weights [max_tokens, k],
+    tokens [max_tokens], ahead_ids, ahead [n_ahead, max_tokens, k], importance [max_tokens]."""
     rows = (spec.max_tokens, spec.n_expert_used)
     ahead = (spec.n_ahead, *rows)
     return (
-        RouteEvent(
-            ids=_array(event.ids, ctypes.c_int32, rows),
-            weights=_array(event.weights, ctypes.c_float, rows),
-            tokens=_array(event.tokens, ctypes.c_int32, (spec.max_tokens,)),
-            ahead_ids=_array(event.ahead_ids, ctypes.c_int32, ahead),
-            ahead=_array(event.ahead, ctypes.c_float, ahead),
-            importance=_array(event.importance, ctypes.c_float, (spec.max_tokens,)),
-        ),
+        _array(event.ids, ctypes.c_int32, rows),
+        _array(event.weights, ctypes.c_float, rows),
+        _array(event.tokens, ctypes.c_int32, (spec.max_tokens,)),
+        _array(event.ahead_ids, ctypes.c_int32, ahead),
+        _array(event.ahead, ctypes.c_float, ahead),
+        _array(event.importance, ctypes.c_float, (spec.max_tokens,)),
+    )
+
+
+def _event_views(event: CEvent, spec: StoreSpec) -> tuple[RouteEvent, StoreView]:
+    return (
+        RouteEvent(*event_arrays(event, spec)),
         StoreView(
             _array(event.resident, ctypes.c_uint8, (len(spec.layers), spec.n_expert)),
         ),
@@ -395,7 +403,9 @@ def _c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
         max_tokens=spec.max_tokens,
         n_ahead=spec.n_ahead,
         n_io_threads=spec.n_io_threads,
-        flags=DIRECT_IO * spec.direct_io | EXACT_TIERS * spec.exact_tiers,
+        flags=DIRECT_IO * spec.direct_io
+        | EXACT_TIERS * spec.exact_tiers
+        | SIMULATED * spec.simulated,
         importance_window=spec.importance_window,
     )
     return config, [files, layers, groups]

@@ -30,9 +30,11 @@ def direct(
         experts = event.ahead_ids[ahead].tolist()
         if low is None:
             del experts[t:]
-        for rank, expert in enumerate(experts):
-            out.prefetch(layer, expert, 0 if rank < t else low or 0)
-        asked = asked or experts
+        out.prefetch_all(layer, experts[:t], 0)
+        if low is not None:
+            out.prefetch_all(layer, experts[t:], low)
+        if ahead == 0:
+            asked = experts
     return asked
 
 

@@ -111,7 +111,10 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     try {
         open_files(config);
         make_pools(config);
-        for (int i = 0; i < config.n_io_threads; i++) {
+        if (config.flags & MOE_EDGE_SIMULATED) {
+            simulation = std::make_unique<moe_edge_simulation>(config.n_io_threads);
+        }
+        for (int i = 0; !simulation && i < config.n_io_threads; i++) {
             threads.emplace_back([this] { io_loop(); });
         }
     } catch (...) {
@@ -147,6 +150,10 @@ void moe_edge_store::open_files(const moe_edge_config & config) {
     for (int32_t i = 0; i < config.n_files; i++) {
         auto & file = files.emplace_back();
         file.path = config.files[i];
+        if (config.flags & MOE_EDGE_SIMULATED) {
+            sizes.push_back(UINT64_MAX);
+            continue;
+        }
         if (config.flags & MOE_EDGE_DIRECT_IO) {
             file.fd = open(file.path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
             file.direct = file.fd >= 0 && direct_works(file.fd);
@@ -224,7 +231,8 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
     // One region for all pools, in huge pages where the system has them: direct reads then
     // pin a few pages each instead of hundreds, and no pool is rounded up by itself.
     memory_bytes = total + HUGE_PAGE;
-    memory = mmap(nullptr, memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int access = config.flags & MOE_EDGE_SIMULATED ? PROT_NONE : PROT_READ | PROT_WRITE;
+    memory = mmap(nullptr, memory_bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
         memory = nullptr;
         refuse("store: no memory for slots of %llu bytes: %s", (unsigned long long) total, strerror(errno));
@@ -530,6 +538,36 @@ std::string moe_edge_store::read_part(const moe_edge_slices & s, int32_t expert,
     return {};
 }
 
+// Takes the most urgent part off the queue.
+moe_edge_read moe_edge_store::start_read() {
+    const int32_t cell = std::get<3>(*reads.begin());
+    auto & c = cells[cell];
+    auto & pool = pool_of(cell, c.loading);
+    const moe_edge_read read = { cell, c.loading, c.started++, c.parts, pool.memory + c.loading_slot * pool.slot_bytes };
+    if (read.part == 0) {
+        (c.ahead ? stats.prefetch_bytes : stats.demand_bytes)[phase] += slice_of(cell, read.tier).expert_bytes;
+    }
+    if (!c.queued()) {
+        reads.erase(reads.begin());
+    }
+    return read;
+}
+
+void moe_edge_store::finish_read(const moe_edge_read & read, const std::string & why, uint64_t took_us) {
+    auto & c = cells[read.cell];
+    stats.read_us += took_us;
+    c.finished++;
+    if (!why.empty() && !c.broken) {
+        c.broken    = true;
+        failed_read = name_of(read.cell, read.tier) + ": " + why;
+        drop_rest(read.cell);
+    }
+    if (c.arrived()) {
+        settle(read.cell);
+        done_cv.notify_all();
+    }
+}
+
 void moe_edge_store::io_loop() {
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
@@ -537,42 +575,47 @@ void moe_edge_store::io_loop() {
         if (stopping) {
             return;
         }
-        const int32_t cell = std::get<3>(*reads.begin());
-        auto & c = cells[cell];
-        const int32_t tier = c.loading;
-        const int32_t part = c.started++;
-        const int32_t parts = c.parts;
-        const auto &  s    = slice_of(cell, tier);
-        auto &        pool = pool_of(cell, tier);
-        char *        slot = pool.memory + c.loading_slot * pool.slot_bytes;
-        if (part == 0) {
-            (c.ahead ? stats.prefetch_bytes : stats.demand_bytes)[phase] += s.expert_bytes;
-        }
-        if (!c.queued()) {
-            reads.erase(reads.begin());
-        }
+        const moe_edge_read read = start_read();
 
         lock.unlock();
         const uint64_t t0 = now_us();
-        const std::string why = read_part(s, expert_of(cell), slot, part, parts);
+        const std::string why = read_part(slice_of(read.cell, read.tier), expert_of(read.cell), read.slot, read.part, read.parts);
         const uint64_t t1 = now_us();
         lock.lock();
 
-        stats.read_us += t1 - t0;
-        c.finished++;
-        if (!why.empty() && !c.broken) {
-            c.broken    = true;
-            failed_read = name_of(cell, tier) + ": " + why;
-            drop_rest(cell);
-        }
-        if (c.arrived()) {
-            settle(cell);
-            done_cv.notify_all();
-        }
+        finish_read(read, why, t1 - t0);
+        wake();
+    }
+}
+
+void moe_edge_store::wake() {
+    if (!simulation) {
         if (!reads.empty()) {
             work_cv.notify_all();
         }
+        return;
     }
+    while (!reads.empty() && simulation->has_idle_thread()) {
+        const moe_edge_read read = start_read();
+        const uint64_t bytes = slice_of(read.cell, read.tier).expert_bytes;
+        // the parts of a slice are equal up to a byte, and together as long as it is
+        simulation->start(read, bytes * (read.part + 1) / read.parts - bytes * read.part / read.parts);
+    }
+}
+
+uint64_t moe_edge_store::wait_done(std::unique_lock<std::mutex> & lock, int ms) {
+    if (!simulation) {
+        const uint64_t t0 = now_us();
+        done_cv.wait_for(lock, std::chrono::milliseconds(ms));
+        return now_us() - t0;
+    }
+    if (!simulation->busy()) {
+        fail_locked("the simulation waits for an expert that nobody reads");
+        return 0;
+    }
+    const uint64_t t0 = simulation->now() / 1000;
+    simulate_until(simulation->next_done());
+    return simulation->now() / 1000 - t0;
 }
 
 // The parts of a read that have not started are not worth reading.
@@ -726,9 +769,7 @@ void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * e
             ask(cell);
         }
     });
-    if (!reads.empty()) {
-        work_cv.notify_all();
-    }
+    wake();
 }
 
 void moe_edge_store::prefetch(const moe_edge_prefetch_item * list, int32_t n) {
@@ -794,9 +835,7 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
             }
         });
     }
-    if (!reads.empty()) {
-        work_cv.notify_all();
-    }
+    wake();
 }
 
 // Reads ahead for a layer that has now chosen otherwise.
@@ -874,12 +913,8 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
         for (int32_t t = 0; t < n_tiers; t++) {
             serve_waiting(pools[slices[m.layer][m.kind][t].group]);
         }
-        if (!reads.empty()) {
-            work_cv.notify_all();
-        }
-        const uint64_t t0 = now_us();
-        done_cv.wait_for(lock, std::chrono::milliseconds(50));  // cancel() cannot take the lock to notify
-        stats.wait_us[phase] += now_us() - t0;
+        wake();
+        stats.wait_us[phase] += wait_done(lock, 50);  // cancel() cannot take the lock to notify
     }
 }
 
@@ -896,9 +931,57 @@ void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, 
     for (int32_t t = 0; t < n_tiers; t++) {
         serve_waiting(pools[slices[m.layer][m.kind][t].group]);
     }
-    if (!reads.empty()) {
-        work_cv.notify_all();
+    wake();
+}
+
+// ---- simulation: the caller plays the graph, and says what computing takes
+
+void moe_edge_store::simulate_speed(uint64_t bandwidth, uint64_t latency_us) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (simulation) {
+        simulation->set_speed(bandwidth, latency_us);
     }
+}
+
+// With the mutex held.
+void moe_edge_store::simulate_until(uint64_t ns) {
+    while (simulation->busy() && simulation->next_done() <= ns) {
+        uint64_t took_ns = 0;
+        const moe_edge_read read = simulation->finish(took_ns);
+        finish_read(read, {}, took_ns / 1000);
+        wake();
+    }
+    simulation->set_now(ns);
+}
+
+uint64_t moe_edge_store::simulate_compute(uint64_t ns) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!simulation) {
+        return 0;
+    }
+    simulate_until(simulation->now() + ns);
+    return simulation->now();
+}
+
+bool moe_edge_store::simulate_route(int32_t layer, int32_t n_tokens, int32_t n_ahead_present, bool has_importance) {
+    const size_t n = n_tokens < 0 ? 0 : (size_t) n_tokens * n_expert_used;
+    const bool counts = simulation && n_tokens >= 0 && n_tokens <= max_tokens && n_ahead_present >= 0 &&
+        n_ahead_present <= n_ahead && n_ahead_present < n_layers - layer;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (!check_layer(layer, MOE_EDGE_N_KINDS, ids.data(), counts ? n : 0)) {
+            return false;
+        }
+        if (!counts) {
+            fail_locked("a route event comes from a graph, or to a simulated store made for its tokens and look-ahead");
+            return false;
+        }
+    }
+    event.layer    = layer;
+    event.n_tokens = n_tokens;
+    event.n_ahead  = n_ahead_present;
+    event.has_importance = has_importance;
+    return route();
 }
 
 // ---- the rest
@@ -924,7 +1007,7 @@ int32_t moe_edge_store::warm(const moe_edge_prefetch_item * list, int32_t n,
         }
         loaded += any;
     }
-    work_cv.notify_all();
+    wake();
     const int32_t total = asked.size();
     for (;;) {
         const int32_t open = std::count_if(asked.begin(), asked.end(), [&](int32_t cell) { return cells[cell].loading != NO_TIER; });
@@ -936,7 +1019,7 @@ int32_t moe_edge_store::warm(const moe_edge_prefetch_item * list, int32_t n,
         if (open == 0 || aborted()) {
             break;
         }
-        done_cv.wait_for(lock, std::chrono::milliseconds(100));
+        wait_done(lock, 100);
     }
     const bool complete = std::all_of(asked.begin(), asked.end(), [&](int32_t cell) { return cells[cell].tier != NO_TIER; });
     if (!complete && !aborted()) {
@@ -1145,4 +1228,29 @@ int moe_edge_use(moe_edge_store * store, int32_t layer, int32_t kind, const int3
         left -= n;
     }
     return 0;
+}
+
+void moe_edge_sim_speed(moe_edge_store * store, uint64_t bytes_per_s, uint64_t latency_us) {
+    store->simulate_speed(bytes_per_s, latency_us);
+}
+
+uint64_t moe_edge_sim_advance(moe_edge_store * store, uint64_t ns) { return store->simulate_compute(ns); }
+
+int moe_edge_sim_route(moe_edge_store * store, int32_t layer, int32_t n_tokens, int32_t n_ahead,
+                       int32_t has_importance) {
+    return store->simulate_route(layer, n_tokens, n_ahead, has_importance != 0) ? 0 : -1;
+}
+
+int moe_edge_sim_use(moe_edge_store * store, int32_t layer, int32_t kind, const int32_t * ids, int32_t n_ids, uint64_t ns) {
+    struct graph {
+        moe_edge_store * store;
+        uint64_t         ns;
+    } graph = { store, ns };
+    const auto compute = [](int32_t, int32_t, int32_t, const void * data, uint64_t, void * user) {
+        const auto & g = *static_cast<struct graph *>(user);
+        if (data) {
+            g.store->simulate_compute(g.ns);
+        }
+    };
+    return moe_edge_use(store, layer, kind, ids, n_ids, compute, &graph);
 }

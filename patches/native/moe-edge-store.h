@@ -11,6 +11,7 @@
 #pragma once
 
 #include "moe-edge-table.h"
+#include "moe-edge-transport.h"
 
 #include <array>
 #include <condition_variable>
@@ -107,6 +108,9 @@ struct moe_edge_store {
     // hook side
     void    begin_step(int32_t phase);
     bool    route();  // runs the callback on `event` and applies the decision
+    bool    simulate_route(int32_t layer, int32_t n_tokens, int32_t n_ahead, bool has_importance);
+    uint64_t simulate_compute(uint64_t ns);
+    void    simulate_speed(uint64_t bandwidth, uint64_t latency_us);
     void    apply(int32_t layer, const int32_t * ids, const uint8_t * tiers, int32_t n);
 
     void    prefetch(const moe_edge_prefetch_item * list, int32_t n);
@@ -173,11 +177,17 @@ struct moe_edge_store {
     void    make_pools(const moe_edge_config & config);
     void    close_all();
     void    io_loop();
+    void    simulate_until(uint64_t ns);
     // Reads one part of a slice into its slot; empty, or why it failed. Without the mutex.
     std::string read_part(const moe_edge_slices & s, int32_t expert, char * slot, int32_t part, int32_t parts) const;
     std::string name_of(int32_t cell, int32_t tier) const;
 
     // below: with the mutex held
+    moe_edge_read start_read();
+    void    finish_read(const moe_edge_read & read, const std::string & why, uint64_t took_us);
+    void    wake();  // there may be reads to start
+    // Until a read is done, or ms passed; returns the microseconds that it took.
+    uint64_t wait_done(std::unique_lock<std::mutex> & lock, int ms);
     // kind MOE_EDGE_N_KINDS: all of the layer
     // passing: null for none
     void    apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers,
@@ -217,6 +227,7 @@ struct moe_edge_store {
     std::vector<op_state>       ops;   // [n_layers * N_KINDS]
     std::set<moe_edge_read_key> reads;   // with parts that are not started
     std::vector<std::thread>    threads;
+    std::unique_ptr<moe_edge_simulation> simulation;  // in the place of the threads
     int64_t                 n_decided = 0;  // cells with `decided`
     bool                    stopping = false;
     std::atomic<bool>       failed { false };

@@ -26,7 +26,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 2
+#define MOE_EDGE_ABI_VERSION 3
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -54,6 +54,7 @@ enum moe_edge_flags {
     MOE_EDGE_DIRECT_IO   = 1,  // O_DIRECT where the file system allows it
     MOE_EDGE_EXACT_TIERS = 2,  // a request drops a better copy in memory and computes what it asked
                                // for: to measure what a tier costs, not to be fast
+    MOE_EDGE_SIMULATED   = 4,  // files are not opened, reads move no bytes and take virtual time
 };
 
 // Where the experts of one (layer, kind, tier) lie: expert e is the bytes
@@ -249,6 +250,26 @@ MOE_EDGE_API int moe_edge_use(struct moe_edge_store * store, int32_t layer, int3
         const int32_t * ids, int32_t n_ids,
         void (*visit)(int32_t expert, int32_t tier, int32_t type, const void * data, uint64_t bytes, void * user),
         void * user);
+
+// A store with MOE_EDGE_SIMULATED, driven by one thread that plays the graph: for each step
+// moe_edge_begin_step, then for each layer moe_edge_sim_route and moe_edge_sim_use of every
+// kind. Its clock starts at 0 and moves in moe_edge_sim_advance, and wherever a caller waits
+// for a read. How long reads take: patches/native/moe-edge-transport.h.
+
+// bytes_per_s 0, which is how a store starts: bytes take no time.
+MOE_EDGE_API void moe_edge_sim_speed(struct moe_edge_store * store, uint64_t bytes_per_s, uint64_t latency_us);
+
+// Lets ns nanoseconds pass, in which something is computed; returns the time, in nanoseconds.
+MOE_EDGE_API uint64_t moe_edge_sim_advance(struct moe_edge_store * store, uint64_t ns);
+
+// The route event of a layer. The caller has filled the event's arrays, up to n_tokens and
+// n_ahead, importance where has_importance. 0, or -1 when the step failed.
+MOE_EDGE_API int moe_edge_sim_route(struct moe_edge_store * store, int32_t layer, int32_t n_tokens, int32_t n_ahead,
+        int32_t has_importance);
+
+// moe_edge_use, where computing one expert takes ns nanoseconds, and a skipped one none.
+MOE_EDGE_API int moe_edge_sim_use(struct moe_edge_store * store, int32_t layer, int32_t kind,
+        const int32_t * ids, int32_t n_ids, uint64_t ns);
 
 #ifdef __cplusplus
 }

@@ -19,8 +19,14 @@ LAYERS = (
     ("orchestrator.policy", "orchestrator.sampling", "orchestrator.template"),
     ("orchestrator.hardware", "orchestrator.llama", "orchestrator.meter"),
     ("orchestrator.engine",),
-    ("orchestrator.chat", "orchestrator.console", "orchestrator.bench", "orchestrator.eval"),
-    ("orchestrator.cli_bench",),
+    (
+        "orchestrator.chat",
+        "orchestrator.console",
+        "orchestrator.bench",
+        "orchestrator.eval",
+        "orchestrator.replay",
+    ),
+    ("orchestrator.cli_bench", "orchestrator.cli_replay"),
     ("orchestrator.cli",),
     ("orchestrator.__main__",),
 )
@@ -28,7 +34,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # Who may use a library at all, by first component of what is imported.
 ONLY = {
-    "click": ("orchestrator.cli", "orchestrator.cli_bench"),
+    "click": ("orchestrator.cli", "orchestrator.cli_bench", "orchestrator.cli_replay"),
     "lm_eval": ("orchestrator.eval.harness",),
     "torch": ("models",),
     "transformers": ("models",),

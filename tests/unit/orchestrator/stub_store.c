@@ -104,6 +104,17 @@ int moe_edge_use(struct moe_edge_store * s, int32_t layer, int32_t kind, const i
     (void) s; (void) layer; (void) kind; (void) ids; (void) n; (void) visit; (void) user; return 0;
 }
 
+void moe_edge_sim_speed(struct moe_edge_store * s, uint64_t bandwidth, uint64_t us) {
+    (void) s; (void) bandwidth; (void) us;
+}
+uint64_t moe_edge_sim_advance(struct moe_edge_store * s, uint64_t ns) { (void) s; return ns; }
+int moe_edge_sim_route(struct moe_edge_store * s, int32_t layer, int32_t n_tokens, int32_t n_ahead, int32_t importance) {
+    (void) s; (void) layer; (void) n_tokens; (void) n_ahead; (void) importance; return 0;
+}
+int moe_edge_sim_use(struct moe_edge_store * s, int32_t layer, int32_t kind, const int32_t * ids, int32_t n, uint64_t ns) {
+    (void) s; (void) layer; (void) kind; (void) ids; (void) n; (void) ns; return 0;
+}
+
 // One route event of two tokens: expert ids 2l, 2l+1 and 3, 0 at layer l.
 int stub_step(struct moe_edge_store * s, int32_t layer) {
     const int32_t ids[] = { 2*layer, 2*layer + 1, 3, 0 };

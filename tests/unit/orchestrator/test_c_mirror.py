@@ -35,6 +35,7 @@ CONSTANTS = {
     "MOE_EDGE_PREFILL": int(events.Phase.PREFILL),
     "MOE_EDGE_DECODE": int(events.Phase.DECODE),
     "MOE_EDGE_DIRECT_IO": abi.DIRECT_IO,
+    "MOE_EDGE_SIMULATED": abi.SIMULATED,
 }
 
 

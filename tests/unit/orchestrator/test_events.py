@@ -72,6 +72,10 @@ def test_prefetch_beyond_capacity_is_dropped() -> None:
     for expert in range(5):
         decision.prefetch(0, expert, 0)
     assert [item[1] for item in prefetches(decision)] == [0, 1]
+    decision = make_decision(make_shape(), capacity=4)
+    decision.prefetch_all(3, [7, 8, 9], 1)
+    decision.prefetch_all(4, [1, 2, 3], 0)
+    assert prefetches(decision) == [(3, 7, 1, 0), (3, 8, 1, 0), (3, 9, 1, 0), (4, 1, 0, 0)]
 
 
 def test_stats_are_json() -> None:

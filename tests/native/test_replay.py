@@ -1,0 +1,212 @@
+"""A replay against the run that it was recorded from, with the same slots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.llama import Bindings
+from orchestrator.native import CStats
+from orchestrator.replay import ReplayOptions, Trace, read_trace, replay, write_trace
+from orchestrator.replay.record import Recorder, record_answer, record_text
+from orchestrator.replay.report import make_plan
+from orchestrator.replay.simulate import Compute, Outcome, Transport, simulate
+from orchestrator.sampling import Sampling
+
+pytestmark = pytest.mark.usefixtures("library_folder")
+
+RNG = np.random.default_rng(3)
+PROMPT = [int(t) for t in RNG.integers(0, 250, 12)]
+ANSWER = [int(t) for t in RNG.integers(0, 250, 60)]
+
+# Slow, fast, and instant: without prefetch they change nothing but the time.
+SPEEDS = (Transport(50 * 10**6, 300, 2), Transport(4 * 10**9, 20, 8), Transport(0, 0, 1))
+
+
+def evaluate(engine: Engine, prompt: bool) -> np.ndarray:
+    """Logits of a prompt, or none, and a forced answer."""
+    rows = [engine.eval(PROMPT, 0)] if prompt else []
+    start = len(PROMPT) if prompt else 0
+    rows += [engine.eval([token], start + i) for i, token in enumerate(ANSWER)]
+    return np.concatenate(rows)
+
+
+def recorded(config: Config, prompt: bool) -> tuple[Trace, CStats, np.ndarray]:
+    """The trace, the real store's counters, and the logits."""
+    with Engine.open(config) as engine:
+        with Recorder(engine) as recorder:
+            logits = evaluate(engine, prompt)
+        return recorder.trace(10**9), engine.store.stats(), logits
+
+
+def replayed(trace: Trace, speed: Transport) -> Outcome:
+    """With the recorded policy, settings and slots."""
+    plan = make_plan(trace, ReplayOptions(), trace.header.policy, speed)
+    return simulate(Bindings.load().library(), trace, plan, speed, Compute(20.0, 20.0))
+
+
+def counters(stats: CStats) -> dict[str, object]:
+    """All that a policy and a cache decide, and none of what time does."""
+    names = ("requests", "hits", "demand_bytes", "prefetch_bytes", "routed", "computed")
+    found: dict[str, object] = {
+        name: np.ctypeslib.as_array(getattr(stats, name)).tolist() for name in names
+    }
+    for name in ("promotions", "evictions", "slot_bytes_in_use", "slot_bytes_peak"):
+        found[name] = getattr(stats, name)
+    return found
+
+
+TWO = {"high_tier": "q4_k", "low_tier": "q2_k", "n_ahead": 0}
+CASES = [
+    ("qwen3moe", 0.6, {"policy": "lru"}),
+    ("qwen3moe", 0.9, {"policy": "lru"}),
+    ("deepseek2-fused", 0.7, {"policy": "lru"}),
+    ("qwen3moe", 0.8, {"policy": "dymoe", "retention": 1.0, "n_ahead": 0}),
+    ("olmoe", 0.8, {"policy": "dymoe", "retention": 0.75, **TWO}),
+    ("qwen3moe", 0.7, {"policy": "dymoe", "retention": 0.6, **TWO, "importance": "load"}),
+    ("qwen3moe", 0.7, {"policy": "dymoe", "retention": 0.7, **TWO, "low_tier": "skip"}),
+    ("qwen3moe", 0.8, {"policy": "dymoe", "retention": 0.5, **TWO, "exact_tiers": True}),
+]
+
+
+@pytest.mark.parametrize(("shape", "share", "options"), CASES)
+def test_on_demand_it_agrees_exactly(
+    shape: str,
+    share: float,
+    options: dict[str, object],
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """In hits, bytes, tiers, promotions and evictions, whatever the simulated disk does; the
+    recorder changes no logit and no counter.
+
+    Where the experts of a layer do not fit into its slots at once, as where dymoe passes a
+    prompt through a few of them, what goes first depends on what arrives first, in a real run
+    as well: dymoe is compared in decode steps."""
+    prompt = options["policy"] == "lru"
+    model = tiny_model(shape, "q4_k", "q2_k")
+    with Engine.open(Config.build(model=model, policy="lru", ctx=256, threads=1)) as engine:
+        budget = int(share * engine.plan.slots.total_bytes)
+    config = Config.build(model=model, ctx=256, threads=1, n_ubatch=4, expert_ram=budget, **options)
+    trace, stats, logits = recorded(config, prompt)
+    assert stats.hits[Phase.DECODE] < stats.requests[Phase.DECODE]
+
+    with Engine.open(config) as engine:
+        np.testing.assert_array_equal(evaluate(engine, prompt), logits)
+        assert counters(engine.store.stats()) == counters(stats)
+
+    write_trace(tmp_path / "t.npz", trace)
+    trace = read_trace(tmp_path / "t.npz")
+    for speed in SPEEDS:
+        assert counters(replayed(trace, speed).stats) == counters(stats)
+
+
+def test_with_prefetch_it_agrees_where_every_read_arrives_in_time(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """A real run that waits for its reads before it goes on has the hits of a replay whose
+    reads take no time. Slots for all, so that every prefetch is read to its end."""
+    model = tiny_model("qwen3moe", "q4_k")
+    config = Config.build(
+        model=model,
+        policy="dymoe",
+        force_managed=True,
+        expert_ram=64 << 20,
+        prefetch="on",
+        ctx=256,
+        threads=1,
+    )
+    wanted: set[tuple[int, int]] = set()
+    with Engine.open(config) as engine:
+        store, decide = engine.store, engine.policy.decide
+
+        def after_all_reads(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+            deadline = time.monotonic() + 60
+            while wanted:
+                assert time.monotonic() < deadline, f"never read: {wanted}"
+                there = store.resident()
+                wanted.difference_update({each for each in wanted if there[each] != ABSENT})
+            decide(event, view, out)
+            for expert in set(event.ids_array.ravel().tolist()):
+                wanted.add((event.layer, expert))
+            for key in out._prefetch[: out.n_prefetch]:
+                wanted.add((key & 0xFFFF, key >> 16 & 0xFFFF))
+
+        engine.policy.decide = after_all_reads  # type: ignore[method-assign]
+        with Recorder(engine) as recorder:
+            evaluate(engine, prompt=False)
+        stats, trace = store.stats(), recorder.trace(10**9)
+    found = replayed(trace, Transport(0, 0, 1)).stats
+    assert stats.prefetch_used > 10
+    assert found.prefetch_used == stats.prefetch_used
+    assert counters(found) == counters(stats)
+
+
+def test_with_prefetch_it_asks_the_same(tiny_model: Callable[..., Path]) -> None:
+    """Under memory pressure and at any speed: requests and tiers are those of the run. Hits
+    are not: they depend on what arrives in time."""
+    model = tiny_model("qwen3moe", "q4_k", "q2_k")
+    config = Config.build(
+        model=model,
+        policy="dymoe",
+        high_tier="q4_k",
+        low_tier="q2_k",
+        retention=0.75,
+        prefetch="on",
+        expert_ram=2 << 20,
+        ctx=256,
+        threads=1,
+    )
+    trace, stats, _ = recorded(config, prompt=True)
+    for speed in SPEEDS:
+        found = replayed(trace, speed).stats
+        assert list(found.requests) == list(stats.requests)
+        assert counters(found)["routed"] == counters(stats)["routed"]
+        assert found.prefetch_used > 0
+
+
+def test_a_prompt_has_its_importance(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("qwen3moe", "q4_k", "q2_k")
+    options = {"high_tier": "q4_k", "low_tier": "q2_k", "retention": 0.75}
+    config = Config.build(
+        model=model, policy="dymoe", expert_ram=2 << 20, ctx=256, threads=1, **options
+    )
+    trace, _, _ = recorded(config, prompt=True)
+    prefill, *decode = trace.steps()
+    assert [event.importance is not None for event in prefill.events].count(True) >= 1
+    scores = prefill.events[0].importance
+    assert scores is not None and scores.shape == (len(PROMPT),) and scores.max() > scores.min()
+    assert all(event.importance is None for step in decode for event in step.events)
+
+
+@pytest.mark.parametrize("policy", ["lru", "dymoe"])
+def test_texts_and_answers(policy: str, tiny_model: Callable[..., Path]) -> None:
+    """What a step, its phase, its events and its times are; nothing lasts in the engine."""
+    model = tiny_model("qwen3moe", "q4_k")
+    config = Config.build(
+        model=model, policy=policy, expert_ram=2 << 20, ctx=64, n_ubatch=8, threads=1
+    )
+    with Engine.open(config) as engine:
+        text = record_text(engine, "one two three four " * 20, 40, prefill=20)
+        assert text.arrays["step_phase"].tolist() == 3 * [Phase.PREFILL] + 20 * [Phase.DECODE]
+        assert text.arrays["step_tokens"].tolist() == [8, 8, 4] + 20 * [1]
+        assert (text.arrays["step_us"] > 0).all()
+        assert (text.arrays["step_wait_us"] <= text.arrays["step_us"]).all()
+        assert text.arrays["step_wait_us"].sum() > 0
+        assert text.header.n_ahead == (policy == "dymoe")
+        assert text.header.read_bytes_per_s > 0
+        answer = record_answer(engine, "Hello", Sampling(temp=0), 6)
+        phases = answer.arrays["step_phase"].tolist()
+        assert phases.count(Phase.DECODE) == 5 and phases[0] == Phase.PREFILL
+        calls = engine.store.calls
+        engine.eval([5], 0)
+        assert (engine.store.calls > calls) == (policy == "dymoe")
+        result = replay(Bindings.load().library(), text, ReplayOptions())
+        assert result["runs"][policy]["decode"]["requests"] > 0

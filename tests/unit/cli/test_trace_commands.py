@@ -1,0 +1,146 @@
+"""`moe-edge trace` and `moe-edge replay` from end to end, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gguf_tools import synthetic
+from orchestrator.cli import cli
+from orchestrator.errors import NativeError
+from orchestrator.llama import Bindings
+from orchestrator.replay import read_trace
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed model of two precisions."""
+    try:
+        Bindings.load().library()
+    except NativeError as error:
+        pytest.skip(f"no built llama.cpp: {error}")
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    synthetic.write(path, "tiny-qwen3moe", tiers=("q4_k", "q2_k"), seed=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trace")
+    text = folder / "text.txt"
+    text.write_text("a text of some words, " * 10)
+    options = ("--ctx=128", "--threads=1", "--expert-ram=2MiB", "--low-tier=q2_k")
+    result = run(
+        *("trace", "-m", model, "--text", text, "--tokens=40", "--prefill=16"),
+        *("--out", folder / "t.npz", *options),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "t.npz: 25 steps of" in result.stdout
+    return folder / "t.npz"
+
+
+def test_a_text_becomes_a_trace(recorded: Path) -> None:
+    trace = read_trace(recorded)
+    header = trace.header
+    assert (header.policy, header.high, header.low) == ("dymoe", "q4_k", "q2_k")
+    assert (header.retention, header.n_ahead, header.expert_bytes) == (0.75, 1, 2 << 20)
+    assert header.tiers == ("q4_k", "q2_k")
+    assert trace.arrays["step_tokens"].tolist() == [16] + 24 * [1]
+
+
+def test_replay_prints_the_policy_beside_its_baselines(recorded: Path) -> None:
+    result = run("replay", recorded)
+    assert result.exit_code == 0, result.stderr
+    names = [line.split()[0].rstrip(",") for line in result.stdout.splitlines() if "%" in line]
+    assert names == ["dymoe", "lru", "Belady"]
+    assert "bound, one precision" in result.stdout
+
+
+def test_options_reach_the_replay(recorded: Path) -> None:
+    result = run(
+        *("replay", recorded, "--json", "--policy=lru", "--expert-ram=1MiB", "--bandwidth=1GB"),
+        *("--latency-us=70", "--io-threads=3", "--compute-ms=2.5"),
+    )
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert list(found["runs"]) == ["lru"]
+    wanted = {"expert_bytes": 1 << 20, "bandwidth": 10**9, "latency_us": 70, "io_threads": 3}
+    assert wanted.items() <= found.items()
+    assert found["compute_ms"]["decode_token"] == 2.5
+    assert found["runs"]["lru"]["tpot_ms_mean"] > 2.5
+
+    options = ("--retention=0.5", "--low-tier=skip", "--schedule=flat", "--prefetch=off")
+    result = run("replay", recorded, "--json", *options)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["policy"].startswith("dymoe q4_k/skip r=0.5")
+    assert found["n_ahead"] == 0
+    assert found["runs"]["dymoe"]["decode"]["mix"]["skip"] == 0.5
+
+
+def test_an_answer_becomes_a_trace(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answer.npz"
+    result = run(
+        *("trace", "-m", model, "-p", "hello", "--tokens=5", "--seed=3", "--out", out),
+        *("--ctx=128", "--threads=1", "--expert-ram=2MiB", "--policy=lru"),
+    )
+    assert result.exit_code == 0, result.stderr
+    trace = read_trace(out)
+    assert trace.header.policy == "lru"
+    assert len(trace.arrays["step_phase"]) <= 5
+    assert len(trace.arrays["ahead_ids"]) == 0
+
+
+USAGE = [
+    (["trace", "--out", "t.npz"], "give either --text FILE or -p TEXT"),
+    (["trace", "--out", "t.npz", "-p", "x", "--text", "y"], "give either --text FILE or -p TEXT"),
+    (["trace", "--out", "t.npz", "-p", "x", "--prefill", "3"], "--prefill is for --text"),
+    (["trace", "-p", "x"], "Missing option '--out'"),
+    (["trace", "--out", "t.npz", "-p", "x", "--tokens", "0"], "is not in the range"),
+    (["replay"], "Missing argument 'FILE'"),
+    (["replay", "t.npz", "--io-threads", "0"], "is not in the range"),
+    (["replay", "t.npz", "--bandwidth", "fast"], "'fast' is not a size"),
+    (["replay", "t.npz", "--prefetch", "maybe"], "is not one of"),
+]
+
+
+@pytest.mark.parametrize(("args", "said"), USAGE)
+def test_usage(args: list[str], said: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_refused_in_one_sentence(model: Path, recorded: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words")
+    trace = ("trace", "-m", model, "--ctx=128", "--threads=1")
+    out = ("--out", tmp_path / "t.npz")
+    cases = [
+        ((*trace, "-p", "x", "--out", tmp_path / "no" / "t.npz"), "cannot be written"),
+        ((*trace, "-p", "x", "--out", tmp_path), "cannot be written"),
+        ((*trace, "--text", tmp_path / "no.txt", *out), "No such file"),
+        ((*trace, "-p", "x", "--policy=plain", *out), "the plain path routes unseen"),
+        ((*trace, "--text", text, "--tokens=999", *out), "--tokens 999 is more than the context"),
+        ((*trace, "--text", text, "--prefill=99", *out), "--prefill 99 is more than the"),
+        (("replay", model), "not a trace"),
+        (("replay", tmp_path / "no.npz"), "No such file"),
+        (("replay", recorded, "--policy=plain"), "no store to replay"),
+        (
+            ("replay", recorded, "--expert-ram=4096"),
+            "--expert-ram 4 KiB is too small: the smallest that works",
+        ),
+    ]
+    for args, said in cases:
+        result = run(*args)
+        assert result.exit_code == 1, (args, result.stdout)
+        assert said in result.stderr and result.stderr.startswith("Error: "), result.stderr
+        assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [text]

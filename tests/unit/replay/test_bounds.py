@@ -1,0 +1,152 @@
+"""Belady's optimum: against every possible cache on small traces, and above every policy."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import HEADER, decode, random_trace
+
+from gguf_tools.layout import DOWN
+from orchestrator.events import Phase
+from orchestrator.hardware import model_shape
+from orchestrator.native import Library
+from orchestrator.policy import PolicySettings
+from orchestrator.policy.lru import LRU
+from orchestrator.replay import Trace
+from orchestrator.replay.bounds import Optimum, belady, bound_us, fewest_misses
+from orchestrator.replay.simulate import Compute, Transport, plan, simulate
+
+EXPERT = 16384  # slot bytes of one expert, all kinds
+SLOW = Transport(10**9, 20, 2)
+COMPUTE = Compute(50.0, 50.0)
+
+
+def optimum(trace: Trace, n_experts: int) -> Optimum:
+    """With slots for so many experts, shared by all layers."""
+    shape = model_shape(trace, (0,))
+    return belady(trace, shape, LRU(shape, PolicySettings()).plan(n_experts * EXPERT), 0)
+
+
+def best_of_all(events: list[tuple[int, list[int]]], capacity: int) -> int:
+    """Most hits of any cache: every subset of what is there is tried at every event."""
+    states: dict[frozenset[tuple[int, int]], int] = {frozenset(): 0}
+    for layer, ids in events:
+        asked = {(layer, expert) for expert in ids}
+        following: dict[frozenset[tuple[int, int]], int] = {}
+        for kept, hits in states.items():
+            gained = hits + len(kept & asked)
+            everything = sorted(kept | asked)
+            for n in range(min(capacity, len(everything)) + 1):
+                for subset in combinations(everything, n):
+                    state = frozenset(subset)
+                    following[state] = max(following.get(state, 0), gained)
+        states = following
+    return max(states.values())
+
+
+def test_by_hand() -> None:
+    """0 1 2 0 1 2 with room for two: one of the second three must miss, and the one that is
+    dropped is the one that is used last."""
+    trace = decode(*[[[e]] for e in (0, 1, 2, 0, 1, 2)])
+    found = optimum(trace, 2)
+    assert found.requests == (0, 18)
+    assert found.hits == (0, 3 * 2)
+    assert found.miss_bytes == (0, 4 * EXPERT)
+    assert optimum(trace, 3).hits == (0, 3 * 3)
+    assert optimum(trace, 1).hits == (0, 3 * 1)  # it may keep 0 and compute the others in passing
+
+
+def test_phases_are_told_apart() -> None:
+    trace = random_trace(np.random.default_rng(0))
+    found = optimum(trace, 24)
+    distinct = sum(len(np.unique(event.ids)) for event in next(trace.steps()).events)
+    assert found.requests[Phase.PREFILL] == 3 * distinct
+    assert found.hits[Phase.PREFILL] == 0
+    assert found.miss_bytes[Phase.PREFILL] == distinct * EXPERT
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.sets(st.integers(0, 3), min_size=1, max_size=2)),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(1, 3),
+)
+def test_no_cache_does_better(events: list[tuple[int, set[int]]], capacity: int) -> None:
+    arranged = [(layer, sorted(ids)) for layer, ids in events]
+    found = fewest_misses([(Phase.DECODE, layer, ids) for layer, ids in arranged], capacity)
+    assert sum(hits for *_, hits in found) == best_of_all(arranged, capacity)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(3, 24), st.sampled_from(["lru", "dymoe"]))
+def test_no_policy_does_better(library: Library, seed: int, n_experts: int, policy: str) -> None:
+    """One precision, on demand, and the slots of that very policy."""
+    trace = random_trace(np.random.default_rng(seed))
+    budget = max(n_experts, 6) * EXPERT
+    asked = PolicySettings(retention=1.0)
+    made = plan(trace, policy, budget, asked, "q4_k", None, 0, 2)
+    stats = simulate(library, trace, made, SLOW, COMPUTE).stats
+    best = belady(trace, made.shape, made.slots, made.high)
+    for phase in Phase:
+        assert stats.requests[phase] == best.requests[phase]
+    assert sum(stats.hits) <= sum(best.hits)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.integers(6, 24))
+def test_a_prefetching_policy_reads_no_less(library: Library, seed: int, n_experts: int) -> None:
+    """And takes no less time than the bound."""
+    trace = random_trace(np.random.default_rng(seed))
+    asked = PolicySettings(retention=1.0)
+    made = plan(trace, "dymoe", n_experts * EXPERT, asked, "q4_k", None, 1, 2)
+    outcome = simulate(library, trace, made, SLOW, COMPUTE)
+    best = belady(trace, made.shape, made.slots, made.high)
+    stats = outcome.stats
+    read = sum(stats.demand_bytes) + sum(stats.prefetch_bytes)
+    assert read >= sum(best.miss_bytes)
+    tokens = int(trace.arrays["step_tokens"].sum())
+    least = bound_us(50.0 * tokens, sum(best.miss_bytes), SLOW.bytes_per_s)
+    assert outcome.step_us.sum() >= least * 0.999  # whole nanoseconds a piece
+
+
+def test_slot_sizes_are_pools_of_their_own() -> None:
+    trace = decode([[0], [0]], [[0], [0]])
+    slices = trace.arrays["slices"]
+    slices[1, DOWN, 0, 2] *= 2
+    shape = model_shape(trace, (0,))
+    slots = LRU(shape, PolicySettings()).plan(2 * EXPERT)
+    assert len(slots.groups) == 4
+    found = belady(trace, shape, slots, 0)
+    ups = sum(g.n_slots for g in slots.groups if g.slot_bytes == 4096)
+    assert ups in (2, 4)
+    assert found.hits == (0, ups + 2)
+
+
+def test_bound() -> None:
+    assert bound_us(100.0, 10**6, 10**9) == 1000.0
+    assert bound_us(2000.0, 10**6, 10**9) == 2000.0
+    assert bound_us(100.0, 10**6, 0) == 100.0
+    assert HEADER.read_bytes_per_s == 10**9
+
+
+def test_capacity_never_hurts() -> None:
+    trace = random_trace(np.random.default_rng(3), n_steps=30)
+    hits = [sum(optimum(trace, n).hits) for n in (1, 3, 6, 12, 24)]
+    assert hits == sorted(hits)
+    assert hits[-1] > hits[0]
+
+
+@pytest.mark.parametrize("n_experts", [6, 12])
+def test_it_is_above_lru_by_a_margin_on_a_cycle(library: Library, n_experts: int) -> None:
+    """Layers in turn with more experts than slots: lru never hits, the optimum does."""
+    trace = decode(*[[[step % 4, step % 4 + 4] for _ in range(3)] for step in range(24)])
+    made = plan(trace, "lru", n_experts * EXPERT, PolicySettings(), "q4_k", None, 0, 1)
+    assert sum(simulate(library, trace, made, SLOW, COMPUTE).stats.hits) == 0
+    assert sum(optimum(trace, n_experts).hits) > 0

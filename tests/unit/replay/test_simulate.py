@@ -1,0 +1,296 @@
+"""Virtual time against examples that were computed by hand; determinism; refusals.
+
+One layer of one expert a token: gate and up take 4096 bytes, down 8192. At 4096 bytes a
+microsecond they take 1, 1 and 2 us. A token computes 12 us in a layer: 6 before its route
+event, then 2 for each matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import EXPERT_BYTES, decode, make_trace, random_trace
+
+from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, NativeError, TraceError
+from orchestrator.events import Phase, RouteEvent
+from orchestrator.native import Library, Simulation, Store
+from orchestrator.policy import PolicySettings
+from orchestrator.replay import ReplayOptions, Trace, render, replay
+from orchestrator.replay.simulate import Compute, Outcome, Plan, Transport, measured, plan, simulate
+
+ALL = 24 * 16384
+BYTES_PER_S = 4096 * 10**6
+
+
+def planned(trace: Trace, policy: str = "lru", n_ahead: int = 0, budget: int = ALL) -> Plan:
+    asked = PolicySettings(retention=1.0)
+    return plan(trace, policy, budget, asked, "q4_k", None, n_ahead, 1)
+
+
+def played(library: Library, trace: Trace, speed: Transport, us: float, **more: object) -> Outcome:
+    made = planned(trace, **more)
+    made = replace(made, spec=replace(made.spec, n_io_threads=speed.threads))
+    return simulate(library, trace, made, speed, Compute(us, us))
+
+
+def test_one_thread(library: Library) -> None:
+    """gate 6..17, up 17..28, down 28..40; computing ends at 19, 30, 42."""
+    trace = decode([[0]], [[0]])
+    outcome = played(library, trace, Transport(BYTES_PER_S, 10, 1), 12.0)
+    assert outcome.step_us.tolist() == [42.0, 12.0]
+    stats = outcome.stats
+    assert stats.wait_us[Phase.DECODE] == 11 + 9 + 10
+    assert stats.read_us == 11 + 11 + 12
+    assert stats.demand_bytes[Phase.DECODE] == sum(EXPERT_BYTES.values())
+    assert (stats.requests[Phase.DECODE], stats.hits[Phase.DECODE]) == (6, 3)
+
+
+def test_two_threads_overlap_their_latency(library: Library) -> None:
+    """gate 6..17, up waits for the channel: 6..18, down 17..29; computing ends 19, 21, 31."""
+    outcome = played(library, decode([[0]]), Transport(BYTES_PER_S, 10, 2), 12.0)
+    assert outcome.step_us.tolist() == [31.0]
+    assert outcome.stats.wait_us[Phase.DECODE] == 11 + 8
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bandwidth_is_shared(library: Library, threads: int) -> None:
+    """Without latency more threads gain nothing: 6..7, 7..8, 8..10; computing 9, 11, 13."""
+    outcome = played(library, decode([[0]]), Transport(BYTES_PER_S, 0, threads), 12.0)
+    assert outcome.step_us.tolist() == [13.0]
+
+
+def test_hits_compute_while_the_rest_is_read(library: Library) -> None:
+    """24 us for two experts: what is missing is there before the resident one is computed."""
+    trace = decode([[0, 1]], [[0, 2]])
+    outcome = played(library, trace, Transport(BYTES_PER_S, 0, 1), 24.0)
+    # six reads from 12 on: gates done at 13, 14, ups at 15, 16, downs at 18, 20
+    assert outcome.step_us.tolist() == [25.0, 24.0]
+    assert outcome.stats.hits[Phase.DECODE] == 3
+
+
+def test_prefetch_uses_the_idle_disk(library: Library) -> None:
+    """Layer 0 is read 6..10, layer 1 then 10..14, long before its route event at 19."""
+    right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
+    ids = [np.array([[0]]), np.array([[5]])]
+    trace = make_trace([(Phase.DECODE, ids)], [right], n_ahead=1)
+    speed = Transport(BYTES_PER_S, 0, 1)
+    with_it = played(library, trace, speed, 24.0, policy="dymoe", n_ahead=1)
+    assert with_it.step_us.tolist() == [25.0]
+    assert with_it.stats.hits[Phase.DECODE] == 3
+    assert with_it.stats.prefetch_used == 3
+    assert with_it.stats.prefetch_bytes[Phase.DECODE] == 16384
+    without = played(library, trace, speed, 24.0, policy="dymoe")
+    assert without.step_us.tolist() == [26.0]
+    assert without.stats.hits[Phase.DECODE] == 0
+
+
+def test_a_late_prefetch_is_waited_for_and_no_hit(library: Library) -> None:
+    """At a quarter of the speed layer 0 is read 6..22 and layer 1 from 22 on."""
+    right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
+    ids = [np.array([[0]]), np.array([[5]])]
+    trace = make_trace([(Phase.DECODE, ids)], [right], n_ahead=1)
+    outcome = played(
+        library, trace, Transport(BYTES_PER_S // 4, 0, 1), 24.0, policy="dymoe", n_ahead=1
+    )
+    # layer 0 computes until 12, 16, 24 and layer 1 routes at 30; its prefetch is up 22..26,
+    # gate 26..30, down 30..38
+    assert outcome.stats.hits[Phase.DECODE] == 2
+    assert outcome.step_us.tolist() == [40.0]
+
+
+def test_layers_share_a_step_by_their_tokens(library: Library) -> None:
+    """The last layer of a prompt sees one token of three: 36 us and 12, together 3 x 16."""
+    ids = [np.array([[0], [1], [2]]), np.array([[5]])]
+    trace = make_trace([(Phase.PREFILL, ids)])
+    outcome = played(library, trace, Transport(0, 0, 1), 16.0)
+    assert outcome.step_us.tolist() == [48.0]
+
+
+def test_a_skipped_expert_costs_nothing(library: Library) -> None:
+    trace = decode([[0, 1]], [[0, 1]])
+    asked = PolicySettings(retention=0.5)
+    made = plan(trace, "dymoe", ALL, asked, "q4_k", "skip", 0, 1)
+    outcome = simulate(library, trace, made, Transport(0, 0, 1), Compute(24.0, 24.0))
+    assert outcome.step_us.tolist() == [18.0, 18.0]
+    assert list(outcome.stats.routed[Phase.DECODE]) == [2, 0, 0, 0, 2]
+
+
+def test_large_slices_are_read_in_parts(library: Library) -> None:
+    """1 MiB is two calls, so two threads share its latency but not its bytes."""
+    big = dict.fromkeys(EXPERT_BYTES, 1 << 20)
+    trace = decode([[0]], expert_bytes=big, n_expert=2)
+    speed = Transport(1 << 20, 100, 2)  # a second each
+    outcome = played(library, trace, speed, 0.0, budget=6 << 20)
+    # calls start at 0, 0 | and each later one when one before is done; the channel never idles
+    assert outcome.step_us[0] == pytest.approx(3 * 10**6 + 100, abs=1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([(1, 0), (2, 30), (8, 100)]),
+    st.sampled_from([None, "q2_k", "skip"]),
+    st.integers(6, 20),
+)
+def test_every_invariant_holds_at_every_event(
+    library: Library, seed: int, disk: tuple[int, int], low: str | None, n_experts: int
+) -> None:
+    """Prefetches, promotions, skips and waves, with the store's own check in between."""
+    trace = random_trace(np.random.default_rng(seed))
+    retention = 1.0 if low is None else 0.5
+    asked = PolicySettings(retention=retention, prefetch="on")
+    made = plan(trace, "dymoe", n_experts * 16384, asked, "q4_k", low, 1, disk[0])
+    with Store.create(library, made.spec) as store:
+
+        def route(event: RouteEvent) -> None:
+            store.check()
+            made.policy.decide(event, store.view, store.decision)
+            store.apply(store.decision)
+
+        store.set_route(route)
+        clock = Simulation(store)
+        clock.set_speed(10**8, disk[1])
+        for step in trace.steps():
+            store.begin_step(step.phase)
+            for layer, ids, weights, tokens, ahead_ids, ahead, importance in step.events:
+                clock.route(layer, ids, weights, tokens, ahead_ids, ahead, importance)
+                experts = np.unique(ids).astype(np.int32)
+                for kind in EXPERT_BYTES:
+                    before = clock.now_ns
+                    clock.use(layer, kind, experts, 1000)
+                    store.check()
+                    assert clock.now_ns > before
+        clock.advance(10**12)
+        store.check()
+        stats = store.stats()
+    assert stats.slot_bytes_peak <= stats.budget_bytes
+    assert sum(stats.routed[Phase.DECODE]) == 11 * 3 * 2
+
+
+def test_the_same_twice(library: Library) -> None:
+    trace = random_trace(np.random.default_rng(7), n_steps=40)
+    options = ReplayOptions(policy="dymoe", expert_ram=9 * 16384, bandwidth=10**9, latency_us=30)
+    assert replay(library, trace, options) == replay(library, trace, options)
+
+
+def test_a_faster_disk_changes_no_hit_on_demand(library: Library) -> None:
+    """Without prefetch evictions follow the requests, not the reads, as long as the experts
+    of an event fit into its slots: here six and six."""
+    trace = random_trace(np.random.default_rng(8), n_steps=60)
+    for policy in ("lru", "dymoe"):
+        runs = [
+            played(library, trace, speed, 30.0, policy=policy, budget=18 * 16384)
+            for speed in (Transport(0, 0, 1), Transport(10**8, 200, 1), Transport(10**9, 5, 8))
+        ]
+        assert len({tuple(run.stats.hits) for run in runs}) == 1
+        assert runs[0].step_us.sum() < runs[2].step_us.sum() < runs[1].step_us.sum()
+
+
+def test_measured_is_the_median_of_each_phase() -> None:
+    trace = random_trace(np.random.default_rng(0), n_steps=4)
+    trace.arrays["step_us"][:] = 900, 50, 70, 900
+    trace.arrays["step_wait_us"][:] = 0, 20, 30, 0
+    assert measured(trace) == Compute(300.0, 40.0)
+    only = decode([[0]])
+    assert measured(only) == Compute(100.0, 100.0)
+
+
+def test_report(library: Library) -> None:
+    trace = random_trace(np.random.default_rng(2), n_steps=30)
+    options = ReplayOptions(policy="dymoe", expert_ram=9 * 16384, latency_us=20, compute_ms=0.2)
+    result = replay(library, trace, options)
+    assert (result["prefill_tokens"], result["decode_tokens"]) == (3, 29)
+    assert set(result["runs"]) == {"dymoe", "lru"}
+    lru = result["runs"]["lru"]
+    assert result["belady"]["decode"]["hits"] >= lru["decode"]["hits"] > 0
+    assert result["bound"]["tpot_ms_mean"] <= lru["tpot_ms_mean"]
+    assert lru["tpot_ms_p50"] <= lru["tpot_ms_p99"]
+    assert lru["tpot_ms_mean"] >= 0.2 and lru["ttft_ms"] > 0
+    waits = sum(lru[phase]["wait_ms"] for phase in ("prefill", "decode"))
+    total = lru["ttft_ms"] + 29 * lru["tpot_ms_mean"]
+    computed = 3 * result["compute_ms"]["prefill_token"] + 29 * 0.2
+    assert total == pytest.approx(computed + waits, abs=0.001 * 30)
+    text = render(result)
+    for part in ("dymoe", "lru", "Belady", "bound", "recorded", "TPOT"):
+        assert part in text
+
+
+def test_a_trace_without_decoding_has_no_tpot(library: Library) -> None:
+    trace = make_trace([(Phase.PREFILL, [np.array([[0, 1], [2, 3]])])])
+    result = replay(library, trace, ReplayOptions())
+    assert result["runs"]["lru"]["tpot_ms_mean"] is None
+    assert result["bound"]["tpot_ms_mean"] is None
+    assert result["runs"]["lru"]["ttft_ms"] > 0
+    assert "-" in render(result)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"policy": "plain"}, ConfigError, "no store to replay"),
+        ({"policy": "other"}, MoeEdgeError, "unknown policy 'other'; known: lru, dymoe"),
+        (
+            {"expert_ram": 4096},
+            BudgetError,
+            "--expert-ram 4 KiB is too small: the smallest that works",
+        ),
+        ({"high_tier": "q8_0"}, TraceError, "tier q8_0 is missing: the trace is of q4_k, q2_k"),
+        ({"policy": "dymoe", "low_tier": "q4_k"}, TraceError, "q4_k is not below"),
+        ({"n_ahead": 2}, ConfigError, "looks 1 layers ahead, not 2"),
+        ({"policy": "dymoe", "retention": 0.5}, MoeEdgeError, "needs a second precision"),
+    ],
+)
+def test_refused(library: Library, options: dict, error: type[Exception], said: str) -> None:
+    trace = random_trace(np.random.default_rng(0))
+    with pytest.raises(error) as caught:
+        replay(library, trace, ReplayOptions(**options))
+    assert said in str(caught.value)
+
+
+def test_no_bandwidth_anywhere(library: Library) -> None:
+    trace = random_trace(np.random.default_rng(0))
+    unknown = replace(trace, header=replace(trace.header, read_bytes_per_s=0))
+    with pytest.raises(ConfigError, match="give --bandwidth"):
+        replay(library, unknown, ReplayOptions())
+
+
+def test_misuse_of_a_simulated_store(library: Library) -> None:
+    """The clock of a store that has none; more than a store was made for; a policy's error."""
+    trace = decode([[0]])
+    made = planned(trace)
+    with Store.create(library, made.spec) as store:
+        clock = Simulation(store)
+        store.begin_step(Phase.DECODE)
+        one = np.zeros((1, 1)), np.zeros((1, 1)), np.zeros(1)
+        none = np.zeros((0, 1, 1))
+        with pytest.raises(NativeError, match="more than the store was made for"):
+            clock.route(0, np.zeros((2, 1)), np.zeros((2, 1)), np.zeros(2), none, none)
+        with pytest.raises(NativeError, match="no such matrix"):
+            clock.route(7, *one, none, none)
+        store.begin_step(Phase.DECODE)
+        with pytest.raises(NativeError, match="no such matrix or expert"):
+            clock.route(0, np.full((1, 1), 99), *one[1:], none, none)
+
+        def broken(_event: object) -> None:
+            raise KeyError("odd")
+
+        store.begin_step(Phase.DECODE)
+        store.set_route(broken)
+        with pytest.raises(KeyError, match="odd"):
+            clock.route(0, *one, none, none)
+        store.begin_step(Phase.DECODE)
+        store.set_route(None)
+        clock.route(0, *one, none, none)
+        store.check()
+
+
+def test_no_memory_is_taken(library: Library) -> None:
+    """Slots for a model of 64 GiB, without touching a byte."""
+    big = dict.fromkeys(EXPERT_BYTES, 1 << 30)
+    trace = decode([[0]], expert_bytes=big, n_expert=64)
+    outcome = played(library, trace, Transport(10**9, 0, 1), 1.0, budget=64 * 3 << 30)
+    assert outcome.stats.slot_bytes_in_use == 3 << 30

@@ -1,0 +1,223 @@
+"""The trace file: what is written is read back, and anything else is one sentence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from traces import decode, random_trace
+
+from orchestrator.errors import TraceError
+from orchestrator.events import Phase
+from orchestrator.replay import Trace, read_trace, write_trace
+from orchestrator.replay.trace import FORMAT, VERSION
+
+
+def written(path: Path, arrays: dict[str, Any], header: object) -> Path:
+    """A file with these arrays, whatever they are."""
+    raw = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    np.savez_compressed(path, header=raw, **arrays)
+    return path
+
+
+def header_of(trace: Trace) -> dict[str, Any]:
+    return {"format": FORMAT, **asdict(trace.header)}
+
+
+def test_read_back(tmp_path: Path) -> None:
+    trace = random_trace(np.random.default_rng(0))
+    write_trace(tmp_path / "t.npz", trace)
+    found = read_trace(tmp_path / "t.npz")
+    assert found.header == trace.header
+    assert set(found.arrays) == set(trace.arrays)
+    for name, array in trace.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array, err_msg=name)
+        assert found.arrays[name].dtype == array.dtype
+    assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
+
+
+def test_steps_have_their_own_events() -> None:
+    trace = random_trace(np.random.default_rng(1), n_steps=4)
+    steps = list(trace.steps())
+    assert [step.phase for step in steps] == [Phase.PREFILL] + 3 * [Phase.DECODE]
+    assert [step.n_tokens for step in steps] == [3, 1, 1, 1]
+    assert [event.layer for event in steps[2].events] == [0, 1, 2]
+    assert [event.ids.shape for event in steps[0].events] == 3 * [(3, 2)]
+    assert [event.ahead_ids.shape for event in steps[0].events] == [(1, 3, 2), (1, 3, 2), (0, 3, 2)]
+    assert [event.importance is None for step in steps for event in step.events] == (
+        3 * [False] + 9 * [True]
+    )
+    assert [event.importance.shape for event in steps[0].events] == 3 * [(3,)]
+    joined = np.concatenate([event.ids for step in steps for event in step.events])
+    np.testing.assert_array_equal(joined, trace.arrays["ids"])
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "t.npz"
+    path.write_bytes(b"precious")
+
+    def full(file: Any, **_arrays: Any) -> None:
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(TraceError, match=r"t\.npz: cannot be written: No space left"):
+        write_trace(path, random_trace(np.random.default_rng(0)))
+    assert path.read_bytes() == b"precious"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_not_a_trace(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"none\.npz: cannot be read: No such file"):
+        read_trace(tmp_path / "none.npz")
+    with pytest.raises(TraceError, match="cannot be read: Is a directory"):
+        read_trace(tmp_path)
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(TraceError, match=r"model\.gguf: not a trace"):
+        read_trace(model)
+    np.savez(tmp_path / "other.npz", a=np.zeros(3))
+    with pytest.raises(TraceError, match=r"other\.npz: a \.npz file, but not a trace"):
+        read_trace(tmp_path / "other.npz")
+    with pytest.raises(TraceError, match="but not a trace: its header says"):
+        read_trace(written(tmp_path / "foreign.npz", {}, {"format": "another"}))
+
+
+def test_no_pickle_is_loaded(tmp_path: Path) -> None:
+    class Bad:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return pytest.fail, ("a pickle was loaded",)
+
+    trace = random_trace(np.random.default_rng(0))
+    odd = np.empty(1, object)
+    odd[0] = Bad()
+    path = written(tmp_path / "t.npz", trace.arrays | {"ids": odd}, header_of(trace))
+    with pytest.raises(TraceError, match="damaged: Object arrays"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9, 0.999])
+def test_a_truncated_file(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "t.npz"
+    write_trace(path, random_trace(np.random.default_rng(0)))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(TraceError, match=r"t\.npz: "):
+        read_trace(path)
+
+
+def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "t.npz"
+    trace = random_trace(np.random.default_rng(0))
+    write_trace(path, trace)
+    whole = path.read_bytes()
+    rng, refused = np.random.default_rng(5), 0
+    for at in rng.integers(0, len(whole), 200).tolist():
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        try:
+            found = read_trace(path)
+        except TraceError as error:
+            assert str(path) in str(error)
+            refused += 1
+        else:  # in what a zip says about dates and the like
+            np.testing.assert_array_equal(found.arrays["ids"], trace.arrays["ids"])
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("version", VERSION + 1, f"of version {VERSION + 1}; this moe-edge reads {VERSION}"),
+        ("version", "1", "of version 1; this moe-edge reads"),
+        ("n_expert", 0, "n_expert is 0"),
+        ("n_expert", True, "n_expert is True"),
+        ("n_expert_used", 9, "9 of 8 experts a token"),
+        ("layer_ids", [], "layer_ids is []"),
+        ("layer_ids", [0, 1, 2, 3], "slices has the shape"),
+        ("tiers", ["a"] * 5, "tiers is "),
+        ("retention", 2, "retention is 2"),
+        ("low", 3, "low is 3"),
+        ("schedule", "steep", "schedule is 'steep'"),
+        ("prefetch", None, "prefetch is None"),
+        ("expert_bytes", -1, "expert_bytes is -1"),
+        ("surplus", 1, "fields missing or unknown: surplus"),
+    ],
+)
+def test_a_wrong_header(tmp_path: Path, field: str, value: object, said: str) -> None:
+    trace = random_trace(np.random.default_rng(0))
+    path = written(tmp_path / "t.npz", trace.arrays, header_of(trace) | {field: value})
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert said in str(caught.value) and str(path) in str(caught.value)
+
+
+def changed(name: str, index: Any, value: Any) -> Any:
+    def change(arrays: dict[str, np.ndarray]) -> None:
+        array = arrays[name].copy()
+        array[index] = value
+        arrays[name] = array
+
+    return change
+
+
+WRONG = [
+    (lambda a: a.pop("ids"), "arrays missing or unknown: ids"),
+    (lambda a: a.update(more=np.zeros(1)), "arrays missing or unknown: more"),
+    (lambda a: a.update(ids=a["ids"].astype(np.int64)), "ids is int64 in 2"),
+    (lambda a: a.update(ids=a["ids"][:-1]), "ids has the shape"),
+    (lambda a: a.update(step_us=a["step_us"][:-1]), "step_us has the shape"),
+    (lambda a: a.update(event_layer=a["event_layer"][:-1]), "event_layer has the shape"),
+    (lambda a: a.update(ahead_ids=a["ahead_ids"][:-1]), "ahead_ids has the shape"),
+    (lambda a: a.update(importance=a["importance"][1:]), "importance has the shape"),
+    (changed("event_scored", 0, 2), "importance has the shape"),
+    (changed("importance", 0, np.inf), "importance: not a finite number"),
+    (changed("ids", (0, 0), 8), "ids: an expert is out of range"),
+    (changed("ids", 0, 3), "ids: a token has an expert twice"),
+    (changed("ahead_ids", 0, 3), "ahead_ids: a token has an expert twice"),
+    (changed("weights", (0, 1), np.nan), "weights: not a finite number"),
+    (changed("step_phase", 0, 2), "a step has no phase"),
+    (changed("step_us", 0, -1), "a step has a negative time"),
+    (changed("event_step", 0, 5), "not in the order of their steps"),
+    (changed("event_layer", 0, 3), "layer is out of range"),
+    (changed("event_layer", 1, 0), "layer is out of range or out of order"),
+    (changed("step_tokens", 0, 2), "more tokens than its step"),
+    (changed("slices", (0, 3, 0, 0), -1), "a layer lacks a matrix"),
+    (changed("slices", (0, 3, 0, 0), 1), "slices: a file number"),
+    (changed("slices", (0, 3, 0, 2), 0), "slices: a file number or a size"),
+    (changed("slices", (0, 3, 0, 2), 2**61), "an offset or a size"),
+    (changed("slices", (0, 3, 0, 1), -4096), "an offset or a size"),
+    (changed("slices", (0, 3, 0, 3), -1), "a type is out of range"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG)
+def test_wrong_arrays(tmp_path: Path, change: Any, said: str) -> None:
+    trace = random_trace(np.random.default_rng(0))
+    arrays = dict(trace.arrays)
+    change(arrays)
+    path = written(tmp_path / "t.npz", arrays, header_of(trace))
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert said in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_an_event_beyond_the_last_layer(tmp_path: Path) -> None:
+    trace = random_trace(np.random.default_rng(0))
+    ahead = trace.arrays["event_ahead"].copy()
+    ahead[1], ahead[2] = 0, 1  # layers 1 and 2 of 3; the sum stays
+    path = written(tmp_path / "t.npz", trace.arrays | {"event_ahead": ahead}, header_of(trace))
+    with pytest.raises(TraceError, match="looks ahead beyond the last layer"):
+        read_trace(path)
+
+
+def test_a_trace_without_steps(tmp_path: Path) -> None:
+    trace = decode([[0, 1]])
+    empty = {name: array if name == "slices" else array[:0] for name, array in trace.arrays.items()}
+    with pytest.raises(TraceError, match="holds no step"):
+        read_trace(written(tmp_path / "t.npz", empty, header_of(trace)))

@@ -1,0 +1,125 @@
+"""Traces without a model: made up, or random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from gguf_tools.layout import DOWN, GATE, KINDS, UP
+from orchestrator.events import Phase
+from orchestrator.replay.trace import VERSION, Header, Trace
+
+Q4_K = 12
+EXPERT_BYTES = {UP: 4096, GATE: 4096, DOWN: 8192}
+LOW_BYTES = {UP: 2048, GATE: 2048, DOWN: 4096}
+
+HEADER = Header(
+    version=VERSION,
+    model="made up",
+    arch="qwen3moe",
+    n_expert=8,
+    n_expert_used=2,
+    layer_ids=(0, 1, 2),
+    tiers=("q4_k", "q2_k"),
+    files=("a.gguf",),
+    policy="lru",
+    high="q4_k",
+    low=None,
+    retention=1.0,
+    schedule="cosine",
+    heavy_hitters=0.2,
+    prompts_pass=True,
+    renormalize=False,
+    exact_tiers=False,
+    prefetch="on",
+    n_ahead=0,
+    expert_bytes=6 * 16384,
+    io_threads=2,
+    read_bytes_per_s=10**9,
+)
+
+
+def make_trace(
+    steps: list[tuple[Phase, list[np.ndarray]]],
+    ahead: list[list[np.ndarray]] | None = None,
+    compute_us: int = 100,
+    expert_bytes: dict[int, int] | None = None,
+    **changes: object,
+) -> Trace:
+    """steps: (phase, ids [T, k] by layer); ahead: predictions [A, T, k] by step and layer."""
+    sizes = (expert_bytes or EXPERT_BYTES, LOW_BYTES)
+    n_layers, k = len(steps[0][1]), steps[0][1][0].shape[1]
+    header = replace(HEADER, layer_ids=tuple(range(n_layers)), n_expert_used=k, **changes)
+    slices = np.zeros((n_layers, len(KINDS), 2, 4), np.int64)
+    slices[..., 0] = -1
+    offset = 0
+    for tier, by_kind in enumerate(sizes):
+        for layer in range(n_layers):
+            for kind, size in by_kind.items():
+                slices[layer, kind, tier] = 0, offset, size, Q4_K
+                offset += size * header.n_expert
+    events, ids, tokens, ahead_ids = [], [], [], []
+    for number, (_, layers) in enumerate(steps):
+        for layer, chosen in enumerate(layers):
+            predicted = ahead[number][layer] if ahead else np.zeros((0, len(chosen), k))
+            events.append((number, layer, len(chosen), len(predicted)))
+            ids.append(chosen)
+            tokens.append(np.arange(len(chosen)))
+            ahead_ids.append(predicted.reshape(-1, k))
+    columns = np.array(events)
+    all_ids, all_ahead = np.concatenate(ids), np.concatenate(ahead_ids)
+    scored = np.array([steps[number][0] is Phase.PREFILL for number in columns[:, 0]])
+    falling = np.linspace(0.9, 0.1, k, dtype=np.float32)
+    arrays = {
+        "slices": slices,
+        "step_phase": np.array([phase for phase, _ in steps], np.uint8),
+        "step_tokens": np.array([len(layers[0]) for _, layers in steps], np.int32),
+        "step_us": np.array([compute_us * len(layers[0]) for _, layers in steps], np.int64),
+        "step_wait_us": np.zeros(len(steps), np.int64),
+        "event_step": columns[:, 0].astype(np.int32),
+        "event_layer": columns[:, 1].astype(np.int16),
+        "event_tokens": columns[:, 2].astype(np.int32),
+        "event_ahead": columns[:, 3].astype(np.uint8),
+        "event_scored": scored.astype(np.uint8),
+        "ids": all_ids.astype(np.uint16),
+        "weights": np.tile(falling, (len(all_ids), 1)),
+        "tokens": np.concatenate(tokens).astype(np.int32),
+        "ahead_ids": all_ahead.astype(np.uint16),
+        "ahead_scores": np.tile(falling, (len(all_ahead), 1)),
+        "importance": np.linspace(1, 0, int(columns[scored, 2].sum()), dtype=np.float32),
+    }
+    return Trace(header, arrays)
+
+
+def decode(*steps: list[list[int]], **changes: object) -> Trace:
+    """One token a step: the experts of each layer."""
+    return make_trace(
+        [(Phase.DECODE, [np.array([ids]) for ids in layers]) for layers in steps], **changes
+    )
+
+
+def random_trace(
+    rng: np.random.Generator, n_steps: int = 12, n_layers: int = 3, n_expert: int = 8, k: int = 2
+) -> Trace:
+    """A prompt of a few tokens, then decode steps; skewed, so that a cache has something to
+    gain; with a look-ahead that is right half of the time."""
+    odds = rng.dirichlet(np.full(n_expert, 0.5)) + 0.01
+    odds /= odds.sum()
+
+    def choose(n: int) -> np.ndarray:
+        return np.stack([rng.choice(n_expert, k, replace=False, p=odds) for _ in range(n)])
+
+    steps, ahead = [], []
+    for number in range(n_steps):
+        n = 3 if number == 0 else 1
+        layers = [choose(n) for _ in range(n_layers)]
+        following = [
+            (layers[layer + 1] if rng.random() < 0.5 else choose(n))[None]
+            if layer + 1 < n_layers
+            else np.zeros((0, n, k))
+            for layer in range(n_layers)
+        ]
+        steps.append((Phase.PREFILL if number == 0 else Phase.DECODE, layers))
+        ahead.append(following)
+    return make_trace(steps, ahead, n_expert=n_expert, n_ahead=1)
