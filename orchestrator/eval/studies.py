@@ -22,6 +22,7 @@ from orchestrator.eval.subject import SKIP, Row, Subject
 SEEDS = (1, 2, 3)
 SWEEP = (0.6, 0.7, 0.75, 0.8, 0.9, 1.0)
 RATIOS = (0.6, 0.75, 0.9)
+SHARES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 
 _COLUMNS = ("configuration", "r", "realised", "low or skipped", "perplexity")
 
@@ -266,6 +267,29 @@ def _mean_of_random(subject: Subject, label: str, settings: dict[str, Any], pref
     return rows[0].averaged(rows[1:])
 
 
+def tokens(subject: Subject, folder: Path) -> list[Table]:
+    """Section 4.2.1: the share of a prompt's tokens that count as heavy hitters."""
+    table = Table(
+        f"Heavy hitters of prompts, {subject.high} / {SKIP}: {subject.basis}",
+        ("heavy", *_COLUMNS[1:], f"change from {subject.high}"),
+    )
+    base = subject.score(subject.high, subject.uniform(subject.high), prefill=True)
+    with plot.figure(folder, "tokens") as (axis,):
+        for number, ratio in enumerate(RATIOS):
+            changes = []
+            for share in SHARES:
+                settings = subject.mixed(SKIP, ratio, heavy_hitters=share)
+                row = subject.score(f"{share:.0%} heavy", settings, prefill=True)
+                changes.append(row.against(base))
+                _add(table, f"{share:.0%}", ratio, row, change=_change(row, base))
+            _errors(axis, [100 * share for share in SHARES], changes, f"r = {ratio:g}", number)
+        axis.set_xlabel("tokens that are heavy hitters, % (100: total load)")
+        axis.set_ylabel(f"perplexity against {subject.high}, %")
+        axis.set_title(subject.basis, fontsize=9)
+        axis.legend()
+    return [table]
+
+
 def schedule(subject: Subject, folder: Path) -> list[Table]:
     """Section 4.3: how the critical experts are spread over the depth, at the same mean."""
     table = Table(
@@ -342,6 +366,7 @@ STUDIES: dict[str, Callable[[Subject, Path], list[Table]]] = {
     "accuracy": accuracy,
     "retention": retention,
     "critical": critical,
+    "tokens": tokens,
     "schedule": schedule,
     "depth": depth,
     "similarity": similarity,
