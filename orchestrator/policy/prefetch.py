@@ -54,9 +54,10 @@ def by_frequency(
     alike) before the others, so that the predicted importance decides the precision.
 
     Of the experts that any token is predicted to select, the first `share`, r(l+1), are asked
-    for in tier 0, the others in tier `low`, or not at all when it is None. room: slots for both; no
-    more than those are asked for, and nothing that is in memory already. The first `stays`
-    experts stay in memory, the others pass through it.
+    for in tier 0, the others in tier `low`, or not at all when it is None. The first `stays`
+    stay in memory, the others pass through it. room: slots for both tiers; no more experts than
+    those are read. What is in memory already is listed as well, so that nothing is read in its
+    place.
     Returns the experts predicted to be needed.
     """
     layer = event.layer + 1
@@ -66,7 +67,8 @@ def by_frequency(
     n_wanted = n_high if low is None else n_used
     for tier, begin, end, most in ((0, 0, n_high, room[0]), (low or 0, n_high, n_wanted, room[1])):
         ranks = np.arange(begin, end)
-        absent = ranks[resident[order[begin:end]] > tier][:most]
-        for rank in absent.tolist():
+        absent = resident[order[begin:end]] > tier
+        listed = ranks[~absent | (absent.cumsum() <= most)]
+        for rank in listed.tolist():
             out.prefetch(layer, int(order[rank]), tier, passing=int(rank >= stays))
     return order[:n_wanted]

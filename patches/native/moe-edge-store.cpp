@@ -298,15 +298,18 @@ void moe_edge_store::touch(int32_t cell) {
 }
 
 // A free slot; else one that no op of this step needs: what passing requests loaded before
-// the rest, of either the one used least recently. -1 if there is none, or if that one was
-// used at evict_before or later.
-int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool passing, uint64_t evict_before) {
+// the rest, of either the one used least recently. A prefetch takes no slot of what stands in
+// the same list. -1 if there is none.
+int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool ahead, bool passing) {
     const auto oldest = [&](bool of_passing) {
         int32_t slot = pool.oldest;
-        while (slot >= 0 && (pool.slots[slot].passing != of_passing || cells[pool.slots[slot].cell].pinned())) {
-            slot = pool.slots[slot].newer;
+        for (; slot >= 0; slot = pool.slots[slot].newer) {
+            const auto & c = cells[pool.slots[slot].cell];
+            if (pool.slots[slot].passing == of_passing && !c.pinned() && !(ahead && c.predicted == n_lists)) {
+                break;
+            }
         }
-        return slot >= 0 && pool.slots[slot].used_at < evict_before ? slot : -1;
+        return slot;
     };
     int32_t slot = -1;
     if (!pool.free.empty()) {
@@ -398,9 +401,9 @@ moe_edge_read_key moe_edge_store::read_key(int32_t cell) const {
                    : moe_edge_read_key(0, KIND_RANK[kind_of(cell)], s.offset + expert_of(cell) * s.expert_bytes, cell);
 }
 
-bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead, bool passing, uint64_t evict_before) {
+bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead, bool passing) {
     auto & pool = pool_of(cell, tier);
-    const int32_t slot = take_slot(pool, passing, evict_before);
+    const int32_t slot = take_slot(pool, ahead, passing);
     if (slot < 0) {
         return false;
     }
@@ -820,18 +823,21 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
         }
     };
     // what is predicted and resident must not make room for what is predicted and absent
-    const uint64_t before = clock + 1;
+    n_lists++;
     for (int32_t i = n; i-- > 0;) {
-        if (!list[i].passing) {
-            each_cell(list[i], [&](int32_t cell) { touch(cell); });
-        }
+        each_cell(list[i], [&](int32_t cell) {
+            cells[cell].predicted = n_lists;
+            if (!list[i].passing) {
+                touch(cell);
+            }
+        });
     }
     for (int32_t i = 0; i < n; i++) {
         const auto & p = list[i];
         each_cell(p, [&](int32_t cell) {
             const auto & c = cells[cell];
             if (!c.decided && c.loading == NO_TIER && (c.tier == NO_TIER || c.tier > p.tier)) {
-                try_load(cell, p.tier, true, p.passing != 0, before);
+                try_load(cell, p.tier, true, p.passing != 0);
             }
         });
     }

@@ -64,6 +64,7 @@ struct moe_edge_cell {
     int32_t  slot         = -1;
     int32_t  loading_slot = -1;
     int32_t  ahead_seq    = 0;        // order of prefetch reads
+    uint64_t predicted    = 0;        // number of the last prefetch list that it stood in
 
     // An op of the current step will read it: must not be evicted.
     bool pinned() const { return decided && want != MOE_EDGE_SKIP; }
@@ -195,13 +196,13 @@ struct moe_edge_store {
     bool    check_layer(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
     void    ask(int32_t cell);
     void    load_or_wait(int32_t cell);
-    bool    try_load(int32_t cell, int32_t tier, bool ahead, bool passing, uint64_t evict_before = UINT64_MAX);
+    bool    try_load(int32_t cell, int32_t tier, bool ahead, bool passing);
     void    prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n);
     void    cancel_stale(int32_t layer);
     void    cancel_read(int32_t cell);
     void    drop_rest(int32_t cell);
     void    discard_load(int32_t cell);
-    int32_t take_slot(moe_edge_pool & pool, bool passing, uint64_t evict_before);
+    int32_t take_slot(moe_edge_pool & pool, bool ahead, bool passing);
     void    set_passing(moe_edge_pool & pool, int32_t slot, bool passing);
     void    give_slot(moe_edge_pool & pool, int32_t slot);
     void    serve_waiting(moe_edge_pool & pool);
@@ -237,6 +238,7 @@ struct moe_edge_store {
     int32_t                 phase = MOE_EDGE_PREFILL;
     int32_t                 ahead_seq = 0;
     uint64_t                clock = 0;  // counts requests
+    uint64_t                n_lists = 0;  // prefetch lists so far
     std::vector<uint8_t>    resident;  // [n_layers, n_expert]
     std::vector<uint8_t>    seen;      // [n_expert] scratch of route()
     std::vector<int32_t>    routed;

@@ -141,6 +141,9 @@ struct moe_edge_prefetch_item {
 // order of eviction; what it loads is evicted before anything else, and takes a slot from the
 // others only while less than n_passing slots of the group hold such loads. A long prompt so
 // streams through a few slots, and what decoding uses stays.
+//
+// A prefetch reads what is not in memory, as far as slots go. What is in memory counts as used,
+// unless it is passing, and gives no slot to the rest of the list.
 struct moe_edge_decision {
     uint8_t * tier;                       // [n_expert] tier index or MOE_EDGE_SKIP
     uint8_t * passing;                    // [n_expert] 0 or 1

@@ -12,7 +12,7 @@ empty as soon as the real store does what no legal outcome does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -159,10 +159,15 @@ class Cache:
         return sum(self.layout.slot_bytes[tier] for tier in tiers)
 
     def load(
-        self, cell: Cell, tier: int, ahead: bool = False, passing: bool = False, before: int = 0
+        self,
+        cell: Cell,
+        tier: int,
+        ahead: bool = False,
+        passing: bool = False,
+        kept: Collection[Cell] = (),
     ) -> bool:
-        """Starts to load where a slot is free or can be made free; a copy asked for at `before`
-        or later, if that is given, does not make room."""
+        """Starts to load where a slot is free or can be made free; copies of `kept` cells do not
+        make room."""
         pool = self.layout.pool(cell, tier)
         copies = [c for c, copy in self.held.items() if self.layout.pool(c, copy.tier) == pool]
         loads = [c for c, read in self.reads.items() if self.layout.pool(c, read.tier) == pool]
@@ -175,7 +180,7 @@ class Cache:
                 (not self.held[c].passing, self.held[c].stamp, c)
                 for c in copies
                 if not self.pinned(c) and (self.held[c].passing or may_push)
-                if not before or self.held[c].stamp < before
+                if c not in kept
             ]
             if not idle:
                 return False
@@ -331,7 +336,7 @@ class Cache:
             ([(layer, k, expert) for k in kinds[layer] if mask >> k & 1], tier, passing)
             for layer, expert, tier, mask, passing in items
         ]
-        before = self.clock + 1
+        kept = {cell for cells, _, _ in listed for cell in cells}
         for cells, _, passing in reversed(listed):
             for cell in cells:
                 if not passing:
@@ -340,7 +345,7 @@ class Cache:
             for cell in cells:
                 worse = cell not in self.held or self.held[cell].tier > tier
                 if cell not in self.want and cell not in self.reads and worse:
-                    self.load(cell, tier, True, passing, before)
+                    self.load(cell, tier, True, passing, kept)
 
     def ready(self, layer: int, kind: int, experts: Iterable[int]) -> list[Visit]:
         """Which of these may be computed now, and in which tier."""
