@@ -84,7 +84,7 @@ class Config:
     schedule: str = "cosine"
     importance: str = "window"
     importance_window: int = 32
-    heavy_hitters: float = 0.2
+    heavy_hitters: float = 0.4
     prompts_pass: bool = True
     prefetch: str = "auto"
     exact_tiers: bool = False

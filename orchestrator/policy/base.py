@@ -46,7 +46,7 @@ class PolicySettings:
     prefetch: str = "auto"
     renormalize: bool = False
     schedule: str = "cosine"
-    heavy_hitters: float = 0.2
+    heavy_hitters: float = 0.4
     prompts_pass: bool = True
 
 
