@@ -335,6 +335,10 @@ class Engine:
         self.plan = plan
         extra = config.use_extra_bufts
         self._counting = plan.policy if isinstance(plan.policy, Counting) else None
+        if self._counting is not None:
+            known = self._memory.recall()
+            if known is not None:
+                self._counting.set_hotness(known)
         # of the time that loading takes; the experts are read before the first token, or never
         share = 0.5 if self._counting is not None else 1.0
         try:
@@ -380,8 +384,6 @@ class Engine:
         self, policy: Counting, share: float, progress: Callable[[float], None] | None
     ) -> None:
         """Reads every expert in its first version, so that no token waits for one."""
-        if self._memory.hotness is not None:
-            policy.set_hotness(self._memory.hotness)
         self.store.set_route(None, policy.default_tier)
         self.store.set_transition_rate(self.config.transition_rate)
         self.store.warm(
@@ -393,7 +395,7 @@ class Engine:
     def _learn(self) -> None:
         """What the policy that runs knows about the model, for the next one."""
         if self._parts and self._counting is not None:
-            self._memory.keep(self._counting.hotness)
+            self._memory.learn(self._counting.hotness)
 
     def _stop(self) -> None:
         """The context goes first, then the store, then the model that it was attached to."""

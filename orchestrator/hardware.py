@@ -17,6 +17,7 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.policy import Policy, PolicySettings, known_policies, make_policy
 from orchestrator.policy.base import ModelShape, SlotPlan
+from orchestrator.policy.versions import resident_plan
 
 PLAIN, LRU, DYMOE, DYNAEXQ = "plain", "lru", "dymoe", "dynaexq"
 SKIP_TIER = "skip"
@@ -433,9 +434,9 @@ def _best_that_fits(config: Config, model: ExpertModel, budget: int, low: int | 
 
 def _above_what_fits(model: ExpertModel, budget: int) -> int:
     """The tier above the best one whose copies all fit; else the one above the lowest."""
-    last = len(model.tiers) - 1
-    fits = (low for low in range(1, last) if _slots_of_all(model, low) < budget)
-    return next(fits, last) - 1
+    above = range(len(model.tiers) - 1)
+    fits = (at for at in above if resident_plan(model_shape(model, (at, at + 1)), budget, None))
+    return next(fits, above[-1])
 
 
 def _slots_of_all(model: ExpertModel, tier: int) -> int:

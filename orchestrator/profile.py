@@ -103,39 +103,49 @@ def save(path: Path, model: ExpertModel, hotness: np.ndarray) -> None:
 
 
 class Memory:
-    """What an engine knows about its model's hotness, from this run or an earlier one."""
+    """What an engine knows about its model's hotness, from this run or an earlier one.
+
+    config.profile names a file, which may not exist yet; where none is named, config.remember
+    stands for the user cache. note: why that was left aside, or None.
+    """
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
-        """config.profile names a file, which may not exist yet; config.remember: the user cache,
-        where no file is named. Raises ProfileError for a file that cannot be used."""
-        self._model = model
-        self._named = config.profile is not None
-        self._path = config.profile or (cached_path(model) if config.remember else None)
-        self.hotness: np.ndarray | None = None
+        self._named, self._remember, self._model = config.profile, config.remember, model
+        self._hotness: np.ndarray | None = None
+        self._path: Path | None = None
+        self._read = self._learned = False
         self.note: str | None = None
-        self._changed = False
-        if config.profile is not None and not config.profile.absolute().parent.is_dir():
-            raise ProfileError(f"--profile {config.profile}: there is no such folder")
+
+    def recall(self) -> np.ndarray | None:
+        """float64 [n_layers, n_expert], or None where nothing is known; reads it the first time.
+        Raises ProfileError or OSError for a named file that cannot be used."""
+        if self._read:
+            return self._hotness
+        self._path = self._named or (cached_path(self._model) if self._remember else None)
+        if self._named is not None and not self._named.absolute().parent.is_dir():
+            raise ProfileError(f"--profile {self._named}: there is no such folder")
         try:
             if self._path is not None and self._path.exists():
-                self.hotness = load(self._path, model)
+                self._hotness = load(self._path, self._model)
         except (ProfileError, OSError) as error:
             if self._named:
                 raise
-            self.note = f"The hotness of earlier runs is not used: {error}"
+            self.note = f"What earlier runs learned is not used: {error}"
+        self._read = True
+        return self._hotness
 
-    def keep(self, hotness: np.ndarray) -> None:
-        """What was learned until now; nothing, where it is all zero."""
+    def learn(self, hotness: np.ndarray) -> None:
+        """What a policy knows by now; nothing, where it is all zero."""
         if hotness.any():
-            self.hotness, self._changed = hotness, True
+            self._hotness, self._learned = hotness, True
 
     def save(self) -> None:
         """Writes what was learned. Raises OSError for a named file; the cache may fail."""
-        if self._path is None or self.hotness is None or not self._changed:
+        if self._path is None or self._hotness is None or not self._learned:
             return
         try:
-            save(self._path, self._model, self.hotness)
+            save(self._path, self._model, self._hotness)
         except OSError:
             if self._named:
                 raise
-        self._changed = False
+        self._learned = False

@@ -40,7 +40,10 @@ def scores(model: ExpertModel) -> np.ndarray:
 
 
 def remember(model: ExpertModel, **options: object) -> Memory:
-    return Memory(Config.build(model=model.path, policy="dynaexq", **options), model)
+    """An engine's memory, after it looked for what earlier runs learned."""
+    memory = Memory(Config.build(model=model.path, policy="dynaexq", **options), model)
+    memory.recall()
+    return memory
 
 
 def test_round_trip(model: ExpertModel, tmp_path: Path) -> None:
@@ -116,24 +119,24 @@ def test_a_damaged_cache_is_left_aside(model: ExpertModel) -> None:
     profile.save(path, model, scores(model))
     kept = remember(model, remember=True)
     assert kept.note is None
-    np.testing.assert_allclose(kept.hotness, scores(model), rtol=1e-5)
+    np.testing.assert_allclose(kept.recall(), scores(model), rtol=1e-5)
     path.write_text("{")
     fresh = remember(model, remember=True)
-    assert fresh.hotness is None
+    assert fresh.recall() is None
     assert fresh.note is not None
     assert str(path) in fresh.note
-    fresh.keep(scores(model))
+    fresh.learn(scores(model))
     fresh.save()
     assert remember(model, remember=True).note is None
 
 
 def test_nothing_is_kept_unasked(model: ExpertModel, user_folder: Path) -> None:
     quiet = remember(model)
-    quiet.keep(scores(model))
+    quiet.learn(scores(model))
     quiet.save()
     assert not profile.cached_path(model).exists()
     unused = remember(model, remember=True)
-    unused.keep(np.zeros((model.n_layers, model.n_expert)))
+    unused.learn(np.zeros((model.n_layers, model.n_expert)))
     unused.save()
     assert not profile.cached_path(model).exists()
 
@@ -141,8 +144,8 @@ def test_nothing_is_kept_unasked(model: ExpertModel, user_folder: Path) -> None:
 def test_a_new_profile_is_made(model: ExpertModel, tmp_path: Path) -> None:
     path = tmp_path / "new.json"
     memory = remember(model, profile=path)
-    assert memory.hotness is None
-    memory.keep(scores(model))
+    assert memory.recall() is None
+    memory.learn(scores(model))
     memory.save()
     np.testing.assert_allclose(profile.load(path, model), scores(model), rtol=1e-5)
     with pytest.raises(ProfileError, match="no such folder"):
@@ -166,7 +169,7 @@ def test_a_failed_write_leaves_the_old_profile(
     assert os.listdir(tmp_path) == ["hot.json"]
     for options in ({"profile": path}, {"remember": True}):
         memory = remember(model, **options)
-        memory.keep(scores(model))
+        memory.learn(scores(model))
         if "profile" in options:
             with pytest.raises(OSError, match="No space"):
                 memory.save()
