@@ -24,6 +24,8 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+# Bytes per second that an exchange of versions may read beside decoding.
+TRANSITION_RATE = 128 << 20
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 
@@ -94,9 +96,9 @@ class Config:
     update_steps: int = 32
     hotness_decay: float = 0.8
     hysteresis: float = 0.25
-    rank_slack: int = 1
+    rank_slack: int = 0
     hot_experts: int | None = None
-    transition_rate: int = 128 << 20
+    transition_rate: int = TRANSITION_RATE
     profile: Path | None = None
     remember: bool = False
     prompts_pass: bool = True

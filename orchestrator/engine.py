@@ -357,10 +357,9 @@ class Engine:
             self._parts.append(self._model)
             if plan.policy is not None:
                 self.store.attach(self._model.handle)
+                self.set_route()
                 if self._counting is not None:
                     self._warm(self._counting, share, progress)
-                else:
-                    self.store.set_route(self.on_route if plan.policy.needs_callback else None)
             self._context = Context(
                 bindings,
                 self._model,
@@ -380,11 +379,15 @@ class Engine:
         loaded = self._model
         self._template = ChatTemplate(loaded.chat_template(), loaded.bos(), loaded.eos())
 
+    def set_route(self) -> None:
+        """Lets the policy decide, in the way it does: by on_route, or by its default tier."""
+        tier = self._counting.default_tier if self._counting is not None else 0
+        self.store.set_route(self.on_route if self.policy.needs_callback else None, tier)
+
     def _warm(
         self, policy: Counting, share: float, progress: Callable[[float], None] | None
     ) -> None:
         """Reads every expert in its first version, so that no token waits for one."""
-        self.store.set_route(None, policy.default_tier)
         self.store.set_transition_rate(self.config.transition_rate)
         self.store.warm(
             policy.start(),

@@ -59,7 +59,7 @@ class PolicySettings:
     update_steps: int = 32
     hotness_decay: float = 0.8
     hysteresis: float = 0.25
-    rank_slack: int = 1
+    rank_slack: int = 0
     hot_experts: int | None = None
 
 

@@ -44,7 +44,9 @@ class DynaExq:
     At each update S <- alpha S + (1 - alpha) count (3.5); an expert outside the hot set replaces
     one inside where it is among the n_l hottest, the other is not among the n_l + rank_slack
     hottest, and S differs by more than hysteresis times the layer's mean S: both forms of
-    hysteresis, the margin in a unit that does not depend on how many tokens an interval had.
+    hysteresis, the margin in a unit that does not depend on how many tokens an interval had. The
+    slack is 0 unless asked for: it keeps an expert that nobody uses any more, as long as the
+    others outside are used even less.
 
     An interval is update_steps decode steps; a prompt's part ends it too, since it tells as much
     as many of them. A policy has no clock, so an interval in time, as in the paper, would have to
@@ -117,7 +119,8 @@ class DynaExq:
         return wanted
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Never called: whatever is resident is computed."""
+        """What is resident, as without a callback; a recorder asks all the same."""
+        np.minimum(view.resident_array[event.layer], LOW, out=out.tier_array)
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Learns from the step's counts; returns the transitions to start now."""
