@@ -166,6 +166,7 @@ def test_help_names_every_policy():
         ("bench", "BenchOptions"),
         ("bench ablation", "AblationOptions"),
         ("bench prefill", "PrefillOptions"),
+        ("bench topics", "TopicOptions"),
     ],
 )
 def test_help_shows_the_defaults_of_the_benchmark(words, name):
@@ -176,7 +177,7 @@ def test_help_shows_the_defaults_of_the_benchmark(words, name):
         default = field.default
         if field.name == "caps":
             default = ",".join(f"{100 * cap:.0f}" for cap in default)
-        if field.name == "prompts":
+        if field.name in ("prompts", "updates"):
             default = ",".join(map(str, default))
         found = re.search(rf"--{field.name.replace('_', '-')} .*?(\[default: (.*?)\]|  -)", text)
         if found and field.name not in ("quick", "threads"):
