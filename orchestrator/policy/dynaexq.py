@@ -22,6 +22,7 @@ from orchestrator.policy.base import ModelShape, PolicySettings, SlotPlan, Trans
 from orchestrator.policy.versions import VersionPools, cache_plan, resident_plan
 
 HIGH, LOW = 0, 1
+UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING, ExpertState.EVICTING)))
 
 # Swaps that wait for a slot between two updates; each update makes the list anew.
 MAX_QUEUE = 64
@@ -36,6 +37,11 @@ class Swap:
     up: int
     down: int | None
     promoting: bool = False
+
+    @property
+    def moving(self) -> int:
+        """The expert that its present half moves."""
+        return self.up if self.promoting or self.down is None else self.down
 
 
 class DynaExq:
@@ -151,11 +157,12 @@ class DynaExq:
             if swap.down is not None:
                 hot[swap.layer, swap.down] = False
                 busy[swap.layer, swap.down] = True
-        self._queue = deque(self._swaps(hot, busy)[:MAX_QUEUE])
+        self._queue = deque(self._swaps(hot, busy))
 
     def _swaps(self, hot: np.ndarray, busy: np.ndarray) -> list[Swap]:
-        """The changes of the hot sets, the largest gain first. hot and busy bool [L, E]: in the
-        hot set when all that is under way is done; under way."""
+        """The changes of the hot sets: into free places, then the largest gain first; MAX_QUEUE
+        of them. hot and busy bool [L, E]: in the hot set when all that is under way is done;
+        under way."""
         scores, n = self._scores, self.capacity[:, None]
         settings = self._settings
         unit = np.maximum(scores.mean(axis=1, keepdims=True), np.finfo(float).tiny)
@@ -168,29 +175,29 @@ class DynaExq:
         up = np.argsort(-rising, axis=1, kind="stable")
         down = np.argsort(falling, axis=1, kind="stable")
         free = self.capacity - hot.sum(axis=1)
-        found: list[tuple[float, Swap]] = []
+        swaps = []
         for layer in np.flatnonzero(free > 0).tolist():
             places = up[layer, : free[layer]].tolist()
-            found += [
-                (np.inf, Swap(layer, expert, None))
-                for expert in places
-                if rising[layer, expert] > 0
-            ]
+            swaps += [Swap(layer, expert, None) for expert in places if rising[layer, expert] > 0]
             up[layer] = np.roll(up[layer], -int(free[layer]))
         best = np.take_along_axis(rising, up, axis=1)
         worst = np.take_along_axis(falling, down, axis=1)
         possible = np.isfinite(best) & np.isfinite(worst)
         gain = np.where(possible, best, 0.0) - np.where(possible, worst, 0.0)
         gain /= unit
-        for layer, place in np.argwhere(possible & (gain > settings.hysteresis)).tolist():
-            swap = Swap(layer, int(up[layer, place]), int(down[layer, place]))
-            found.append((float(gain[layer, place]), swap))
-        found.sort(key=lambda each: -each[0])
-        return [swap for _, swap in found]
+        layers, places = np.nonzero(possible & (gain > settings.hysteresis))
+        largest = np.argsort(-gain[layers, places], kind="stable")[:MAX_QUEUE]
+        for layer, place in zip(layers[largest].tolist(), places[largest].tolist(), strict=True):
+            swaps.append(Swap(layer, int(up[layer, place]), int(down[layer, place])))
+        return swaps[:MAX_QUEUE]
 
     def _advance(self, states: np.ndarray, pools: VersionPools) -> list[Transition]:
         """The next half of each swap under way, then new ones as far as slots are free:
         demotions come first, since they free the high slots."""
+        if len(self._active) >= pools.most_swaps and all(
+            states[swap.layer, swap.moving] in UNDER_WAY for swap in self._active
+        ):
+            return []
         tracker = pools.track(states)
         moves: list[Transition] = []
         self._active = [swap for swap in self._active if self._go_on(swap, states, tracker, moves)]
@@ -217,9 +224,8 @@ class DynaExq:
         moves: list[Transition],
     ) -> bool:
         """False when the swap is over: done, or given up because the store could not."""
-        moving = swap.up if swap.promoting or swap.down is None else swap.down
-        state = states[swap.layer, moving]
-        if state in (ExpertState.PROMOTING, ExpertState.DEMOTING, ExpertState.EVICTING):
+        state = states[swap.layer, swap.moving]
+        if state in UNDER_WAY:
             return True
         if swap.promoting:
             self._done["promotions" if state == ExpertState.HI else "given_up"] += 1

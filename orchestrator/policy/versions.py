@@ -34,11 +34,13 @@ class Pool:
 
 
 class VersionPools:
-    """The pools of a plan. capacity[layer] is n_l, experts that may be high at once."""
+    """The pools of a plan. capacity[layer] is n_l, experts that may be high at once; most_swaps
+    how many swaps may be under way."""
 
     def __init__(self, pools: tuple[tuple[Pool, ...], ...], capacity: Sequence[int]) -> None:
         """pools[tier]"""
         self.capacity = tuple(capacity)
+        self.most_swaps = _MAX_SWAPS * len(pools[LOW])
         self._slots = [np.array([pool.n_slots for pool in of_tier]) for of_tier in pools]
         self._pool_of = [np.zeros(len(capacity), np.int64) for _ in pools]
         for of_tier, pool_of in zip(pools, self._pool_of, strict=True):
