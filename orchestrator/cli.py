@@ -128,7 +128,7 @@ model_options = _options(
         "--profile",
         type=FILE,
         metavar="FILE",
-        help="Where dynaexq keeps which experts were used.  [default: the user cache]",
+        help="Where dynaexq keeps which experts were used; without it, a chat uses the user cache.",
     ),
     click.option("--ctx", type=int, metavar="N", help=f"Context in tokens.  {_default('ctx')}"),
     click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores]"),
