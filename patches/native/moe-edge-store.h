@@ -1,7 +1,7 @@
 // The store: slots, budget, residency, disk reads and the expert tables of one model.
 //
 // Every (layer, kind, expert) is one cell. A cell holds at most one complete tier; while
-// a better tier is being read, the old one stays valid until the new one is published.
+// another tier is being read, the old one stays valid until the new one is published.
 // Rules of the mixed-precision cache (DyMoE 4.4.2): one format per expert; a request
 // better than what is resident is a miss and promotes; a request that is worse reuses.
 //
