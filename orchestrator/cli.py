@@ -97,7 +97,7 @@ model_options = _options(
     click.option(
         "--policy",
         metavar="NAME",
-        help="Who decides what stays in memory: plain, lru, dymoe.  [default: by fit]",
+        help="Who decides what stays in memory: plain, lru, dymoe, dynaexq.  [default: by fit]",
     ),
     click.option(
         "--retention",
@@ -123,6 +123,12 @@ model_options = _options(
     ),
     click.option(
         "--low-tier", metavar="TIER", help="Precision of the others, or skip.  [default: by fit]"
+    ),
+    click.option(
+        "--profile",
+        type=FILE,
+        metavar="FILE",
+        help="Where dynaexq keeps which experts were used; without it, a chat uses the user cache.",
     ),
     click.option("--ctx", type=int, metavar="N", help=f"Context in tokens.  {_default('ctx')}"),
     click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores]"),
@@ -210,7 +216,7 @@ def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
         raise click.UsageError("--json needs a prompt: give -p TEXT, or text on stdin")
     if prompt is not None and not prompt.strip():
         raise click.UsageError("the prompt is empty")
-    config = _config(options)
+    config = _config({**options, "remember": True})
     with _engine(config, console) as engine:
         session = Session(engine, config)
         if prompt is None:
@@ -243,9 +249,12 @@ def _engine(config: Config, console: Console) -> Engine:
     from orchestrator.engine import Engine
 
     try:
-        return Engine.open(config, console.load_bar)
+        engine = Engine.open(config, console.load_bar)
     finally:
         console.end_bar()
+    if engine.note:
+        console.note(engine.note)
+    return engine
 
 
 @cli.command()

@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def measure_options(
-    *, routing: str, tokens: int, runs: int, prompt_tokens: int | None
+    *, routing: str, tokens: int, runs: int, prompt_tokens: int | None, caps: str = "60,80"
 ) -> Callable[[F], F]:
     """The options of every measurement, with the defaults that a command's help shows.
 
@@ -38,7 +38,9 @@ def measure_options(
             f"{routing}]",
         ),
         click.option(
-            "--caps", metavar="LIST", help="Memory caps in % of the model file.  [default: 60,80]"
+            "--caps",
+            metavar="LIST",
+            help=f"Memory caps in % of the model file.  [default: {caps}]",
         ),
         click.option(
             "--tokens",
@@ -213,3 +215,35 @@ def prefill(as_json: bool, prompts: str | None, **options: Any) -> None:
         given["prompts"] = parse_lengths(prompts)
     result = run_prefill(PrefillOptions(**given), _note)
     click.echo(json.dumps(result) if as_json else render_prefill(result))
+
+
+@bench.command()
+@measure_options(routing="zipf", tokens=256, runs=2, prompt_tokens=32, caps="80")
+@click.option(
+    "--switches", type=AT_LEAST_1, metavar="N", help="Changes of the topic.  [default: 4]"
+)
+@click.option(
+    "--steady",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Decode steps at the end that stay with one topic.  [default: 512]",
+)
+@click.option(
+    "--updates",
+    metavar="LIST",
+    help="Intervals of dynaexq in decode steps.  [default: 8,16,32,64,128]",
+)
+def topics(as_json: bool, updates: str | None, **options: Any) -> None:
+    """dynaexq while the topic changes.
+
+    How even its steps stay, how soon the hot set has followed, and how many experts are promoted
+    with and without hysteresis.
+    """
+    from orchestrator.bench import TopicOptions, render_topics, run_topics
+    from orchestrator.bench.topics import parse_updates
+
+    given = _given(options)
+    if updates is not None:
+        given["updates"] = parse_updates(updates)
+    result = run_topics(TopicOptions(**given), _note)
+    click.echo(json.dumps(result) if as_json else render_topics(result))

@@ -24,6 +24,8 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+# Bytes per second that an exchange of versions may read beside decoding.
+TRANSITION_RATE = 128 << 20
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 
@@ -63,6 +65,12 @@ class Config:
     through a part of the slots instead of taking them all. exact_tiers computes a low request
     in low even where the high copy is in memory, to measure quality. logits_all keeps room for
     the logits of every token of a batch, which evaluation needs and chatting does not.
+
+    Of dynaexq: update_steps, decode steps between two updates of the hot sets (a prompt's part
+    ends an interval too), 0 for none; hotness_decay, the alpha of its moving average; hysteresis,
+    in mean scores of a layer, and rank_slack, in ranks; hot_experts, the most of a layer that may
+    be high; transition_rate, bytes per second that changes may read, 0 for no limit; profile, a
+    file that hotness is read from and written to; remember keeps it in the user cache instead.
     """
 
     model: Path
@@ -85,6 +93,14 @@ class Config:
     importance: str = "window"
     importance_window: int = 32
     heavy_hitters: float = 0.4
+    update_steps: int = 32
+    hotness_decay: float = 0.8
+    hysteresis: float = 0.25
+    rank_slack: int = 0
+    hot_experts: int | None = None
+    transition_rate: int = TRANSITION_RATE
+    profile: Path | None = None
+    remember: bool = False
     prompts_pass: bool = True
     prefetch: str = "auto"
     exact_tiers: bool = False
@@ -108,7 +124,7 @@ class Config:
                 raise ConfigError(f"unknown setting '{key}'{hint}")
         if settings.get("model") is None:
             raise ConfigError("the setting 'model' is missing")
-        for key in ("model", "low"):
+        for key in ("model", "low", "profile"):
             if isinstance(settings.get(key), str):
                 settings[key] = Path(settings[key])
         config = cls(**settings)
@@ -172,6 +188,14 @@ _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
     ("importance", (str,), False),
     ("importance_window", (int,), False),
     ("heavy_hitters", (float, int), False),
+    ("update_steps", (int,), False),
+    ("hotness_decay", (float, int), False),
+    ("hysteresis", (float, int), False),
+    ("rank_slack", (int,), False),
+    ("hot_experts", (int,), True),
+    ("transition_rate", (int,), False),
+    ("profile", (Path,), True),
+    ("remember", (bool,), False),
     ("prompts_pass", (bool,), False),
     ("prefetch", (str,), False),
     ("exact_tiers", (bool,), False),
@@ -197,5 +221,11 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("n_ahead", 0, 4),
     ("importance_window", 1, 65536),
     ("heavy_hitters", 0.0, 1.0),
+    ("update_steps", 0, 2**24),
+    ("hotness_decay", 0.0, 1.0),
+    ("hysteresis", 0.0, 1e6),
+    ("rank_slack", 0, 65535),
+    ("hot_experts", 0, 65535),
+    ("transition_rate", 0, 2**48),
     ("io_threads", 1, 64),
 )

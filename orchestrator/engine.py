@@ -22,7 +22,8 @@ from orchestrator.events import GenerationStats, Phase, RouteEvent, StepReport
 from orchestrator.llama import Bindings, Context, Model, SamplerChain
 from orchestrator.meter import Meter
 from orchestrator.native import Slices, Store, StoreSpec
-from orchestrator.policy import Policy
+from orchestrator.policy import Counting, Policy
+from orchestrator.profile import Memory
 from orchestrator.sampling import Sampling
 from orchestrator.template import ChatTemplate
 
@@ -49,6 +50,7 @@ class Engine:
         self.last_stats: GenerationStats | None = None
         self._cached: list[int] = []
         self._cancelled = False
+        self._memory = Memory(config, model)
         self._parts: list[Context | Store | Model] = []
         self._bindings = Bindings.load()
         self._machine = hardware.probe()
@@ -195,8 +197,7 @@ class Engine:
             if self.managed:
                 self.store.check_step()
                 if status == 0:
-                    us = 1e6 * (perf_counter() - start)
-                    self.policy.step_done(StepReport(phase, len(tokens), us))
+                    self._step_done(phase, len(tokens), 1e6 * (perf_counter() - start))
         except BaseException:
             self._rewind(before)
             raise
@@ -209,6 +210,15 @@ class Engine:
         if status == _NO_ROOM:
             raise ConfigError(f"the context of {self.n_ctx} tokens is full: raise --ctx")
         raise NativeError(f"llama.cpp failed to evaluate{self._bindings.complaint()}")
+
+    def _step_done(self, phase: Phase, n_tokens: int, us: float) -> None:
+        """Once per step: the policy learns, and may start transitions."""
+        counts = states = None
+        if self._counting is not None:
+            counts, states = self.store.take_counts(), self.store.states()
+        moves = self.policy.step_done(StepReport(phase, n_tokens, us, counts, states))
+        if moves:
+            self.store.transition(moves)
 
     def cancel(self) -> None:
         """Stops the running generation soon; safe in a signal handler and from any thread."""
@@ -286,6 +296,7 @@ class Engine:
     def _restart(self, config: Config) -> None:
         plan = hardware.make_plan(config, self.model, self._machine)
         old_config, old_plan = self.config, self.plan
+        self._learn()
         self._stop()
         self.config = config
         try:
@@ -299,6 +310,11 @@ class Engine:
     def managed(self) -> bool:
         """Whether the experts live in the native store; False on the plain upstream path."""
         return self.plan.managed
+
+    @property
+    def note(self) -> str | None:
+        """One sentence about what was left aside when the engine was opened."""
+        return self._memory.note
 
     @property
     def n_ctx(self) -> int:
@@ -318,6 +334,13 @@ class Engine:
         config, bindings = self.config, self._bindings
         self.plan = plan
         extra = config.use_extra_bufts
+        self._counting = plan.policy if isinstance(plan.policy, Counting) else None
+        if self._counting is not None:
+            known = self._memory.recall()
+            if known is not None:
+                self._counting.set_hotness(known)
+        # of the time that loading takes; the experts are read before the first token, or never
+        share = 0.5 if self._counting is not None else 1.0
         try:
             if plan.policy is not None:
                 self.policy = plan.policy
@@ -329,12 +352,14 @@ class Engine:
                 managed=plan.managed,
                 use_extra_bufts=not plan.managed if extra is None else extra,
                 use_mmap=not plan.managed and config.ram is None and len(self.model.tiers) == 1,
-                progress=progress,
+                progress=(lambda done: progress(share * done)) if progress else None,
             )
             self._parts.append(self._model)
             if plan.policy is not None:
                 self.store.attach(self._model.handle)
-                self.store.set_route(self.on_route if plan.policy.needs_callback else None)
+                self.set_route()
+                if self._counting is not None:
+                    self._warm(self._counting, share, progress)
             self._context = Context(
                 bindings,
                 self._model,
@@ -354,6 +379,27 @@ class Engine:
         loaded = self._model
         self._template = ChatTemplate(loaded.chat_template(), loaded.bos(), loaded.eos())
 
+    def set_route(self) -> None:
+        """Lets the policy decide, in the way it does: by on_route, or by its default tier."""
+        tier = self._counting.default_tier if self._counting is not None else 0
+        self.store.set_route(self.on_route if self.policy.needs_callback else None, tier)
+
+    def _warm(
+        self, policy: Counting, share: float, progress: Callable[[float], None] | None
+    ) -> None:
+        """Reads every expert in its first version, so that no token waits for one."""
+        self.store.set_transition_rate(self.config.transition_rate)
+        self.store.warm(
+            policy.start(),
+            (lambda done: progress(share + (1 - share) * done)) if progress else None,
+        )
+        self.store.reset_stats()
+
+    def _learn(self) -> None:
+        """What the policy that runs knows about the model, for the next one."""
+        if self._parts and self._counting is not None:
+            self._memory.learn(self._counting.hotness)
+
     def _stop(self) -> None:
         """The context goes first, then the store, then the model that it was attached to."""
         order = (Context, Store, Model)
@@ -362,9 +408,14 @@ class Engine:
         self._parts = []
 
     def close(self) -> None:
-        """Frees everything; safe to call twice."""
+        """Frees everything, and keeps the hotness where that is asked for; safe to call twice.
+        Raises OSError where a named profile cannot be written."""
+        self._learn()
         self._stop()
-        self.model.close()
+        try:
+            self._memory.save()
+        finally:
+            self.model.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -413,7 +464,7 @@ def store_spec(config: Config, model: ExpertModel, plan: hardware.Plan) -> Store
         direct_io=config.direct_io,
         n_passing=tuple(group.n_passing for group in plan.slots.groups),
         importance_window=importance_window(config, plan),
-        exact_tiers=config.exact_tiers,
+        exact_tiers=config.exact_tiers and plan.policy is not None and plan.policy.needs_callback,
     )
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "MoeEdgeError",
     "NativeError",
     "PolicyError",
+    "ProfileError",
     "TraceError",
 ]
 
@@ -35,6 +36,10 @@ class BudgetError(MoeEdgeError):
 
 class PolicyError(MoeEdgeError):
     """An unknown policy or tier, or a policy that the model's tiers cannot serve."""
+
+
+class ProfileError(MoeEdgeError):
+    """A profile of expert use that is damaged, or of another model."""
 
 
 class TraceError(MoeEdgeError):

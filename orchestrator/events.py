@@ -27,6 +27,17 @@ class Phase(IntEnum):
     DECODE = 1
 
 
+class ExpertState(IntEnum):
+    """What memory holds of an expert, and what is under way (DynaExq 3.2); see moe-edge.h."""
+
+    ABSENT = 0
+    HI = 1
+    LO = 2
+    PROMOTING = 3
+    DEMOTING = 4
+    EVICTING = 5
+
+
 # Memoryviews of single rows beside numpy: turning one into a list costs a third.
 def _rows(array: np.ndarray, code: Literal["i", "B"]) -> tuple[memoryview, ...]:
     """A read-only memoryview for each row of a two-dimensional array."""
@@ -189,11 +200,17 @@ class DecisionBuffer:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one finished step took: tokens in it, and microseconds from its start to its end."""
+    """What one finished step took: tokens in it, and microseconds from its start to its end.
+
+    For a policy that counts (policy.base.Counting), [n_layers, n_expert] each: counts, the tokens
+    routed to each expert in this step; states, the ExpertState of each at its end.
+    """
 
     phase: Phase
     n_tokens: int
     us: float
+    counts: np.ndarray | None = None
+    states: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.policy import Policy, PolicySettings, known_policies, make_policy
 from orchestrator.policy.base import ModelShape, SlotPlan
+from orchestrator.policy.versions import resident_plan
 
-PLAIN, LRU, DYMOE = "plain", "lru", "dymoe"
+PLAIN, LRU, DYMOE, DYNAEXQ = "plain", "lru", "dymoe", "dynaexq"
 SKIP_TIER = "skip"
 USUAL_HIGH = "q4_k"
 USUAL_RETENTION = 0.75
@@ -269,6 +270,11 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
         schedule=config.schedule,
         heavy_hitters=config.heavy_hitters,
         prompts_pass=config.prompts_pass,
+        update_steps=config.update_steps,
+        hotness_decay=config.hotness_decay,
+        hysteresis=config.hysteresis,
+        rank_slack=config.rank_slack,
+        hot_experts=config.hot_experts,
     )
     policy = make_policy(name, shape, settings)
     try:
@@ -295,16 +301,26 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     )
 
 
+# Why a policy has no use for which options.
+_UNUSED: dict[str | None, tuple[str, tuple[str, ...]]] = {
+    PLAIN: ("runs the best precision alone", ("low", "low_tier", "retention")),
+    LRU: ("runs one precision", ("low", "low_tier", "retention")),
+    DYNAEXQ: ("fills the budget with high copies", ("retention",)),
+}
+
+
 def check_unused(config: Config) -> None:
     """Raises ConfigError for an option that the policy asked for has no use for.
 
     For what a command line asks for at once: a policy that is changed later, to compare, just
     leaves such options alone.
     """
-    if config.policy not in (PLAIN, LRU):
+    if config.policy != DYNAEXQ and config.profile is not None:
+        raise ConfigError("--profile is for --policy dynaexq: leave it out, or ask for that policy")
+    if config.policy not in _UNUSED:
         return
-    reason = "runs one precision" if config.policy == LRU else "runs the best precision alone"
-    for name in ("low", "low_tier", "retention"):
+    reason, unused = _UNUSED[config.policy]
+    for name in unused:
         if getattr(config, name) is not None:
             option = "--" + name.replace("_", "-")
             raise ConfigError(
@@ -384,6 +400,8 @@ def _choose(config: Config, model: ExpertModel, budget: int) -> tuple[str, tuple
         named = model.tier_index(config.low_tier or "")
     if config.high_tier is not None:
         high = model.tier_index(config.high_tier)
+    elif config.policy == DYNAEXQ and len(names) > 1:
+        high = _above_what_fits(model, budget) if named is None else max(0, named - 1)
     else:
         high = _best_that_fits(config, model, budget, named)
     low = named if named is not None else high + 1 if high + 1 < len(names) else None
@@ -412,6 +430,13 @@ def _best_that_fits(config: Config, model: ExpertModel, budget: int, low: int | 
     usual = names.index(USUAL_HIGH)
     above = usual < (len(names) - 1 if low is None else low)
     return usual if above or (low is None and config.low is None) else 0
+
+
+def _above_what_fits(model: ExpertModel, budget: int) -> int:
+    """The tier above the best one whose copies all fit; else the one above the lowest."""
+    above = range(len(model.tiers) - 1)
+    fits = (at for at in above if resident_plan(model_shape(model, (at, at + 1)), budget, None))
+    return next(fits, above[-1])
 
 
 def _slots_of_all(model: ExpertModel, tier: int) -> int:

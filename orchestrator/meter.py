@@ -50,6 +50,7 @@ class Meter:
                 bytes_read += new.demand_bytes[phase] - old.demand_bytes[phase]
                 bytes_read += new.prefetch_bytes[phase] - old.prefetch_bytes[phase]
                 wait_ms += (new.wait_us[phase] - old.wait_us[phase]) / 1000.0
+            bytes_read += new.transition_bytes - old.transition_bytes
             mix = _mix(old, new)
             callback_us = store.callback_us(since=self._calls)
         return GenerationStats(

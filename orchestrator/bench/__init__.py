@@ -5,15 +5,19 @@ from orchestrator.bench.plan import BenchOptions
 from orchestrator.bench.prefill import PrefillOptions, render_prefill, run_prefill
 from orchestrator.bench.report import render
 from orchestrator.bench.run import run
+from orchestrator.bench.topics import TopicOptions, render_topics, run_topics
 
 __all__ = [
     "AblationOptions",
     "BenchOptions",
     "PrefillOptions",
+    "TopicOptions",
     "render",
     "render_ablation",
     "render_prefill",
+    "render_topics",
     "run",
     "run_ablation",
     "run_prefill",
+    "run_topics",
 ]

@@ -45,16 +45,38 @@ def text_stream(seed: int, text: str, tokenize: Callable[[str], Sequence[int]]) 
     return lambda n: list(itertools.islice(tokens, n))
 
 
-def play(parts: Sequence[Part], evaluate: Eval, draw: Draw, watch: Watch) -> list[dict[str, Any]]:
+def topic_streams(job: Job, n_vocab: int, tokenize: Callable[[str], Sequence[int]]) -> list[Draw]:
+    """Two texts that have nothing in common: conversations that begin with asking for a story and
+    the others, or the two halves of a vocabulary."""
+    if job.text is None:
+        middle = n_vocab // 2
+        low, high = token_stream(job.seed, middle), token_stream(job.seed, n_vocab - middle + 3)
+        return [low, lambda n: [token + middle - 3 for token in high(n)]]
+    stories: list[str] = []
+    others: list[str] = []
+    for piece in Path(job.text).read_text("utf-8").removesuffix("\n").split(SEPARATOR):
+        asked = piece.split("assistant", 1)[0]
+        (stories if "story" in asked.lower() else others).append(piece)
+    return [text_stream(job.seed, SEPARATOR.join(each), tokenize) for each in (stories, others)]
+
+
+def play(
+    parts: Sequence[Part],
+    evaluate: Eval,
+    draw: Draw,
+    watch: Watch,
+    topics: Sequence[Draw] = (),
+) -> list[dict[str, Any]]:
     """Times every part, in order: {"name", "tokens", "ms"}, one time for each prompt or step.
 
-    watch(result) is entered before a part and left after it, and may add to the result. Tokens
+    watch(result) is entered before a part and left after it, and may add to the result. topics
+    are the sources of the parts that have one. Tokens
     are drawn for whole parts, so that one that ends early does not change those after it.
     """
     results = []
     pos = 0
     for part in parts:
-        tokens = draw(part.n)
+        tokens = (draw if part.topic < 0 else topics[part.topic])(part.n)
         if part.kind == PROMPT:
             pos = 0
         steps = [tokens] if part.kind == PROMPT else [[token] for token in tokens]
@@ -85,7 +107,8 @@ def run_upstream(job: Job) -> dict[str, Any]:
         **job.settings,
     ) as model:
         draw = _source(job, job.seed, model.n_vocab, model.tokenize)
-        return {"parts": play(job.parts, model.eval, draw, lambda result: nullcontext())}
+        topics = topic_streams(job, model.n_vocab, model.tokenize)
+        return {"parts": play(job.parts, model.eval, draw, lambda result: nullcontext(), topics)}
 
 
 def run_engine(job: Job) -> dict[str, Any]:
@@ -109,7 +132,8 @@ def run_engine(job: Job) -> dict[str, Any]:
         draw = _source(job, job.seed, n_vocab, engine.tokenize)
         watch: Watch = _store_watch(engine.store) if managed else lambda result: nullcontext()
         result: dict[str, Any] = {"mode": engine.mode}
-        result["parts"] = play(job.parts, engine.eval, draw, watch)
+        topics = topic_streams(job, n_vocab, engine.tokenize)
+        result["parts"] = play(job.parts, engine.eval, draw, watch, topics)
         result["policy"] = engine.policy.report() if managed else {}
         if managed and job.routing:
             more = _source(job, job.seed + 1, n_vocab, engine.tokenize)
@@ -146,7 +170,10 @@ def counters(stats: Any) -> dict[str, Any]:
     return {
         "requests": sum(stats.requests),
         "hits": sum(stats.hits),
-        "bytes": demand + prefetched,
+        "bytes": demand + prefetched + stats.transition_bytes,
+        "demand_bytes": demand,
+        "transition_bytes": stats.transition_bytes,
+        "promoted": stats.experts_promoted,
         "needed_bytes": demand + useful,
         "wait_ms": sum(stats.wait_us) / 1e3,
         "routed": {"high": routed[0], "low": sum(routed[1:-1]), "skip": routed[-1]},

@@ -15,7 +15,7 @@ class Part(NamedTuple):
     """A stretch of a measurement: one prompt of n tokens, or n decode steps.
 
     name: what the report finds it by. Decode steps end early after so many seconds, when at
-    least at_least of them are done.
+    least at_least of them are done. topic: 0 or 1, a text of its own; -1 for any.
     """
 
     name: str
@@ -23,6 +23,7 @@ class Part(NamedTuple):
     n: int
     seconds: float = 0.0
     at_least: int = 1
+    topic: int = -1
 
 
 def prompt(n: int, name: str = PROMPT) -> Part:

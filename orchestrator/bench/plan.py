@@ -162,5 +162,6 @@ def cases(options: BenchOptions) -> list[Case]:
             Case(ONE_TIER, "engine", cap, "", {"policy": "dymoe", "retention": 1.0}),
             Case("dymoe 4/2", "engine", cap, "", {**dymoe, "low_tier": "q2_k"}),
             Case("dymoe 4/0", "engine", cap, "", {**dymoe, "low_tier": "skip"}),
+            Case("dynaexq 4/2", "engine", cap, "", {"policy": "dynaexq", "low_tier": "q2_k"}),
         ]
     return listed

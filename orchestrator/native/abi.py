@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 MAX_TIERS = 4
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -125,6 +125,11 @@ class CStats(ctypes.Structure):
         ("slot_bytes_peak", ctypes.c_uint64),
         ("budget_bytes", ctypes.c_uint64),
         ("read_us", ctypes.c_uint64),
+        ("experts_promoted", ctypes.c_uint64),
+        ("experts_demoted", ctypes.c_uint64),
+        ("transitions_rejected", ctypes.c_uint64),
+        ("transitions_failed", ctypes.c_uint64),
+        ("transition_bytes", ctypes.c_uint64),
         ("direct_io", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
     ]
@@ -140,7 +145,7 @@ STRUCT_BYTES = {
     CEvent: 88,
     CPrefetch: 8,
     CDecision: 32,
-    CStats: 344,
+    CStats: 384,
 }
 
 ROUTE_CB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
@@ -195,6 +200,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "moe_edge_prefetch": (None, [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32]),
+    "moe_edge_transition": (ctypes.c_int32, [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32]),
+    "moe_edge_set_transition_rate": (None, [_STORE, ctypes.c_uint64]),
+    "moe_edge_get_states": (None, [_STORE, ctypes.POINTER(ctypes.c_uint8)]),
+    "moe_edge_take_counts": (None, [_STORE, ctypes.POINTER(ctypes.c_uint32)]),
     "moe_edge_use": (
         ctypes.c_int,
         [

@@ -257,6 +257,31 @@ class Store:
         self.library.get_resident(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)))
         return out
 
+    def states(self) -> np.ndarray:
+        """uint8 [n_layers, n_expert], a copy: the ExpertState of each expert, now."""
+        out = np.empty((len(self.spec.layers), self.spec.n_expert), np.uint8)
+        self.library.get_states(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)))
+        return out
+
+    def take_counts(self) -> np.ndarray:
+        """uint32 [n_layers, n_expert]: tokens routed to each expert since the last call."""
+        out = np.empty((len(self.spec.layers), self.spec.n_expert), np.uint32)
+        self.library.take_counts(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint32)))
+        return out
+
+    def transition(self, wanted: Sequence[tuple[int, int, int]]) -> int:
+        """Starts to bring (layer, expert, tier) in the background; returns how many were
+        admitted. What is admitted becomes visible at a later begin_step."""
+        items = _items(wanted)
+        admitted = self.library.transition(self.handle, items, len(wanted))
+        if admitted < 0:
+            raise NativeError("a transition names an expert or a tier that the model does not have")
+        return int(admitted)
+
+    def set_transition_rate(self, bytes_per_s: int) -> None:
+        """How fast transitions may read; 0 for no limit."""
+        self.library.set_transition_rate(self.handle, bytes_per_s)
+
     def reset_stats(self) -> None:
         self.library.reset_stats(self.handle)
 
@@ -280,9 +305,7 @@ class Store:
         progress: Callable[[float], None] | None = None,
     ) -> int:
         """Loads (layer, expert, tier) triples into free slots; returns how many went in."""
-        items = (CPrefetch * max(1, len(wanted)))()
-        for item, (layer, expert, tier) in zip(items, wanted, strict=False):
-            item.layer, item.expert, item.tier = layer, expert, tier
+        items = _items(wanted)
         raised: list[BaseException] = []
 
         def report(done: int, total: int, _user: int | None) -> None:
@@ -326,6 +349,14 @@ class Store:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _items(wanted: Sequence[tuple[int, int, int]]) -> ctypes.Array[CPrefetch]:
+    """(layer, expert, tier) triples for C; one item where there are none."""
+    items = (CPrefetch * max(1, len(wanted)))()
+    for item, (layer, expert, tier) in zip(items, wanted, strict=False):
+        item.layer, item.expert, item.tier = layer, expert, tier
+    return items
 
 
 def _text(message: bytes) -> str:

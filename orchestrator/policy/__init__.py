@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from orchestrator.errors import PolicyError
-from orchestrator.policy.base import ModelShape, Policy, PolicySettings
+from orchestrator.policy.base import Counting, ModelShape, Policy, PolicySettings
 from orchestrator.policy.dymoe import DyMoE
+from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.policy.lru import LRU
 
 POLICIES: dict[str, Callable[[ModelShape, PolicySettings], Policy]] = {
     LRU.name: LRU,
     DyMoE.name: DyMoE,
+    DynaExq.name: DynaExq,
 }
 
 
@@ -31,4 +33,12 @@ def known_policies() -> tuple[str, ...]:
     return (*POLICIES, "plain")
 
 
-__all__ = ["POLICIES", "ModelShape", "Policy", "PolicySettings", "known_policies", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "Counting",
+    "ModelShape",
+    "Policy",
+    "PolicySettings",
+    "known_policies",
+    "make_policy",
+]

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from orchestrator.errors import BudgetError
 from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
+
+Transition = tuple[int, int, int]  # layer, expert, tier to bring it to
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,11 @@ class PolicySettings:
     """What a user can tune. skip_low: experts that are not critical are skipped (4/0).
     schedule: "cosine", "linear" or "flat"; prefetch: "on", "off", or "auto", which stops it
     while it does not pay; heavy_hitters: the share of a prompt's tokens that count as such;
-    prompts_pass: a prompt's experts pass through a part of the slots."""
+    prompts_pass: a prompt's experts pass through a part of the slots.
+
+    Of dynaexq: update_steps, decode steps between two updates of the hot sets, 0 for none;
+    hotness_decay, its alpha; hysteresis, in mean scores of a layer, and rank_slack, in ranks;
+    hot_experts, the most that a layer may have in the high tier."""
 
     retention: float = 0.75
     skip_low: bool = False
@@ -48,6 +56,11 @@ class PolicySettings:
     schedule: str = "cosine"
     heavy_hitters: float = 0.4
     prompts_pass: bool = True
+    update_steps: int = 32
+    hotness_decay: float = 0.8
+    hysteresis: float = 0.25
+    rank_slack: int = 0
+    hot_experts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +104,8 @@ class Policy(Protocol):
         """Writes a tier for the routed experts (0 where nothing is written) and what to
         prefetch. Mutates only `out`; keeps no reference to what it was given."""
 
-    def step_done(self, report: StepReport) -> None:
-        """After every step that succeeded."""
+    def step_done(self, report: StepReport) -> Sequence[Transition] | None:
+        """After every step that succeeded; returns the transitions to start, if any."""
 
     def report(self) -> dict[str, Any]:
         """What the policy knows about its own work, JSON-ready; empty where nothing."""
@@ -102,6 +115,28 @@ class Policy(Protocol):
 
     def set_retention(self, retention: float) -> bool:
         """Changes the share of critical experts while running; False where there is none."""
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """What a policy has besides, where it decides between steps and not during them: it needs no
+    callback, and gets counts and states with each StepReport.
+
+    default_tier: what every routed expert is asked for; a better copy in memory is used.
+    """
+
+    default_tier: int
+    caching: bool  # not every expert is in memory, so that tokens may wait
+
+    @property
+    def hotness(self) -> np.ndarray:
+        """What it has learned, float64 [n_layers, n_expert], a copy."""
+
+    def set_hotness(self, scores: np.ndarray) -> None:
+        """Starts from what an earlier run learned."""
+
+    def start(self) -> Sequence[Transition]:
+        """(layer, expert, tier) to load before the first token; after plan."""
 
 
 @dataclass(frozen=True, slots=True)

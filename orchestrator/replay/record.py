@@ -20,8 +20,8 @@ from orchestrator.sampling import Sampling
 class Recorder:
     """Records while it is entered; trace() afterwards gives the recording.
 
-    A policy that Python is not called for (lru) is called, and decides the same. The engine
-    must be managed and must not change its policy meanwhile. Raises ConfigError.
+    A policy that Python is not called for (lru, dynaexq) is called, and decides the same. The
+    engine must be managed and must not change its policy meanwhile. Raises ConfigError.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -53,7 +53,7 @@ class Recorder:
     ) -> None:
         engine = self._engine
         self._stamp()
-        engine.store.set_route(engine.on_route if engine.policy.needs_callback else None)
+        engine.set_route()
 
     def _stamp(self) -> None:
         self._starts.append((perf_counter_ns(), sum(self._engine.store.stats().wait_us)))

@@ -161,6 +161,7 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
             },
         }
     found |= {
+        "transition_bytes": stats.transition_bytes,
         "promotions": stats.promotions,
         "evictions": stats.evictions,
         "prefetch_used": stats.prefetch_used,
@@ -242,6 +243,8 @@ def render(result: dict[str, Any]) -> str:
             f"{_ms(run['tpot_ms_p50']):>11}{_ms(run['tpot_ms_mean']):>10}"
             f"{_ms(run['tpot_ms_p99']):>10}{_ms(run['ttft_ms']):>11}"
         )
+        if run["transition_bytes"]:
+            lines.append(f"  and {format_size(run['transition_bytes'])} in the background, in all")
     best, bound, recorded = result["belady"]["decode"], result["bound"], result["recorded"]
     lines.append(
         f"{'Belady, lru slots':<20}{_percent(best['hit_rate']):>8}"

@@ -14,11 +14,12 @@ from statistics import median
 import numpy as np
 
 from gguf_tools.layout import DOWN, GATE, GATE_UP, UP
+from orchestrator.config import TRANSITION_RATE
 from orchestrator.errors import TraceError
 from orchestrator.events import Phase, RouteEvent, StepReport
 from orchestrator.hardware import LRU, SKIP_TIER, model_shape
 from orchestrator.native import CStats, Library, Simulation, Slices, Store, StoreSpec
-from orchestrator.policy import Policy, PolicySettings, make_policy
+from orchestrator.policy import Counting, Policy, PolicySettings, make_policy
 from orchestrator.policy.base import ModelShape, SlotPlan
 from orchestrator.replay.trace import Step, Trace
 
@@ -137,7 +138,7 @@ def plan(
         n_io_threads=threads,
         direct_io=False,
         n_passing=tuple(group.n_passing for group in slots.groups),
-        exact_tiers=trace.header.exact_tiers,
+        exact_tiers=trace.header.exact_tiers and made.needs_callback,
         simulated=True,
     )
     return Plan(policy, made, shape, slots, spec, best)
@@ -146,20 +147,33 @@ def plan(
 def simulate(
     library: Library, trace: Trace, plan: Plan, speed: Transport, time: Compute
 ) -> Outcome:
-    """Plays the trace once, from an empty store. Raises what the policy or the store does."""
+    """Plays the trace once, from an empty store, or for a policy that has everything in memory
+    from that. Raises what the policy or the store does."""
+    counting = plan.policy if isinstance(plan.policy, Counting) else None
     phases: list[Phase] = []
     step_us: list[float] = []
     with Store.create(library, plan.spec) as store:
-        store.set_route(_route(store, plan.policy) if plan.policy.needs_callback else None)
+        tier = counting.default_tier if counting is not None else 0
+        store.set_route(_route(store, plan.policy) if plan.policy.needs_callback else None, tier)
         clock = Simulation(store)
         clock.set_speed(speed.bytes_per_s, speed.latency_us)
+        if counting is not None:
+            store.set_transition_rate(TRANSITION_RATE)
+            store.warm(counting.start())
+            store.reset_stats()
         for step in trace.steps():
             start_ns = clock.now_ns
             store.begin_step(step.phase)
             _play(clock, plan, step, 1000 * time.of(step.phase) * step.n_tokens)
             phases.append(step.phase)
             step_us.append((clock.now_ns - start_ns) / 1000)
-            plan.policy.step_done(StepReport(step.phase, step.n_tokens, step_us[-1]))
+            counts = states = None
+            if counting is not None:
+                counts, states = store.take_counts(), store.states()
+            report = StepReport(step.phase, step.n_tokens, step_us[-1], counts, states)
+            moves = plan.policy.step_done(report)
+            if moves:
+                store.transition(moves)
         stats = store.stats()
     return Outcome(stats, tuple(phases), np.array(step_us))
 

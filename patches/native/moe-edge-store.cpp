@@ -46,6 +46,9 @@ constexpr int32_t KIND_RANK[MOE_EDGE_N_KINDS] = { /* up */ 1, /* gate */ 0, /* g
 
 const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release };
 
+// First field of moe_edge_read_key.
+constexpr int32_t DEMAND = 0, AHEAD = 1, TRANSITION = 2;
+
 // Whether this file can be read with O_DIRECT at block granularity.
 bool direct_works(int fd) {
     void * block = aligned_alloc(MOE_EDGE_BLOCK, MOE_EDGE_BLOCK);
@@ -99,6 +102,7 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     importance.resize(max_tokens);
     resident.assign((size_t) n_layers * n_expert, MOE_EDGE_ABSENT);
     resident_view = resident;
+    counts.resize(resident.size());
     tier_out.resize(n_expert);
     passing_out.resize(n_expert);
     prefetch_out.resize(MOE_EDGE_MAX_PREFETCH);
@@ -297,15 +301,15 @@ void moe_edge_store::touch(int32_t cell) {
     }
 }
 
-// A free slot; else one that no op of this step needs: what passing requests loaded before
-// the rest, of either the one used least recently. A prefetch takes no slot of what stands in
-// the same list. -1 if there is none.
+// A free slot; else one that no op of this step and no transition needs: what passing
+// requests loaded before the rest, of either the one used least recently. A prefetch takes no
+// slot of what stands in the same list. -1 if there is none.
 int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool ahead, bool passing) {
     const auto oldest = [&](bool of_passing) {
         int32_t slot = pool.oldest;
         for (; slot >= 0; slot = pool.slots[slot].newer) {
             const auto & c = cells[pool.slots[slot].cell];
-            if (pool.slots[slot].passing == of_passing && !c.pinned() && !(ahead && c.predicted == n_lists)) {
+            if (pool.slots[slot].passing == of_passing && !c.pinned() && !c.background && !(ahead && c.predicted == n_lists)) {
                 break;
             }
         }
@@ -397,8 +401,9 @@ void moe_edge_store::update_resident(int32_t cell) {
 moe_edge_read_key moe_edge_store::read_key(int32_t cell) const {
     const auto & c = cells[cell];
     const auto & s = slice_of(cell, c.loading);
-    return c.ahead ? moe_edge_read_key(1, c.ahead_seq, 0, cell)
-                   : moe_edge_read_key(0, KIND_RANK[kind_of(cell)], s.offset + expert_of(cell) * s.expert_bytes, cell);
+    return c.background ? moe_edge_read_key(TRANSITION, c.ahead_seq, 0, cell)
+         : c.ahead      ? moe_edge_read_key(AHEAD, c.ahead_seq, 0, cell)
+                        : moe_edge_read_key(DEMAND, KIND_RANK[kind_of(cell)], s.offset + expert_of(cell) * s.expert_bytes, cell);
 }
 
 bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead, bool passing) {
@@ -413,7 +418,7 @@ bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead, bool passi
     c.loading      = tier;
     c.loading_slot = slot;
     c.ahead        = ahead;
-    c.ahead_seq    = ahead ? ahead_seq++ : 0;
+    c.ahead_seq    = c.background ? transition_seq++ : ahead ? ahead_seq++ : 0;
     c.broken       = false;
     c.abandoned    = false;
     c.parts        = std::max<uint64_t>(1, (slice_of(cell, tier).expert_bytes + MOE_EDGE_PART / 2) / MOE_EDGE_PART);
@@ -438,6 +443,7 @@ void moe_edge_store::discard_load(int32_t cell) {
     const int32_t slot = c.loading_slot;
     c.loading      = NO_TIER;
     c.loading_slot = -1;
+    c.background   = false;
     give_slot(pool, slot);
     serve_waiting(pool);
 }
@@ -452,9 +458,12 @@ void moe_edge_store::load_or_wait(int32_t cell) {
 }
 
 // Acts on a read whose parts are all done. An op may be reading the bytes that a promotion
-// replaces; the promotion then waits for release().
+// replaces; the promotion then waits for release(), and a transition for the next step.
 void moe_edge_store::settle(int32_t cell) {
     auto & c = cells[cell];
+    if (c.background) {
+        return;
+    }
     if (!c.broken && !c.abandoned) {
         if (!c.pinned() || !c.satisfied()) {
             publish(cell);
@@ -488,6 +497,7 @@ void moe_edge_store::publish(int32_t cell) {
     c.slot         = c.loading_slot;
     c.loading      = NO_TIER;
     c.loading_slot = -1;
+    c.background   = false;
     pool.slots[c.slot].prefetched = c.ahead && !c.pinned();
     list_insert(pool, c.slot);
     matrices[layer_of(cell)][kind_of(cell)].table[expert_of(cell)] =
@@ -546,9 +556,14 @@ moe_edge_read moe_edge_store::start_read() {
     const int32_t cell = std::get<3>(*reads.begin());
     auto & c = cells[cell];
     auto & pool = pool_of(cell, c.loading);
-    const moe_edge_read read = { cell, c.loading, c.started++, c.parts, pool.memory + c.loading_slot * pool.slot_bytes };
+    const moe_edge_read read = { cell, c.loading, c.started++, c.parts, c.background, pool.memory + c.loading_slot * pool.slot_bytes };
+    const uint64_t bytes = slice_of(cell, read.tier).expert_bytes;
     if (read.part == 0) {
-        (c.ahead ? stats.prefetch_bytes : stats.demand_bytes)[phase] += slice_of(cell, read.tier).expert_bytes;
+        (c.background ? stats.transition_bytes : c.ahead ? stats.prefetch_bytes[phase] : stats.demand_bytes[phase]) += bytes;
+    }
+    if (read.background) {
+        transiting = true;
+        transition_at = transition_rate == 0 ? 0 : clock_us() + bytes / read.parts * 1000000 / transition_rate;
     }
     if (!c.queued()) {
         reads.erase(reads.begin());
@@ -558,6 +573,7 @@ moe_edge_read moe_edge_store::start_read() {
 
 void moe_edge_store::finish_read(const moe_edge_read & read, const std::string & why, uint64_t took_us) {
     auto & c = cells[read.cell];
+    transiting &= !read.background;
     stats.read_us += took_us;
     c.finished++;
     if (!why.empty() && !c.broken) {
@@ -574,9 +590,18 @@ void moe_edge_store::finish_read(const moe_edge_read & read, const std::string &
 void moe_edge_store::io_loop() {
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
-        work_cv.wait(lock, [this] { return stopping || !reads.empty(); });
+        work_cv.wait(lock, [this] { return stopping || urgent() || (!reads.empty() && !transiting); });
         if (stopping) {
             return;
+        }
+        if (!urgent()) {
+            const uint64_t now = clock_us();
+            if (now < transition_at) {
+                transiting = true;  // this thread is the one that waits
+                work_cv.wait_for(lock, std::chrono::microseconds(transition_at - now));
+                transiting = false;
+                continue;
+            }
         }
         const moe_edge_read read = start_read();
 
@@ -591,14 +616,23 @@ void moe_edge_store::io_loop() {
     }
 }
 
+bool moe_edge_store::urgent() const { return !reads.empty() && std::get<0>(*reads.begin()) != TRANSITION; }
+
+// Transitions are read one part at a time, so that the other threads are there for what is urgent.
+bool moe_edge_store::may_transit() const { return !reads.empty() && !transiting && clock_us() >= transition_at; }
+
+uint64_t moe_edge_store::clock_us() const { return simulation ? simulation->now() / 1000 : now_us(); }
+
+// Not for transitions: the thread that is on them goes on by itself, and waking the others
+// for each op would cost compute time.
 void moe_edge_store::wake() {
     if (!simulation) {
-        if (!reads.empty()) {
+        if (urgent()) {
             work_cv.notify_all();
         }
         return;
     }
-    while (!reads.empty() && simulation->has_idle_thread()) {
+    while (simulation->has_idle_thread() && (urgent() || may_transit())) {
         const moe_edge_read read = start_read();
         const uint64_t bytes = slice_of(read.cell, read.tier).expert_bytes;
         // the parts of a slice are equal up to a byte, and together as long as it is
@@ -642,10 +676,15 @@ void moe_edge_store::begin_step(int32_t new_phase) {
     }
     failed = false;
     failure.clear();
-    if (n_decided == 0) {
-        return;
+    if (n_decided != 0) {
+        drop_step();
     }
-    // the step before was cut off: nothing of it is needed any more
+    transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
+        [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
+}
+
+// The step before was cut off: nothing of it is needed any more.
+void moe_edge_store::drop_step() {
     n_decided = 0;
     for (auto & pool : pools) {
         pool.waiting.clear();
@@ -660,7 +699,7 @@ void moe_edge_store::begin_step(int32_t new_phase) {
     for (size_t i = 0; i < cells.size(); i++) {
         if (cells[i].arrived()) {
             settle(i);
-        } else if (cells[i].queued() && cells[i].started == 0) {
+        } else if (cells[i].queued() && cells[i].started == 0 && !cells[i].background) {
             cancel_read(i);
         }
     }
@@ -704,6 +743,13 @@ bool moe_edge_store::route() {
         routed_passing.push_back(passing_out[e]);
     }
     std::lock_guard<std::mutex> lock(mutex);
+    const size_t first = (size_t) event.layer * n_expert;
+    for (size_t i = 0; i < (size_t) event.n_tokens * n_expert_used; i++) {
+        counts[first + ids[i]]++;
+    }
+    for (size_t i = 0; !callback && !exact_tiers && i < routed.size(); i++) {
+        routed_tiers[i] = std::min(routed_tiers[i], resident[first + routed[i]]);
+    }
     apply_locked(event.layer, MOE_EDGE_N_KINDS, routed.data(), routed_tiers.data(), routed_passing.data(), routed.size());
     prefetch_locked(event.layer, prefetch_out.data(), std::min<int32_t>(decision.n_prefetch, prefetch_out.size()));
     return !failed;
@@ -798,10 +844,14 @@ void moe_edge_store::ask(int32_t cell) {
             cancel_read(cell);
         } else if (c.queued()) {
             reads.erase(read_key(cell));
-            c.ahead = false;
+            c.ahead = c.background = false;
             reads.insert(read_key(cell));
         } else {
-            c.ahead = false;
+            c.ahead = c.background = false;
+            if (c.arrived()) {  // a transition that waited for the next step
+                settle(cell);
+                return;
+            }
         }
         if (c.loading != NO_TIER) {
             return;  // publish() goes on from there if this tier is not good enough
@@ -847,7 +897,7 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
 // Reads ahead for a layer that has now chosen otherwise.
 void moe_edge_store::cancel_stale(int32_t layer) {
     std::vector<int32_t> stale;
-    for (auto it = reads.lower_bound({ 1, 0, 0, 0 }); it != reads.end(); ++it) {
+    for (auto it = reads.lower_bound({ AHEAD, 0, 0, 0 }); it != reads.end() && std::get<0>(*it) == AHEAD; ++it) {
         const int32_t cell = std::get<3>(*it);
         if (layer_of(cell) == layer && !cells[cell].pinned()) {
             stale.push_back(cell);
@@ -866,6 +916,121 @@ void moe_edge_store::cancel_stale(int32_t layer) {
             }
         }
     }
+}
+
+// ---- transitions
+
+bool moe_edge_store::transits(const moe_edge_prefetch_item & t) {
+    return std::any_of(transitions.begin(), transitions.end(),
+        [&](const moe_edge_prefetch_item & other) { return other.layer == t.layer && other.expert == t.expert; });
+}
+
+// Starts a transition if every matrix has a free slot to go to.
+bool moe_edge_store::admit(const moe_edge_prefetch_item & t) {
+    if (exact_tiers || transits(t)) {
+        return false;
+    }
+    std::vector<int32_t> moving;
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        if (has_kind(t.layer, k)) {
+            const int32_t cell = cell_index(t.layer, k, t.expert);
+            const auto & c = cells[cell];
+            const auto & pool = pool_of(cell, t.tier);
+            if (c.tier == NO_TIER || c.loading != NO_TIER || (c.tier != t.tier && (pool.free.empty() || !pool.waiting.empty()))) {
+                return false;
+            }
+            if (c.tier != t.tier) {
+                moving.push_back(cell);
+            }
+        }
+    }
+    for (const int32_t cell : moving) {
+        cells[cell].background = true;
+        try_load(cell, t.tier, false, false);
+    }
+    return !moving.empty();
+}
+
+int32_t moe_edge_store::transition(const moe_edge_prefetch_item * list, int32_t n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const bool known = std::all_of(list, list + n, [this](const moe_edge_prefetch_item & t) {
+        return t.layer >= 0 && t.layer < n_layers && t.expert >= 0 && t.expert < n_expert && t.tier < n_tiers;
+    });
+    if (!known) {
+        return -1;
+    }
+    int32_t admitted = 0;
+    for (int32_t i = 0; i < n; i++) {
+        if (admit(list[i])) {
+            transitions.push_back(list[i]);
+            admitted++;
+        }
+    }
+    stats.transitions_rejected += n - admitted;
+    if (admitted > 0) {
+        work_cv.notify_one();
+        wake();
+    }
+    return admitted;
+}
+
+// At a step boundary, where no op reads an expert: whether this transition has come to its end.
+// Its matrices become visible together, or, if a read failed, none of them.
+bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
+    std::vector<int32_t> moving;  // without those that a token has asked for meanwhile
+    bool broken = false;
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        const int32_t cell = cell_index(t.layer, k, t.expert);
+        if (cells[cell].background) {
+            if (!cells[cell].arrived()) {
+                return false;
+            }
+            broken |= cells[cell].broken;
+            moving.push_back(cell);
+        }
+    }
+    if (broken) {
+        stats.transitions_failed++;
+    } else if (!moving.empty()) {
+        (t.tier < cells[moving[0]].tier ? stats.experts_promoted : stats.experts_demoted)++;
+    }
+    for (const int32_t cell : moving) {
+        broken ? discard_load(cell) : publish(cell);
+    }
+    return true;
+}
+
+void moe_edge_store::set_transition_rate(uint64_t bytes_per_s) {
+    std::lock_guard<std::mutex> lock(mutex);
+    transition_rate = bytes_per_s;
+    transition_at   = 0;
+    work_cv.notify_all();
+    wake();
+}
+
+void moe_edge_store::get_states(uint8_t * out) {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::transform(resident.begin(), resident.end(), out, [](uint8_t tier) {
+        return tier == MOE_EDGE_ABSENT ? MOE_EDGE_STATE_ABSENT : tier == 0 ? MOE_EDGE_STATE_HI : MOE_EDGE_STATE_LO;
+    });
+    for (const auto & t : transitions) {
+        bool complete = true, better = false;
+        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+            const auto & c = cells[cell_index(t.layer, k, t.expert)];
+            if (c.background) {
+                complete &= c.arrived() && !c.broken;
+                better   |= c.loading < c.tier;
+            }
+        }
+        out[(size_t) t.layer * n_expert + t.expert] =
+            complete ? MOE_EDGE_STATE_EVICTING : better ? MOE_EDGE_STATE_PROMOTING : MOE_EDGE_STATE_DEMOTING;
+    }
+}
+
+void moe_edge_store::take_counts(uint32_t * out) {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::copy(counts.begin(), counts.end(), out);
+    std::fill(counts.begin(), counts.end(), 0);
 }
 
 // ---- executor
@@ -951,11 +1116,20 @@ void moe_edge_store::simulate_speed(uint64_t bandwidth, uint64_t latency_us) {
 
 // With the mutex held.
 void moe_edge_store::simulate_until(uint64_t ns) {
-    while (simulation->busy() && simulation->next_done() <= ns) {
-        uint64_t took_ns = 0;
-        const moe_edge_read read = simulation->finish(took_ns);
-        finish_read(read, {}, took_ns / 1000);
+    for (;;) {
         wake();
+        // what is held back by the rate starts on time, unless something urgent comes first
+        const bool held = !reads.empty() && !urgent() && !transiting && simulation->has_idle_thread();
+        const uint64_t next = held ? transition_at * 1000 : UINT64_MAX;
+        if (simulation->busy() && simulation->next_done() <= std::min(next, ns)) {
+            uint64_t took_ns = 0;
+            const moe_edge_read read = simulation->finish(took_ns);
+            finish_read(read, {}, took_ns / 1000);
+        } else if (next <= ns) {
+            simulation->set_now(next);
+        } else {
+            break;
+        }
     }
     simulation->set_now(ns);
 }
@@ -1128,6 +1302,9 @@ std::string moe_edge_store::check() {
         if (!valid) {
             return format("layer %d, %s, expert %d: the table does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
         }
+        if (c.background && (c.loading == NO_TIER || c.tier == NO_TIER)) {
+            return format("layer %d, %s, expert %d: in transition from nothing or to nothing", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
+        }
         if (c.queued() != (c.loading != NO_TIER && reads.count(read_key(i)) > 0)) {
             return format("layer %d, %s, expert %d: the read queue does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
         }
@@ -1205,6 +1382,16 @@ int moe_edge_check(moe_edge_store * store, char * err, size_t err_size) {
 }
 
 void moe_edge_prefetch(moe_edge_store * store, const moe_edge_prefetch_item * list, int32_t n) { store->prefetch(list, n); }
+
+int32_t moe_edge_transition(moe_edge_store * store, const moe_edge_prefetch_item * list, int32_t n) {
+    return store->transition(list, n);
+}
+
+void moe_edge_set_transition_rate(moe_edge_store * store, uint64_t bytes_per_s) { store->set_transition_rate(bytes_per_s); }
+
+void moe_edge_get_states(moe_edge_store * store, uint8_t * out) { store->get_states(out); }
+
+void moe_edge_take_counts(moe_edge_store * store, uint32_t * out) { store->take_counts(out); }
 
 int moe_edge_apply(moe_edge_store * store, int32_t layer, const int32_t * ids, const uint8_t * tiers, int32_t n_ids) {
     store->apply(layer, ids, tiers, n_ids);

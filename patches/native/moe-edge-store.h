@@ -1,7 +1,7 @@
 // The store: slots, budget, residency, disk reads and the expert tables of one model.
 //
 // Every (layer, kind, expert) is one cell. A cell holds at most one complete tier; while
-// a better tier is being read, the old one stays valid until the new one is published.
+// another tier is being read, the old one stays valid until the new one is published.
 // Rules of the mixed-precision cache (DyMoE 4.4.2): one format per expert; a request
 // better than what is resident is a miss and promotes; a request that is worse reuses.
 //
@@ -56,6 +56,7 @@ struct moe_edge_cell {
     bool     passing      = false;    // so does this: nothing but passing requests asked for it
     bool     waiting      = false;    // in its group's queue for a slot
     bool     ahead        = false;    // its read is a prefetch
+    bool     background   = false;    // its read is a transition's: published at a step boundary
     bool     broken       = false;    // a part of its read failed
     bool     abandoned    = false;    // its read goes on to the end of a part and is thrown away
     uint16_t parts        = 0;        // of its read; each is one call to the disk
@@ -63,7 +64,7 @@ struct moe_edge_cell {
     uint16_t finished     = 0;
     int32_t  slot         = -1;
     int32_t  loading_slot = -1;
-    int32_t  ahead_seq    = 0;        // order of prefetch reads
+    int32_t  ahead_seq    = 0;        // order of prefetch reads, and of transitions
     uint64_t predicted    = 0;        // number of the last prefetch list that it stood in
 
     // An op of the current step will read it: must not be evicted.
@@ -95,8 +96,8 @@ struct moe_edge_file {
     bool        direct = false;
 };
 
-// Order of reads: demand before prefetch, then the kind that is computed first (demand)
-// or the policy's order (prefetch), then the file offset, then the cell.
+// Order of reads: demand before prefetch before transitions, then the kind that is computed
+// first (demand) or the policy's order (the others), then the file offset, then the cell.
 using moe_edge_read_key = std::tuple<int32_t, int32_t, uint64_t, int32_t>;
 
 struct moe_edge_store {
@@ -115,6 +116,11 @@ struct moe_edge_store {
     void    apply(int32_t layer, const int32_t * ids, const uint8_t * tiers, int32_t n);
 
     void    prefetch(const moe_edge_prefetch_item * list, int32_t n);
+
+    int32_t transition(const moe_edge_prefetch_item * list, int32_t n);
+    void    set_transition_rate(uint64_t bytes_per_s);
+    void    get_states(uint8_t * out);
+    void    take_counts(uint32_t * out);
 
     bool    has_matrix(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
 
@@ -194,11 +200,18 @@ struct moe_edge_store {
     void    apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers,
                          const uint8_t * passing, int32_t n);
     bool    check_layer(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
+    void    drop_step();
     void    ask(int32_t cell);
     void    load_or_wait(int32_t cell);
     bool    try_load(int32_t cell, int32_t tier, bool ahead, bool passing);
     void    prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n);
     void    cancel_stale(int32_t layer);
+    bool    transits(const moe_edge_prefetch_item & t);
+    bool    admit(const moe_edge_prefetch_item & t);
+    bool    conclude(const moe_edge_prefetch_item & t);
+    bool    urgent() const;  // a read that is no transition's is in the queue
+    bool    may_transit() const;
+    uint64_t clock_us() const;
     void    cancel_read(int32_t cell);
     void    drop_rest(int32_t cell);
     void    discard_load(int32_t cell);
@@ -229,6 +242,11 @@ struct moe_edge_store {
     std::set<moe_edge_read_key> reads;   // with parts that are not started
     std::vector<std::thread>    threads;
     std::unique_ptr<moe_edge_simulation> simulation;  // in the place of the threads
+    std::vector<moe_edge_prefetch_item> transitions;  // under way
+    uint64_t                    transition_rate = 0;  // bytes per second, 0: no limit
+    uint64_t                    transition_at   = 0;  // when their next part may be read, now_us()
+    bool                        transiting = false;   // an I/O thread is on one, or waits for transition_at
+    int32_t                     transition_seq = 0;
     int64_t                 n_decided = 0;  // cells with `decided`
     bool                    stopping = false;
     std::atomic<bool>       failed { false };
@@ -240,6 +258,7 @@ struct moe_edge_store {
     uint64_t                clock = 0;  // counts requests
     uint64_t                n_lists = 0;  // prefetch lists so far
     std::vector<uint8_t>    resident;  // [n_layers, n_expert]
+    std::vector<uint32_t>   counts;    // [n_layers, n_expert] tokens routed since take_counts
     std::vector<uint8_t>    seen;      // [n_expert] scratch of route()
     std::vector<int32_t>    routed;
     std::vector<uint8_t>    routed_tiers, routed_passing;

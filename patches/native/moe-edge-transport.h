@@ -21,6 +21,7 @@ struct moe_edge_read {
     int32_t  tier;
     int32_t  part;
     int32_t  parts;
+    bool     background;  // of a transition
     char *   slot;
 };
 

@@ -26,7 +26,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 3
+#define MOE_EDGE_ABI_VERSION 4
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -48,6 +48,18 @@ enum moe_edge_kind {
 enum moe_edge_phase {
     MOE_EDGE_PREFILL = 0,
     MOE_EDGE_DECODE  = 1,
+};
+
+// What memory holds of an expert, and what is under way (DynaExq 3.2). While a transition runs,
+// the version that was there before is the one that is computed with.
+enum moe_edge_state {
+    MOE_EDGE_STATE_ABSENT    = 0,  // some matrix is in no tier
+    MOE_EDGE_STATE_HI        = 1,  // every matrix in tier 0
+    MOE_EDGE_STATE_LO        = 2,  // some matrix in a worse one
+    MOE_EDGE_STATE_PROMOTING = 3,  // a better version is being read
+    MOE_EDGE_STATE_DEMOTING  = 4,  // a worse one is
+    MOE_EDGE_STATE_EVICTING  = 5,  // the new version is complete: the next step boundary switches
+                                   // to it and frees the old one's slots
 };
 
 enum moe_edge_flags {
@@ -176,6 +188,11 @@ struct moe_edge_stats {
     uint64_t slot_bytes_peak;
     uint64_t budget_bytes;
     uint64_t read_us;              // summed over I/O threads
+    uint64_t experts_promoted;     // transitions published, by direction
+    uint64_t experts_demoted;
+    uint64_t transitions_rejected; // no free slot, or the expert is not resident or under way already
+    uint64_t transitions_failed;   // the read failed; the old version stayed
+    uint64_t transition_bytes;     // read in the background
     int32_t  direct_io;            // 1 if every file is read with O_DIRECT
     int32_t  reserved;
 };
@@ -208,11 +225,13 @@ MOE_EDGE_API int moe_edge_store_bind(struct moe_edge_store * store, int32_t laye
 MOE_EDGE_API const struct moe_edge_event * moe_edge_store_event(struct moe_edge_store * store);
 MOE_EDGE_API struct moe_edge_decision *    moe_edge_store_decision(struct moe_edge_store * store);
 
-// cb NULL: every routed expert is asked for in tier default_tier, without a callback.
+// cb NULL: every routed expert is asked for in tier default_tier, without a callback; one that
+// is resident in a better tier counts as asked for in that one.
 MOE_EDGE_API void moe_edge_set_callback(
         struct moe_edge_store * store, moe_edge_route_cb cb, void * user, int32_t default_tier);
 
-// Before each llama_decode. Also clears what an aborted step left behind.
+// Before each llama_decode: the step boundary. Publishes the transitions that are complete, and
+// clears what an aborted step left behind.
 MOE_EDGE_API void moe_edge_begin_step(struct moe_edge_store * store, int32_t phase);
 
 // NULL, or one sentence about why the last step failed; the step's output is void then, as it
@@ -242,6 +261,26 @@ MOE_EDGE_API int moe_edge_check(struct moe_edge_store * store, char * err, size_
 // Reads ahead without a route event, most urgent first, as far as slots go.
 MOE_EDGE_API void moe_edge_prefetch(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
+
+// Transitions of resident experts to another tier, better or worse, in the background: after
+// all other reads, one part at a time, within the rate below. Nothing is evicted for them, and
+// no op waits for them. A transition is admitted where every pool has a free slot for its
+// matrices now; the expert keeps its old version until a step boundary finds the new one
+// complete, all matrices at once, and is not evicted meanwhile. A read that fails leaves the old
+// version, and counts. kinds and passing are ignored. Returns how many were admitted, -1 for
+// an index that the model does not have.
+MOE_EDGE_API int32_t moe_edge_transition(
+        struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
+
+// Bytes per second that transitions may read, in bursts of one part; 0, the start: no limit.
+MOE_EDGE_API void moe_edge_set_transition_rate(struct moe_edge_store * store, uint64_t bytes_per_s);
+
+// out [n_layers, n_expert]: enum moe_edge_state.
+MOE_EDGE_API void moe_edge_get_states(struct moe_edge_store * store, uint8_t * out);
+
+// out [n_layers, n_expert]: how many tokens each expert was chosen for since the last call, as
+// far as the hook saw them: no warm-up, and in the last layer only tokens with an output.
+MOE_EDGE_API void moe_edge_take_counts(struct moe_edge_store * store, uint32_t * out);
 
 // The store without a model: what the hook (apply) and the executor (use) do for one
 // layer. For tests and other front ends. ids: distinct experts; tiers: one per id,

@@ -17,7 +17,7 @@ LAYERS = (
     ("gguf_tools", "orchestrator.errors", "orchestrator.events", "orchestrator.config"),
     ("orchestrator.native",),
     ("orchestrator.policy", "orchestrator.sampling", "orchestrator.template"),
-    ("orchestrator.hardware", "orchestrator.llama", "orchestrator.meter"),
+    ("orchestrator.hardware", "orchestrator.profile", "orchestrator.llama", "orchestrator.meter"),
     ("orchestrator.engine",),
     (
         "orchestrator.chat",

@@ -8,10 +8,13 @@
 
 #include "moe-edge.h"
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -261,6 +264,103 @@ void run_promotion_during_use(const std::string & dir) {
     printf("promotion during use: bytes stayed\n");
 }
 
+// Every expert in one version, while another thread moves them between the versions: no op waits,
+// and all matrices that a step sees of an expert are of one version.
+void run_transitions(const std::string & dir, double seconds, unsigned seed) {
+    model_file file(dir, 1);
+    moe_edge_store * store = open_store(file, false, 9, LAYERS * EXPERTS + 2, seed % 2 ? MOE_EDGE_DIRECT_IO : 0);
+    moe_edge_set_callback(store, nullptr, nullptr, 1);
+    std::vector<moe_edge_prefetch_item> all;
+    for (int16_t l = 0; l < LAYERS; l++) {
+        for (int16_t e = 0; e < EXPERTS; e++) {
+            all.push_back({ l, e, 1, 0, 0 });
+        }
+    }
+    if (moe_edge_warm(store, all.data(), all.size(), nullptr, nullptr) != (int32_t) all.size()) {
+        die("transitions: the warm start failed");
+    }
+    moe_edge_reset_stats(store);
+    std::atomic<bool> stop { false };
+    std::vector<std::thread> others;
+    others.emplace_back([&] {
+        std::mt19937 random(seed);
+        while (!stop) {
+            moe_edge_prefetch_item some[8];
+            for (auto & item : some) {
+                item = all[random() % all.size()];
+                item.tier = random() % TIERS;
+            }
+            moe_edge_transition(store, some, 8);
+            if (random() % 16 == 0) {
+                moe_edge_set_transition_rate(store, random() % 2 ? 0 : 20 << 20);
+            }
+            usleep(random() % 300);
+        }
+    });
+    others.emplace_back([&] {
+        char err[512];
+        uint8_t states[LAYERS * EXPERTS];
+        uint32_t counts[LAYERS * EXPERTS];
+        while (!stop) {
+            moe_edge_get_states(store, states);
+            moe_edge_take_counts(store, counts);
+            if (std::count(states, states + LAYERS * EXPERTS, MOE_EDGE_STATE_ABSENT) != 0 || moe_edge_check(store, err, sizeof(err)) != 0) {
+                die(std::string("transitions: ") + err);
+            }
+            usleep(200);
+        }
+    });
+    std::vector<int32_t> ids(EXPERTS);
+    std::iota(ids.begin(), ids.end(), 0);
+    uint8_t asked[EXPERTS];
+    memset(asked, 1, sizeof(asked));
+    int64_t steps = 0;
+    for (const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds); std::chrono::steady_clock::now() < end; steps++) {
+        moe_edge_begin_step(store, MOE_EDGE_DECODE);
+        std::vector<std::thread> layers;
+        for (int32_t l = 0; l < LAYERS; l++) {
+            layers.emplace_back([&, l] {
+                struct version_visit : visit_state {
+                    int32_t tier[EXPERTS];
+                };
+                version_visit v;
+                std::fill_n(v.tier, EXPERTS, -1);
+                moe_edge_apply(store, l, ids.data(), nullptr, EXPERTS);
+                for (const int32_t k : KINDS) {
+                    static_cast<visit_state &>(v) = { l, k, asked };
+                    const auto one_version = [](int32_t expert, int32_t tier, int32_t type, const void * data, uint64_t bytes, void * user) {
+                        auto & seen = static_cast<version_visit *>(user)->tier[expert];
+                        if (seen >= 0 && seen != tier) {
+                            die("transitions: two versions of an expert in one step");
+                        }
+                        seen = tier;
+                        visit(expert, tier, type, data, bytes, static_cast<visit_state *>(static_cast<version_visit *>(user)));
+                    };
+                    if (moe_edge_use(store, l, k, ids.data(), EXPERTS, one_version, &v) != 0) {
+                        die(moe_edge_error(store));
+                    }
+                }
+            });
+        }
+        for (auto & t : layers) {
+            t.join();
+        }
+    }
+    stop = true;
+    for (auto & t : others) {
+        t.join();
+    }
+    moe_edge_stats s;
+    moe_edge_get_stats(store, &s);
+    if (s.experts_promoted == 0 || s.experts_demoted == 0 || s.transitions_failed != 0 || s.demand_bytes[1] != 0 ||
+        s.wait_us[1] != 0 || s.hits[1] != s.requests[1] || s.evictions != 0 || s.slot_bytes_peak > s.budget_bytes) {
+        die("transitions: the statistics contradict what was asked for");
+    }
+    moe_edge_store_free(store);
+    printf("transitions: %lld steps, %llu promoted, %llu demoted, nothing waited\n", (long long) steps,
+        (unsigned long long) s.experts_promoted, (unsigned long long) s.experts_demoted);
+}
+
 // Without a hook the ops ask by themselves, in the graph's order: gate, up, down; one slot a kind
 // for all layers, several steps.
 void run_without_hook(const std::string & dir) {
@@ -335,6 +435,7 @@ int main(int argc, char ** argv) {
         run(quotas, true, 1, 1, seconds, seed + 3);
     }
     run_promotion_during_use(argv[1]);
+    run_transitions(argv[1], seconds, seed);
     run_without_hook(argv[1]);
     run_truncated(argv[1]);
     return 0;

@@ -308,7 +308,7 @@ def test_a_failed_case_is_a_row_and_is_not_tried_again(faked):
 def test_runs_are_interleaved(faked):
     _, jobs = faked
     policies = [job.settings.get("policy") for job in jobs if job.system == "engine"]
-    assert policies == 2 * ["plain", "lru", "lru", "dymoe", "dymoe", "dymoe"]
+    assert policies == 2 * ["plain", "lru", "lru", "dymoe", "dymoe", "dymoe", "dynaexq"]
 
 
 def test_table_fits_the_terminal_and_names_everything(faked):

@@ -59,6 +59,9 @@ class FakeEngine:
         self.config = config
         self.n_ctx = config.ctx
         self.mode = STATS.mode
+        self.note = (
+            "What earlier runs learned is not used" if config.model.name == "odd.gguf" else None
+        )
         self.plan = types.SimpleNamespace(ram_bytes=config.ram or 2**30)
         self.model = types.SimpleNamespace(
             name="fake",

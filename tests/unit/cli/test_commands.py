@@ -106,6 +106,7 @@ def test_options_reach_the_config(opened):
         "--seed": "7",
         "--threads": "3",
         "--system": "Be brief.",
+        "--profile": "hot.json",
     }
     given = [word for option in args.items() for word in option]
     assert run("chat", "-m", "a.gguf", "-p", "x", *given).exit_code == 0
@@ -126,13 +127,22 @@ def test_options_reach_the_config(opened):
         seed=7,
         threads=3,
         system="Be brief.",
+        profile=Path("hot.json"),
+        remember=True,
     )
     assert opened[0].seen[0][0] == {"role": "system", "content": "Be brief."}
 
 
 def test_what_is_not_given_is_left_to_the_config(opened):
     run("chat", "-m", "a.gguf", "-p", "x")
-    assert opened[0].config == module.Config.build(model=Path("a.gguf"))
+    assert opened[0].config == module.Config.build(model=Path("a.gguf"), remember=True)
+
+
+def test_a_note_of_the_engine_is_shown(opened):
+    result = run("chat", "-m", "odd.gguf", "-p", "x")
+    assert result.exit_code == 0
+    assert "What earlier runs learned is not used" in result.stderr
+    assert result.stdout == "<x>\n"
 
 
 def test_help_shows_the_defaults_of_the_config():
@@ -156,6 +166,7 @@ def test_help_names_every_policy():
         ("bench", "BenchOptions"),
         ("bench ablation", "AblationOptions"),
         ("bench prefill", "PrefillOptions"),
+        ("bench topics", "TopicOptions"),
     ],
 )
 def test_help_shows_the_defaults_of_the_benchmark(words, name):
@@ -166,7 +177,7 @@ def test_help_shows_the_defaults_of_the_benchmark(words, name):
         default = field.default
         if field.name == "caps":
             default = ",".join(f"{100 * cap:.0f}" for cap in default)
-        if field.name == "prompts":
+        if field.name in ("prompts", "updates"):
             default = ",".join(map(str, default))
         found = re.search(rf"--{field.name.replace('_', '-')} .*?(\[default: (.*?)\]|  -)", text)
         if found and field.name not in ("quick", "threads"):

@@ -83,6 +83,25 @@ def test_a_managed_answer_and_its_statistics(model, options, mix, mode):
         assert stats["mix"]["high"] > stats["mix"][other] > 0
 
 
+def test_hotness_is_kept_between_chats(model, tmp_path, user_folder):
+    """In a file where one is named, else in the user cache."""
+    options = ("--policy", "dynaexq", "--expert-ram", "2600KiB", "--max-tokens", "24")
+    first = ask(model, *options)["stats"]
+    assert first["mode"].startswith("managed: dynaexq q4_k/q2_k, ")
+    assert first["hit_rate"] == 1.0
+    assert first["wait_ms"] == 0.0
+    assert sum(first["policy"]["high_per_layer"]) > 0
+    kept = list((user_folder / "cache" / "moe-edge" / "hotness").iterdir())
+    assert len(kept) == 1
+    named = tmp_path / "hot.json"
+    ask(model, *options, "--profile", str(named))
+    assert json.loads(named.read_text())["format"] == "moe-edge hotness"
+    kept[0].write_text("{}")
+    done = moe_edge("chat", "-m", str(model), "-p", "hello", *options)
+    assert done.returncode == 0
+    assert str(kept[0]) in done.stderr
+
+
 def test_a_seed_repeats_the_answer(model):
     options = ("--expert-ram", "1MiB", "--policy", "lru", "--max-tokens", "24")
     first = ask(model, *options)["text"]
@@ -104,6 +123,10 @@ REFUSED = [
     (["--ram", "10MB", "--policy", "plain"], ["the policy plain", "it needs"]),
     (["--policy", "lru", "--low-tier", "skip"], ["--low-tier has no effect with --policy lru"]),
     (["--expert-ram", "10KiB"], ["the smallest that works with the policy dymoe is"]),
+    (["--policy", "dynaexq", "--retention", "1"], ["--retention has no effect"]),
+    (["--policy", "dynaexq", "--expert-ram", "10KiB"], ["that works with the policy dynaexq is"]),
+    (["--profile", "hot.json"], ["--profile is for --policy dynaexq"]),
+    (["--policy", "dynaexq", "--profile", "no/hot.json"], ["no/hot.json: there is no such folder"]),
     (["--policy", "lur"], ["unknown policy 'lur'", "lru", "dymoe"]),
     (["--high-tier", "q5_k"], ["q5_k", *TIERS]),
     (["--low-tier", "q5_k"], ["q5_k", *TIERS]),

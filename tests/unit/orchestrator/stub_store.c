@@ -32,6 +32,8 @@ struct moe_edge_store {
     uint8_t tier[N_EXPERT];
     uint8_t passing[N_EXPERT];
     float importance[MAX_TOKENS];
+    uint32_t counts[N_LAYERS*N_EXPERT];
+    uint64_t rate;
     struct moe_edge_prefetch_item prefetch[MOE_EDGE_MAX_PREFETCH];
 };
 
@@ -96,6 +98,23 @@ int moe_edge_check(struct moe_edge_store * s, char * err, size_t n) {
 void moe_edge_prefetch(struct moe_edge_store * s, const struct moe_edge_prefetch_item * l, int32_t n) {
     (void) s; (void) l; (void) n;
 }
+int32_t moe_edge_transition(struct moe_edge_store * s, const struct moe_edge_prefetch_item * l, int32_t n) {
+    for (int32_t i = 0; i < n; i++) {
+        if (l[i].expert >= N_EXPERT) return -1;
+        s->resident[l[i].layer*N_EXPERT + l[i].expert] = l[i].tier;
+    }
+    return n;
+}
+void moe_edge_set_transition_rate(struct moe_edge_store * s, uint64_t bytes_per_s) { s->rate = bytes_per_s; }
+void moe_edge_get_states(struct moe_edge_store * s, uint8_t * out) {
+    for (int i = 0; i < N_LAYERS*N_EXPERT; i++) {
+        out[i] = s->resident[i] == 0 ? MOE_EDGE_STATE_HI : MOE_EDGE_STATE_LO;
+    }
+}
+void moe_edge_take_counts(struct moe_edge_store * s, uint32_t * out) {
+    memcpy(out, s->counts, sizeof(s->counts));
+    memset(s->counts, 0, sizeof(s->counts));
+}
 int moe_edge_apply(struct moe_edge_store * s, int32_t layer, const int32_t * ids, const uint8_t * tiers, int32_t n) {
     (void) s; (void) layer; (void) ids; (void) tiers; (void) n; return 0;
 }
@@ -119,6 +138,7 @@ int moe_edge_sim_use(struct moe_edge_store * s, int32_t layer, int32_t kind, con
 int stub_step(struct moe_edge_store * s, int32_t layer) {
     const int32_t ids[] = { 2*layer, 2*layer + 1, 3, 0 };
     memcpy(s->ids, ids, sizeof(ids));
+    for (int i = 0; i < 4; i++) s->counts[layer*N_EXPERT + ids[i]]++;
     for (int i = 0; i < 4; i++) s->weights[i] = 0.25f * (float) (i + 1);
     s->event.layer = layer;
     s->event.n_tokens = 2;

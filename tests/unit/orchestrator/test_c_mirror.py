@@ -36,6 +36,7 @@ CONSTANTS = {
     "MOE_EDGE_DECODE": int(events.Phase.DECODE),
     "MOE_EDGE_DIRECT_IO": abi.DIRECT_IO,
     "MOE_EDGE_SIMULATED": abi.SIMULATED,
+    **{f"MOE_EDGE_STATE_{state.name}": int(state) for state in events.ExpertState},
 }
 
 

@@ -174,6 +174,19 @@ def test_exception_in_progress_stops_the_warming(store: Store) -> None:
     assert store.warm([(0, 0, 0)]) == 1
 
 
+def test_transitions_states_and_counts(store: Store) -> None:
+    store.warm([(layer, expert, 1) for layer in (0, 1) for expert in range(4)])
+    assert store.transition([(1, 2, 0)]) == 1
+    assert store.transition([]) == 0
+    assert store.states().tolist() == [[2, 2, 2, 2], [2, 2, 1, 2]]
+    with pytest.raises(NativeError, match="does not have"):
+        store.transition([(0, 4, 0)])
+    store.set_transition_rate(1 << 40)
+    step(store, 1)
+    assert store.take_counts().tolist() == [[0, 0, 0, 0], [1, 0, 1, 2]]
+    assert not store.take_counts().any()
+
+
 def test_cancel_and_stats(store: Store) -> None:
     assert not store.should_abort()
     store.cancel(True)

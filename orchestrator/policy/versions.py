@@ -1,0 +1,167 @@
+"""Pools of expert versions (DynaExq 3.3): how a budget becomes slots, and who may have one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrator.events import ExpertState
+from orchestrator.policy.base import ModelShape, Share, SlotGroup, SlotPlan, divide
+
+HIGH, LOW = 0, 1
+
+# Slots of one pool have one size. Layers whose sizes differ by less share one, with the largest.
+_SAME_SIZE = 1.02
+# One low slot beyond what is needed for each so many experts: as many swaps may be under way.
+_EXPERTS_PER_SWAP = 64
+_MAX_SWAPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Slots for whole experts of some layers in one tier. sizes: kind to slot bytes."""
+
+    layers: tuple[int, ...]
+    sizes: dict[int, int]
+    n_slots: int = 0
+
+    @property
+    def unit_bytes(self) -> int:
+        """One expert: a slot for each of its matrices."""
+        return sum(self.sizes.values())
+
+
+class VersionPools:
+    """The pools of a plan. capacity[layer] is n_l, experts that may be high at once; most_swaps
+    how many swaps may be under way."""
+
+    def __init__(self, pools: tuple[tuple[Pool, ...], ...], capacity: Sequence[int]) -> None:
+        """pools[tier]"""
+        self.capacity = tuple(capacity)
+        self.most_swaps = _MAX_SWAPS * len(pools[LOW])
+        self._slots = [np.array([pool.n_slots for pool in of_tier]) for of_tier in pools]
+        self._pool_of = [np.zeros(len(capacity), np.int64) for _ in pools]
+        for of_tier, pool_of in zip(pools, self._pool_of, strict=True):
+            for index, pool in enumerate(of_tier):
+                pool_of[list(pool.layers)] = index
+
+    class Tracker:
+        """Free slots of each pool at one moment (the paper's BudgetTracker). What is given back
+        shows in the states that the next one is made from."""
+
+        def __init__(self, free: list[np.ndarray], pool_of: list[np.ndarray]) -> None:
+            self._free, self._pool_of = free, pool_of
+
+        def try_reserve(self, layer: int, tier: int) -> bool:
+            """A slot for one expert; False, and nothing changes, where there is none."""
+            pool = self._pool_of[tier][layer]
+            if self._free[tier][pool] < 1:
+                return False
+            self._free[tier][pool] -= 1
+            return True
+
+    def track(self, states: np.ndarray) -> Tracker:
+        """states uint8 [n_layers, n_expert]: an expert between two versions holds both."""
+        present = states != ExpertState.ABSENT
+        used = (present & (states != ExpertState.LO), present & (states != ExpertState.HI))
+        free = [
+            slots - np.bincount(pool_of, held.sum(axis=1), len(slots)).astype(np.int64)
+            for slots, pool_of, held in zip(self._slots, self._pool_of, used, strict=True)
+        ]
+        return self.Tracker(free, self._pool_of)
+
+
+def _pools(shape: ModelShape, tier: int) -> list[Pool]:
+    """Layers by slot size, so that as few pools as possible need slots in reserve."""
+    pools: list[Pool] = []
+    for layer in sorted(
+        range(shape.n_layers), key=lambda each: shape.expert_slot_bytes(each, tier)
+    ):
+        sizes = shape.slots[layer][tier]
+        last = pools[-1] if pools else None
+        if last is not None and _alike(last.sizes, sizes):
+            most = {kind: max(size, last.sizes[kind]) for kind, size in sizes.items()}
+            pools[-1] = Pool((*last.layers, layer), most)
+        else:
+            pools.append(Pool((layer,), dict(sizes)))
+    return pools
+
+
+def _alike(ours: dict[int, int], theirs: dict[int, int]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        max(size, theirs[kind]) <= _SAME_SIZE * min(size, theirs[kind])
+        for kind, size in ours.items()
+    )
+
+
+def _slot_plan(pools: Sequence[Sequence[Pool]]) -> SlotPlan:
+    groups: list[SlotGroup] = []
+    group_of: dict[tuple[int, int, int], int] = {}
+    for tier, of_tier in enumerate(pools):
+        for pool in of_tier:
+            for kind, size in pool.sizes.items():
+                group_of.update({(layer, kind, tier): len(groups) for layer in pool.layers})
+                groups.append(SlotGroup(size, pool.n_slots))
+    return SlotPlan(tuple(groups), group_of)
+
+
+def resident_plan(
+    shape: ModelShape, budget_bytes: int, most_high: int | None
+) -> tuple[SlotPlan, VersionPools] | None:
+    """Slots for every expert in one of two versions, as many high as fit: n_l = spare bytes /
+    (high - low), the same in every layer, at most most_high; None where low copies of all and
+    one high slot do not fit.
+
+    A swap demotes first, into a low slot in reserve, and promotes into the high slot that this
+    frees; so low pools have a few slots more than experts, and high pools none.
+    """
+    high, low = _pools(shape, HIGH), _pools(shape, LOW)
+    n = shape.n_expert
+    spare = budget_bytes - sum(
+        pool.unit_bytes * (n * len(pool.layers) + _reserve(pool, n)) for pool in low
+    )
+    if spare < 0:
+        return None
+    unit = [max(1, _unit(high, layer) - _unit(low, layer)) for layer in range(shape.n_layers)]
+    full = n if most_high is None else min(n, most_high)
+    capacity = divide([Share(bytes_, 0, full, 1.0) for bytes_ in unit], spare)
+    tiers = (
+        tuple(
+            Pool(pool.layers, pool.sizes, max(1, sum(capacity[layer] for layer in pool.layers)))
+            for pool in high
+        ),
+        tuple(
+            Pool(
+                pool.layers,
+                pool.sizes,
+                sum(n - capacity[layer] for layer in pool.layers) + _reserve(pool, n),
+            )
+            for pool in low
+        ),
+    )
+    plan = _slot_plan(tiers)
+    return None if plan.total_bytes > budget_bytes else (plan, VersionPools(tiers, capacity))
+
+
+def _reserve(pool: Pool, n_expert: int) -> int:
+    return min(_MAX_SWAPS, max(1, len(pool.layers) * n_expert // _EXPERTS_PER_SWAP))
+
+
+def _unit(pools: Sequence[Pool], layer: int) -> int:
+    return next(pool.unit_bytes for pool in pools if layer in pool.layers)
+
+
+def cache_plan(shape: ModelShape, budget_bytes: int) -> tuple[SlotPlan, list[int]]:
+    """Slots for some low copies of each layer, and how many each layer keeps. The store wants a
+    slot in every tier: one high expert that nobody asks for. Raises BudgetError."""
+    high = [Pool(pool.layers, pool.sizes, 1) for pool in _pools(shape, HIGH)]
+    shares = [
+        Share(shape.expert_slot_bytes(layer, LOW), 1, shape.n_expert, 1.0)
+        for layer in range(shape.n_layers)
+    ]
+    idle = [Share(pool.unit_bytes, 1, 1, 0.0) for pool in high]
+    counts = divide([*shares, *idle], budget_bytes)[: shape.n_layers]
+    low = [Pool((layer,), shape.slots[layer][LOW], n_slots) for layer, n_slots in enumerate(counts)]
+    return _slot_plan((high, low)), counts

@@ -1,0 +1,151 @@
+"""Which experts a model used, kept between runs: dynaexq starts with the right ones high.
+
+The only place that reads XDG_CACHE_HOME for the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from orchestrator.config import Config
+from orchestrator.errors import ProfileError
+
+_FORMAT = "moe-edge hotness"
+_VERSION = 1
+_LARGEST_BYTES = 64 << 20
+
+
+def identity(model: ExpertModel) -> str:
+    """What makes a model file this one: the hash of its size and of everything before the first
+    tensor's bytes, the metadata and the tensor table."""
+    first = model.parts[0]
+    digest = hashlib.sha256(str(first.path.stat().st_size).encode())
+    with open(first.path, "rb") as file:
+        digest.update(file.read(first.data_offset))
+    return digest.hexdigest()
+
+
+def cached_path(model: ExpertModel) -> Path:
+    """Where the user cache keeps the profile of a model."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return folder / "moe-edge" / "hotness" / f"{identity(model)[:32]}.json"
+
+
+def load(path: Path, model: ExpertModel) -> np.ndarray:
+    """The hotness in a profile, float64 [n_layers, n_expert], not negative.
+
+    Raises ProfileError for a damaged profile and for one of another model, OSError.
+    """
+    data = _parse(path)
+    if data["model"] != identity(model):
+        raise ProfileError(
+            f"{path}: this profile was made with another model ({data['name']}): give the one of "
+            f"{model.path.name}, or a new file name"
+        )
+    try:
+        scores = np.array(data["hotness"], np.float64)
+    except (TypeError, ValueError):
+        scores = np.empty(0)
+    if scores.shape != (model.n_layers, model.n_expert) or not (
+        np.isfinite(scores).all() and (scores >= 0).all()
+    ):
+        raise _damaged(path)
+    return scores
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        text = file.read(_LARGEST_BYTES + 1)
+    try:
+        data = json.loads(text) if len(text) <= _LARGEST_BYTES else None
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise _damaged(path)
+    if data.get("version") != _VERSION:
+        raise ProfileError(f"{path}: this profile has another format version: delete it")
+    if not isinstance(data.get("model"), str) or not isinstance(data.get("name"), str):
+        raise _damaged(path)
+    return data
+
+
+def _damaged(path: Path) -> ProfileError:
+    return ProfileError(f"{path}: this is no profile, or a damaged one: delete it")
+
+
+def save(path: Path, model: ExpertModel, hotness: np.ndarray) -> None:
+    """Writes a profile, whole or not at all. hotness [n_layers, n_expert]. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "model": identity(model),
+        "name": model.path.name,
+        "hotness": [[float(f"{score:.6g}") for score in layer] for layer in hotness.tolist()],
+    }
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(data, file)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+class Memory:
+    """What an engine knows about its model's hotness, from this run or an earlier one.
+
+    config.profile names a file, which may not exist yet; where none is named, config.remember
+    stands for the user cache. note: why that was left aside, or None.
+    """
+
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        self._named, self._remember, self._model = config.profile, config.remember, model
+        self._hotness: np.ndarray | None = None
+        self._path: Path | None = None
+        self._read = self._learned = False
+        self.note: str | None = None
+
+    def recall(self) -> np.ndarray | None:
+        """float64 [n_layers, n_expert], or None where nothing is known; reads it the first time.
+        Raises ProfileError or OSError for a named file that cannot be used."""
+        if self._read:
+            return self._hotness
+        self._path = self._named or (cached_path(self._model) if self._remember else None)
+        if self._named is not None and not self._named.absolute().parent.is_dir():
+            raise ProfileError(f"--profile {self._named}: there is no such folder")
+        try:
+            if self._path is not None and self._path.exists():
+                self._hotness = load(self._path, self._model)
+        except (ProfileError, OSError) as error:
+            if self._named:
+                raise
+            self.note = f"What earlier runs learned is not used: {error}"
+        self._read = True
+        return self._hotness
+
+    def learn(self, hotness: np.ndarray) -> None:
+        """What a policy knows by now; nothing, where it is all zero."""
+        if hotness.any():
+            self._hotness, self._learned = hotness, True
+
+    def save(self) -> None:
+        """Writes what was learned. Raises OSError for a named file; the cache may fail."""
+        if self._path is None or self._hotness is None or not self._learned:
+            return
+        try:
+            save(self._path, self._model, self._hotness)
+        except OSError:
+            if self._named:
+                raise
+        self._learned = False

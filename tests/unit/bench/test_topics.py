@@ -1,0 +1,165 @@
+"""The benchmark of changing topics: its parts and texts, and what its figures follow from."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from orchestrator.bench import TopicOptions, render_topics, topics
+from orchestrator.bench.child import play, topic_streams
+from orchestrator.bench.job import DECODE, Job, context_tokens
+from orchestrator.bench.models import DEMO_TEXT
+from orchestrator.bench.topics import (
+    ALL_LOW,
+    FIXED,
+    RESTLESS,
+    WINDOW,
+    parse_updates,
+    topic_cases,
+    topic_row,
+)
+from orchestrator.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"switches": 0}, "switches"),
+        ({"steady": 0}, "steady"),
+        ({"tokens": WINDOW}, "two windows"),
+        ({"updates": ()}, "updates"),
+        ({"updates": (0, 8)}, "updates"),
+        ({"updates": (8, 8)}, "updates"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        TopicOptions(**options)
+
+
+def test_intervals_are_numbers():
+    assert parse_updates("8,16") == (8, 16)
+    with pytest.raises(ConfigError, match="8,16,32"):
+        parse_updates("8;16")
+
+
+def test_topics_take_turns_and_the_last_one_stays():
+    options = TopicOptions(tokens=64, switches=2, steady=40)
+    parts = options.parts()
+    decoding = [(part.name, part.topic) for part in parts[2:] if part.kind == DECODE]
+    assert decoding == [
+        *[("topic 0", 0)] * 4,
+        *[("topic 1", 1)] * 4,
+        *[("topic 2", 0)] * 4,
+        ("steady", 0),
+    ]
+    assert context_tokens(parts) == 256
+    names = [case.name for case in topic_cases(options) if case.cap == 0.8]
+    assert names[1:3] == [ALL_LOW, FIXED]
+    assert names[-1] == RESTLESS
+
+
+def job(text: Path | None) -> Job:
+    return Job("engine", "m", None, {}, 256, 32, 1, [], 7, None if text is None else str(text))
+
+
+def test_random_topics_are_halves_of_the_vocabulary():
+    low, high = topic_streams(job(None), 101, lambda text: [])
+    first, second = set(low(5000)), set(high(5000))
+    assert not first & second
+    assert max(first) < 50 <= min(second)
+    assert max(second) < 98  # the last tokens are special
+    assert len(first) > 35
+    assert len(second) > 35
+
+
+def test_text_topics_are_conversations_of_two_kinds():
+    stories, others = (
+        "".join(map(chr, draw(20000)))
+        for draw in topic_streams(job(DEMO_TEXT), 256, lambda text: list(map(ord, text)))
+    )
+    assert "story" in stories.split("assistant")[0].lower()
+    shared = set(stories.splitlines()) & set(others.splitlines())
+    long = [line for line in shared if len(line) > 60]
+    assert len(long) < 20  # a later turn may ask for a story too
+
+
+def test_parts_draw_from_their_topic():
+    parts = TopicOptions(tokens=32, switches=1, steady=8, warmup=2).parts()
+    seen = []
+
+    def draws(name):
+        return lambda n: seen.append((name, n)) or [0] * n
+
+    done = play(
+        parts,
+        lambda tokens, pos: None,
+        draws("any"),
+        lambda result: nullcontext(),
+        [draws("one"), draws("other")],
+    )
+    assert len(done) == len(parts)
+    assert [name for name, _ in seen] == [
+        ("one", "other", "any")[part.topic] if part.topic >= 0 else "any" for part in parts
+    ]
+
+
+def window(name, high, ms=2.0, promoted=3):
+    store = {
+        "requests": 10,
+        "hits": 10,
+        "bytes": 5,
+        "needed_bytes": 0,
+        "demand_bytes": 0,
+        "transition_bytes": 5,
+        "wait_ms": 0.0,
+        "routed": {"high": high, "low": 10 - high, "skip": 0},
+        "promoted": promoted,
+    }
+    return {"name": name, "tokens": WINDOW, "ms": [ms] * WINDOW, "store": store}
+
+
+def measured_run():
+    """Topic 1 finds 4 of 10 high, and all in its third window; topic 2 at once."""
+    shares = {"topic 0": [8, 8, 8, 8], "topic 1": [4, 6, 10, 10], "topic 2": [10, 10, 10, 10]}
+    parts = [window(name, high) for name, highs in shares.items() for high in highs]
+    parts[0]["ms"][0] = 4.0
+    return {"mode": "managed: dynaexq", "parts": [*parts, window("steady", 8, promoted=1)]}
+
+
+def test_figures_follow_from_what_was_measured():
+    options = TopicOptions(tokens=64, switches=2, steady=16)
+    case = next(case for case in topic_cases(options) if case.name == "every 32 steps")
+    row = topic_row(options, case, [measured_run()], 1 << 30)
+    assert row["tpot_ms_p50"] == 2.0
+    assert row["adapted"] == (2 * WINDOW + 0) / 2
+    assert row["high"] == pytest.approx((0.8 + 1.0 + 1.0) / 3)
+    minutes = (12 * WINDOW * 2.0 + 2.0) / 60e3
+    assert row["promotions_per_minute"] == pytest.approx(12 * 3 / minutes)
+    assert row["steady_promotions_per_minute"] == pytest.approx(60e3 / (WINDOW * 2.0))
+    assert (row["waited_ms"], row["demand_bytes"], row["transition_bytes"]) == (0.0, 0, 65)
+    assert row["p99_of_p50"] >= 1.0
+    failed = topic_row(options, case, [{"error": "does not fit"}], None)
+    assert failed["error"] == "does not fit"
+
+
+def test_quick_topics_end_to_end(real_engine):
+    options = TopicOptions(
+        quick=True, runs=1, tokens=32, steady=32, switches=1, updates=(8,), threads=1, caps=(0.99,)
+    )
+    report = topics.run_topics(options)
+    rows = {row["name"]: row for row in report["cases"]}
+    assert not any("error" in row for row in rows.values())
+    for name in (ALL_LOW, FIXED, "every 8 steps", RESTLESS):
+        assert rows[name]["waited_ms"] == rows[name]["demand_bytes"] == 0, rows[name]["mode"]
+    assert rows[ALL_LOW]["high"] == 0.0
+    assert rows[FIXED]["transition_bytes"] == 0
+    assert 0 < rows["every 8 steps"]["high"] < 1
+    text = render_topics(report)
+    assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith("note"))
+    for name in rows:
+        assert name in text
+    json.dumps(report)

@@ -1,0 +1,391 @@
+"""DynaExq: slots within the budget, hot sets as a plain reference finds them, and transitions that
+a store can always do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from shapes import make_shape
+
+from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.events import ExpertState, Phase, StepReport
+from orchestrator.policy import Counting
+from orchestrator.policy.base import ModelShape, PolicySettings, SlotPlan, Transition
+from orchestrator.policy.dymoe import DyMoE
+from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq
+from orchestrator.policy.lru import LRU
+
+HI, LO = ExpertState.HI, ExpertState.LO
+
+
+def expert_bytes(shape: ModelShape, tier: int) -> int:
+    """All experts of the model in one tier."""
+    per_layer = (shape.expert_slot_bytes(layer, tier) for layer in range(shape.n_layers))
+    return shape.n_expert * sum(per_layer)
+
+
+def make(
+    shape: ModelShape, budget_bytes: int | None = None, **options: object
+) -> tuple[DynaExq, SlotPlan]:
+    """By default with room for about half of the experts in high, and some in reserve."""
+    if budget_bytes is None:
+        both = expert_bytes(shape, HIGH) + expert_bytes(shape, LOW)
+        budget_bytes = both // 2 + 4 * shape.expert_slot_bytes(0, HIGH)
+    policy = DynaExq(shape, PolicySettings(**options))  # type: ignore[arg-type]
+    return policy, policy.plan(budget_bytes)
+
+
+class PlainStore:
+    """What the native store does with transitions, in Python: a read takes `delay` steps."""
+
+    def __init__(self, shape: ModelShape, plan: SlotPlan, start: Sequence[Transition]) -> None:
+        self.shape, self.plan = shape, plan
+        self.states = np.zeros((shape.n_layers, shape.n_expert), np.uint8)
+        self.under_way: list[tuple[int, Transition, bool]] = []
+        for layer, expert, tier in start:
+            assert self.states[layer, expert] == ExpertState.ABSENT
+            self.states[layer, expert] = (HI, LO)[tier]
+        self.promoted = self.refused = 0
+        self.check()
+
+    def check(self) -> None:
+        """No group holds more than its slots: the budget holds."""
+        used = [0] * len(self.plan.groups)
+        for (layer, _, tier), group in self.plan.group_of.items():
+            without = (ExpertState.ABSENT, (LO, HI)[tier])
+            used[group] += int((~np.isin(self.states[layer], without)).sum())
+        for group, n in zip(self.plan.groups, used, strict=True):
+            assert n <= group.n_slots
+
+    def transition(self, moves: Sequence[Transition], delay: int = 1, fails: bool = False) -> None:
+        for layer, expert, tier in moves:
+            before = self.states[layer, expert]
+            assert before == (LO, HI)[tier], "only experts at rest, and to the other tier"
+            self.states[layer, expert] = (ExpertState.PROMOTING, ExpertState.DEMOTING)[tier]
+            self.under_way.append((delay, (layer, expert, tier), fails))
+        self.check()
+
+    def begin_step(self) -> None:
+        still = []
+        for delay, move, fails in self.under_way:
+            layer, expert, tier = move
+            if delay > 1:
+                still.append((delay - 1, move, fails))
+            elif fails:
+                self.states[layer, expert] = (LO, HI)[tier]
+            else:
+                self.states[layer, expert] = (HI, LO)[tier]
+                self.promoted += tier == HIGH
+        self.under_way = still
+
+    def high(self) -> np.ndarray:
+        return np.isin(self.states, (HI, ExpertState.DEMOTING))
+
+
+def report(counts: np.ndarray, states: np.ndarray, phase: Phase = Phase.DECODE) -> StepReport:
+    return StepReport(phase, 1, 1.0, counts.astype(np.uint32), states.copy())
+
+
+def zipf(rng: np.random.Generator, shape: ModelShape, exponent: float = 0.8) -> np.ndarray:
+    """How likely each expert of each layer is chosen, [L, E]: few of them often."""
+    share = 1.0 / np.arange(1, shape.n_expert + 1) ** exponent
+    share /= share.sum()
+    return np.stack([rng.permutation(share) for _ in range(shape.n_layers)])
+
+
+def draw(rng: np.random.Generator, shares: np.ndarray, k: int) -> np.ndarray:
+    """Counts [L, E] of one token."""
+    order = np.argsort(-(np.log(shares) + rng.gumbel(size=shares.shape)), axis=1)
+    counts = np.zeros(shares.shape, np.uint32)
+    np.put_along_axis(counts, order[:, :k], 1, axis=1)
+    return counts
+
+
+def test_it_counts_and_needs_no_callback() -> None:
+    shape = make_shape()
+    policy, _ = make(shape)
+    assert isinstance(policy, Counting)
+    assert not policy.needs_callback
+    assert policy.default_tier == LOW
+    for other in (LRU, DyMoE):
+        assert not isinstance(other(shape, PolicySettings()), Counting)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "options"), [(("q4_k",), {}), (("q4_k", "q2_k"), {"skip_low": True})]
+)
+def test_two_precisions_are_needed(tiers: tuple[str, ...], options: dict[str, bool]) -> None:
+    with pytest.raises(PolicyError, match=r"--low FILE"):
+        DynaExq(make_shape(tiers=tiers), PolicySettings(**options))
+
+
+@given(
+    layers=st.integers(1, 5),
+    n_expert=st.integers(2, 70),
+    share=st.floats(0, 1.3),
+    most=st.none() | st.integers(0, 80),
+    odd=st.booleans(),
+)
+def test_plans_fit_and_fill_the_budget(
+    layers: int, n_expert: int, share: float, most: int | None, odd: bool
+) -> None:
+    shape = make_shape(n_layers=layers, n_expert=n_expert, k=1)
+    if odd:  # a last layer of larger matrices, as in mixed quantizations
+        larger = tuple({kind: 2 * size for kind, size in tier.items()} for tier in shape.slots[0])
+        shape = ModelShape(n_expert, 1, shape.tiers, (*shape.slots[:-1], larger))
+    low, high = expert_bytes(shape, LOW), expert_bytes(shape, HIGH)
+    budget = int(share * (high + low // 4))
+    policy = DynaExq(shape, PolicySettings(hot_experts=most))
+    try:
+        plan = policy.plan(budget)
+    except BudgetError as error:
+        assert error.needed_bytes > budget
+        assert policy.plan(error.needed_bytes).total_bytes == error.needed_bytes
+        return
+    assert plan.total_bytes <= budget
+    assert set(plan.group_of) == {
+        (layer, kind, tier)
+        for layer in range(layers)
+        for tier in (HIGH, LOW)
+        for kind in shape.slots[layer][tier]
+    }
+    for (layer, kind, tier), group in plan.group_of.items():
+        assert plan.groups[group].slot_bytes >= shape.slots[layer][tier][kind]
+    start = policy.start()
+    assert len(set(start)) == len(start) == len({(layer, expert) for layer, expert, _ in start})
+    if policy.caching:
+        assert (
+            budget < low + 4 * layers * shape.expert_slot_bytes(layers - 1, LOW) + high // n_expert
+        )
+        assert {tier for _, _, tier in start} == {LOW}
+        return
+    PlainStore(shape, plan, start)  # checks that what it starts with has slots
+    assert len(start) == layers * n_expert
+    n = policy.capacity
+    assert n.max() - n.min() <= 1 or odd
+    assert n.max() <= min(n_expert, n_expert if most is None else most)
+    step = min(
+        shape.expert_slot_bytes(layer, HIGH) - shape.expert_slot_bytes(layer, LOW)
+        for layer in range(layers)
+    )
+    full = n.min() == min(n_expert, n_expert if most is None else most)
+    assert full or budget - plan.total_bytes < step + shape.expert_slot_bytes(layers - 1, HIGH)
+
+
+def reference(
+    scores: np.ndarray, hot: np.ndarray, capacity: Sequence[int], margin: float, slack: int
+) -> set[tuple[int, int, int | None]]:
+    """(layer, up, down) of every change, one expert after the other."""
+    found: set[tuple[int, int, int | None]] = set()
+    for layer, row in enumerate(scores.tolist()):
+        everyone = range(len(row))
+        ranked = sorted(everyone, key=lambda e: (-row[e], e))
+        n = capacity[layer]
+        inside = [e for e in everyone if hot[layer, e]]
+        rising = [e for e in ranked[:n] if not hot[layer, e]]
+        falling = sorted(
+            (e for e in inside if ranked.index(e) >= n + slack), key=lambda e: (row[e], e)
+        )
+        places = n - len(inside)
+        found |= {(layer, e, None) for e in rising[:places] if row[e] > 0}
+        unit = sum(row) / len(row)
+        found |= {
+            (layer, up, down)
+            for up, down in zip(rising[places:], falling, strict=False)
+            if row[up] - row[down] > margin * unit
+        }
+    return found
+
+
+@settings(max_examples=200)
+@given(seed=st.integers(0, 2**32), margin=st.sampled_from([0.0, 0.2, 1.0]), slack=st.integers(0, 4))
+def test_changes_are_those_of_a_plain_reference(seed: int, margin: float, slack: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = make_shape(n_layers=3, n_expert=12)
+    policy, _ = make(shape, hysteresis=margin, rank_slack=slack)
+    policy.set_hotness(rng.integers(0, 12, (3, 12)).astype(float))  # with ties
+    hot = np.zeros((3, 12), bool)
+    for layer, n in enumerate(policy.capacity.tolist()):
+        missing = int(rng.integers(0, 2))
+        hot[layer, rng.permutation(12)[: n - missing]] = True
+    swaps = policy._swaps(hot, np.zeros_like(hot))
+    found = {(swap.layer, swap.up, swap.down) for swap in swaps}
+    assert len(found) == len(swaps)
+    assert found == reference(policy.hotness, hot, policy.capacity.tolist(), margin, slack)
+
+
+def test_the_hottest_are_high_at_the_start() -> None:
+    shape = make_shape(n_layers=2, n_expert=6)
+    policy, _ = make(shape, hot_experts=2)
+    policy.set_hotness(np.array([[0, 5, 1, 9, 2, 0], [0, 0, 0, 0, 0, 0]], float))
+    high = {(layer, expert) for layer, expert, tier in policy.start() if tier == HIGH}
+    assert high == {(0, 1), (0, 3), (1, 0), (1, 1)}
+
+
+def test_moving_average_and_intervals() -> None:
+    """S <- alpha S + (1 - alpha) count, each update_steps decode steps and after each part of a
+    prompt; the counts start again from zero."""
+    shape = make_shape(n_layers=1, n_expert=4, k=1)
+    policy, plan = make(shape, update_steps=3, hotness_decay=0.75)
+    store = PlainStore(shape, plan, policy.start())
+    one = np.array([[0, 4, 0, 0]])
+    for done in (0, 0, 1):
+        policy.step_done(report(one, store.states))
+        assert policy.report()["updates"] == done
+    assert policy.hotness.tolist() == [[0, 3, 0, 0]]
+    policy.step_done(report(one, store.states, Phase.PREFILL))
+    assert policy.hotness.tolist() == [[0, 3.25, 0, 0]]
+    for _ in range(3):
+        policy.step_done(report(np.zeros((1, 4)), store.states))
+    assert policy.hotness.tolist() == [[0, 0.75 * 3.25, 0, 0]]
+    still, _ = make(shape, update_steps=0)
+    for phase in [Phase.PREFILL, *[Phase.DECODE] * 100]:
+        assert not still.step_done(report(one, store.states, phase))
+    assert still.report()["updates"] == 0
+
+
+def test_a_swap_demotes_first() -> None:
+    shape = make_shape(n_layers=1, n_expert=4, k=1)
+    policy, plan = make(shape, hot_experts=1, update_steps=1, hysteresis=0.0, rank_slack=0)
+    store = PlainStore(shape, plan, policy.start())
+    steps = []
+    for _ in range(4):
+        store.begin_step()
+        moves = policy.step_done(report(np.array([[0, 0, 0, 1]]), store.states))
+        store.transition(moves)
+        steps.append(list(moves))
+    assert steps == [[(0, 0, LOW)], [(0, 3, HIGH)], [], []]
+    assert store.states.tolist() == [[LO, LO, LO, HI]]
+    counted = policy.report()
+    assert (counted["promotions"], counted["demotions"], counted["waiting"]) == (1, 1, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    n_layers=st.integers(1, 4),
+    n_expert=st.integers(4, 40),
+    share=st.floats(0.05, 1.0),
+    failing=st.sampled_from([0.0, 0.3]),
+)
+def test_transitions_always_have_a_slot(
+    seed: int, n_layers: int, n_expert: int, share: float, failing: float
+) -> None:
+    """With reads of any length, and some that fail, in any order: PlainStore.check sees every
+    slot. When nothing is left to do, each layer has its n_l experts high."""
+    rng = np.random.default_rng(seed)
+    shape = make_shape(n_layers=n_layers, n_expert=n_expert, k=2)
+    low, high = expert_bytes(shape, LOW), expert_bytes(shape, HIGH)
+    policy, plan = make(
+        shape, int(low * 1.3 + share * (high - low)), update_steps=4, hysteresis=0.1, rank_slack=0
+    )
+    assume(not policy.caching)
+    store = PlainStore(shape, plan, policy.start())
+    shares = zipf(rng, shape)
+    for at in range(120):
+        if at == 60:
+            shares = zipf(rng, shape)
+        store.begin_step()
+        moves = policy.step_done(report(draw(rng, shares, 2), store.states))
+        for move in moves:
+            store.transition([move], int(rng.integers(1, 6)), rng.random() < failing)
+    # nothing new: what was asked for comes to its end, and what failed is made good
+    for _ in range(150):
+        store.begin_step()
+        store.transition(policy.step_done(report(shares * 1000, store.states)))
+    assert not store.under_way
+    assert policy.report()["waiting"] == 0
+    np.testing.assert_array_equal((store.states == HI).sum(axis=1), policy.capacity)
+    for layer, n in enumerate(policy.capacity.tolist()):
+        hottest = np.sort(shares[layer])[::-1][:n].sum()
+        assert shares[layer][store.states[layer] == HI].sum() >= hottest - 0.1 * n / n_expert - 0.01
+
+
+def run_stationary(margin: float, slack: int) -> tuple[int, float]:
+    """Promotions, and the share of the tokens' experts that were high, over one steady text."""
+    rng = np.random.default_rng(5)
+    shape = make_shape(n_layers=4, n_expert=32, k=4)
+    policy, plan = make(shape, hysteresis=margin, rank_slack=slack)
+    store = PlainStore(shape, plan, policy.start())
+    shares = zipf(rng, shape)
+    high = total = 0
+    for _ in range(2000):
+        store.begin_step()
+        counts = draw(rng, shares, 4)
+        high += int(counts[store.high()].sum())
+        total += int(counts.sum())
+        store.transition(policy.step_done(report(counts, store.states)))
+    return store.promoted, high / total
+
+
+def test_hysteresis_halves_the_promotions_on_a_steady_text() -> None:
+    """Each form by itself, and both; the hot set is no worse for it."""
+    restless, share = run_stationary(0.0, 0)
+    usual = PolicySettings()
+    for margin, slack in [
+        (usual.hysteresis, 0),
+        (0.0, 4),
+        (usual.hysteresis, 4),
+    ]:
+        promotions, kept = run_stationary(margin, slack)
+        assert 0 < promotions < restless / 2, (margin, slack)
+        assert kept > share - 0.01
+
+
+def test_a_new_text_gets_a_new_hot_set() -> None:
+    rng = np.random.default_rng(1)
+    shape = make_shape(n_layers=4, n_expert=32, k=4)
+    policy, plan = make(shape)
+    store = PlainStore(shape, plan, policy.start())
+    for shares in (zipf(rng, shape, 1.2), zipf(rng, shape, 1.2)):
+        first = float((shares * store.high()).sum(axis=1).mean())
+        for _ in range(1200):
+            store.begin_step()
+            store.transition(policy.step_done(report(draw(rng, shares, 4), store.states)))
+        adapted = float((shares * store.high()).sum(axis=1).mean())
+        best = float(np.sort(shares, axis=1)[:, ::-1][:, : policy.capacity[0]].sum(axis=1).mean())
+        assert first < 0.75 * best
+        assert adapted > 0.93 * best
+
+
+def test_what_the_store_refuses_is_given_up() -> None:
+    shape = make_shape(n_layers=1, n_expert=4, k=1)
+    policy, plan = make(shape, hot_experts=1, update_steps=1, hysteresis=0.0, rank_slack=0)
+    states = PlainStore(shape, plan, policy.start()).states
+    counts = np.array([[0, 0, 0, 1]])
+    assert policy.step_done(report(counts, states)) == [(0, 0, LOW)]
+    policy.step_done(report(counts, states))  # nothing moved
+    assert policy.report()["given_up"] == 1
+
+
+def test_without_counts_nothing_happens() -> None:
+    policy, _ = make(make_shape())
+    assert not policy.step_done(StepReport(Phase.DECODE, 1, 1.0))
+    assert policy.report()["updates"] == 0
+    assert policy.set_retention(0.5) is False
+
+
+def test_too_small_for_all_low_means_caching() -> None:
+    shape = make_shape(n_layers=2, n_expert=8)
+    policy, plan = make(shape, expert_bytes(shape, LOW) // 2)
+    assert policy.caching
+    assert "caching" in policy.describe()
+    assert plan.total_bytes <= expert_bytes(shape, LOW) // 2
+    kept = policy.capacity.tolist()
+    assert [sum(layer == at for layer, _, _ in policy.start()) for at in (0, 1)] == kept
+    states = np.full((2, 8), LO, np.uint8)
+    for _ in range(100):
+        assert not policy.step_done(report(np.eye(2, 8), states))
+    assert policy.hotness.any()
+
+
+def test_the_mode_line_says_how_many_are_high() -> None:
+    shape = make_shape(n_layers=2, n_expert=8)
+    assert "4 of 8 experts a layer high" in make(shape, hot_experts=4)[0].describe()
+    assert make(shape, 2 * expert_bytes(shape, HIGH))[0].describe() == (
+        "dynaexq q4_k/q2_k, 8 of 8 experts a layer high"
+    )
