@@ -119,6 +119,11 @@ class ExpertModel:
             return model
         return _join(model, _open_one(open_model(low)))
 
+    @classmethod
+    def of_parts(cls, parts: list[GGUFFile]) -> "ExpertModel":
+        """The model in opened files, as ``open_model`` gives them; raises as ``open`` does."""
+        return _open_one(parts)
+
     @property
     def metadata(self) -> dict[str, Any]:
         """Metadata of the first file."""
