@@ -5,6 +5,7 @@ Other tools stop at the first thing that is wrong; here each finding is a senten
 search goes on.
 """
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from .streaming import CHUNK_BYTES, Job, Meter, Progress, run_all
 # A tensor of noise has a finding in every block: one sentence, and a count up to here.
 MAX_COUNTED = 1000
 _BPW_TOLERANCE = 0.01
+_ROUTER = re.compile(r"blk\.([0-9]{1,9})\.ffn_gate_inp\.weight")
 
 
 class Problem(NamedTuple):
@@ -154,12 +156,8 @@ def _model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Pro
             yield Problem(str(error), str(first.path))
         return
     report.tiers = [tier.name for tier in model.tiers]
-    routers = {
-        int(name.split(".")[1])
-        for part in parts
-        for name in part.tensors
-        if name.startswith("blk.") and name.endswith(".ffn_gate_inp.weight")
-    }
+    names = (name for part in parts for name in part.tensors)
+    routers = {int(match[1]) for name in names if (match := _ROUTER.fullmatch(name))}
     for il in sorted(routers - set(model.layer_ids)):
         if il < model.block_count and not first.metadata.get(f"{model.arch}.nextn_predict_layers"):
             yield Problem(f"{first.path}: layer {il} has a router but no experts", str(first.path))

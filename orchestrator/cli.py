@@ -73,7 +73,8 @@ model_options = _options(
         "--model",
         type=FILE,
         metavar="FILE",
-        help="A MoE model: any GGUF, or a packed one.  [default: the demo]",
+        help="A MoE model: any GGUF, or a packed one; hf:OWNER/NAME[/FILE] fetches it.  "
+        "[default: the demo]",
     ),
     click.option(
         "--low",
@@ -223,6 +224,8 @@ def _config(options: dict[str, Any]) -> Config:
     given = _given(options)
     if "model" not in given:
         given["model"] = _demo_model()
+    for name in {"model", "low"} & given.keys():
+        given[name] = cli_files.model_path(str(given[name]))
     return Config.build(**given)
 
 
@@ -311,6 +314,7 @@ def inspect(file: Path, as_json: bool) -> None:
     click.echo(json.dumps(description) if as_json else strip_controls(render(description)))
 
 
+cli.add_command(cli_files.pull)
 cli.add_command(cli_files.verify)
 cli.add_command(cli_bench.bench)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import click
@@ -39,3 +40,48 @@ def verify(ctx: click.Context, file: Path, threads: int | None, as_json: bool) -
         )
     if report.problems:
         ctx.exit(1)
+
+
+@click.command()
+@click.argument("repo", metavar="REPO")
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="Files to take, as '*Q4_K_M*'; may be repeated.  [default: the only model]",
+)
+@click.option("--revision", metavar="R", help="Branch, tag or commit.  [default: main]")
+def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
+    """Download a model from the Hugging Face Hub, as OWNER/NAME.
+
+    It goes into the cache of huggingface_hub (HF_HOME); an interrupted download goes on where
+    it ended. HF_TOKEN or `hf auth login` opens what needs it.
+    """
+    from gguf_tools import hub
+    from gguf_tools.hub_choice import PREFIX
+
+    found = hub.plan(repo.removeprefix(PREFIX), include, revision)
+    _note(found.summary())
+    with progress_bar("Downloading") as progress:
+        paths = hub.fetch(found, progress)
+    for path in paths:
+        click.echo(strip_controls(str(path)))
+    for file in found.files:
+        if file.name in found.models:
+            click.echo(strip_controls(f"moe-edge chat -m {shlex.quote(str(file.path))}"))
+    if not found.models:
+        _note("No GGUF among them: a checkpoint has to be converted before it can run.")
+
+
+def model_path(text: str) -> Path:
+    """The path that an option names: hf:OWNER/NAME and hf:OWNER/NAME/FILE are fetched."""
+    from gguf_tools.hub import resolve
+    from gguf_tools.hub_choice import PREFIX
+
+    if not text.startswith(PREFIX):
+        return Path(text)
+    return resolve(text, _note, lambda: progress_bar("Downloading"))
+
+
+def _note(text: str) -> None:
+    click.echo(strip_controls(text), err=True)

@@ -41,6 +41,7 @@ ONLY = {
         "orchestrator.cli_replay",
     ),
     "lm_eval": ("orchestrator.eval.harness",),
+    "huggingface_hub": ("gguf_tools.hub",),
     "torch": ("models",),
     "transformers": ("models",),
     "safetensors": ("models",),

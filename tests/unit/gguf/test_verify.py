@@ -323,6 +323,24 @@ def test_random_bytes_under_block_types(tmp_path, ggml):
         assert [each.block for each in problems] == ([] if first is None else [first])
 
 
+def test_mutated_headers_give_sentences(packed, tmp_path, ggml):
+    """Whatever bytes a header has: a report, where every finding starts with the file."""
+    whole = packed.read_bytes()
+    with GGUFFile.open(packed) as file:
+        header = file.data_offset
+    random = np.random.default_rng(5)
+    path = tmp_path / "m.gguf"
+    found = 0
+    for _ in range(150):
+        data = bytearray(whole)
+        for at in random.integers(0, header, random.integers(1, 4)):
+            data[at] = random.integers(0, 256)
+        report = verify(write_bytes(path, bytes(data)), ggml=ggml, threads=1)
+        assert all(problem.text.startswith(f"{path}: ") for problem in report.problems)
+        found += bool(report.problems)
+    assert found > 20
+
+
 def call(*words):
     return CliRunner().invoke(cli, ["verify", *map(str, words)])
 
