@@ -323,6 +323,10 @@ def _sentences(repo: str, revision: str | None) -> Iterator[None]:
         ) from error
     except hub.RevisionNotFoundError as error:
         raise HubError(f"{repo}: no revision {revision}") from error
+    except hub.LocalEntryNotFoundError as error:
+        raise HubUnreachableError(
+            f"{repo}: {constants.ENDPOINT} no longer answers: try again later"
+        ) from error
     except hub.EntryNotFoundError as error:
         raise HubError(f"{repo}: a file of it is gone: {_first_line(error)}") from error
     except hub.HFValidationError as error:

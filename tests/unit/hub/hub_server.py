@@ -46,6 +46,7 @@ class Hub:
     slow: threading.Event | None = None  # set: data stops half way until it is
     sent: int = 0
     status: int = 0
+    heads: int | None = None  # so many HEAD requests are answered, then 503
     corrupt: bool = False
 
     def start(self) -> None:
@@ -94,6 +95,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.state.seen.append((self.command, path, self.headers.get("Range"), authorization))
         if self.state.status:
             return self.fail(self.state.status)
+        if self.command == "HEAD" and self.state.heads is not None:
+            self.state.heads -= 1
+            if self.state.heads < 0:
+                return self.fail(503)
         if match := re.fullmatch(r"/api/models/(.+?)(?:/revision/(.+))?", path):
             return self.listing(match[1], match[2] or "main")
         if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):

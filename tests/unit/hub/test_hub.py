@@ -290,6 +290,20 @@ def test_a_hub_that_fails(server):
     assert refused("o/n") == f"o/n: {server.url} answers 404: is HF_ENDPOINT right?"
 
 
+def test_a_hub_that_fails_at_the_end(server, monkeypatch):
+    """What was downloaded stays: the next run fetches nothing again."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
+    server.heads = 1
+    result = pull("o/n")
+    assert result.exit_code == 1
+    last = result.stderr.splitlines()[-1]
+    assert last == f"Error: o/n: {server.url} no longer answers: try again later"
+    server.heads, before = None, server.sent
+    assert pull("o/n").exit_code == 0
+    assert server.sent == before == SIZE
+
+
 def test_a_hub_that_is_not_there(server):
     server.stop()
     assert refused("o/n").startswith(f"o/n: {server.url} cannot be reached: ")
