@@ -21,6 +21,7 @@ from gguf_split import split
 from gguf_tools import synthetic
 from gguf_tools.layout import BLOCK, GGMLType
 from gguf_tools.reader import GGUFFile
+from gguf_tools.streaming import CHUNK_BYTES
 from gguf_tools.verify import MAX_COUNTED, verify
 from gguf_tools.writer import GGUFWriter
 from orchestrator.cli import cli
@@ -158,6 +159,30 @@ def test_a_tensor_of_noise_is_one_sentence(tmp_path, ggml):
         f"{path}: tensor noise.weight: value 0 at offset {info.offset} is not finite, and at"
         f" least {MAX_COUNTED - 1} more"
     ]
+
+
+def test_every_block_of_a_tensor_of_many_runs(tmp_path, ggml):
+    """Whole runs of it are checked by different threads: none of its blocks lies between two."""
+    tensors = [*model_tensors(), ("large.weight", (4096, 5000), GGMLType.Q8_0)]
+    path = tmp_path / "m.gguf"
+    with GGUFWriter(path) as writer:
+        for key, value in model_metadata().items():
+            writer.meta(key, value)
+        for name, shape, ggml_type in tensors:
+            writer.declare(name, shape, ggml_type)
+        writer.begin()
+        for declared in writer.tensors.values():
+            writer.write_tensor(declared.name, bytes(declared.nbytes))
+    info = place(path, "large.weight")
+    per_run = CHUNK_BYTES // 34
+    assert info.nbytes > 2 * CHUNK_BYTES
+    for block in (0, per_run - 1, per_run, 2 * per_run - 1, 2 * per_run, info.nbytes // 34 - 1):
+        offset = info.offset + 34 * block
+        poke(path, offset, struct.pack("<H", NAN_HALF))
+        (problem,) = verify(path, ggml=ggml, threads=2).problems
+        assert (problem.tensor, problem.block, problem.offset) == (info.name, block, offset)
+        poke(path, offset, b"\0\0")
+    assert texts(path, ggml) == []
 
 
 def repack(source, target, *, drop=(), alignment=4096, rename=None, types=None, meta=None):
