@@ -103,3 +103,11 @@ class WriteError(GGUFError):
 
 class QuantizeError(GGUFError):
     """ggml cannot be reached, or cannot quantize these values to this type."""
+
+
+class HubError(MoeEdgeError):
+    """A model cannot be had from the Hugging Face Hub."""
+
+
+class HubUnreachableError(HubError):
+    """The Hub does not answer; what is in the cache may still do."""

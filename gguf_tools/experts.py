@@ -30,7 +30,14 @@ from .layout import (
     parse_expert_name,
 )
 from .pairing import check_pair
-from .reader import GGUFFile, TensorInfo, architecture, metadata_value, open_model
+from .reader import (
+    SPLIT_NAME,
+    GGUFFile,
+    TensorInfo,
+    architecture,
+    metadata_value,
+    open_model,
+)
 
 KV_CELL_PADDING = 256
 KV_BYTES_PER_VALUE = 2
@@ -111,6 +118,11 @@ class ExpertModel:
         if low is None:
             return model
         return _join(model, _open_one(open_model(low)))
+
+    @classmethod
+    def of_parts(cls, parts: list[GGUFFile]) -> "ExpertModel":
+        """The model in opened files, as ``open_model`` gives them; raises as ``open`` does."""
+        return _open_one(parts)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -233,7 +245,7 @@ def _open_one(parts: list[GGUFFile]) -> ExpertModel:
     head_length = embedding_length // max(1, max(n_head))
     return ExpertModel(
         path=first.path,
-        name=str(metadata_value(first, "general.name", str, first.path.stem)),
+        name=str(metadata_value(first, "general.name", str, _stem(first.path))),
         arch=arch,
         n_layers=len(layer_ids),
         layer_ids=layer_ids,
@@ -257,6 +269,12 @@ def _open_one(parts: list[GGUFFile]) -> ExpertModel:
         fallbacks=[str(text) for text in first.metadata.get(f"{KEY_PREFIX}fallbacks", [])],
         parts=parts,
     )
+
+
+def _stem(path: Path) -> str:
+    """The file's name without its ending, and without the number of its part."""
+    match = SPLIT_NAME.fullmatch(path.name)
+    return match[1] if match else path.stem
 
 
 def _matrix_shape(found: _Found | None) -> tuple[int, int] | None:

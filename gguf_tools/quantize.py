@@ -11,7 +11,8 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class Ggml:
             self.version = str(library.ggml_version() or b"", "ascii", "replace")
             self._traits = library.ggml_get_type_traits
             self._quantize = library.ggml_quantize_chunk
+            self._validate = library.ggml_validate_row_data
         except (OSError, AttributeError) as error:
             raise QuantizeError(f"{path}: not a usable libggml-base: {error}") from error
         found = re.match(r"(\d+)\.(\d+)", self.version)
@@ -81,6 +83,8 @@ class Ggml:
             ctypes.c_void_p,
         ]
         self._quantize.restype = ctypes.c_size_t
+        self._validate.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+        self._validate.restype = ctypes.c_bool
         self._to_float: dict[GGMLType, Any] = {}
         for ggml_type, block in BLOCK.items():
             traits = self._traits(ggml_type).contents
@@ -106,6 +110,11 @@ class Ggml:
         values = np.empty((n_rows, n_per_row), np.float32)
         to_float(data.ctypes.data, values.ctypes.data, values.size)
         return values
+
+    def is_valid(self, ggml_type: GGMLType, blocks: Blocks) -> bool:
+        """Whether every value and scale of whole blocks is a finite number. ggml prints a line
+        to stderr where one is not: see ``native_stderr_hidden``."""
+        return bool(self._validate(ggml_type, blocks.ctypes.data, blocks.nbytes))
 
     def quantize(self, ggml_type: GGMLType, values: Floats) -> Blocks:
         """Encoded bytes of float32 rows [rows, n_per_row].
@@ -144,6 +153,30 @@ class Ggml:
         return blocks
 
 
+@contextmanager
+def native_stderr_hidden() -> Iterator[None]:
+    """Sends what C code prints to ``stderr`` nowhere; Python's own stderr goes on working.
+
+    Does nothing where the C library has no such variable to set.
+    """
+    libc = ctypes.CDLL(None)
+    try:
+        stream = ctypes.c_void_p.in_dll(libc, "stderr")
+        libc.fopen.restype = ctypes.c_void_p
+        null = libc.fopen(os.devnull.encode(), b"w")
+    except (ValueError, AttributeError):
+        null = None
+    if not null:
+        yield
+        return
+    own, stream.value = stream.value, null
+    try:
+        yield
+    finally:
+        stream.value = own
+        libc.fclose(ctypes.c_void_p(null))
+
+
 def library_path() -> Path:
     """Where libggml-base is; QuantizeError with one sentence of advice where it is not."""
     override = os.environ.get("LLAMA_CPP_LIB_PATH")
@@ -152,7 +185,7 @@ def library_path() -> Path:
     else:
         spec = importlib.util.find_spec("llama_cpp")
         if spec is None or not spec.submodule_search_locations:
-            raise QuantizeError("quantizing needs the llama_cpp package: run `make build`")
+            raise QuantizeError("ggml comes with the llama_cpp package: run `make build`")
         folder = Path(next(iter(spec.submodule_search_locations))) / "lib"
     for name in _NAMES:
         if (folder / name).exists():

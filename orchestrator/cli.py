@@ -8,17 +8,16 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from gguf_tools.units import format_size
-from orchestrator import cli_bench, cli_replay
+from orchestrator import cli_bench, cli_files, cli_replay
 from orchestrator.config import Config
-from orchestrator.console import Console, strip_controls
+from orchestrator.console import Console, progress_bar, strip_controls
 from orchestrator.errors import MoeEdgeError
 
 if TYPE_CHECKING:
@@ -74,7 +73,8 @@ model_options = _options(
         "--model",
         type=FILE,
         metavar="FILE",
-        help="A MoE model: any GGUF, or a packed one.  [default: the demo]",
+        help="A MoE model: any GGUF, or a packed one; hf:OWNER/NAME[/FILE] fetches it.  "
+        "[default: the demo]",
     ),
     click.option(
         "--low",
@@ -230,6 +230,8 @@ def _config(options: dict[str, Any]) -> Config:
     given = _given(options)
     if "model" not in given:
         given["model"] = _demo_model()
+    for name in {"model", "low"} & given.keys():
+        given[name] = cli_files.model_path(str(given[name]))
     return Config.build(**given)
 
 
@@ -279,7 +281,7 @@ def pack(source: Path, target: Path, tiers: str, dense: str | None, threads: int
     names = [name.strip().lower() for name in tiers.split(",") if name.strip()]
     if not names:
         raise click.UsageError("--tiers names no precision: write it as q8_0,q4_k,q2_k")
-    with _progress("Packing") as progress:
+    with progress_bar("Packing") as progress:
         report = run(source, target, names, dense=dense, progress=progress, threads=threads)
     _print_report(report)
 
@@ -292,20 +294,9 @@ def export(source: Path, target: Path, tier: str) -> None:
     """Write one precision of a packed file as a GGUF for any llama.cpp."""
     from gguf_tools.pack import export as run
 
-    with _progress("Exporting") as progress:
+    with progress_bar("Exporting") as progress:
         report = run(source, target, tier.lower(), progress=progress)
     _print_report(report)
-
-
-@contextmanager
-def _progress(label: str) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr, gone at the end."""
-
-    console = Console()
-    try:
-        yield lambda fraction: console.bar(label, fraction)
-    finally:
-        console.end_bar()
 
 
 def _print_report(report: PackReport) -> None:
@@ -332,6 +323,8 @@ def inspect(file: Path, as_json: bool) -> None:
     click.echo(json.dumps(description) if as_json else strip_controls(render(description)))
 
 
+cli.add_command(cli_files.pull)
+cli.add_command(cli_files.verify)
 cli.add_command(cli_bench.bench)
 
 

@@ -9,6 +9,8 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -199,6 +201,16 @@ class Console:
         start = len(text) - len(text.lstrip("\n"))
         end = len(text.rstrip("\n"))
         return f"{text[:start]}\x1b[{code}m{text[start:end]}\x1b[0m{text[end:]}"
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr that is fed a share, 0 to 1, and is gone at the end."""
+    console = Console()
+    try:
+        yield lambda fraction: console.bar(label, fraction)
+    finally:
+        console.end_bar()
 
 
 def _is_tty(stream: TextIO | None) -> bool:

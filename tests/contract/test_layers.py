@@ -26,7 +26,7 @@ LAYERS = (
         "orchestrator.eval",
         "orchestrator.replay",
     ),
-    ("orchestrator.cli_bench", "orchestrator.cli_replay"),
+    ("orchestrator.cli_bench", "orchestrator.cli_files", "orchestrator.cli_replay"),
     ("orchestrator.cli",),
     ("orchestrator.__main__",),
 )
@@ -34,8 +34,14 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # Who may use a library at all, by first component of what is imported.
 ONLY = {
-    "click": ("orchestrator.cli", "orchestrator.cli_bench", "orchestrator.cli_replay"),
+    "click": (
+        "orchestrator.cli",
+        "orchestrator.cli_bench",
+        "orchestrator.cli_files",
+        "orchestrator.cli_replay",
+    ),
     "lm_eval": ("orchestrator.eval.harness",),
+    "huggingface_hub": ("gguf_tools.hub",),
     "torch": ("models",),
     "transformers": ("models",),
     "safetensors": ("models",),

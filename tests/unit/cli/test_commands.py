@@ -388,7 +388,7 @@ def test_a_closed_pipe_ends_it_quietly():
 def test_help_lists_the_commands():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("chat", "pack", "export", "inspect", "bench"):
+    for command in ("chat", "pack", "export", "inspect", "verify", "pull", "bench"):
         assert f"\n  {command} " in result.stdout
         assert run(command, "--help").exit_code == 0
 
@@ -407,7 +407,8 @@ def test_help_is_fast():
 def test_help_imports_nothing_heavy():
     code = (
         "import sys, orchestrator.cli; "
-        "print([m for m in ('numpy', 'llama_cpp', 'jinja2', 'torch') if m in sys.modules])"
+        "heavy = ('numpy', 'llama_cpp', 'jinja2', 'torch', 'huggingface_hub'); "
+        "print([m for m in heavy if m in sys.modules])"
     )
     process = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,0 +1,87 @@
+"""The command line of files as such: `moe-edge verify` and `moe-edge pull`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import click
+
+from gguf_tools.units import format_size
+from orchestrator.console import progress_bar, strip_controls
+
+AT_LEAST_1 = click.IntRange(min=1)
+
+
+@click.command()
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.option("--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def verify(ctx: click.Context, file: Path, threads: int | None, as_json: bool) -> None:
+    """Check every block of a model file, and its metadata."""
+    from gguf_tools.verify import verify as run
+
+    with progress_bar("Verifying") as progress:
+        report = run(file, progress=progress, threads=threads)
+    if as_json:
+        click.echo(json.dumps(report.as_dict()))
+    elif report.problems:
+        for problem in report.problems:
+            click.echo(strip_controls(problem.text))
+    else:
+        more = f" and {len(report.files) - 1} more" if len(report.files) > 1 else ""
+        click.echo(
+            strip_controls(
+                f"{report.files[0]}{more}: good: {report.n_tensors} tensors,"
+                f" {format_size(report.nbytes)}, experts in {', '.join(report.tiers)}"
+            )
+        )
+    if report.problems:
+        ctx.exit(1)
+
+
+@click.command()
+@click.argument("repo", metavar="REPO")
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="Files to take, as '*Q4_K_M*'; may be repeated.  [default: the only model]",
+)
+@click.option("--revision", metavar="R", help="Branch, tag or commit.  [default: main]")
+def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
+    """Download a model from the Hugging Face Hub, as OWNER/NAME.
+
+    It goes into the cache of huggingface_hub (HF_HOME); an interrupted download goes on where
+    it ended. HF_TOKEN or `hf auth login` opens what needs it.
+    """
+    from gguf_tools import hub
+    from gguf_tools.hub_choice import PREFIX
+
+    found = hub.plan(repo.removeprefix(PREFIX), include, revision)
+    _note(found.summary())
+    with progress_bar("Downloading") as progress:
+        paths = hub.fetch(found, progress)
+    for path in paths:
+        click.echo(strip_controls(str(path)))
+    for file in found.files:
+        if file.name in found.models:
+            click.echo(strip_controls(f"moe-edge chat -m {shlex.quote(str(file.path))}"))
+    if not found.models:
+        _note("No GGUF among them: a checkpoint has to be converted before it can run.")
+
+
+def model_path(text: str) -> Path:
+    """The path that an option names: hf:OWNER/NAME and hf:OWNER/NAME/FILE are fetched."""
+    from gguf_tools.hub import resolve
+    from gguf_tools.hub_choice import PREFIX
+
+    if not text.startswith(PREFIX):
+        return Path(text)
+    return resolve(text, _note, lambda: progress_bar("Downloading"))
+
+
+def _note(text: str) -> None:
+    click.echo(strip_controls(text), err=True)

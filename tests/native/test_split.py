@@ -1,0 +1,132 @@
+"""A model in several files (llama.cpp's gguf-split) is the model: same logits, plain and managed,
+with upstream's loader reading the same parts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from gguf_split import split
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.reader import GGUFFile
+from orchestrator.cli import cli
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.errors import NativeError
+
+pytestmark = pytest.mark.usefixtures("library_folder")
+
+PROMPT = [int(t) for t in np.random.default_rng(0).integers(0, 250, 40)]
+N_DECODE = 8
+
+
+def run(model: Path, **options: object) -> np.ndarray:
+    """Logits [1 + N_DECODE, n_vocab] of a prompt in two chunks and of greedy decoding."""
+    config = Config.build(
+        model=model, ctx=256, n_ubatch=32, threads=1, use_extra_bufts=False, **options
+    )
+    with Engine.open(config) as engine:
+        assert engine.managed == bool(options)
+        rows = [engine.eval(PROMPT, 0)[-1]]
+        for i in range(N_DECODE):
+            rows.append(engine.eval([int(rows[-1].argmax())], len(PROMPT) + i)[-1])
+        if engine.managed:
+            engine.store.check()
+            assert len(engine.store.spec.files) == len(engine.model.files)
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize(("n_parts", "bare_first"), [(2, False), (3, False), (3, True)])
+def test_plain_and_managed_equal_the_whole_file(
+    n_parts: int, bare_first: bool, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    whole = tiny_model("qwen3moe", "q4_k")
+    first = split(whole, tmp_path, n_parts, bare_first=bare_first)[0]
+    with ExpertModel.open(first) as model, ExpertModel.open(whole) as other:
+        assert len(model.files) == n_parts
+        assert model.tier_bytes == other.tier_bytes
+        assert model.dense_bytes == other.dense_bytes
+        budget = model.tier_bytes[0] // 2
+        used = {
+            each.file_index for layer in model.slices for kind in layer for each in kind if each
+        }
+        assert len(used) > 1  # the store reads more than one file
+    reference = run(whole)
+    np.testing.assert_array_equal(run(first), reference)
+    np.testing.assert_array_equal(run(first, policy="lru", expert_ram=budget), reference)
+
+
+def test_parts_of_a_packed_file(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Both tiers are read, from parts whose slices do not start at a block of the disk."""
+    whole = tiny_model("qwen3moe", "q4_k", "q2_k")
+    first = split(whole, tmp_path, 3)[0]
+    with ExpertModel.open(first) as model:
+        offsets = [
+            each.offset % 4096 for layer in model.slices for kind in layer for each in kind if each
+        ]
+        assert any(offsets)
+    for tier, name in ((0, "q4_k"), (1, "q2_k")):
+        options = {"policy": "lru", "high_tier": name, "expert_ram": 4 << 20}
+        np.testing.assert_array_equal(run(first, **options), run(whole, **options), str(tier))
+
+
+@pytest.mark.parametrize("parts", [(1, 3), (2, 1), (2, 3)])
+def test_low_in_parts_or_not(
+    parts: tuple[int, int], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    files = tiny_model("qwen3moe", "q4_k"), tiny_model("qwen3moe", "q2_k")
+    paths = [
+        split(file, tmp_path / name, n)[0] if n > 1 else file
+        for file, name, n in zip(files, ("high", "low"), parts, strict=True)
+    ]
+    # nothing is read ahead or evicted: which tier a low request finds would depend on the disk
+    options = {"policy": "dymoe", "retention": 0.5, "expert_ram": 64 << 20, "n_ahead": 0}
+    expected = run(files[0], low=files[1], **options)
+    np.testing.assert_array_equal(run(paths[0], low=paths[1], **options), expected)
+
+
+def test_a_part_cut_short_while_decoding(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    paths = split(tiny_model("qwen3moe", "q4_k"), tmp_path, 2)
+    config = Config.build(model=paths[0], policy="lru", expert_ram=1 << 20, ctx=256, threads=1)
+    with Engine.open(config) as engine:
+        os.truncate(paths[1], paths[1].stat().st_size // 4)
+        with pytest.raises(NativeError, match=rf"{paths[1].name}.*truncated"):
+            engine.eval(PROMPT, 0)
+
+
+def call(*words: object) -> str:
+    result = CliRunner().invoke(cli, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_commands_take_parts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    whole = tiny_model("qwen3moe", "q4_k", "q2_k")
+    first = split(whole, tmp_path, 2)[0]
+    facts = json.loads(call("inspect", "--json", first))
+    assert facts["files"] == [str(path) for path in sorted(tmp_path.glob("m-*.gguf"))]
+    assert f"{first} and 1 more" in call("inspect", first)
+    sources = {"split": first, "whole": whole}
+    packed, exported = {}, {}
+    for name, source in sources.items():
+        packed[name] = tmp_path / f"{name}-packed.gguf"
+        exported[name] = tmp_path / f"{name}-q2_k.gguf"
+        call("pack", "--tiers", "q4_k,q2_k", source, packed[name])
+        call("export", "--tier", "q2_k", source, exported[name])
+    for made in (packed, exported):
+        assert made["split"].read_bytes() == made["whole"].read_bytes()
+        with GGUFFile.open(made["split"]) as file:
+            assert not [key for key in file.metadata if key.startswith("split.")]
+    options = ("--ctx", 256, "--threads", 1, "--temp", 0, "--max-tokens", 4, "-p", "a")
+    plain, managed = ("--policy", "plain"), ("--policy", "lru", "--expert-ram", "2MiB")
+    for mode in (plain, managed):
+        said = {
+            name: call("chat", "-m", source, *mode, *options) for name, source in sources.items()
+        }
+        assert said["split"] == said["whole"]

@@ -1,0 +1,217 @@
+"""A small server that speaks the Hub's protocol, for the real client.
+
+/api/models/REPO[/revision/REV] lists files with sizes; /REPO/resolve/REV/FILE answers HEAD and
+GET with ETag, X-Repo-Commit and, for large files, a redirect to another host with
+X-Linked-Size and X-Linked-Etag, as the Hub does; Range is served.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+LARGE = 1000
+
+
+@dataclass
+class Repo:
+    files: dict[str, bytes]
+    commit: str = "c0ffee" * 6 + "beef"
+    revisions: tuple[str, ...] = ("main",)
+    token: str | None = None  # private: only with it
+    gated: bool = False  # listed for everybody, files only with the token
+
+
+@dataclass
+class Fault:
+    """What goes wrong with the data of a file: the connection ends after so many bytes."""
+
+    after: int
+    times: int = 1
+    reset: bool = False
+
+
+@dataclass
+class Hub:
+    """The server's state; `seen` are (method, path, Range, Authorization) of its requests."""
+
+    repos: dict[str, Repo] = field(default_factory=dict)
+    faults: dict[str, Fault] = field(default_factory=dict)
+    seen: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)
+    slow: threading.Event | None = None  # set: data stops half way until it is
+    sent: int = 0
+    status: int = 0
+    heads: int | None = None  # so many HEAD requests are answered, then 503
+    corrupt: bool = False
+
+    def start(self) -> None:
+        hub = self
+
+        class Handler(_Handler):
+            state = hub
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.port = self.server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self) -> None:
+        if self.slow is not None:
+            self.slow.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+    def data_requests(self) -> list[tuple[str, str | None]]:
+        """(file or blob, Range) of the requests for data."""
+        return [
+            (path, span)
+            for method, path, span, _ in self.seen
+            if method == "GET" and "/api/" not in path and not path.startswith("/redirected")
+        ]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    state: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        authorization = self.headers.get("Authorization")
+        self.state.seen.append((self.command, path, self.headers.get("Range"), authorization))
+        if self.state.status:
+            return self.fail(self.state.status)
+        if self.command == "HEAD" and self.state.heads is not None:
+            self.state.heads -= 1
+            if self.state.heads < 0:
+                return self.fail(503)
+        if match := re.fullmatch(r"/api/models/(.+?)(?:/revision/(.+))?", path):
+            return self.listing(match[1], match[2] or "main")
+        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            return self.resolve(*match.groups())
+        if match := re.fullmatch(r"/cdn/([0-9a-f]{64})", path):
+            for repo in self.state.repos.values():
+                for name, data in repo.files.items():
+                    if hashlib.sha256(data).hexdigest() == match[1]:
+                        return self.data(name, data, {})
+        return self.fail(404)
+
+    def fail(self, status: int, code: str = "", message: str = "") -> None:
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        if message:
+            self.send_header("X-Error-Message", message)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def repo(self, name: str, revision: str, listing: bool) -> Repo | None:
+        repo = self.state.repos.get(name)
+        known = repo is not None and f"Bearer {repo.token}" == self.headers.get("Authorization")
+        if repo is None or (repo.token and not repo.gated and not known):
+            # the Hub does not tell the missing from the private
+            self.fail(401 if repo else 404, "RepoNotFound")
+        elif repo.gated and not known and not listing:
+            self.fail(403, "GatedRepo")
+        elif revision not in (*repo.revisions, repo.commit):
+            self.fail(404, "RevisionNotFound")
+        else:
+            return repo
+        return None
+
+    def listing(self, name: str, revision: str) -> None:
+        repo = self.repo(name, revision, listing=True)
+        if repo is None:
+            return
+        siblings = []
+        for file, data in repo.files.items():
+            entry: dict[str, object] = {"rfilename": file}
+            if "blobs=" in self.path:
+                entry |= {"size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
+                if len(data) >= LARGE:
+                    sha256 = hashlib.sha256(data).hexdigest()
+                    entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 135}
+            siblings.append(entry)
+        body = json.dumps({"id": name, "modelId": name, "sha": repo.commit, "siblings": siblings})
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def resolve(self, name: str, revision: str, file: str) -> None:
+        repo = self.repo(name, revision, listing=False)
+        if repo is None:
+            return
+        if file not in repo.files:
+            return self.fail(404, "EntryNotFound")
+        data = repo.files[file]
+        headers = {"X-Repo-Commit": repo.commit}
+        if len(data) < LARGE:
+            headers["ETag"] = f'"{hashlib.sha1(data).hexdigest()}"'
+            return self.data(file, data, headers)
+        sha256 = hashlib.sha256(data).hexdigest()
+        headers |= {"X-Linked-Size": str(len(data)), "X-Linked-Etag": f'"{sha256}"'}
+        self.send_response(302)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Location", f"http://localhost:{self.state.port}/cdn/{sha256}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def data(self, name: str, data: bytes, headers: dict[str, str]) -> None:
+        start = 0
+        if span := self.headers.get("Range"):
+            start = int(re.fullmatch(r"bytes=(\d+)-", span)[1])
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        self.send_response(206 if span else 200)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if self.state.corrupt:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        fault = self.state.faults.get(name)
+        if fault is not None and fault.times:
+            fault.times -= 1
+            self.write(data[start : start + fault.after])
+            self.close_connection = True
+            if fault.reset:
+                import socket
+                import struct
+
+                linger = struct.pack("ii", 1, 0)
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                self.connection.close()
+            return
+        rest = data[start:]
+        if self.state.slow is not None and len(data) >= LARGE:
+            self.write(rest[: len(rest) // 2])
+            self.state.slow.wait(60)
+            rest = rest[len(rest) // 2 :]
+        self.write(rest)
+
+    def write(self, data: bytes) -> None:
+        try:
+            self.wfile.write(data)
+            self.wfile.flush()
+            self.state.sent += len(data)
+        except OSError:
+            self.close_connection = True

@@ -1,0 +1,350 @@
+"""`pull` and `-m hf:` with the real client against a local server that speaks the Hub's
+protocol. Nothing leaves the machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from gguf_split import split
+from hub_server import Fault, Hub, Repo
+
+from gguf_tools import hub as module
+from gguf_tools import synthetic
+from gguf_tools.errors import HubError
+from orchestrator.cli import cli
+
+ROOT = Path(__file__).resolve().parents[3]
+SIZE = 300_000
+
+
+def noise(seed: int, size: int = SIZE) -> bytes:
+    import random
+
+    return random.Random(seed).randbytes(size)
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """The Hub of this test, empty, and a cache of its own, as HF_ENDPOINT and HF_HOME set them."""
+    from huggingface_hub import constants
+
+    state = Hub()
+    state.start()
+    # read from the environment when the library is imported, which is once a process
+    for name in ("HUGGINGFACE_CO_URL_TEMPLATE", "ENDPOINT"):
+        value = getattr(constants, name).replace(constants.ENDPOINT, state.url)
+        monkeypatch.setattr(constants, name, value)
+    # what is lost of a chunk when a connection breaks is fetched again
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 50_000)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf/hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf/token"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    yield state
+    state.stop()
+
+
+def pull(*words):
+    return CliRunner().invoke(cli, ["pull", *words])
+
+
+def refused(*words):
+    result = pull(*words)
+    assert (result.exit_code, result.stdout) == (1, ""), result.output
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("Error: ").rstrip("\n")
+
+
+def blobs(tmp_path):
+    return sorted(path.name for path in tmp_path.glob("hf/hub/models--*/blobs/*"))
+
+
+def test_the_only_model(server, tmp_path):
+    data = noise(1)
+    server.repos["o/n"] = Repo({"README.md": b"hi", "m.gguf": data, "mmproj-m.gguf": noise(2)})
+    result = pull("o/n")
+    assert result.exit_code == 0, result.output
+    path, line = result.stdout.splitlines()
+    assert Path(path).read_bytes() == data
+    assert Path(path).name == "m.gguf" and path.startswith(str(tmp_path / "hf/hub"))
+    assert shlex.split(line) == ["moe-edge", "chat", "-m", path]
+    assert result.stderr.startswith("o/n at c0ffeec0: 1 file, 293 KiB, 293 KiB to download into ")
+    assert " free there\n" in result.stderr
+    assert not [name for name in blobs(tmp_path) if "incomplete" in name]
+    # huggingface_hub sees it as its own
+    from huggingface_hub import try_to_load_from_cache
+
+    assert try_to_load_from_cache("o/n", "m.gguf") == path
+
+    before = len(server.data_requests())
+    again = pull("hf:o/n")
+    assert again.stdout == result.stdout
+    assert "all here already" in again.stderr
+    assert len(server.data_requests()) == before
+
+
+def test_the_choice_among_models(server):
+    server.repos["o/n"] = Repo({f"m-{quant}.gguf": noise(3, 2000) for quant in ("Q2_K", "Q4_K_M")})
+    said = refused("o/n")
+    assert said == (
+        "o/n holds 2 models: choose one with --include PATTERN, or hf:o/n/FILE:"
+        " m-Q2_K.gguf (1.95 KiB), m-Q4_K_M.gguf (1.95 KiB)"
+    )
+    assert server.data_requests() == []
+    result = pull("o/n", "--include", "*Q4_K*")
+    assert [Path(line).name for line in result.stdout.splitlines()][:1] == ["m-Q4_K_M.gguf"]
+    both = pull("o/n", "--include", "*Q4_K*", "--include", "m-Q2_K.gguf").stdout
+    assert both.count("moe-edge chat -m") == 2
+    assert refused("o/n", "--include", "*Q9*").startswith(
+        "o/n: nothing matches *Q9*; it holds m-Q2"
+    )
+
+
+def test_parts_come_together(server, tmp_path):
+    names = [f"Q4/m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    files = {name: noise(i, 5000) for i, name in enumerate(names)}
+    server.repos["o/n"] = Repo({**files, "Q2/m.gguf": noise(9)})
+    result = pull("o/n", "--include", "*00002-of*")
+    *paths, line = result.stdout.splitlines()
+    assert [Path(path).read_bytes() for path in paths] == list(files.values())
+    assert shlex.split(line)[-1] == paths[0]
+    del server.repos["o/n"].files[names[1]]
+    assert refused("o/n", "--include", "*Q4*") == (
+        f"o/n: {names[1]} is missing there, a part of {names[0]}"
+    )
+
+
+def test_a_checkpoint(server):
+    wanted = {
+        "config.json": b"{}",
+        "model-00001-of-00002.safetensors": noise(1, 3000),
+        "model-00002-of-00002.safetensors": noise(2, 3000),
+        "model.safetensors.index.json": b"{}",
+        "tokenizer.model": noise(3, 1500),
+    }
+    rest = {
+        "README.md": b"x",
+        "consolidated.safetensors": noise(4, 3000),
+        "pytorch_model.bin": noise(5, 3000),
+        "original/model.safetensors": noise(6, 3000),
+    }
+    server.repos["o/n"] = Repo({**wanted, **rest})
+    result = pull("o/n")
+    assert [Path(line).name for line in result.stdout.splitlines()] == sorted(wanted)
+    assert "converted" in result.stderr
+    server.repos["o/n"] = Repo({"README.md": b"x"})
+    assert refused("o/n") == "o/n: neither a GGUF nor safetensors; it holds README.md"
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_cut_connection_is_taken_up(server, tmp_path, reset):
+    data = noise(1)
+    server.repos["o/n"] = Repo({"m.gguf": data})
+    server.faults["m.gguf"] = Fault(after=100_000, times=2, reset=reset)
+    result = pull("o/n")
+    assert result.exit_code == 0, result.output
+    assert Path(result.stdout.splitlines()[0]).read_bytes() == data
+    spans = [span for path, span in server.data_requests() if path.startswith("/cdn/")]
+    assert spans[0] is None and len(spans) == 3
+    starts = [int(span.removeprefix("bytes=").rstrip("-")) for span in spans[1:]]
+    assert 0 < starts[0] < starts[1] < SIZE or (reset and starts == sorted(starts))
+    if not reset:  # a reset may lose what was under way
+        assert starts == [100_000, 200_000]
+        assert server.sent == SIZE
+
+
+def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
+    """Killed half way, with the process's own environment; the next run asks for the rest."""
+    data = noise(1, 30 << 20)
+    server.repos["o/n"] = Repo({"m.gguf": data})
+    server.slow = threading.Event()
+    environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf")}
+    command = [sys.executable, "-m", "orchestrator", "pull", "o/n"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    folder = tmp_path / "hf/hub/models--o--n/blobs"
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size for path in folder.glob("*.incomplete")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    second = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert second.returncode == 1
+    assert "m.gguf: another process is downloading it" in second.stderr
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (partial,) = folder.glob("*.incomplete")
+    have = partial.stat().st_size
+    assert 0 < have < len(data)
+
+    server.slow.set()
+    server.slow = None
+    found = module.plan("o/n")
+    assert (found.nbytes, found.missing) == (len(data), len(data) - have)
+    before = server.sent
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.splitlines()[0]).read_bytes() == data
+    assert server.sent - before == len(data) - have
+    assert server.data_requests()[-1][1] == f"bytes={have}-"
+
+
+def test_a_server_that_never_sends_it_all(server, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
+    server.faults["m.gguf"] = Fault(after=0, times=10**6)
+    result = pull("o/n")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[1].startswith(f"Error: o/n: {server.url} cannot be reached: ")
+    assert len(server.seen) < 200
+
+
+def test_damaged_data_is_not_kept(server, tmp_path):
+    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
+    server.corrupt = True
+    result = pull("o/n")
+    assert result.exit_code == 1
+    assert "m.gguf: damaged on the way (its SHA-256 differs)" in result.stderr
+    assert blobs(tmp_path) == []
+    server.corrupt = False
+    assert pull("o/n").exit_code == 0
+
+
+def test_too_little_space_is_refused_before_the_first_byte(server, monkeypatch, tmp_path):
+    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=SIZE - 1))
+    result = pull("o/n")
+    assert result.exit_code == 1
+    summary, error = result.stderr.splitlines()
+    assert "293 KiB to download" in summary
+    assert error.startswith("Error: o/n: 293 KiB to download, but only 293 KiB are free in ")
+    assert server.data_requests() == []
+    assert not (tmp_path / "hf").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=SIZE))
+    assert pull("o/n").exit_code == 0
+
+
+def test_missing_private_and_gated(server, monkeypatch):
+    server.repos["o/private"] = Repo({"m.gguf": noise(1)}, token="secret")
+    server.repos["o/gated"] = Repo({"m.gguf": noise(2)}, token="secret", gated=True)
+    for name in ("o/none", "o/private"):
+        assert refused(name) == (
+            f"{name}: no such model at {server.url}, or a private one: check the name, or log in"
+            " with `hf auth login` or set HF_TOKEN"
+        )
+    assert refused("o/gated") == (
+        f"o/gated: access to it is restricted: accept its terms at {server.url}/o/gated, then log"
+        " in with `hf auth login` or set HF_TOKEN"
+    )
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert pull("o/private").exit_code == 0
+    assert pull("o/gated").exit_code == 0
+    sent_to_cdn = {auth for _, path, _, auth in server.seen if path.startswith("/cdn/")}
+    assert sent_to_cdn == {None}  # another host never sees the token
+
+
+def test_revisions(server):
+    old = "0" * 40
+    server.repos["o/n"] = Repo({"m.gguf": noise(1)}, commit=old, revisions=("main", "v1"))
+    assert refused("o/n", "--revision", "v2") == "o/n: no revision v2"
+    first = pull("o/n", "--revision", "v1")
+    assert f"snapshots/{old}/" in first.stdout
+    server.repos["o/n"] = Repo({"m.gguf": noise(1), "b.txt": b"x"}, commit="1" * 40)
+    second = pull("o/n")
+    assert f"snapshots/{'1' * 40}/" in second.stdout
+    assert "all here already" in second.stderr  # the same content under another commit
+
+
+@pytest.mark.parametrize("name", ["name", "a/b/c", "o/n n", "o/n/", "../x", ""])
+def test_names_that_are_none(server, name):
+    said = refused(name)
+    assert "write it as OWNER/NAME" in said or "no such model" in said
+    assert server.data_requests() == []
+
+
+def test_file_names_that_leave_the_folder(server, tmp_path):
+    server.repos["o/n"] = Repo({"../../../evil.gguf": noise(1)})
+    assert "leaves its folder" in refused("o/n")
+    assert not list(tmp_path.rglob("evil*"))
+
+
+def test_a_hub_that_fails(server):
+    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
+    server.status = 503
+    assert refused("o/n") == f"o/n: {server.url} answers 503: try again later"
+    server.status = 401
+    assert refused("o/n").startswith(f"o/n: {server.url} answers 401: is the token right? log in")
+    server.status = 404
+    assert refused("o/n") == f"o/n: {server.url} answers 404: is HF_ENDPOINT right?"
+
+
+def test_a_hub_that_fails_at_the_end(server, monkeypatch):
+    """What was downloaded stays: the next run fetches nothing again."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
+    server.heads = 1
+    result = pull("o/n")
+    assert result.exit_code == 1
+    last = result.stderr.splitlines()[-1]
+    assert last == f"Error: o/n: {server.url} no longer answers: try again later"
+    server.heads, before = None, server.sent
+    assert pull("o/n").exit_code == 0
+    assert server.sent == before == SIZE
+
+
+def test_a_hub_that_is_not_there(server):
+    server.stop()
+    assert refused("o/n").startswith(f"o/n: {server.url} cannot be reached: ")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return synthetic.write(tmp_path_factory.mktemp("m") / "m.gguf", "tiny-qwen3moe")
+
+
+def test_chat_with_a_model_of_the_hub(server, tiny, tmp_path, monkeypatch):
+    pytest.importorskip("llama_cpp")
+    parts = split(tiny, tmp_path / "parts", 2)
+    files = {f"sub/{path.name}": path.read_bytes() for path in parts}
+    server.repos["o/n"] = Repo({**files, "other.gguf": noise(1)})
+    options = ["--ctx", "256", "--threads", "1", "--temp", "0", "--max-tokens", "3", "-p", "a"]
+
+    def chat(model):
+        return CliRunner().invoke(cli, ["chat", "-m", model, *options])
+
+    result = chat(f"hf:o/n/sub/{parts[0].name}")
+    assert result.exit_code == 0, result.output
+    assert "o/n at c0ffeec0: 2 files" in result.stderr
+    assert result.stdout == chat(str(tiny)).stdout
+    again = chat(f"hf:o/n/sub/{parts[0].name}")
+    assert (again.stdout, again.stderr) == (result.stdout, "")
+    assert "holds 2 models" in chat("hf:o/n").stderr
+    server.repos["o/n"].files |= {f"{folder}/other.gguf": noise(2) for folder in "ab"}
+    assert "other.gguf: header" in chat("hf:o/n/other.gguf").stderr  # that very file, which is none
+    del server.repos["o/n"].files["other.gguf"]
+    assert "several models match a/other.gguf, b/other.gguf" in chat("hf:o/n/other.gguf").stderr
+    wrong = chat("hf:o")
+    assert "write it as hf:OWNER/NAME or hf:OWNER/NAME/FILE.gguf" in wrong.stderr
+
+    server.status = 503  # the cache is enough
+    assert chat(f"hf:o/n/sub/{parts[0].name}").stdout == result.stdout
+    assert "answers 503" in chat("hf:o/none").stderr
+
+
+def test_resolve_without_a_gguf(server):
+    server.repos["o/n"] = Repo({"model.safetensors": noise(1), "config.json": b"{}"})
+    with pytest.raises(HubError, match=r"no GGUF model in config\.json, model\.safe"):
+        module.resolve("hf:o/n", print)
+    assert server.data_requests() == []
