@@ -1,4 +1,4 @@
-"""The command line of `moe-edge replay`."""
+"""The command line of `moe-edge trace` and `moe-edge replay`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,71 @@ from typing import Any
 
 import click
 
-from orchestrator.config import parse_size
-from orchestrator.console import strip_controls
-from orchestrator.errors import MoeEdgeError
+from gguf_tools.units import format_size
+from orchestrator.cli_options import (
+    AT_LEAST_1,
+    FILE,
+    make_config,
+    model_options,
+    open_engine,
+    size,
+)
+from orchestrator.console import Console, strip_controls
 
-FILE = click.Path(path_type=Path)
 
+@click.command()
+@model_options
+@click.option("--out", required=True, type=FILE, metavar="FILE", help="The trace, as T.npz.")
+@click.option(
+    "--text", type=FILE, metavar="FILE", help="Evaluate this text, token by token, as decoding."
+)
+@click.option(
+    "--prefill",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="With --text: take its first N tokens as a prompt.  [default: 0]",
+)
+@click.option("-p", "--prompt", metavar="TEXT", help="Answer this prompt instead.")
+@click.option(
+    "--tokens",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Tokens of the text, or of the answer.  [default: what the context holds, or 512]",
+)
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed of the answer.")
+def trace(
+    out: Path,
+    text: Path | None,
+    prefill: int,
+    prompt: str | None,
+    tokens: int | None,
+    **options: Any,
+) -> None:
+    """Record the routing of a run, for `moe-edge replay`.
 
-def size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
-    """The bytes of an option that is written as 6GiB or 500MB."""
-    try:
-        return None if value is None else parse_size(value)
-    except MoeEdgeError as error:
-        raise click.BadParameter(str(error)) from error
+    Without --policy it is dymoe, which looks ahead, under the whole memory."""
+    from orchestrator.replay.record import record_answer, record_text
+    from orchestrator.replay.trace import check_target, write_trace
+    from orchestrator.sampling import Sampling
+
+    if (text is None) == (prompt is None):
+        raise click.UsageError("what to evaluate: give either --text FILE or -p TEXT")
+    if prefill and text is None:
+        raise click.UsageError("--prefill is for --text: a prompt is a prefill already")
+    check_target(out)
+    options["policy"] = options["policy"] or "dymoe"
+    config = make_config(options)
+    words = None if text is None else text.read_text("utf-8", "replace")
+    with open_engine(config, Console()) as engine:
+        if words is not None:
+            recorded = record_text(engine, words, tokens, prefill)
+        else:
+            sampling = Sampling(config.temp, config.top_p, config.seed)
+            recorded = record_answer(engine, prompt or "", sampling, tokens or config.max_tokens)
+    write_trace(out, recorded)
+    steps, nbytes = len(recorded.arrays["step_phase"]), out.stat().st_size
+    click.echo(f"{out}: {steps} steps of {recorded.header.model}, {format_size(nbytes)}")
 
 
 @click.command()

@@ -26,7 +26,9 @@ LAYERS = (
         "orchestrator.eval",
         "orchestrator.replay",
     ),
-    ("orchestrator.cli_bench", "orchestrator.cli_files", "orchestrator.cli_replay"),
+    ("orchestrator.cli_files",),
+    ("orchestrator.cli_options",),
+    ("orchestrator.cli_bench", "orchestrator.cli_eval", "orchestrator.cli_replay"),
     ("orchestrator.cli",),
     ("orchestrator.__main__",),
 )
@@ -37,7 +39,9 @@ ONLY = {
     "click": (
         "orchestrator.cli",
         "orchestrator.cli_bench",
+        "orchestrator.cli_eval",
         "orchestrator.cli_files",
+        "orchestrator.cli_options",
         "orchestrator.cli_replay",
     ),
     "lm_eval": ("orchestrator.eval.harness",),

@@ -1,0 +1,73 @@
+"""The command line of `moe-edge eval`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli_options import AT_LEAST_1, FILE, given, make_config, model_options
+from orchestrator.console import Console, strip_controls
+
+
+@click.command("eval")
+@model_options
+@click.option(
+    "--text",
+    type=FILE,
+    metavar="FILE",
+    help="Text to predict; .jsonl records have a text each; .xz is unpacked.",
+)
+@click.option(
+    "--choices",
+    type=FILE,
+    metavar="FILE",
+    help='JSON lines {"question", "choices", "answer"}, answered by likelihood.',
+)
+@click.option("--kl", is_flag=True, help="Compare with the best tier of the file.")
+@click.option("--tokens", type=AT_LEAST_1, metavar="N", help="Use N tokens of the text at most.")
+@click.option("--window", type=int, metavar="N", help="Tokens of one context.  [default: 512]")
+@click.option("--prefill", is_flag=True, help="Judge the text read as prompts, not by token.")
+@click.option(
+    "--reuse",
+    is_flag=True,
+    help="A low request may use a high copy in memory, as in a chat; results then depend on "
+    "the memory.",
+)
+@click.option(
+    "--study",
+    metavar="NAME",
+    help="A table or figure of the paper: accuracy, retention, critical, tokens, schedule, "
+    "depth, similarity.",
+)
+@click.option("--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any) -> None:
+    """Measure quality: perplexity, distance from the best tier, multiple choice.
+
+    Each token is decided on its own, as in an answer: what is decided for a prompt sees its
+    later tokens."""
+    from dataclasses import asdict, fields
+
+    from orchestrator.eval import EvalOptions, render, run_study
+    from orchestrator.eval import evaluate as run
+
+    names = {field.name for field in fields(EvalOptions)}
+    chosen = {name: options.pop(name) for name in names & options.keys()}
+    config, wanted = make_config(options), EvalOptions(**given(chosen))
+    console = Console()
+    try:
+        if study is None:
+            if out is not None:
+                raise click.UsageError("--out is where a study writes: give --study NAME")
+            result = run(config, wanted, console.bar)
+            text = render(result)
+        else:
+            tables = run_study(study, config, wanted, out, console.bar)
+            result = {"study": study, "tables": [asdict(table) for table in tables]}
+            text = "\n\n".join(table.markdown() for table in tables)
+    finally:
+        console.end_bar()
+    click.echo(json.dumps(result) if as_json else strip_controls(text))

@@ -1,0 +1,172 @@
+"""The options that several commands share, and what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from orchestrator.cli_files import model_path
+from orchestrator.config import Config, parse_size
+from orchestrator.console import Console
+from orchestrator.errors import MoeEdgeError
+
+if TYPE_CHECKING:
+    from orchestrator.engine import Engine
+
+DEMO = Path("models/demo/moe-edge-demo.gguf")
+FILE = click.Path(path_type=Path)
+AT_LEAST_1 = click.IntRange(min=1)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    """The bytes of an option that is written as 6GiB or 500MB."""
+    try:
+        return None if value is None else parse_size(value)
+    except MoeEdgeError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def _default(name: str) -> str:
+    """The default of a field of the config, for a help text."""
+    return f"[default: {Config.__dataclass_fields__[name].default}]"
+
+
+def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
+    def apply(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+model_options = _options(
+    click.option(
+        "-m",
+        "--model",
+        type=FILE,
+        metavar="FILE",
+        help="A MoE model: any GGUF, or a packed one; hf:OWNER/NAME[/FILE] fetches it.  "
+        "[default: the demo]",
+    ),
+    click.option(
+        "--low",
+        type=FILE,
+        metavar="FILE",
+        help="The same model in a lower precision, as a second GGUF.",
+    ),
+    click.option(
+        "--ram",
+        callback=size,
+        metavar="SIZE",
+        help="Cap on everything the model takes, as 6GiB or 500MB.  [default: free memory]",
+    ),
+    click.option(
+        "--expert-ram",
+        callback=size,
+        metavar="SIZE",
+        help="Cap on the expert slots alone, for experiments.",
+    ),
+    click.option(
+        "--policy",
+        metavar="NAME",
+        help="Who decides what stays in memory: plain, lru, dymoe, dynaexq.  [default: by fit]",
+    ),
+    click.option(
+        "--retention",
+        type=float,
+        metavar="R",
+        help="Average share of critical experts, 0 to 1.  [default: 1 with one precision, else "
+        "0.75]",
+    ),
+    click.option(
+        "--schedule",
+        metavar="NAME",
+        help=f"How that share falls with depth: cosine, linear, flat.  {_default('schedule')}",
+    ),
+    click.option(
+        "--prefetch",
+        metavar="WHEN",
+        help=f"Load ahead: on, off, or auto: while it pays.  {_default('prefetch')}",
+    ),
+    click.option(
+        "--high-tier",
+        metavar="TIER",
+        help="Precision of critical experts, as q4_k.  [default: the best that fits, else q4_k]",
+    ),
+    click.option(
+        "--low-tier", metavar="TIER", help="Precision of the others, or skip.  [default: by fit]"
+    ),
+    click.option(
+        "--renormalize",
+        is_flag=True,
+        help="With --low-tier skip: the weights of the other experts make up for the skipped.",
+    ),
+    click.option(
+        "--profile",
+        type=FILE,
+        metavar="FILE",
+        help="Where dynaexq keeps which experts were used; without it, a chat uses the user cache.",
+    ),
+    click.option("--ctx", type=int, metavar="N", help=f"Context in tokens.  {_default('ctx')}"),
+    click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores]"),
+)
+
+answer_options = _options(
+    click.option(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"Longest answer in tokens.  {_default('max_tokens')}",
+    ),
+    click.option(
+        "--temp",
+        type=float,
+        metavar="T",
+        help=f"Temperature; 0 takes the likeliest.  {_default('temp')}",
+    ),
+    click.option(
+        "--top-p", type=float, metavar="P", help=f"Nucleus sampling.  {_default('top_p')}"
+    ),
+    click.option("--seed", type=int, metavar="N", help="Makes the sampling repeatable."),
+    click.option("--system", metavar="TEXT", help="System prompt."),
+)
+
+
+def make_config(options: dict[str, Any]) -> Config:
+    """The config of the options that were given; without --model, of the demo model."""
+    chosen = given(options)
+    if "model" not in chosen:
+        chosen["model"] = _demo_model()
+    for name in {"model", "low"} & chosen.keys():
+        chosen[name] = model_path(str(chosen[name]))
+    return Config.build(**chosen)
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _demo_model() -> Path:
+    for folder in (Path(__file__).resolve().parent.parent, Path.cwd()):
+        if (folder / DEMO).is_file():
+            return folder / DEMO
+    raise MoeEdgeError(f"the demo model {DEMO} is not here: name a model with -m FILE.gguf")
+
+
+def open_engine(config: Config, console: Console) -> Engine:
+    from orchestrator.engine import Engine
+
+    try:
+        engine = Engine.open(config, console.load_bar)
+    finally:
+        console.end_bar()
+    if engine.note:
+        console.note(engine.note)
+    return engine
