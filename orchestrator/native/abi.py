@@ -196,6 +196,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
             ctypes.c_int32,
             ctypes.POINTER(ctypes.c_int32),
             ctypes.POINTER(ctypes.c_uint8),
+            ctypes.POINTER(ctypes.c_uint8),
             ctypes.c_int32,
         ],
     ),

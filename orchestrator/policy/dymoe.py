@@ -31,7 +31,7 @@ _DECODE = int(Phase.DECODE)
 # Of a layer's high slots: those that a prompt may fill with what it uses most, and those that
 # the rest of its experts pass through (EXPERIMENTS.md, "Long prompts").
 _STAYS_SHARE = 0.75
-_PASSING_SHARE = 0.25
+_PASSING_SHARE = 0.5
 
 
 class DyMoE:

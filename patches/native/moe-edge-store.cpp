@@ -771,11 +771,11 @@ bool moe_edge_store::has_matrix(int32_t layer, int32_t kind, const int32_t * exp
     return kind != MOE_EDGE_N_KINDS && check_layer(layer, kind, experts, n);
 }
 
-void moe_edge_store::apply(int32_t layer, const int32_t * experts, const uint8_t * tiers, int32_t n) {
+void moe_edge_store::apply(int32_t layer, const int32_t * experts, const uint8_t * tiers, const uint8_t * passing, int32_t n) {
     std::lock_guard<std::mutex> lock(mutex);
     if (check_layer(layer, MOE_EDGE_N_KINDS, experts, n)) {
         const std::vector<uint8_t> defaults(n, default_tier);
-        apply_locked(layer, MOE_EDGE_N_KINDS, experts, tiers ? tiers : defaults.data(), nullptr, n);
+        apply_locked(layer, MOE_EDGE_N_KINDS, experts, tiers ? tiers : defaults.data(), passing, n);
     }
 }
 
@@ -1393,8 +1393,9 @@ void moe_edge_get_states(moe_edge_store * store, uint8_t * out) { store->get_sta
 
 void moe_edge_take_counts(moe_edge_store * store, uint32_t * out) { store->take_counts(out); }
 
-int moe_edge_apply(moe_edge_store * store, int32_t layer, const int32_t * ids, const uint8_t * tiers, int32_t n_ids) {
-    store->apply(layer, ids, tiers, n_ids);
+int moe_edge_apply(moe_edge_store * store, int32_t layer, const int32_t * ids, const uint8_t * tiers,
+                   const uint8_t * passing, int32_t n_ids) {
+    store->apply(layer, ids, tiers, passing, n_ids);
     return store->error() ? -1 : 0;
 }
 

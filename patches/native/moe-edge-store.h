@@ -113,7 +113,7 @@ struct moe_edge_store {
     bool    simulate_route(int32_t layer, int32_t n_tokens, int32_t n_ahead, bool has_importance);
     uint64_t simulate_compute(uint64_t ns);
     void    simulate_speed(uint64_t bandwidth, uint64_t latency_us);
-    void    apply(int32_t layer, const int32_t * ids, const uint8_t * tiers, int32_t n);
+    void    apply(int32_t layer, const int32_t * ids, const uint8_t * tiers, const uint8_t * passing, int32_t n);
 
     void    prefetch(const moe_edge_prefetch_item * list, int32_t n);
 

@@ -284,10 +284,10 @@ MOE_EDGE_API void moe_edge_take_counts(struct moe_edge_store * store, uint32_t *
 
 // The store without a model: what the hook (apply) and the executor (use) do for one
 // layer. For tests and other front ends. ids: distinct experts; tiers: one per id,
-// NULL for the default tier. After apply, every kind of the layer must be used once.
+// NULL for the default tier; passing: 0 or 1 per id, NULL for none. After apply, every kind of the layer must be used once.
 // Several threads may do this at once, each on its own layer.
 MOE_EDGE_API int moe_edge_apply(struct moe_edge_store * store, int32_t layer,
-        const int32_t * ids, const uint8_t * tiers, int32_t n_ids);
+        const int32_t * ids, const uint8_t * tiers, const uint8_t * passing, int32_t n_ids);
 MOE_EDGE_API int moe_edge_use(struct moe_edge_store * store, int32_t layer, int32_t kind,
         const int32_t * ids, int32_t n_ids,
         void (*visit)(int32_t expert, int32_t tier, int32_t type, const void * data, uint64_t bytes, void * user),

@@ -87,11 +87,14 @@ class Driver:
         self.store = make_store(library, file, tiers, layout)
         self.native = library
 
-    def apply(self, layer: int, wanted: dict[int, int]) -> None:
+    def apply(
+        self, layer: int, wanted: dict[int, int], passing: frozenset[int] = frozenset()
+    ) -> None:
         n = len(wanted)
         ids = (ctypes.c_int32 * n)(*wanted)
         asked = (ctypes.c_uint8 * n)(*wanted.values())
-        assert self.native.apply(self.store.handle, layer, ids, asked, n) == 0
+        passes = (ctypes.c_uint8 * n)(*(expert in passing for expert in wanted))
+        assert self.native.apply(self.store.handle, layer, ids, asked, passes, n) == 0
 
     def prefetch(self, items: list[Item]) -> None:
         array = (CPrefetch * len(items))()

@@ -82,6 +82,7 @@ class Cache:
     held: dict[Cell, Copy] = field(default_factory=dict)
     reads: dict[Cell, Read] = field(default_factory=dict)
     want: dict[Cell, int] = field(default_factory=dict)  # what the running step needs, or SKIP
+    passing: set[Cell] = field(default_factory=set)  # those of them that only pass through
     waiting: dict[Pool, tuple[Cell, ...]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     phase: int = 0
@@ -94,6 +95,7 @@ class Cache:
             dict(self.held),
             dict(self.reads),
             dict(self.want),
+            set(self.passing),
             dict(self.waiting),
             dict(self.counts),
             self.phase,
@@ -112,6 +114,7 @@ class Cache:
             frozenset([(cell, c[0], *c[2:]) for cell, c in self.held.items()]),
             frozenset([(cell, r[0], *r[2:]) for cell, r in self.reads.items()]),
             frozenset(self.want.items()),
+            frozenset(self.passing),
             frozenset([each for each in self.waiting.items() if each[1]]),
             frozenset(self.counts.items()),
             self.turn,
@@ -200,10 +203,13 @@ class Cache:
         self.count("prefetch_wasted", self.held[cell].unused)
         del self.held[cell]
 
+    def load_wanted(self, cell: Cell) -> bool:
+        return self.load(cell, self.want[cell], passing=cell in self.passing)
+
     def load_or_wait(self, cell: Cell) -> None:
         pool = self.layout.pool(cell, self.want[cell])
         queue = self.waiting.get(pool, ())
-        if cell not in queue and (queue or not self.load(cell, self.want[cell])):
+        if cell not in queue and (queue or not self.load_wanted(cell)):
             self.waiting[pool] = (*queue, cell)
 
     def serve(self, pool: Pool) -> None:
@@ -211,7 +217,7 @@ class Cache:
         while self.waiting.get(pool):
             cell = self.waiting[pool][0]
             idle = self.unmet(cell) and cell not in self.reads
-            if idle and not self.load(cell, self.want[cell]):
+            if idle and not self.load_wanted(cell):
                 return
             self.waiting[pool] = self.waiting[pool][1:]
 
@@ -277,6 +283,7 @@ class Cache:
         if not self.want:
             return
         self.want.clear()
+        self.passing.clear()
         self.waiting.clear()
         for cell, read in sorted(self.reads.items()):
             if read.stage == ARRIVED:
@@ -284,17 +291,20 @@ class Cache:
             elif read.stage == QUEUED:
                 self.cancel(cell)
 
-    def apply(self, layer: int, tiers: dict[int, int]) -> None:
+    def apply(
+        self, layer: int, tiers: dict[int, int], passing: frozenset[int] = frozenset()
+    ) -> None:
         """tiers: what each routed expert shall have, in the order of the routing."""
         cells = [(layer, kind, expert) for kind in self.layout.kinds[layer] for expert in tiers]
         for tier in tiers.values():
             self.count_phase("routed skip" if tier == SKIP else f"routed {tier}")
         for cell in cells:
             self.want[cell] = tiers[cell[2]]
+            (self.passing.add if cell[2] in passing else self.passing.discard)(cell)
             better = self.pinned(cell) and cell in self.held and self.good_enough(cell)
             if self.layout.exact_tiers and better and self.held[cell].tier != self.want[cell]:
                 self.evict(cell)
-            if self.pinned(cell):
+            if self.pinned(cell) and cell not in self.passing:
                 self.touch(cell)
         stale = [
             c for c, r in self.reads.items() if c[0] == layer and r.ahead and r.stage == QUEUED
@@ -362,6 +372,7 @@ class Cache:
         for expert in experts:
             cell = (layer, kind, expert)
             del self.want[cell]
+            self.passing.discard(cell)
             if cell in self.reads and self.reads[cell].stage == ARRIVED:
                 self.publish(cell)
         self.serve_kind(layer, kind)

@@ -183,7 +183,7 @@ void apply(moe_edge_store * store, const batch & b, const uint8_t * tier_of) {
         tiers.push_back(tier_of[e]);
     }
     moe_edge_begin_step(store, b.tokens > 1 ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE);
-    if (moe_edge_apply(store, 0, distinct.data(), tiers.data(), distinct.size()) != 0) {
+    if (moe_edge_apply(store, 0, distinct.data(), tiers.data(), nullptr, distinct.size()) != 0) {
         die(moe_edge_error(store));
     }
 }

@@ -162,7 +162,7 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
                     const moe_edge_prefetch_item item = { (int16_t) (random() % LAYERS), (int16_t) (random() % EXPERTS), (uint8_t) (random() % TIERS), 0, 0 };
                     moe_edge_prefetch(store, &item, 1);
                 }
-                if (moe_edge_apply(store, l, ids.data(), tiers.data(), ids.size()) != 0) {
+                if (moe_edge_apply(store, l, ids.data(), tiers.data(), nullptr, ids.size()) != 0) {
                     die(moe_edge_error(store));
                 }
                 for (const int32_t k : KINDS) {
@@ -223,7 +223,7 @@ void run_promotion_during_use(const std::string & dir) {
         for (const int32_t k : KINDS) {  // x resident in low, alone
             moe_edge_begin_step(store, MOE_EDGE_DECODE);
             visit_state v = { 0, k, asked };
-            moe_edge_apply(store, 0, ids, low, 1);
+            moe_edge_apply(store, 0, ids, low, nullptr, 1);
             for (const int32_t kind : KINDS) {
                 v.kind = kind;
                 moe_edge_use(store, 0, kind, ids, 1, visit, &v);
@@ -232,7 +232,7 @@ void run_promotion_during_use(const std::string & dir) {
         const moe_edge_prefetch_item promote = { 0, (int16_t) x, 0, 0, 0 };
         moe_edge_begin_step(store, MOE_EDGE_DECODE);
         moe_edge_prefetch(store, &promote, 1);
-        moe_edge_apply(store, 0, ids, low, 2);
+        moe_edge_apply(store, 0, ids, low, nullptr, 2);
         for (const int32_t k : KINDS) {
             slow_visit v;
             static_cast<visit_state &>(v) = { 0, k, asked };
@@ -249,7 +249,7 @@ void run_promotion_during_use(const std::string & dir) {
         for (int32_t e = 6; e < 10; e++) {
             moe_edge_begin_step(store, MOE_EDGE_DECODE);
             uint8_t high[EXPERTS] = {};
-            moe_edge_apply(store, 0, &e, nullptr, 1);
+            moe_edge_apply(store, 0, &e, nullptr, nullptr, 1);
             for (const int32_t k : KINDS) {
                 visit_state v = { 0, k, high };
                 moe_edge_use(store, 0, k, &e, 1, visit, &v);
@@ -325,7 +325,7 @@ void run_transitions(const std::string & dir, double seconds, unsigned seed) {
                 };
                 version_visit v;
                 std::fill_n(v.tier, EXPERTS, -1);
-                moe_edge_apply(store, l, ids.data(), nullptr, EXPERTS);
+                moe_edge_apply(store, l, ids.data(), nullptr, nullptr, EXPERTS);
                 for (const int32_t k : KINDS) {
                     static_cast<visit_state &>(v) = { l, k, asked };
                     const auto one_version = [](int32_t expert, int32_t tier, int32_t type, const void * data, uint64_t bytes, void * user) {
@@ -399,7 +399,7 @@ void run_truncated(const std::string & dir) {
     const int32_t ids[] = { EXPERTS - 1 };
     const uint8_t asked[EXPERTS] = {};
     visit_state v = { LAYERS - 1, MOE_EDGE_DOWN, asked };
-    moe_edge_apply(store, LAYERS - 1, ids, nullptr, 1);
+    moe_edge_apply(store, LAYERS - 1, ids, nullptr, nullptr, 1);
     if (moe_edge_use(store, LAYERS - 1, MOE_EDGE_DOWN, ids, 1, visit, &v) != -1 || v.seen != 0) {
         die("a truncated file was not noticed");
     }

@@ -49,6 +49,7 @@ SLOW = bool(os.environ.get("MOE_EDGE_SLOW"))
 # What a run must have met, or it proves less than it says.
 SITUATIONS = (
     *("hits[0]", "hits[1]", "reuse", "promotions", "evictions", "waves", "cut off", "cancelled"),
+    "passing",
     *("prefetch_used", "prefetch_wasted", "prefetch_cancelled", "routed skip[0]", "routed skip[1]"),
 )
 MAX_STATES = 100 if not SLOW else 400  # that the model follows
@@ -143,11 +144,13 @@ class CacheRules(RuleBasedStateMachine):
         tier = st.sampled_from((*range(self.layout.n_tiers), SKIP))
         self.wanted = {expert: data.draw(tier) for expert in some}
         self.left = [kind for kind in GRAPH_ORDER if kind in self.layout.kinds[self.layer]]
+        passing = frozenset(e for e in some if data.draw(st.sampled_from((False, False, True))))
+        self.met["passing"] += bool(passing)
         items = self.some_items(data) if read_ahead else []
         self.driver.prefetch(items)
-        self.driver.apply(self.layer, self.wanted)
+        self.driver.apply(self.layer, self.wanted, passing)
         self.model.do(lambda cache: cache.prefetch(items))
-        self.model.do(lambda cache: cache.apply(self.layer, self.wanted))
+        self.model.do(lambda cache: cache.apply(self.layer, self.wanted, passing))
 
     @precondition(lambda self: self.left)
     @rule(data=st.data(), whole_layer=st.booleans())

@@ -108,7 +108,9 @@ class Driver:
 
     def apply(self, layer: int, experts: list[int]) -> None:
         ids = (ctypes.c_int32 * len(experts))(*experts)
-        assert self.store.library.apply(self.store.handle, layer, ids, None, len(experts)) == 0
+        assert (
+            self.store.library.apply(self.store.handle, layer, ids, None, None, len(experts)) == 0
+        )
 
     def use(self, layer: int, experts: list[int]) -> dict[int, set[int]]:
         """The tiers in which the matrices of each expert came; every byte is checked."""

@@ -115,7 +115,7 @@ void moe_edge_take_counts(struct moe_edge_store * s, uint32_t * out) {
     memcpy(out, s->counts, sizeof(s->counts));
     memset(s->counts, 0, sizeof(s->counts));
 }
-int moe_edge_apply(struct moe_edge_store * s, int32_t layer, const int32_t * ids, const uint8_t * tiers, int32_t n) {
+int moe_edge_apply(struct moe_edge_store * s, int32_t layer, const int32_t * ids, const uint8_t * tiers, const uint8_t * passing, int32_t n) {
     (void) s; (void) layer; (void) ids; (void) tiers; (void) n; return 0;
 }
 int moe_edge_use(struct moe_edge_store * s, int32_t layer, int32_t kind, const int32_t * ids, int32_t n,
