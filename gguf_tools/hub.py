@@ -346,6 +346,8 @@ def _sentences(repo: str, revision: str | None) -> Iterator[None]:
         raise HubUnreachableError(
             f"{repo}: {constants.ENDPOINT} cannot be reached: {_first_line(error)}"
         ) from error
+    except ValueError as error:
+        raise HubError(f"{repo}: {_first_line(error)}") from error
     except OSError as error:
         where = error.filename or _storage(repo)
         raise HubError(f"{where}: {error.strerror or _first_line(error)}") from error

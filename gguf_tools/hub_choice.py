@@ -23,10 +23,6 @@ def choose(repo: str, sizes: Mapping[str, int], include: Sequence[str] = ()) -> 
     lists what there is.
     """
     models = models_of(sizes)
-    for first, parts in models.items():
-        missing = [name for name in parts if name not in sizes]
-        if missing:
-            raise HubError(f"{repo}: {missing[0]} is missing there, a part of {first}")
     if include:
         chosen = {name for each in include for name in _matching(sizes, each)}
         if not chosen:
@@ -35,6 +31,7 @@ def choose(repo: str, sizes: Mapping[str, int], include: Sequence[str] = ()) -> 
             )
         for parts in models.values():
             if chosen.intersection(parts):
+                _check_parts(repo, sizes, parts)
                 chosen.update(parts)
         return sorted(chosen)
     own = {first: parts for first, parts in models.items() if is_language_model(first)}
@@ -44,7 +41,9 @@ def choose(repo: str, sizes: Mapping[str, int], include: Sequence[str] = ()) -> 
             f" {PREFIX}{repo}/FILE: {_listed(sizes, own)}"
         )
     if own:
-        return sorted(next(iter(own.values())))
+        parts = next(iter(own.values()))
+        _check_parts(repo, sizes, parts)
+        return sorted(parts)
     weights = [name for name in sizes if fnmatchcase(name, "*.safetensors") and "/" not in name]
     if not weights:
         raise HubError(f"{repo}: neither a GGUF nor safetensors; it holds {_listed(sizes, {})}")
@@ -56,6 +55,12 @@ def choose(repo: str, sizes: Mapping[str, int], include: Sequence[str] = ()) -> 
     # Some repositories hold the weights twice: the second time in their makers' own layout.
     twice = {name for name in weights if name.startswith("consolidated")}
     return sorted(chosen - twice if len(twice) < len(weights) else chosen)
+
+
+def _check_parts(repo: str, sizes: Mapping[str, int], parts: Sequence[str]) -> None:
+    for name in parts:
+        if name not in sizes:
+            raise HubError(f"{repo}: {name} is missing there, a part of {parts[0]}")
 
 
 def models_of(names: Mapping[str, int] | Sequence[str]) -> dict[str, list[str]]:
@@ -87,7 +92,7 @@ def _listed(sizes: Mapping[str, int], models: Mapping[str, list[str]]) -> str:
     """Models with their sizes, else files, as far as a person wants to read."""
     if models:
         found = [
-            f"{first} ({format_size(sum(sizes[part] for part in parts))})"
+            f"{first} ({format_size(sum(sizes.get(part, 0) for part in parts))})"
             for first, parts in models.items()
         ]
     else:

@@ -77,7 +77,9 @@ def trace(
 
 @click.command()
 @click.argument("file", metavar="FILE", type=FILE)
-@click.option("--policy", metavar="NAME", help="Who decides: lru, dymoe.  [default: as recorded]")
+@click.option(
+    "--policy", metavar="NAME", help="Who decides: lru, dymoe, dynaexq.  [default: as recorded]"
+)
 @click.option(
     "--expert-ram",
     callback=size,

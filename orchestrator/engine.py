@@ -102,16 +102,16 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}: shorten "
                 f"it or raise --ctx"
             )
-        before = self.policy.retention if self.managed else None
         if retention is not None:
             self.config.with_changes(retention=retention)  # checks it
-            if self.managed:
-                self.policy.set_retention(retention)
+        before = self.policy.retention if self.managed else None
         self._begin()
         meter = Meter(self.store if self.managed else None, len(tokens))
         chain = SamplerChain(self._context, sampling)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         try:
+            if retention is not None and before is not None:
+                self.policy.set_retention(retention)
             if not self._prefill(list(tokens), meter, on_prefill):
                 return
             token = -1

@@ -270,6 +270,7 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
         schedule=config.schedule,
         heavy_hitters=config.heavy_hitters,
         prompts_pass=config.prompts_pass,
+        exact=config.exact_tiers,
         update_steps=config.update_steps,
         hotness_decay=config.hotness_decay,
         hysteresis=config.hysteresis,
@@ -317,6 +318,8 @@ def check_unused(config: Config) -> None:
     """
     if config.policy != DYNAEXQ and config.profile is not None:
         raise ConfigError("--profile is for --policy dynaexq: leave it out, or ask for that policy")
+    if config.renormalize and config.low_tier != SKIP_TIER:
+        raise ConfigError("--renormalize is for --low-tier skip: leave it out, or ask for that")
     if config.policy not in _UNUSED:
         return
     reason, unused = _UNUSED[config.policy]

@@ -52,8 +52,8 @@ def load(path: Path, model: ExpertModel) -> np.ndarray:
             f"{model.path.name}, or a new file name"
         )
     try:
-        scores = np.array(data["hotness"], np.float64)
-    except (TypeError, ValueError):
+        scores = np.array(data.get("hotness"), np.float64)
+    except (TypeError, ValueError, OverflowError):
         scores = np.empty(0)
     if scores.shape != (model.n_layers, model.n_expert) or not (
         np.isfinite(scores).all() and (scores >= 0).all()

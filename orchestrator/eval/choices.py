@@ -70,8 +70,9 @@ def _question(path: Path, number: int, record: dict[str, Any]) -> Question:
     ):
         raise ConfigError(f'{where} has no "choices", a list of two texts or more')
     answer = record.get("answer")
-    if isinstance(answer, str) and len(answer.strip()) == 1:
-        answer = ord(answer.strip().upper()) - ord("A")
+    if isinstance(answer, str):
+        letter = answer.strip().upper()
+        answer = ord(letter) - ord("A") if len(letter) == 1 else None
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
         raise ConfigError(
             f'{where}: "answer" is neither an index below {len(choices)} nor a letter of a choice'

@@ -73,6 +73,8 @@ def best_config(config: Config, best: str) -> Config:
         low=None,
         low_tier=None,
         retention=None,
+        renormalize=False,
+        profile=None,
         ram=None,
         expert_ram=None,
     )

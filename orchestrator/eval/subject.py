@@ -112,6 +112,7 @@ class Subject:
             "high_tier": tier,
             "low_tier": None,
             "low": None,
+            "renormalize": False,
         }
         if tier in self._low_tiers:
             settings["model"] = self.config.low
@@ -124,6 +125,7 @@ class Subject:
             "high_tier": self.high,
             "low_tier": low,
             "retention": retention,
+            "renormalize": self.config.renormalize and low == SKIP,
             **more,
         }
 

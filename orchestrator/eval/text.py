@@ -65,7 +65,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} line {number} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise ConfigError(f"{path} line {number} is not a JSON object")

@@ -52,7 +52,9 @@ def usage_between(old: CStats | None, new: CStats | None, phase: Phase) -> Usage
         skip=_share(routed[MAX_TIERS], asked),
         computed_low=_share(sum(computed[1:]), sum(computed)),
         hit_rate=_share(moved("hits"), requests),
-        bytes_read=moved("demand_bytes") + moved("prefetch_bytes"),
+        bytes_read=moved("demand_bytes")
+        + moved("prefetch_bytes")
+        + (new.transition_bytes - old.transition_bytes),
     )
 
 

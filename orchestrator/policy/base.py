@@ -43,11 +43,13 @@ class PolicySettings:
     """What a user can tune. skip_low: experts that are not critical are skipped (4/0).
     schedule: "cosine", "linear" or "flat"; prefetch: "on", "off", or "auto", which stops it
     while it does not pay; heavy_hitters: the share of a prompt's tokens that count as such;
-    prompts_pass: a prompt's experts pass through a part of the slots.
+    prompts_pass: a prompt's experts pass through a part of the slots; exact: what is decided
+    does not depend on what is in memory.
 
     Of dynaexq: update_steps, decode steps between two updates of the hot sets, 0 for none;
     hotness_decay, its alpha; hysteresis, in mean scores of a layer, and rank_slack, in ranks;
-    hot_experts, the most that a layer may have in the high tier."""
+    hot_experts, the most that a layer may have in the high tier.
+    """
 
     retention: float = 0.75
     skip_low: bool = False
@@ -56,6 +58,7 @@ class PolicySettings:
     schedule: str = "cosine"
     heavy_hitters: float = 0.4
     prompts_pass: bool = True
+    exact: bool = False
     update_steps: int = 32
     hotness_decay: float = 0.8
     hysteresis: float = 0.25

@@ -39,8 +39,8 @@ class DyMoE:
     skipped; slot quotas per layer; the next layer's experts prefetched.
 
     Importance is the gate score of a decode step's token (eq. 3), and the load of heavy-hitter
-    tokens in prefill (eq. 2). A prompt passes through a part of the slots, so that what
-    decoding uses stays.
+    tokens in prefill (eq. 2). The experts that a prompt uses most may fill three quarters of a
+    layer's high slots; the others pass through half of them at most.
     """
 
     name = "dymoe"
@@ -166,15 +166,21 @@ class DyMoE:
         heavy = None
         if scores is not None:
             heavy = heavy_hitters(scores, self._settings.heavy_hitters)
-        order, n_used = token_order(event.ids_array, heavy, n_expert)
+        # equals in importance: what is in memory costs nothing
+        here = None if self._settings.exact else view.resident_array[layer] == 0
+        order, n_used = token_order(event.ids_array, heavy, n_expert, here)
         t = self.prefill_critical(layer, n_used)
         if t < n_used:
             out.renormalize = self._settings.renormalize
             out.tier_array[order[t:]] = low
         out.passing_array[order[self._stays(layer) :]] = 1
         if event.n_ahead and self._settings.prefetch != "off":
+            ids = event.ahead_ids_array[0]
+            if layer + 2 == self._shape.n_layers:  # the last one computes the last token alone
+                ids, heavy = ids[-1:], None
             prefetch.by_frequency(
-                event,
+                layer + 1,
+                ids,
                 view,
                 out,
                 heavy=heavy,

@@ -39,15 +39,20 @@ def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
     return np.argpartition(-scores, k - 1)[:k]
 
 
-def token_order(ids: np.ndarray, heavy: np.ndarray | None, n_expert: int) -> tuple[np.ndarray, int]:
+def token_order(
+    ids: np.ndarray, heavy: np.ndarray | None, n_expert: int, first: np.ndarray | None = None
+) -> tuple[np.ndarray, int]:
     """(experts [n_expert], the most important first; how many of them any token uses).
 
     The importance of an expert is the number of heavy hitters routed to it, eq. 2; among
-    equals that of all tokens decides, then the index. ids int32 [T, k]; heavy: indices of
-    the heavy hitters, None for no distinction between tokens.
+    equals that of all tokens decides, then whether it is one of `first` (bool [n_expert], as
+    what is in memory), then the index. ids int32 [T, k]; heavy: indices of the heavy hitters,
+    None for no distinction between tokens.
     """
     load = np.bincount(ids.ravel(), minlength=n_expert)
     score = load
     if heavy is not None:
         score = load + np.bincount(ids[heavy].ravel(), minlength=n_expert) * (ids.size + 1)
+    if first is not None:
+        score = 2 * score + first
     return np.argsort(-score, kind="stable"), int(np.count_nonzero(load))

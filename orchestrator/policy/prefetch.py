@@ -39,7 +39,8 @@ def direct(
 
 
 def by_frequency(
-    event: RouteEvent,
+    layer: int,
+    ids: np.ndarray,
     view: StoreView,
     out: DecisionBuffer,
     *,
@@ -49,9 +50,10 @@ def by_frequency(
     room: tuple[int, int],
     stays: int,
 ) -> np.ndarray:
-    """Prefill, eq. 7: asks for the experts of the next layer in the order of
-    c_e = sum over tokens of [e in top-k], those of heavy hitters (token indices, None: all
-    alike) before the others, so that the predicted importance decides the precision.
+    """Prefill, eq. 7: asks for the experts of a layer that tokens are predicted to select, ids
+    int32 [T, k], in the order of c_e = sum over tokens of [e in top-k]; those of heavy hitters
+    (token indices, None: all alike) come before the others, so that the predicted importance
+    decides the precision.
 
     Of the experts that any token is predicted to select, the first `share`, r(l+1), are asked
     for in tier 0, the others in tier `low`, or not at all when it is None. The first `stays`
@@ -60,9 +62,8 @@ def by_frequency(
     place.
     Returns the experts predicted to be needed.
     """
-    layer = event.layer + 1
     resident = view.resident_array[layer]
-    order, n_used = token_order(event.ahead_ids_array[0], heavy, len(resident))
+    order, n_used = token_order(ids, heavy, len(resident), resident == 0)
     n_high = critical_count(share, n_used)
     n_wanted = n_high if low is None else n_used
     for tier, begin, end, most in ((0, 0, n_high, room[0]), (low or 0, n_high, n_wanted, room[1])):

@@ -10,7 +10,7 @@ import numpy as np
 from gguf_tools.units import format_size
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.events import Phase, percentile
-from orchestrator.hardware import LRU, PLAIN, USUAL_RETENTION
+from orchestrator.hardware import DYMOE, LRU, PLAIN, USUAL_RETENTION
 from orchestrator.native import MAX_TIERS, Library
 from orchestrator.policy import PolicySettings
 from orchestrator.replay.bounds import Optimum, belady, bound_us
@@ -106,7 +106,8 @@ def make_plan(trace: Trace, options: ReplayOptions, policy: str, speed: Transpor
     elif low is None:
         retention = 1.0
     else:
-        retention = header.retention if low == header.low else USUAL_RETENTION
+        has_one = header.policy == DYMOE and header.low is not None
+        retention = header.retention if has_one else USUAL_RETENTION
     recorded_ahead = int(trace.arrays["event_ahead"].max(initial=0))
     n_ahead = recorded_ahead if options.n_ahead is None else options.n_ahead
     if n_ahead > recorded_ahead:
@@ -114,6 +115,8 @@ def make_plan(trace: Trace, options: ReplayOptions, policy: str, speed: Transpor
             f"the trace looks {recorded_ahead} layers ahead, not {n_ahead}: record it with the "
             f"policy dymoe"
         )
+    if options.prefetch == "on" and n_ahead == 0:
+        raise ConfigError("--prefetch on: the trace does not look ahead, record it with dymoe")
     if options.prefetch is not None:
         prefetch = options.prefetch
     else:

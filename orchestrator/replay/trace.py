@@ -24,8 +24,8 @@ that have an importance, k experts a token:
     ahead_scores   float32 [A, k]
     importance     float32 [I]    attention that each token receives (DyMoE eq. 1)
 
-A reader refuses a version it does not know and arrays that the version does not have. Update
-ticks and publish steps will come with the policy that has them, as arrays of a version 2.
+A reader refuses a version it does not know and arrays that the version does not have. Of dynaexq
+only the routing is recorded; a replay uses its default settings and starts without hotness.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
             std::mt19937 random(seed * 100 + l);
             while (!stop) {
                 std::vector<int32_t> ids;
-                std::vector<uint8_t> tiers;
+                std::vector<uint8_t> tiers, passing;
                 uint8_t asked[EXPERTS];
                 for (int32_t e = 0; e < EXPERTS; e++) {
                     if (random() % 3 == 0) {
@@ -156,13 +156,14 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
                         asked[e] = choice[random() % 4];
                         ids.push_back(e);
                         tiers.push_back(asked[e]);
+                        passing.push_back(random() % 3 == 0);
                     }
                 }
                 if (random() % 4 == 0) {
-                    const moe_edge_prefetch_item item = { (int16_t) (random() % LAYERS), (int16_t) (random() % EXPERTS), (uint8_t) (random() % TIERS), 0, 0 };
+                    const moe_edge_prefetch_item item = { (int16_t) (random() % LAYERS), (int16_t) (random() % EXPERTS), (uint8_t) (random() % TIERS), 0, (int16_t) (random() % 2) };
                     moe_edge_prefetch(store, &item, 1);
                 }
-                if (moe_edge_apply(store, l, ids.data(), tiers.data(), nullptr, ids.size()) != 0) {
+                if (moe_edge_apply(store, l, ids.data(), tiers.data(), passing.data(), ids.size()) != 0) {
                     die(moe_edge_error(store));
                 }
                 for (const int32_t k : KINDS) {
