@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from orchestrator.policy.importance import (
     token_order,
 )
 from orchestrator.policy.monitor import Monitor, Prediction
-from orchestrator.policy.retention import critical_count, ratios, realised, solve
+from orchestrator.policy.retention import realised, solve
 
 _DECODE = int(Phase.DECODE)
 
@@ -73,18 +74,23 @@ class DyMoE:
                 "the policy dymoe needs a second precision: give --low FILE, a file packed with "
                 "several tiers, or --low-tier skip"
             )
-        k, m = shape.n_expert_used, shape.n_expert
+        k = shape.n_expert_used
         self.lam, self.critical = solve(retention, shape.n_layers, k, schedule)
-        self.prefill_lam, _ = solve(retention, shape.n_layers, m, schedule)
-        self._ratios = ratios(self.prefill_lam, shape.n_layers, schedule)
+        self._prefill_counts: dict[int, list[int]] = {}
         self.retention: float | None = retention
         self.realised = realised(self.critical, k)
         return True
 
     def prefill_critical(self, layer: int, n_used: int) -> int:
         """t_l = ceil(r(l) * M) of a prompt's step, M being the experts that any of its tokens
-        uses in the layer: a short prompt uses few of them, and r is a share of those."""
-        return critical_count(self._ratios[layer], n_used)
+        uses in the layer: a short prompt uses few of them, and r is a share of those. lambda is
+        solved for each M, so that the mean is r in spite of the ceiling."""
+        counts = self._prefill_counts.get(n_used)
+        if counts is None:
+            shape, schedule = self._shape, self._settings.schedule
+            _, counts = solve(self.retention or 0.0, shape.n_layers, n_used, schedule)
+            self._prefill_counts[n_used] = counts
+        return counts[layer]
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """One group per (layer, kind, tier). First the working set of one token in every
@@ -184,7 +190,7 @@ class DyMoE:
                 view,
                 out,
                 heavy=heavy,
-                share=self._ratios[layer + 1],
+                critical=partial(self.prefill_critical, layer + 1),
                 low=low if low != SKIP else None,
                 room=(self._high_slots[layer + 1], self._low_slots[layer + 1]),
                 stays=self._stays(layer + 1),

@@ -6,11 +6,12 @@ eq. 6, is computed in the model's graph and arrives with the route event, best f
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
 from orchestrator.policy.importance import token_order
-from orchestrator.policy.retention import critical_count
 
 
 def direct(
@@ -45,7 +46,7 @@ def by_frequency(
     out: DecisionBuffer,
     *,
     heavy: np.ndarray | None,
-    share: float,
+    critical: Callable[[int], int],
     low: int | None,
     room: tuple[int, int],
     stays: int,
@@ -55,7 +56,7 @@ def by_frequency(
     (token indices, None: all alike) come before the others, so that the predicted importance
     decides the precision.
 
-    Of the experts that any token is predicted to select, the first `share`, r(l+1), are asked
+    Of the M experts that any token is predicted to select, the first t_l = critical(M) are asked
     for in tier 0, the others in tier `low`, or not at all when it is None. The first `stays`
     stay in memory, the others pass through it. room: slots for both tiers; no more experts than
     those are read. What is in memory already is listed as well, so that nothing is read in its
@@ -64,7 +65,7 @@ def by_frequency(
     """
     resident = view.resident_array[layer]
     order, n_used = token_order(ids, heavy, len(resident), resident == 0)
-    n_high = critical_count(share, n_used)
+    n_high = critical(n_used)
     n_wanted = n_high if low is None else n_used
     for tier, begin, end, most in ((0, 0, n_high, room[0]), (low or 0, n_high, n_wanted, room[1])):
         ranks = np.arange(begin, end)
