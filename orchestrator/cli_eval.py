@@ -39,8 +39,8 @@ from orchestrator.console import Console, strip_controls
 @click.option(
     "--study",
     metavar="NAME",
-    help="A table or figure of the paper: accuracy, retention, critical, tokens, schedule, "
-    "depth, similarity.",
+    help="A table or figure of the papers: accuracy, retention, critical, tokens, schedule, "
+    "depth, similarity (DyMoE); demotion, memory (DynaExq).",
 )
 @click.option("--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -26,6 +26,8 @@ _UNITS = {
 }
 # Bytes per second that an exchange of versions may read beside decoding.
 TRANSITION_RATE = 128 << 20
+# llama.cpp takes 256 sequences, one of them the conversation.
+MOST_SEQUENCES = 255
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 
@@ -65,6 +67,8 @@ class Config:
     through a part of the slots instead of taking them all. exact_tiers computes a low request
     in low even where the high copy is in memory, to measure quality. logits_all keeps room for
     the logits of every token of a batch, which evaluation needs and chatting does not.
+    sequences: how many may decode together (Engine.decode_batch) beside the conversation; all
+    of them share the context's ctx tokens.
 
     Of dynaexq: update_steps, decode steps between two updates of the hot sets (a prompt's part
     ends an interval too), 0 for none; hotness_decay, the alpha of its moving average; hysteresis,
@@ -111,6 +115,7 @@ class Config:
     renormalize: bool = False
     direct_io: bool = True
     logits_all: bool = False
+    sequences: int = 0
 
     @classmethod
     def build(cls, **settings: Any) -> Config:
@@ -205,6 +210,7 @@ _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
     ("renormalize", (bool,), False),
     ("direct_io", (bool,), False),
     ("logits_all", (bool,), False),
+    ("sequences", (int,), False),
 )
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -228,4 +234,5 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("hot_experts", 0, 65535),
     ("transition_rate", 0, 2**48),
     ("io_threads", 1, 64),
+    ("sequences", 0, MOST_SEQUENCES),
 )

@@ -25,6 +25,7 @@ from orchestrator.native import Slices, Store, StoreSpec
 from orchestrator.policy import Counting, Policy
 from orchestrator.profile import Memory
 from orchestrator.sampling import Sampling
+from orchestrator.sequences import Sequences
 from orchestrator.template import ChatTemplate
 
 __all__ = ["Engine", "GenerationStats", "Sampling"]
@@ -188,23 +189,38 @@ class Engine:
         """One llama_decode. True when its logits are good, False when it was cancelled; the
         cache holds the tokens only in the first case. Raises what went wrong otherwise."""
         before = len(self._cached)
+        good = self._run(
+            phase,
+            len(tokens),
+            lambda: self._context.decode(
+                tokens, before, all_logits, interruptible=phase is Phase.PREFILL
+            ),
+            lambda: self._rewind(before),
+        )
+        if good:
+            self._cached += tokens
+        return good
+
+    def _run(
+        self, phase: Phase, n_tokens: int, decode: Callable[[], int], undo: Callable[[], None]
+    ) -> bool:
+        """One decode, which returns llama_decode's status. True when its logits are good, False
+        when it was cancelled, and undone. Undoes it and raises what went wrong otherwise."""
         try:
             if self.managed:
                 self.store.begin_step(phase)
-            long = phase is Phase.PREFILL
             start = perf_counter()
-            status = self._context.decode(tokens, before, all_logits, interruptible=long)
+            status = decode()
             if self.managed:
                 self.store.check_step()
                 if status == 0:
-                    self._step_done(phase, len(tokens), 1e6 * (perf_counter() - start))
+                    self._step_done(phase, n_tokens, 1e6 * (perf_counter() - start))
         except BaseException:
-            self._rewind(before)
+            undo()
             raise
         if status == 0:
-            self._cached += tokens
             return True
-        self._rewind(before)
+        undo()
         if self._cancelled:
             return False
         if status == _NO_ROOM:
@@ -262,9 +278,39 @@ class Engine:
                 results.append(self._context.logits(len(part)).copy())
         return np.concatenate(results) if results else self._context.logits().copy()
 
+    def fork(self, sequence: int) -> None:
+        """Lets a sequence of decode_batch go on from what eval or generate has read. It drops what
+        it held; the tokens are shared, not copied. Raises ConfigError for a sequence that the
+        engine was not opened with."""
+        self._sequences.check([0], [sequence])
+        self._sequences.fork(sequence, len(self._cached))
+
+    def decode_batch(self, tokens: Sequence[int], sequences: Sequence[int]) -> np.ndarray:
+        """One token more for each of several sequences, 0 to config.sequences - 1, in one step.
+
+        Returns float32 logits [len(tokens), n_vocab], a copy. A step that fails leaves the
+        sequences as they were. Raises ConfigError for sequences that cannot be one step and for
+        a full context, NativeError for a failed one.
+        """
+        work = self._sequences
+        work.check(tokens, sequences)
+        self._begin()
+        good = self._run(
+            Phase.DECODE,
+            len(tokens),
+            lambda: work.decode(tokens, sequences),
+            lambda: work.undo(sequences),
+        )
+        if not good:
+            raise NativeError("the evaluation was cancelled")
+        work.accept(sequences)
+        logits: np.ndarray = self._context.logits(len(tokens)).copy()
+        return logits
+
     def reset(self) -> None:
-        """Forgets every token; the experts in memory stay."""
+        """Forgets every token of every sequence; the experts in memory stay."""
         self._context.forget_all()
+        self._sequences.forget()
         self._cached = []
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
@@ -370,8 +416,10 @@ class Engine:
                 flash_attention=importance_window(config, plan) >= 0,
                 should_stop=self._should_stop,
                 abort=self.store.abort if plan.managed else None,
+                sequences=config.sequences,
             )
             self._parts.append(self._context)
+            self._sequences = Sequences(self._context, config.sequences)
         except BaseException:
             self._stop()
             raise

@@ -121,7 +121,7 @@ def compute_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     attention = 3 * heads * max(model.key_length, model.value_length)
     experts = model.n_expert_used * (n_ff + model.embedding_length)
     floats = 1.5 * n_ctx + 4 * model.embedding_length + max(attention, 2 * experts) + 0.5 * experts
-    outputs = tokens if config.logits_all else 1
+    outputs = max(tokens if config.logits_all else 1, 1 + config.sequences)
     # the attention weights of the queries that token importance is taken from
     queries = {"window": min(config.importance_window, tokens), "exact": 2 * tokens, "load": 0}
     weights = queries[config.importance] * n_ctx * max(model.n_head)

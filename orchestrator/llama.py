@@ -181,7 +181,8 @@ class Model:
 
 
 class Context:
-    """A llama_context with one sequence. Free it with close, before the store and the model."""
+    """A llama_context with one sequence, number 0, and maybe others, which share its cells. Free
+    it with close, before the store and the model."""
 
     def __init__(
         self,
@@ -194,18 +195,23 @@ class Context:
         all_logits: bool,
         flash_attention: bool,
         should_stop: Callable[[], bool],
+        sequences: int = 0,
         abort: tuple[Any, int] | None = None,
     ) -> None:
         """should_stop and abort say that a decode should end early: the first one in Python,
         asked during interruptible steps; the second one a C function and its data, asked
         during the others. flash_attention False keeps the attention weights in the graph.
+        sequences: how many there are beside number 0.
         Raises NativeError."""
         api = self.api = bindings.api
         self.model = model
         params = api.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = n_ubatch
-        params.n_outputs_max = params.n_outputs_max_per_seq = n_ubatch if all_logits else 1
+        params.n_outputs_max_per_seq = n_ubatch if all_logits else 1
+        params.n_outputs_max = max(params.n_outputs_max_per_seq, 1 + sequences)
+        if sequences:
+            params.n_seq_max, params.kv_unified = 1 + sequences, True
         params.n_threads = params.n_threads_batch = threads
         params.no_perf = True
         if not flash_attention:
@@ -284,6 +290,28 @@ class Context:
             raise error
         return status
 
+    def decode_each(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
+    ) -> int:
+        """Evaluates one token of each of several sequences, each with logits, in this order.
+        Returns llama_decode's status, as decode does."""
+        n = len(tokens)
+        self._set_interruptible(False)
+        self._tokens[:n], self._positions[:n], self._wanted[:n] = tokens, positions, 1
+        self._batch.n_tokens = n
+        try:
+            for i, sequence in enumerate(sequences):
+                self._batch.seq_id[i][0] = sequence
+            return int(self.api.llama_decode(self.handle, self._batch))
+        finally:
+            for i in range(n):
+                self._batch.seq_id[i][0] = 0
+
+    def share(self, sequence: int) -> None:
+        """Lets a sequence hold what number 0 holds, and nothing else."""
+        self.api.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        self.api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
+
     def logits(self, n_outputs: int = 1) -> np.ndarray:
         """Logits [n_outputs, n_vocab] of the last decode: a view, valid until the next one."""
         pointer = self.api.llama_get_logits(self.handle)
@@ -291,9 +319,9 @@ class Context:
             raise NativeError("llama.cpp has no logits")
         return np.ctypeslib.as_array(pointer, (n_outputs, self.model.n_vocab))
 
-    def forget_from(self, pos: int) -> bool:
-        """Drops the cache from a position on; False where this kind of memory cannot."""
-        return bool(self.api.llama_memory_seq_rm(self._memory, 0, pos, -1))
+    def forget_from(self, pos: int, sequence: int = 0) -> bool:
+        """Drops a sequence's cache from a position on; False where this kind of memory cannot."""
+        return bool(self.api.llama_memory_seq_rm(self._memory, sequence, pos, -1))
 
     def forget_all(self) -> None:
         self.api.llama_memory_clear(self._memory, True)

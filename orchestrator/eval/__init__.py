@@ -1,5 +1,5 @@
 """What precision and skipping cost: perplexity, distance from the best tier, multiple choice,
-and the studies of DyMoE's figures and tables."""
+and the studies of DyMoE's and DynaExq's figures and tables."""
 
 from orchestrator.eval.report import render
 from orchestrator.eval.run import EvalOptions, evaluate

@@ -53,6 +53,17 @@ def change(nll: np.ndarray, base: np.ndarray) -> Estimate:
     return Estimate(ratio.value - 1.0, ratio.error)
 
 
+def share(part: np.ndarray, whole: np.ndarray) -> Estimate:
+    """mean(part) / mean(whole) of paired values [n]. Its error by the first derivative,
+    s(part - ratio * whole) / (sqrt(n) * |mean(whole)|); nan where whole adds up to nothing.
+    """
+    base = mean(whole).value
+    if not abs(base) > 0.0:
+        return Estimate(math.nan, math.nan)
+    ratio = mean(part).value / base
+    return Estimate(ratio, mean(part - ratio * whole).error / abs(base))
+
+
 def kl_divergence(reference: np.ndarray, other: np.ndarray) -> float:
     """KL(reference || other) = sum of p * (log p - log q) in nats, of log-probabilities
     [n_vocab]; a token that the reference rules out adds nothing."""

@@ -29,6 +29,10 @@ class Reference:
         shape = (n_tokens, n_vocab)
         self.rows: np.ndarray = np.memmap(self._file, np.float32, "w+", shape=shape)
 
+    def row(self, at: int) -> np.ndarray:
+        """float32 [n_vocab], a view: the log-probabilities of one token's prediction."""
+        return np.asarray(self.rows[at])
+
     def close(self) -> None:
         """Frees the file; safe to call twice."""
         self._file.close()
@@ -43,3 +47,15 @@ class Reference:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class Part:
+    """Some of a reference's tokens, as if they were all: places int [n], where each stands in it.
+    Lives as long as the whole."""
+
+    def __init__(self, whole: Reference, places: np.ndarray) -> None:
+        self._whole, self._places = whole, places
+
+    def row(self, at: int) -> np.ndarray:
+        """float32 [n_vocab], a view, of token `at` of the part."""
+        return self._whole.row(int(self._places[at]))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from orchestrator.eval import arithmetic
 from orchestrator.eval.arithmetic import Estimate
-from orchestrator.eval.compare import Reference
+from orchestrator.eval.compare import Part, Reference
 from orchestrator.eval.judge import Judge
 from orchestrator.eval.text import Window
 
@@ -44,13 +44,23 @@ class TextScores:
             for index, name in enumerate(self.names)
         }
 
+    def part(self, places: np.ndarray) -> TextScores:
+        """The scores of some of the tokens. places int [m]."""
+        return replace(
+            self,
+            nll=self.nll[places],
+            kl=None if self.kl is None else self.kl[places],
+            agrees=None if self.agrees is None else self.agrees[places],
+            domains=self.domains[places],
+        )
+
 
 def score_text(
     judge: Judge,
     windows: Sequence[Window],
     *,
     keep: Reference | None = None,
-    against: Reference | None = None,
+    against: Reference | Part | None = None,
     progress: Progress | None = None,
 ) -> TextScores:
     """Scores the windows' tokens from each one's first scored token on.
@@ -73,7 +83,7 @@ def score_text(
             if keep is not None:
                 keep.rows[at] = logp
             if against is not None and kl is not None and agrees is not None:
-                row = against.rows[at].astype(np.float64)
+                row = against.row(at).astype(np.float64)
                 kl[at] = arithmetic.kl_divergence(row, logp)
                 agrees[at] = row.argmax() == logp.argmax()
             at += 1

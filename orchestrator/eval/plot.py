@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.eval.arithmetic import Estimate
 
 # Told apart by hue and by lightness, on paper too (Okabe and Ito).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -71,6 +72,19 @@ def line(
         capsize=3,
         markersize=5,
     )
+
+
+def percent_line(
+    axis: Any,
+    x: Sequence[float],
+    y: Sequence[Estimate],
+    label: str,
+    number: int,
+    dashed: bool = False,
+) -> None:
+    """A series of shares, drawn in per cent with their errors."""
+    values, errors = [100 * each.value for each in y], [100 * each.error for each in y]
+    line(axis, x, values, label, number, errors, dashed)
 
 
 def level(axis: Any, y: float, label: str) -> None:

@@ -3,12 +3,14 @@ stay as planned; a study puts it in the place of `engine.policy`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
+from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
 from orchestrator.policy import Policy
+from orchestrator.policy.base import Transition
 
 
 class Wrapper:
@@ -36,6 +38,31 @@ class RandomCritical(Wrapper):
         rng = np.random.default_rng((self._seed, event.step, event.layer))
         used = np.unique(event.ids_array)
         out.tier_array[used] = rng.permutation(out.tier_array[used])
+
+
+class Counts(Wrapper):
+    """Adds up what a policy that counts is told, and lets it change nothing."""
+
+    def __init__(self, inner: Policy) -> None:
+        super().__init__(inner)
+        self._total: np.ndarray | None = None
+        self.steps = 0
+
+    @property
+    def per_step(self) -> np.ndarray:
+        """Tokens routed to each expert in a step, the mean, float64 [n_layers, n_expert]."""
+        if self._total is None:
+            raise ValueError("no step was counted")
+        mean: np.ndarray = self._total / self.steps
+        return mean
+
+    def step_done(self, report: StepReport) -> Sequence[Transition]:
+        """Counts; no transitions."""
+        if report.counts is not None:
+            counts = report.counts.astype(np.int64)
+            self._total = counts if self._total is None else self._total + counts
+            self.steps += 1
+        return ()
 
 
 class OneLayer(Wrapper):

@@ -72,6 +72,12 @@ def percent(pair: Sequence[float | None], digits: int = 1) -> str:
     return f"{with_error([None if x is None else 100 * x for x in pair], digits)} %"
 
 
+def change(pair: Sequence[float | None]) -> str:
+    """A relative change with its standard error, as "+1.23 % +- 0.45"."""
+    value, error = (0.0 if each is None else 100 * each for each in pair)
+    return f"{value:+.2f} % +- {error:.2f}"
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """One table of a study. rows hold text in the order of columns; data: the same figures as

@@ -1,4 +1,4 @@
-"""The studies of DyMoE's tables and figures, by name, each as tables and a plot."""
+"""The studies by name, each as tables and a plot; here those of DyMoE's tables and figures."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from orchestrator.errors import ConfigError
 from orchestrator.eval import arithmetic, plot
 from orchestrator.eval.arithmetic import Estimate
 from orchestrator.eval.policies import OneLayer, RandomCritical
-from orchestrator.eval.report import Table, percent, with_error
+from orchestrator.eval.report import Table, change, percent, with_error
 from orchestrator.eval.run import EvalOptions, Report, pair
 from orchestrator.eval.similarity import similarity
+from orchestrator.eval.studies_dynaexq import demotion, memory
 from orchestrator.eval.subject import SKIP, Row, Subject
 
 SEEDS = (1, 2, 3)
@@ -80,8 +81,7 @@ def _add(
 
 def _change(row: Row, base: Row) -> tuple[str, Any]:
     found = pair(row.against(base))
-    value, error = (0.0 if each is None else 100 * each for each in found)
-    return f"{value:+.2f} % +- {error:.2f}", found
+    return change(found), found
 
 
 def _distance(row: Row, what: str) -> tuple[str, Any]:
@@ -174,9 +174,9 @@ def retention(subject: Subject, folder: Path) -> list[Table]:
         for number, (label, rows) in enumerate(found.items()):
             x = [row.realised or 0.0 for row in rows]
             changes = [row.against(base) for row in rows]
-            _errors(axes[0], x, changes, label, number)
+            plot.percent_line(axes[0], x, changes, label, number)
             if asked:
-                _errors(axes[1], x, [_acc(row) for row in rows], label, number)
+                plot.percent_line(axes[1], x, [_acc(row) for row in rows], label, number)
         plot.level(axes[0], 0.0, f"all {subject.high}")
         plot.level(axes[0], 100 * least.against(base).value, f"all {subject.low}")
         axes[0].set_ylabel(f"perplexity against {subject.high}, %")
@@ -193,14 +193,6 @@ def retention(subject: Subject, folder: Path) -> list[Table]:
 
 def _acc(row: Row) -> Estimate:
     return row.choices.acc if row.choices is not None else Estimate(0.0, 0.0)
-
-
-def _errors(
-    axis: Any, x: list[float], y: list[Estimate], label: str, number: int, dashed: bool = False
-) -> None:
-    """A series of shares in per cent."""
-    values, errors = [100 * each.value for each in y], [100 * each.error for each in y]
-    plot.line(axis, x, values, label, number, errors, dashed)
 
 
 def critical(subject: Subject, folder: Path) -> list[Table]:
@@ -243,7 +235,7 @@ def _critical(subject: Subject, low: str, prefill: bool, axis: Any) -> Table:
                 _add(table, label, ratio, row, change=_change(row, base))
             x = [row.usage.high or 0.0 if row.usage else 0.0 for row in rows]
             changes = [row.against(base) for row in rows]
-            _errors(axis, x, changes, label, number, dashed=schedule == "flat")
+            plot.percent_line(axis, x, changes, label, number, dashed=schedule == "flat")
     axis.axhline(0.0, color="#666666", linestyle=":", linewidth=1.2)
     axis.set_title(f"{form}, {subject.high} / {low}", fontsize=9)
     axis.set_xlabel("share of routed experts in high")
@@ -282,7 +274,9 @@ def tokens(subject: Subject, folder: Path) -> list[Table]:
                 row = subject.score(f"{share:.0%} heavy", settings, prefill=True)
                 changes.append(row.against(base))
                 _add(table, f"{share:.0%}", ratio, row, change=_change(row, base))
-            _errors(axis, [100 * share for share in SHARES], changes, f"r = {ratio:g}", number)
+            plot.percent_line(
+                axis, [100 * share for share in SHARES], changes, f"r = {ratio:g}", number
+            )
         axis.set_xlabel("tokens that are heavy hitters, % (100: total load)")
         axis.set_ylabel(f"perplexity against {subject.high}, %")
         axis.set_title(subject.basis, fontsize=9)
@@ -318,7 +312,7 @@ def schedule(subject: Subject, folder: Path) -> list[Table]:
                         critical=(shown, counts),
                     )
                 x = [row.realised or 0.0 for row in rows]
-                _errors(axis, x, [row.against(base) for row in rows], name, number)
+                plot.percent_line(axis, x, [row.against(base) for row in rows], name, number)
             plot.level(axis, 0.0, f"all {subject.high}")
             axis.set_title(f"{subject.high} / {low}", fontsize=9)
             axis.set_xlabel("realised share of critical experts")
@@ -370,4 +364,6 @@ STUDIES: dict[str, Callable[[Subject, Path], list[Table]]] = {
     "schedule": schedule,
     "depth": depth,
     "similarity": similarity,
+    "demotion": demotion,
+    "memory": memory,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,12 +17,12 @@ from orchestrator.errors import ConfigError
 from orchestrator.eval import arithmetic
 from orchestrator.eval.arithmetic import Estimate
 from orchestrator.eval.choices import ChoiceScores, Question, read_questions, score_choices
-from orchestrator.eval.compare import Reference
+from orchestrator.eval.compare import Part, Reference
 from orchestrator.eval.judge import Judge
 from orchestrator.eval.perplexity import TextScores, score_text
 from orchestrator.eval.policies import Wrapper
 from orchestrator.eval.run import EvalOptions, Report, best_config, best_reference, eval_config
-from orchestrator.eval.text import cut_windows, read_documents
+from orchestrator.eval.text import Window, cut_windows, read_documents
 from orchestrator.eval.usage import Usage, counters, usage_between
 from orchestrator.events import Phase
 from orchestrator.policy import Policy
@@ -99,6 +100,12 @@ class Subject:
         questions = f", {len(self.questions)} questions" if self.questions else ""
         return f"{self.name}, {self.n_tokens} tokens{questions}"
 
+    def on(self, windows: Sequence[Window]) -> Subject:
+        """The same with some of the windows alone."""
+        other = copy(self)
+        other.windows = list(windows)
+        return other
+
     def reference(self) -> Reference:
         """What the best tier says, decided token by token. The caller closes it."""
         return best_reference(
@@ -136,7 +143,7 @@ class Subject:
         *,
         wrap: Callable[[Policy], Wrapper] | None = None,
         prefill: bool = False,
-        against: Reference | None = None,
+        against: Reference | Part | None = None,
         ask: bool = False,
     ) -> Row:
         """One configuration. wrap: what decides in the place of its policy. ask: put the
@@ -150,7 +157,7 @@ class Subject:
         label: str,
         wrap: Callable[[Policy], Wrapper] | None = None,
         prefill: bool = False,
-        against: Reference | None = None,
+        against: Reference | Part | None = None,
         ask: bool = False,
     ) -> Row:
         """As score, with an engine that stays open; its own policy is put back."""

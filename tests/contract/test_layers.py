@@ -18,6 +18,7 @@ LAYERS = (
     ("orchestrator.native",),
     ("orchestrator.policy", "orchestrator.sampling", "orchestrator.template"),
     ("orchestrator.hardware", "orchestrator.profile", "orchestrator.llama", "orchestrator.meter"),
+    ("orchestrator.sequences",),
     ("orchestrator.engine",),
     (
         "orchestrator.chat",

@@ -1,0 +1,132 @@
+"""Several sequences in one context: each says what it would say alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("library_folder")
+
+N_DECODE = 10
+PROMPTS = [
+    [int(t) for t in np.random.default_rng(seed).integers(0, 250, 6 + seed)] for seed in range(3)
+]
+
+
+@pytest.fixture
+def both(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3moe", "q4_k", "q2_k")
+
+
+def build(model: Path, policy: str, **more: object) -> Config:
+    settings: dict[str, object] = {"ctx": 1024, "n_ubatch": 64, "threads": 1, "policy": policy}
+    if policy == "dynaexq":
+        # fixed, so that a run alone and one together compute with the same experts
+        settings |= {"update_steps": 0, "hot_experts": 3, "expert_ram": 64 << 20}
+    else:
+        settings |= {"expert_ram": 1 << 20}
+    return Config.build(model=model, use_extra_bufts=False, **settings | more)
+
+
+def alone(engine: Engine, prompt: list[int]) -> tuple[list[int], np.ndarray]:
+    """(greedy tokens, logits [1 + N_DECODE, n_vocab]) behind a prompt."""
+    rows, tokens = [engine.eval(prompt, 0)[-1]], []
+    for at in range(N_DECODE):
+        tokens.append(int(rows[-1].argmax()))
+        rows.append(engine.eval(tokens[-1:], len(prompt) + at)[-1])
+    return tokens, np.stack(rows)
+
+
+@pytest.mark.parametrize("policy", ["dynaexq", "lru"])
+@pytest.mark.parametrize("n", [1, 4, 32])
+def test_equal_prompts_together_say_what_one_says(both: Path, policy: str, n: int) -> None:
+    with Engine.open(build(both, policy)) as engine:
+        expected, rows = alone(engine, PROMPTS[0])
+    with Engine.open(build(both, policy, sequences=n)) as engine:
+        first = engine.eval(PROMPTS[0], 0)[-1]
+        everyone = list(range(n))
+        for sequence in everyone:
+            engine.fork(sequence)
+        found = [[int(first.argmax())] * n]
+        for at in range(N_DECODE):
+            logits = engine.decode_batch(found[-1], everyone)
+            assert logits.shape == (n, len(first))
+            np.testing.assert_array_equal(logits[1:], logits[:-1])
+            # Flash attention adds the cells of a sequence up in another order where others lie
+            # between them; logits spread by 2.
+            np.testing.assert_allclose(logits[0], rows[at + 1], atol=0 if n == 1 else 0.2)
+            found.append(logits.argmax(axis=1).tolist())
+        assert [[row[s] for row in found[:-1]] for s in everyone] == [expected] * n
+        if policy == "dynaexq":
+            assert list(engine.store.stats().demand_bytes) == [0, 0]
+        engine.store.check()
+
+
+def test_different_sequences_keep_apart(both: Path) -> None:
+    """Prompts of several lengths, one of them in a sequence that starts later."""
+    with Engine.open(build(both, "dynaexq")) as engine:
+        expected = [alone(engine, prompt)[0] for prompt in PROMPTS]
+    with Engine.open(build(both, "dynaexq", sequences=3)) as engine:
+        last: dict[int, int] = {}
+        found: list[list[int]] = [[], [], []]
+        for number, prompt in enumerate(PROMPTS):
+            last[number] = int(engine.eval(prompt, 0)[-1].argmax())
+            engine.fork(number)
+            rows = engine.decode_batch(list(last.values()), list(last))
+            for sequence, row in zip(list(last), rows, strict=True):
+                found[sequence].append(last[sequence])
+                last[sequence] = int(row.argmax())
+        order = [2, 0, 1]
+        for _ in range(N_DECODE - 3):
+            rows = engine.decode_batch([last[sequence] for sequence in order], order)
+            for sequence, row in zip(order, rows, strict=True):
+                found[sequence].append(last[sequence])
+                last[sequence] = int(row.argmax())
+        assert all(each == expected[i][: len(each)] for i, each in enumerate(found))
+        assert [len(each) for each in found] == [10, 9, 8]
+        # the engine's own sequence is where it was
+        again, _ = alone(engine, PROMPTS[2])
+        assert again == expected[2]
+
+
+def test_a_full_context_leaves_the_sequences_as_they_were(both: Path) -> None:
+    with Engine.open(build(both, "dynaexq", ctx=256, sequences=2)) as engine:
+        engine.eval(PROMPTS[0], 0)
+        engine.fork(0)
+        engine.fork(1)
+        free = engine.n_ctx - len(PROMPTS[0])
+        for _ in range(free // 2):
+            engine.decode_batch([1, 2], [0, 1])
+        with pytest.raises(ConfigError, match="the context of 256 tokens is full"):
+            engine.decode_batch([1, 2], [0, 1])
+        engine.fork(1)  # gives its own tokens back
+        assert engine.decode_batch([1, 2], [0, 1]).shape[0] == 2
+        engine.reset()
+        assert engine.decode_batch([5], [1]).shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "message"),
+    [
+        ([], [], "one token for each"),
+        ([1], [0, 1], "one token for each"),
+        ([1, 2], [0, 0], "named twice"),
+        ([1], [2], "no sequence 2"),
+        ([1], [-1], "no sequence -1"),
+    ],
+)
+def test_what_is_no_step_is_refused(
+    both: Path, tokens: list[int], sequences: list[int], message: str
+) -> None:
+    with (
+        Engine.open(build(both, "lru", sequences=2)) as engine,
+        pytest.raises(ConfigError, match=message),
+    ):
+        engine.decode_batch(tokens, sequences)
