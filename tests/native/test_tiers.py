@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -139,16 +137,16 @@ def decided(engine: Engine) -> np.ndarray:
 
 def test_retention_changes_at_the_next_token(tiny_model: Callable[..., Path]) -> None:
     model = tiny_model("qwen3moe", "q4_k", "q2_k")
-    sampling = Sampling(temp=1.0, seed=5)
     with open_model(model, policy="dymoe", low_tier="q2_k") as engine:
-        answer = cast("Generator[str, None, None]", engine.generate(TOKENS, sampling, 24))
-        with closing(answer):
-            seen = [decided(engine)]
-            for retention in (0.5, 1.0, 0.5):
-                assert engine.set_retention(retention)
-                for _ in range(3):
-                    next(answer)
-                seen.append(decided(engine))
+        engine.eval(TOKENS, 0)
+        at = len(TOKENS)
+        seen = [decided(engine)]
+        for retention in (0.5, 1.0, 0.5):
+            assert engine.set_retention(retention)
+            for _ in range(3):
+                engine.eval([TOKENS[0]], at)
+                at += 1
+            seen.append(decided(engine))
         half, whole, again = np.diff(seen, axis=0).tolist()
         assert half[0] == half[1] > 0
         assert whole[0] > 0 and whole[1] == 0
