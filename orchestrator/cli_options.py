@@ -142,7 +142,7 @@ def make_config(options: dict[str, Any]) -> Config:
     """The config of the options that were given; without --model, of the demo model."""
     chosen = given(options)
     if "model" not in chosen:
-        chosen["model"] = _demo_model()
+        chosen["model"] = demo_model()
     for name in {"model", "low"} & chosen.keys():
         chosen[name] = model_path(str(chosen[name]))
     return Config.build(**chosen)
@@ -153,7 +153,8 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _demo_model() -> Path:
+def demo_model() -> Path:
+    """The demo model of this checkout. Raises MoeEdgeError where it is not there."""
     for folder in (Path(__file__).resolve().parent.parent, Path.cwd()):
         if (folder / DEMO).is_file():
             return folder / DEMO

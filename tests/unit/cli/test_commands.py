@@ -17,7 +17,7 @@ import fake_engine
 import pytest
 from click.testing import CliRunner
 
-from orchestrator import cli as module
+from orchestrator import cli_options as module
 from orchestrator.cli import cli
 
 FAKE = [sys.executable, fake_engine.__file__]
@@ -306,7 +306,7 @@ def test_a_pipe_gets_the_text_as_the_model_said_it(opened):
 
 
 def test_without_a_model_it_is_the_demo(opened, monkeypatch, tmp_path):
-    package = tmp_path / "site/orchestrator/cli.py"
+    package = tmp_path / "site/orchestrator/cli_options.py"
     monkeypatch.setattr(module, "__file__", str(package))
     monkeypatch.chdir(tmp_path)
     result = run("chat", "-p", "hello")

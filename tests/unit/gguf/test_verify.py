@@ -77,9 +77,9 @@ def test_good_files(tmp_path, ggml, tiers):
 
 
 def test_the_demo_model_is_good(ggml):
-    from orchestrator.cli import _demo_model
+    from orchestrator.cli_options import demo_model
 
-    assert texts(_demo_model(), ggml) == []
+    assert texts(demo_model(), ggml) == []
 
 
 def test_parts_are_checked(packed, tmp_path, ggml):
