@@ -9,9 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +25,7 @@ from orchestrator.sampling import Sampling
 if TYPE_CHECKING:
     from orchestrator.engine import Engine
     from orchestrator.events import GenerationStats
+from orchestrator.files import write_whole
 
 # Why an answer ended, where it was not the model that ended it.
 ENDINGS = {
@@ -132,14 +131,7 @@ class Session:
     def save(self, path: Path) -> None:
         """Write the messages to `path` as JSON lines; raises OSError and leaves no half file."""
         lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages]
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.writelines(lines)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_whole(path, "".join(lines))
 
 
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:

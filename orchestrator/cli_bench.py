@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from orchestrator.cli_options import AT_LEAST_1, F, together
 from orchestrator.errors import ConfigError
-
-AT_LEAST_1 = click.IntRange(min=1)
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def measure_options(
@@ -82,13 +79,7 @@ def measure_options(
     ]
     if prompt_tokens is None:
         del options[4]
-
-    def apply(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return apply
+    return together(*options)
 
 
 prefetch_option = click.option(

@@ -36,7 +36,9 @@ def _default(name: str) -> str:
     return f"[default: {Config.__dataclass_fields__[name].default}]"
 
 
-def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
+def together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order of the help."""
+
     def apply(function: F) -> F:
         for option in reversed(options):
             function = option(function)
@@ -45,7 +47,7 @@ def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
-model_options = _options(
+model_options = together(
     click.option(
         "-m",
         "--model",
@@ -117,7 +119,7 @@ model_options = _options(
     click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores]"),
 )
 
-answer_options = _options(
+answer_options = together(
     click.option(
         "--max-tokens",
         type=int,

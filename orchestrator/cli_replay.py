@@ -17,6 +17,7 @@ from orchestrator.cli_options import (
     open_engine,
     size,
 )
+from orchestrator.config import PREFETCHES, SCHEDULES
 from orchestrator.console import Console, strip_controls
 
 
@@ -96,12 +97,12 @@ def trace(
 @click.option("--low-tier", metavar="TIER", help="As q2_k, or skip.  [default: as recorded]")
 @click.option(
     "--schedule",
-    type=click.Choice(["cosine", "linear", "flat"]),
+    type=click.Choice(SCHEDULES),
     help="How the share of critical experts falls with depth.  [default: as recorded]",
 )
 @click.option(
     "--prefetch",
-    type=click.Choice(["auto", "on", "off"]),
+    type=click.Choice(PREFETCHES),
     help="Auto stops it while it does not pay.  [default: as recorded]",
 )
 @click.option(

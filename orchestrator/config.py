@@ -24,6 +24,8 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+SCHEDULES = ("cosine", "linear", "flat")
+PREFETCHES = ("auto", "on", "off")
 # Bytes per second that an exchange of versions may read beside decoding.
 TRANSITION_RATE = 128 << 20
 # llama.cpp takes 256 sequences, one of them the conversation.
@@ -166,9 +168,9 @@ def _listed(words: tuple[str, ...]) -> str:
 
 
 _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("schedule", ("cosine", "linear", "flat")),
+    ("schedule", SCHEDULES),
     ("importance", ("window", "exact", "load")),
-    ("prefetch", ("auto", "on", "off")),
+    ("prefetch", PREFETCHES),
 )
 
 _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
-from types import TracebackType
 
 import numpy as np
 
@@ -468,12 +467,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -496,7 +490,7 @@ def store_spec(config: Config, model: ExpertModel, plan: hardware.Plan) -> Store
     prefetches = (
         plan.policy is not None
         and plan.policy.needs_callback
-        and not (config.prefetch == "off" or config.exact_tiers)
+        and hardware.prefetch_mode(config) != "off"
     )
     return StoreSpec(
         files=tuple(model.files),

@@ -265,7 +265,7 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     settings = PolicySettings(
         retention=_retention(config, tiers),
         skip_low=config.low_tier == SKIP_TIER,
-        prefetch=config.prefetch if config.n_ahead and not config.exact_tiers else "off",
+        prefetch=prefetch_mode(config),
         renormalize=config.renormalize,
         schedule=config.schedule,
         heavy_hitters=config.heavy_hitters,
@@ -308,6 +308,12 @@ _UNUSED: dict[str | None, tuple[str, tuple[str, ...]]] = {
     LRU: ("runs one precision", ("low", "low_tier", "retention")),
     DYNAEXQ: ("fills the budget with high copies", ("retention",)),
 }
+
+
+def prefetch_mode(config: Config) -> str:
+    """ "auto", "on" or "off": what was asked for, as far as there is a look-ahead and what is
+    computed may depend on what is in memory."""
+    return config.prefetch if config.n_ahead and not config.exact_tiers else "off"
 
 
 def check_unused(config: Config) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
+from orchestrator.files import write_whole
 
 _FORMAT = "moe-edge hotness"
 _VERSION = 1
@@ -92,14 +92,7 @@ def save(path: Path, model: ExpertModel, hotness: np.ndarray) -> None:
         "name": model.path.name,
         "hotness": [[float(f"{score:.6g}") for score in layer] for layer in hotness.tolist()],
     }
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_whole(path, json.dumps(data))
 
 
 class Memory:

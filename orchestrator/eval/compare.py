@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from types import TracebackType
 
 import numpy as np
 
@@ -40,12 +39,7 @@ class Reference:
     def __enter__(self) -> Reference:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config import Config
+from orchestrator.config import SCHEDULES, Config
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.eval import arithmetic, plot
@@ -293,7 +293,7 @@ def schedule(subject: Subject, folder: Path) -> list[Table]:
     base = subject.score(subject.high, subject.uniform(subject.high))
     with plot.figure(folder, "schedule", 2) as axes:
         for axis, low in zip(axes, (SKIP, subject.low), strict=True):
-            for number, name in enumerate(("cosine", "linear", "flat")):
+            for number, name in enumerate(SCHEDULES):
                 rows = []
                 for ratio in RATIOS:
                     settings = subject.mixed(low, ratio, schedule=name)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -253,20 +252,20 @@ class Store:
     def resident(self) -> np.ndarray:
         """uint8 [n_layers, n_expert], a copy: the best tier of which every matrix is in memory,
         or ABSENT. At any time; a route callback has the view."""
-        out = np.empty((len(self.spec.layers), self.spec.n_expert), np.uint8)
-        self.library.get_resident(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)))
-        return out
+        return self._of_each(self.library.get_resident, ctypes.c_uint8)
 
     def states(self) -> np.ndarray:
         """uint8 [n_layers, n_expert], a copy: the ExpertState of each expert, now."""
-        out = np.empty((len(self.spec.layers), self.spec.n_expert), np.uint8)
-        self.library.get_states(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)))
-        return out
+        return self._of_each(self.library.get_states, ctypes.c_uint8)
 
     def take_counts(self) -> np.ndarray:
         """uint32 [n_layers, n_expert]: tokens routed to each expert since the last call."""
-        out = np.empty((len(self.spec.layers), self.spec.n_expert), np.uint32)
-        self.library.take_counts(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint32)))
+        return self._of_each(self.library.take_counts, ctypes.c_uint32)
+
+    def _of_each(self, function: Any, ctype: Any) -> np.ndarray:
+        """What a C function writes about each expert: [n_layers, n_expert]."""
+        out = np.empty((len(self.spec.layers), self.spec.n_expert), np.dtype(ctype))
+        function(self.handle, out.ctypes.data_as(ctypes.POINTER(ctype)))
         return out
 
     def transition(self, wanted: Sequence[tuple[int, int, int]]) -> int:
@@ -342,12 +341,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

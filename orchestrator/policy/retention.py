@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
+from orchestrator.config import SCHEDULES
 from orchestrator.errors import ConfigError
 
-COSINE, LINEAR, FLAT = "cosine", "linear", "flat"
-SCHEDULES = (COSINE, LINEAR, FLAT)
+COSINE, LINEAR, FLAT = SCHEDULES
 
 # r(l) * M is exact in theory where it lands on an integer; the ceiling must not turn
 # rounding noise into one more expert.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from time import perf_counter_ns
-from types import TracebackType
 
 import numpy as np
 
@@ -45,12 +44,7 @@ class Recorder:
         self._engine.store.set_route(self._on_route)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         engine = self._engine
         self._stamp()
         engine.set_route()

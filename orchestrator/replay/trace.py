@@ -43,6 +43,7 @@ import numpy as np
 
 from gguf_tools.experts import Tier
 from gguf_tools.layout import DOWN, KINDS, MAX_TIERS
+from orchestrator.config import PREFETCHES, SCHEDULES
 from orchestrator.errors import TraceError
 from orchestrator.events import Phase
 from orchestrator.native import MAX_AHEAD
@@ -318,12 +319,12 @@ _FIELDS: dict[str, Any] = {
     "high": _text,
     "low": lambda v: v is None or _text(v),
     "retention": lambda v: type(v) in (int, float) and 0 <= v <= 1,
-    "schedule": lambda v: v in ("cosine", "linear", "flat"),
+    "schedule": lambda v: v in SCHEDULES,
     "heavy_hitters": lambda v: type(v) in (int, float) and 0 <= v <= 1,
     "prompts_pass": lambda v: isinstance(v, bool),
     "renormalize": lambda v: isinstance(v, bool),
     "exact_tiers": lambda v: isinstance(v, bool),
-    "prefetch": lambda v: v in ("auto", "on", "off"),
+    "prefetch": lambda v: v in PREFETCHES,
     "n_ahead": _number(0, MAX_AHEAD),
     "expert_bytes": _number(1, 2**62),
     "io_threads": _number(1, 64),

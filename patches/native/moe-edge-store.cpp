@@ -380,6 +380,12 @@ void moe_edge_store::serve_waiting(moe_edge_pool & pool) {
     }
 }
 
+void moe_edge_store::serve_waiting(const moe_edge_matrix & m) {
+    for (int32_t t = 0; t < n_tiers; t++) {
+        serve_waiting(pools[slices[m.layer][m.kind][t].group]);
+    }
+}
+
 void moe_edge_store::update_resident(int32_t cell) {
     const int32_t layer  = layer_of(cell);
     const int32_t expert = expert_of(cell);
@@ -1081,9 +1087,7 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
             op.waited = true;
             return n;
         }
-        for (int32_t t = 0; t < n_tiers; t++) {
-            serve_waiting(pools[slices[m.layer][m.kind][t].group]);
-        }
+        serve_waiting(m);
         wake();
         stats.wait_us[phase] += wait_done(lock, 50);  // cancel() cannot take the lock to notify
     }
@@ -1099,9 +1103,7 @@ void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, 
             settle(cell);
         }
     }
-    for (int32_t t = 0; t < n_tiers; t++) {
-        serve_waiting(pools[slices[m.layer][m.kind][t].group]);
-    }
+    serve_waiting(m);
     wake();
 }
 

@@ -219,6 +219,7 @@ struct moe_edge_store {
     void    set_passing(moe_edge_pool & pool, int32_t slot, bool passing);
     void    give_slot(moe_edge_pool & pool, int32_t slot);
     void    serve_waiting(moe_edge_pool & pool);
+    void    serve_waiting(const moe_edge_matrix & m);  // in every tier
     void    settle(int32_t cell);
     void    publish(int32_t cell);
     void    drop_tier(int32_t cell);

@@ -14,7 +14,13 @@ PACKAGES = ("gguf_tools", "orchestrator", "models", "patches")
 # matching name decides.
 LAYERS = (
     ("gguf_tools.errors", "gguf_tools.layout"),
-    ("gguf_tools", "orchestrator.errors", "orchestrator.events", "orchestrator.config"),
+    (
+        "gguf_tools",
+        "orchestrator.errors",
+        "orchestrator.events",
+        "orchestrator.config",
+        "orchestrator.files",
+    ),
     ("orchestrator.native",),
     ("orchestrator.policy", "orchestrator.sampling", "orchestrator.template"),
     ("orchestrator.hardware", "orchestrator.profile", "orchestrator.llama", "orchestrator.meter"),

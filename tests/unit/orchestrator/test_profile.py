@@ -11,7 +11,7 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator import profile
+from orchestrator import files, profile
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
 from orchestrator.profile import Memory
@@ -162,7 +162,7 @@ def test_a_failed_write_leaves_the_old_profile(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(profile.json, "dump", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         profile.save(path, model, 2 * scores(model))
     assert path.read_bytes() == before
