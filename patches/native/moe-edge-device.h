@@ -1,0 +1,45 @@
+// A device that experts may live on: memory of its own, copies that run beside the host, and
+// tickets that order them. The store moves bytes through it and never waits where the device
+// can wait by itself; an executor for the same device adds its own streams to that order.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+// A point in the work of a device. 0 has always passed; larger ones of one lane pass in order.
+using moe_edge_ticket = uint64_t;
+
+// Copies of one lane run in order. Demand copies never queue behind prefetch copies.
+enum moe_edge_lane {
+    MOE_EDGE_LANE_DEMAND   = 0,
+    MOE_EDGE_LANE_PREFETCH = 1,
+    MOE_EDGE_N_LANES       = 2,
+};
+
+// Any thread may call. What fails after it was accepted (a lost device) shows in error().
+struct moe_edge_device {
+    virtual ~moe_edge_device() = default;
+
+    virtual std::string name() const = 0;
+    virtual void memory(uint64_t * free, uint64_t * total) const = 0;
+
+    // Memory of the device, aligned to 256 bytes; null where it does not fit.
+    virtual void * alloc(uint64_t bytes) = 0;
+    virtual void   release(void * memory) = 0;
+
+    // Host memory that copies may start from, aligned to 4096 bytes; pageable where pinning is
+    // refused, and *pinned says which. Null where there is none.
+    virtual char * alloc_host(uint64_t bytes, bool * pinned) = 0;
+    virtual void   release_host(char * memory) = 0;
+
+    // From host to device memory, after `after` has passed; returns at once. The source must
+    // not change until the ticket has passed. 0 on failure.
+    virtual moe_edge_ticket copy(int32_t lane, void * to, const void * from, uint64_t bytes, moe_edge_ticket after) = 0;
+
+    virtual bool passed(moe_edge_ticket ticket) = 0;
+    virtual void wait(moe_edge_ticket ticket) = 0;  // blocks this thread
+
+    // Empty, or why the device is lost; every ticket counts as passed then.
+    virtual std::string error() = 0;
+};
