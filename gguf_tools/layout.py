@@ -306,3 +306,19 @@ def slot_bytes(offset: int, expert_bytes: int, n_expert: int = 1) -> int:
     period = IO_BLOCK_BYTES // math.gcd(IO_BLOCK_BYTES, expert_bytes)
     starts = ((offset + e * expert_bytes) % IO_BLOCK_BYTES for e in range(min(n_expert, period)))
     return pad(max(starts) + expert_bytes, IO_BLOCK_BYTES)
+
+
+# What CUDA kernels read past the end of a row of quantized weights, in weights; and where a
+# slot of float weights starts.
+_DEVICE_ROW = 512
+_DEVICE_ALIGNMENT = 256
+
+
+def device_slot_bytes(ggml_type: GGMLType, expert_bytes: int, row_length: int) -> int:
+    """Bytes of a slot in a GPU's memory: the slice, what kernels may read behind it, rounded up
+    to whole blocks of the type. The same as ``moe_edge_device_slot_bytes``."""
+    block = BLOCK[ggml_type]
+    if block.weights == 1:
+        return pad(expert_bytes, _DEVICE_ALIGNMENT)
+    past = pad(-row_length % _DEVICE_ROW, block.weights)
+    return expert_bytes + row_bytes(ggml_type, past)

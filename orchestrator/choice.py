@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, PolicyError
-from orchestrator.footprint import model_shape, slots_of_all
+from orchestrator.footprint import slots_of_all
 from orchestrator.policy import PolicySettings
+from orchestrator.policy.base import ModelShape
 from orchestrator.policy.versions import resident_plan
+
+# A model reduced to some of its tiers, as it lies in the memory of its experts.
+ShapeOf = Callable[[tuple[int, ...]], ModelShape]
 
 PLAIN, LRU, DYMOE, DYNAEXQ = "plain", "lru", "dymoe", "dynaexq"
 SKIP_TIER = "skip"
@@ -91,7 +97,9 @@ def wants_plain(config: Config, model: ExpertModel) -> bool:
     return config.policy is None and best and not managed
 
 
-def choose(config: Config, model: ExpertModel, budget: int) -> tuple[str, tuple[int, ...]]:
+def choose(
+    config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int
+) -> tuple[str, tuple[int, ...]]:
     """(policy name, file tier indices) where the user left them open."""
     names = [tier.name for tier in model.tiers]
     # Experts below the high tier, as far as the user said: a tier of that name, or any.
@@ -101,9 +109,9 @@ def choose(config: Config, model: ExpertModel, budget: int) -> tuple[str, tuple[
     if config.high_tier is not None:
         high = model.tier_index(config.high_tier)
     elif config.policy == DYNAEXQ and len(names) > 1:
-        high = _above_what_fits(model, budget) if named is None else max(0, named - 1)
+        high = _above_what_fits(model, shape_of, budget) if named is None else max(0, named - 1)
     else:
-        high = _best_that_fits(config, model, budget, named)
+        high = _best_that_fits(config, model, shape_of, budget, named)
     low = named if named is not None else high + 1 if high + 1 < len(names) else None
     if low is not None and low <= high:
         raise PolicyError(
@@ -115,25 +123,27 @@ def choose(config: Config, model: ExpertModel, budget: int) -> tuple[str, tuple[
     elif config.low is not None or config.low_tier is not None or config.retention is not None:
         name = DYMOE
     else:
-        name = LRU if slots_of_all(model, high) <= budget else DYMOE
+        name = LRU if slots_of_all(shape_of((high,))) <= budget else DYMOE
     if name == LRU or low is None or config.low_tier == SKIP_TIER:
         return name, (high,)
     return name, (high, low)
 
 
-def _best_that_fits(config: Config, model: ExpertModel, budget: int, low: int | None) -> int:
+def _best_that_fits(
+    config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int, low: int | None
+) -> int:
     """The best tier where all of it fits, else q4_k where the file has it above a low tier that
     was asked for, else the best one after all."""
     names = [tier.name for tier in model.tiers]
-    if slots_of_all(model, 0) <= budget or USUAL_HIGH not in names:
+    if slots_of_all(shape_of((0,))) <= budget or USUAL_HIGH not in names:
         return 0
     usual = names.index(USUAL_HIGH)
     above = usual < (len(names) - 1 if low is None else low)
     return usual if above or (low is None and config.low is None) else 0
 
 
-def _above_what_fits(model: ExpertModel, budget: int) -> int:
+def _above_what_fits(model: ExpertModel, shape_of: ShapeOf, budget: int) -> int:
     """The tier above the best one whose copies all fit; else the one above the lowest."""
     above = range(len(model.tiers) - 1)
-    fits = (at for at in above if resident_plan(model_shape(model, (at, at + 1)), budget, None))
+    fits = (at for at in above if resident_plan(shape_of((at, at + 1)), budget, None))
     return next(fits, above[-1])

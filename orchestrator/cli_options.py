@@ -69,6 +69,18 @@ model_options = together(
         help="Cap on everything the model takes, as 6GiB or 500MB.  [default: free memory]",
     ),
     click.option(
+        "--vram",
+        callback=size,
+        metavar="SIZE",
+        help="Cap on everything the model takes of a GPU's memory.  [default: what is free there]",
+    ),
+    click.option(
+        "--device",
+        metavar="NAME",
+        help=f"Where experts compute: cuda0, cpu, or auto: a GPU if there is one.  "
+        f"{_default('device')}",
+    ),
+    click.option(
         "--expert-ram",
         callback=size,
         metavar="SIZE",

@@ -57,7 +57,9 @@ def native_log_enabled() -> bool:
 class Config:
     """One engine's settings; sizes in bytes. Make it with Config.build.
 
-    ram caps everything the model takes; expert_ram the expert slots alone. policy
+    ram caps everything the model takes of the host's memory, vram of the GPU's; expert_ram the
+    expert slots alone. device: "auto" is the first GPU that the library was built for, or the
+    host where there is none; "cpu", or a device's name, as "cuda0". policy
     None lets the planner choose; "plain" is the upstream path without a store. retention
     None is 1 where one precision is used and nothing skipped, else 0.75.
     low_tier "skip" drops the experts that are not critical. schedule: how the share of
@@ -83,6 +85,8 @@ class Config:
     low: Path | None = None
     ram: int | None = None
     expert_ram: int | None = None
+    vram: int | None = None
+    device: str = "auto"
     policy: str | None = None
     retention: float | None = None
     high_tier: str | None = None
@@ -178,6 +182,8 @@ _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
     ("low", (Path,), True),
     ("ram", (int,), True),
     ("expert_ram", (int,), True),
+    ("vram", (int,), True),
+    ("device", (str,), False),
     ("policy", (str,), True),
     ("retention", (float, int), True),
     ("high_tier", (str,), True),
@@ -218,6 +224,7 @@ _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("ram", 1, math.inf),
     ("expert_ram", 1, math.inf),
+    ("vram", 1, math.inf),
     ("retention", 0.0, 1.0),
     ("ctx", 8, 2**24),
     ("max_tokens", 1, 2**24),

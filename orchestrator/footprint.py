@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
-from gguf_tools.experts import ExpertModel, Tier
-from gguf_tools.layout import DOWN, slot_bytes
+from gguf_tools.experts import ExpertModel, Slice, Tier
+from gguf_tools.layout import DOWN, device_slot_bytes, slot_bytes
 from orchestrator.config import Config
 from orchestrator.policy.base import ModelShape
 
@@ -47,13 +47,20 @@ def compute_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     return 4 * (int(tokens * floats) + 2 * outputs * vocabulary_size(model) + weights)
 
 
+def process_bytes(model: ExpertModel) -> int:
+    """What the process takes for a model whose weights, cache and scratch are elsewhere."""
+    return PROCESS_BYTES + VOCAB_TOKEN_BYTES * vocabulary_size(model)
+
+
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
     """All that a model takes beside its weights and its KV cache, as the planner counts it."""
-    return (
-        PROCESS_BYTES
-        + VOCAB_TOKEN_BYTES * vocabulary_size(model)
-        + compute_bytes(model, config, context_tokens(model, config))
-    )
+    return process_bytes(model) + compute_bytes(model, config, context_tokens(model, config))
+
+
+def embedding_bytes(model: ExpertModel) -> int:
+    """The token embeddings, which llama.cpp keeps in the host's memory beside a GPU."""
+    infos = (part.tensors.get("token_embd.weight") for part in model.parts)
+    return max((info.nbytes for info in infos if info is not None), default=0)
 
 
 class Placed(Protocol):
@@ -78,25 +85,52 @@ class Experts(Protocol):
     def slices(self) -> Sequence[Sequence[Sequence[Placed | None]]]: ...
 
 
+_P = TypeVar("_P", bound=Placed)
+
+
 def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
-    """The model as policies see it, reduced to some of its tiers."""
-    slots = []
-    for layer in model.slices:
-        by_tier = []
-        for tier in tiers:
-            sizes = {}
-            for kind, slices in enumerate(layer):
-                each = slices[tier]
-                if each is not None:
-                    sizes[kind] = slot_bytes(each.offset, each.expert_bytes, model.n_expert)
-            by_tier.append(sizes)
-        slots.append(tuple(by_tier))
+    """The model as policies see it, reduced to some of its tiers, with slots in the host's
+    memory."""
+
+    def size(_layer: int, _kind: int, each: Placed) -> int:
+        return slot_bytes(each.offset, each.expert_bytes, model.n_expert)
+
+    return _shape(model, model.slices, tiers, size)
+
+
+def device_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
+    """The same with slots in a device's memory."""
+
+    def size(layer: int, kind: int, each: Slice) -> int:
+        shape = model.shapes[layer][kind]
+        assert shape is not None
+        return device_slot_bytes(each.type, each.expert_bytes, shape[0])
+
+    return _shape(model, model.slices, tiers, size)
+
+
+def _shape(
+    model: Experts,
+    slices: Sequence[Sequence[Sequence[_P | None]]],
+    tiers: tuple[int, ...],
+    size: Callable[[int, int, _P], int],
+) -> ModelShape:
+    slots = tuple(
+        tuple(
+            {
+                kind: size(layer, kind, each)
+                for kind, by_tier in enumerate(kinds)
+                if (each := by_tier[tier]) is not None
+            }
+            for tier in tiers
+        )
+        for layer, kinds in enumerate(slices)
+    )
     names = tuple(model.tiers[tier].name for tier in tiers)
-    return ModelShape(model.n_expert, model.n_expert_used, names, tuple(slots))
+    return ModelShape(model.n_expert, model.n_expert_used, names, slots)
 
 
-def slots_of_all(model: ExpertModel, tier: int) -> int:
-    """Bytes of slots for every expert in one tier."""
-    shape = model_shape(model, (tier,))
+def slots_of_all(shape: ModelShape) -> int:
+    """Bytes of slots for every expert in the best tier of a shape."""
     layers = range(shape.n_layers)
     return shape.n_expert * sum(shape.expert_slot_bytes(layer, 0) for layer in layers)

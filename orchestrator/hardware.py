@@ -12,26 +12,46 @@ _HEADROOM_BYTES = (256 * 2**20, 2 * 2**30)
 
 
 @dataclass(frozen=True, slots=True)
+class Device:
+    """Memory beside the host's that experts may live in. name: "cuda0", say; memory_bytes is
+    what was free when it was found."""
+
+    name: str
+    description: str
+    memory_bytes: int
+    total_bytes: int
+
+    @property
+    def usable_bytes(self) -> int:
+        """Free memory less a headroom for what draws the screen."""
+        return _less_headroom(self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """What a probe found. memory_bytes is free memory, or what is left under a cgroup's
-    limit where that is less."""
+    limit where that is less. device: where experts are to live, None for the host's memory."""
 
     memory_bytes: int
+    device: Device | None = None
 
     @property
     def usable_bytes(self) -> int:
         """Free memory less a headroom for everything else that runs."""
-        low, high = _HEADROOM_BYTES
-        headroom = min(max(int(self.memory_bytes * _HEADROOM_SHARE), low), high)
-        return max(0, self.memory_bytes - headroom)
+        return _less_headroom(self.memory_bytes)
 
 
-def probe() -> Machine:
-    """Reads this machine."""
+def _less_headroom(free: int) -> int:
+    low, high = _HEADROOM_BYTES
+    return max(0, free - min(max(int(free * _HEADROOM_SHARE), low), high))
+
+
+def probe(device: Device | None = None) -> Machine:
+    """Reads this machine; a device is given, since only the native library can see one."""
     free = psutil.virtual_memory().available
     for limit, used in _cgroup_limits():
         free = min(free, max(0, limit - used))
-    return Machine(free)
+    return Machine(free, device)
 
 
 def _cgroup_limits(

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator.choice import LRU, PLAIN, choose, policy_settings, prefetch_mode, wants_plain
+from orchestrator.choice import (
+    LRU,
+    PLAIN,
+    choose,
+    policy_settings,
+    prefetch_mode,
+    wants_plain,
+)
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
-from orchestrator.footprint import context_tokens, model_shape, scratch_bytes
-from orchestrator.hardware import Machine
+from orchestrator.footprint import (
+    compute_bytes,
+    context_tokens,
+    device_shape,
+    embedding_bytes,
+    model_shape,
+    process_bytes,
+    slots_of_all,
+)
+from orchestrator.hardware import Device, Machine
 from orchestrator.native import Slices, StoreSpec
 from orchestrator.policy import Policy, PolicySettings, known_policies, make_policy
 from orchestrator.policy.base import ModelShape, SlotPlan
@@ -21,7 +37,11 @@ class Plan:
     """Where everything goes. Sizes in bytes.
 
     tiers: the file's tier indices in use, best first; policy, shape and slots are None in
-    plain mode. ram_bytes is the cap over all of it; budget_bytes that of the slots.
+    plain mode. ram_bytes is the cap over all that the host's memory takes.
+
+    On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, capped by
+    vram_bytes; host_bytes is then the cache of experts in the host's memory behind it.
+    budget_bytes is the cap of the slots.
     """
 
     managed: bool
@@ -38,16 +58,43 @@ class Plan:
     policy: Policy | None
     shape: ModelShape | None
     slots: SlotPlan | None
+    device: Device | None = None
+    vram_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """The most that the model takes."""
+        """The most that the model takes of the memory that its experts live in."""
         experts = self.slots.total_bytes if self.slots else self.expert_bytes
         return self.dense_bytes + self.kv_bytes + self.scratch_bytes + experts
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The memory that experts live in, and what else of the model lies there."""
+
+    option: str  # that caps it
+    free: str  # what it is called without that option
+    asked: int | None
+    cap: int
+    dense: int
+    kv: int
+    scratch: int
+
+    @property
+    def fixed(self) -> int:
+        return self.dense + self.kv + self.scratch
+
+    @property
+    def given(self) -> str:
+        """The cap that binds, for a message."""
+        what = self.option if self.asked == self.cap else self.free
+        return f"{what} {format_size(self.cap)}"
+
+
 def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
-    """Lays the model out in memory.
+    """Lays the model out in memory: that of the machine's device, where it has one, with the
+    host's behind it.
 
     Without a policy: the plain upstream path where everything fits and neither a low tier
     nor expert slots are asked for; else lru where the high tier fits whole, so that there is
@@ -59,103 +106,125 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     """
     if config.policy is not None and config.policy not in known_policies():
         raise PolicyError(f"unknown policy '{config.policy}'; known: {', '.join(known_policies())}")
-    ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
+    device = machine.device
     n_ctx = context_tokens(model, config)
-    dense, kv = model.dense_bytes, model.kv_bytes(n_ctx)
-    scratch = scratch_bytes(model, config)
-    rest = ram - dense - kv - scratch
+    ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
+    room = _room(config, model, machine, n_ctx, ram)
+    rest = room.cap - room.fixed
+
+    def shape_of(tiers: tuple[int, ...]) -> ModelShape:
+        return device_shape(model, tiers) if device else model_shape(model, tiers)
+
+    def plan(managed: bool, reason: str, tiers: tuple[int, ...], **fields: Any) -> Plan:
+        return Plan(
+            managed=managed,
+            reason=reason,
+            n_ctx=n_ctx,
+            tiers=tiers,
+            tier_names=tuple(model.tiers[tier].name for tier in tiers),
+            ram_bytes=ram,
+            dense_bytes=room.dense,
+            kv_bytes=room.kv,
+            scratch_bytes=room.scratch,
+            expert_bytes=sum(model.tier_bytes[tier] for tier in tiers),
+            device=device,
+            vram_bytes=room.cap if device else 0,
+            **fields,
+        )
 
     if wants_plain(config, model):
-        needed = dense + kv + scratch + model.tier_bytes[0]
-        fits = needed <= ram
-        if not fits and config.policy == PLAIN and config.ram:
+        needed = room.fixed + model.tier_bytes[0]
+        fits = needed <= room.cap
+        if not fits and config.policy == PLAIN and room.asked:
             raise BudgetError(
-                f"{_given(config, ram)} is too little for the policy plain, which keeps everything "
+                f"{room.given} is too little for the policy plain, which keeps everything "
                 f"in memory: it needs {needed} bytes ({format_size(needed)}); the other policies "
                 f"keep experts on disk",
                 needed,
             )
         if fits or config.policy == PLAIN:
-            amounts = f"{format_size(needed)} of {format_size(ram)}"
+            amounts = f"{format_size(needed)} of {format_size(room.cap)}"
             reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
-            return Plan(
-                managed=False,
-                reason=reason,
-                n_ctx=n_ctx,
-                tiers=(0,),
-                tier_names=(model.tiers[0].name,),
-                ram_bytes=ram,
-                dense_bytes=dense,
-                kv_bytes=kv,
-                scratch_bytes=scratch,
-                expert_bytes=model.tier_bytes[0],
-                budget_bytes=0,
-                policy=None,
-                shape=None,
-                slots=None,
-            )
+            return plan(False, reason, (0,), budget_bytes=0, policy=None, shape=None, slots=None)
 
     budget = (
         min(config.expert_ram, rest)
-        if config.expert_ram and config.ram
+        if config.expert_ram and room.asked
         else (config.expert_ram or rest)
     )
-    name, tiers = choose(config, model, budget)
-    shape = model_shape(model, tiers)
+    name, tiers = choose(config, model, shape_of, budget)
+    shape = shape_of(tiers)
     policy = make_policy(name, shape, policy_settings(config, tiers))
     try:
         slots = policy.plan(max(0, budget))
     except BudgetError as error:
-        fixed = dense + kv + scratch
-        raise _too_small(config, name, shape, error.needed_bytes, fixed, ram) from None
-    asked = config.expert_ram or config.ram
-    return Plan(
-        managed=True,
-        reason=policy.describe(),
-        n_ctx=n_ctx,
-        tiers=tiers,
-        tier_names=shape.tiers,
-        ram_bytes=ram,
-        dense_bytes=dense,
-        kv_bytes=kv,
-        scratch_bytes=scratch,
-        expert_bytes=sum(model.tier_bytes[tier] for tier in tiers),
+        raise _too_small(config, name, shape, error.needed_bytes, room) from None
+    asked = config.expert_ram or room.asked
+    return plan(
+        True,
+        policy.describe(),
+        tiers,
         budget_bytes=budget if asked else slots.total_bytes,
         policy=policy,
         shape=shape,
         slots=slots,
+        host_bytes=_host_bytes(config, model, tiers, ram) if device else 0,
     )
 
 
-def _given(config: Config, ram: int) -> str:
-    """The cap that binds, for a message."""
-    what = "--ram" if config.ram == ram else "free memory,"
-    return f"{what} {format_size(ram)}"
+def _room(config: Config, model: ExpertModel, machine: Machine, n_ctx: int, ram: int) -> _Room:
+    dense, kv = model.dense_bytes, model.kv_bytes(n_ctx)
+    compute = compute_bytes(model, config, n_ctx)
+    device = machine.device
+    if device is None:
+        scratch = process_bytes(model) + compute
+        return _Room("--ram", "free memory,", config.ram, ram, dense, kv, scratch)
+    asked = config.vram
+    cap = min(asked, device.memory_bytes) if asked else device.usable_bytes
+    return _Room("--vram", f"free memory of {device.name},", asked, cap, dense, kv, compute)
+
+
+def _host_bytes(config: Config, model: ExpertModel, tiers: tuple[int, ...], ram: int) -> int:
+    """The cache of experts in the host's memory behind a device: what is left there, as far as
+    there are experts. Raises BudgetError where not even reads in flight find room."""
+    fixed = process_bytes(model) + embedding_bytes(model)
+    shape = model_shape(model, tiers)
+    largest = max(size for layer in shape.slots for sizes in layer for size in sizes.values())
+    in_flight = 2 * config.io_threads * largest
+    every = sum(slots_of_all(model_shape(model, (tier,))) for tier in tiers)
+    if ram - fixed < in_flight:
+        needed = fixed + in_flight
+        raise BudgetError(
+            f"--ram {format_size(ram)} is too little beside a GPU: the smallest that works is "
+            f"{needed} bytes ({format_size(needed)})",
+            needed,
+        )
+    return min(ram - fixed, every + in_flight)
 
 
 def _too_small(
-    config: Config, name: str, shape: ModelShape, slots: int, fixed: int, ram: int
+    config: Config, name: str, shape: ModelShape, slots: int, room: _Room
 ) -> BudgetError:
-    """slots: what the named policy needs at least; fixed: everything else."""
+    """slots: what the named policy needs at least."""
     expert_ram = config.expert_ram
-    by_slots = expert_ram is not None and (config.ram is None or expert_ram < slots)
+    by_slots = expert_ram is not None and (room.asked is None or expert_ram < slots)
     other = ""
     if name != LRU:
         least = _least_slots(LRU, shape)
         if least < slots:
-            other = f"; --policy lru works from {least if by_slots else fixed + least} bytes"
+            other = f"; --policy lru works from {least if by_slots else room.fixed + least} bytes"
     if expert_ram is not None and by_slots:
         return BudgetError(
             f"--expert-ram {format_size(expert_ram)} is too small: the smallest that works "
             f"with the policy {name} is {slots} bytes ({format_size(slots)}){other}",
             slots,
         )
-    needed = fixed + slots
+    needed = room.fixed + slots
     return BudgetError(
-        f"{_given(config, ram)} is too little: the smallest --ram that works with the policy "
-        f"{name} is {needed} bytes ({format_size(needed)}: {format_size(fixed)} for dense weights, "
-        f"KV cache and scratch, {format_size(slots)} for the fewest experts; a smaller --ctx needs "
-        f"less){other}",
+        f"{room.given} is too little: the smallest {room.option} that works with the policy "
+        f"{name} is {needed} bytes ({format_size(needed)}: {format_size(room.fixed)} for dense "
+        f"weights, KV cache and scratch, {format_size(slots)} for the fewest experts; a smaller "
+        f"--ctx needs less){other}",
         needed,
     )
 
@@ -201,6 +270,8 @@ def store_spec(config: Config, model: ExpertModel, plan: Plan) -> StoreSpec:
         n_passing=tuple(group.n_passing for group in plan.slots.groups),
         importance_window=importance_window(config, plan),
         exact_tiers=config.exact_tiers and plan.policy is not None and plan.policy.needs_callback,
+        device=plan.device.name if plan.device else None,
+        host_bytes=plan.host_bytes,
     )
 
 

@@ -81,6 +81,8 @@ class StoreSpec:
     n_passing: tuple[int, ...] = ()
     importance_window: int = 0
     exact_tiers: bool = False
+    device: str | None = None  # whose memory the slots are; None for the host's
+    host_bytes: int = 0  # the cache of experts behind a device
     simulated: bool = False  # no file is opened; see orchestrator.native.simulation
 
 
