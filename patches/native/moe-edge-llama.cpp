@@ -33,8 +33,8 @@ struct hook_layer {
     hook_model *  model;
     int32_t       layer;
     ggml_tensor * router;       // gate_inp [n_embd, n_expert]
-    ggml_tensor * router_bias;  // [n_expert] or null
-    ggml_tensor * choice_bias;  // [n_expert] added for the selection only, or null
+    std::vector<float> router_bias;  // [n_expert] or empty
+    std::vector<float> choice_bias;  // [n_expert] added for the selection only, or empty
     int           gating_op = LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX;
 };
 
@@ -89,10 +89,10 @@ void predict(const hook_layer & target, const float * logits, int32_t k, int32_t
     choice.resize(n);
     order.resize(n);
 
-    const auto * bias = target.router_bias ? static_cast<const float *>(target.router_bias->data) : nullptr;
-    const auto * pick = target.choice_bias ? static_cast<const float *>(target.choice_bias->data) : nullptr;
+    const auto & bias = target.router_bias;
+    const auto & pick = target.choice_bias;
     for (int32_t e = 0; e < n; e++) {
-        scores[e] = gate(target.gating_op, logits[e] + (bias ? bias[e] : 0.0f));
+        scores[e] = gate(target.gating_op, logits[e] + (bias.empty() ? 0.0f : bias[e]));
     }
     const bool softmax = target.gating_op == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX ||
                          target.gating_op == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT;
@@ -108,7 +108,7 @@ void predict(const hook_layer & target, const float * logits, int32_t k, int32_t
         }
     }
     for (int32_t e = 0; e < n; e++) {
-        choice[e] = scores[e] + (pick ? pick[e] : 0.0f);
+        choice[e] = scores[e] + (pick.empty() ? 0.0f : pick[e]);
     }
     if (hp.n_expert_groups > 1 && n % hp.n_expert_groups == 0) {
         // only the groups with the best sum of their two best experts stay
@@ -338,6 +338,18 @@ void detach(const moe_edge_store * store) {
     registry.models.erase(it);
 }
 
+// The values of a bias of n experts, wherever it lies; false for one that is not F32.
+bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
+    if (bias) {
+        if (bias->type != GGML_TYPE_F32 || ggml_nelements(bias) != n) {
+            return false;
+        }
+        out.resize(n);
+        ggml_backend_tensor_get(bias, out.data(), 0, n * sizeof(float));
+    }
+    return true;
+}
+
 int refuse(char * err, size_t err_size, const char * fmt, const char * a, const char * b = "") {
     if (!err) {
         return -1;
@@ -436,12 +448,12 @@ int moe_edge_store_attach(moe_edge_store * store, void * llama, char * err, size
             return refuse(err, err_size, "layer %s%s has no router", std::to_string(il).c_str());
         }
         const auto & layer = model.layers[il];
-        for (const ggml_tensor * bias : { layer.ffn_gate_inp_b, layer.ffn_exp_probs_b }) {
-            if (bias && (bias->type != GGML_TYPE_F32 || !ggml_backend_buffer_is_host(bias->buffer))) {
-                return refuse(err, err_size, "%s: the look-ahead needs it in F32 in main memory%s", bias->name);
-            }
+        hook_layer each = { hook.get(), l, layer.ffn_gate_inp, {}, {} };
+        if (!read_bias(layer.ffn_gate_inp_b, store->n_expert, each.router_bias) ||
+            !read_bias(layer.ffn_exp_probs_b, store->n_expert, each.choice_bias)) {
+            return refuse(err, err_size, "layer %s%s: the biases of its router are not in F32", std::to_string(il).c_str());
         }
-        hook->layers.push_back({ hook.get(), l, layer.ffn_gate_inp, layer.ffn_gate_inp_b, layer.ffn_exp_probs_b });
+        hook->layers.push_back(std::move(each));
     }
     size_t placeholders = 0;
     for (const auto & [name, tensor] : model.tensors_by_name) {
