@@ -180,7 +180,7 @@ def inspect(file: Path, as_json: bool) -> None:
     """Show what a model file holds, and what fits which budget."""
     from gguf_tools.experts import ExpertModel
     from gguf_tools.inspect import describe, render
-    from orchestrator.hardware import scratch_bytes
+    from orchestrator.footprint import scratch_bytes
 
     with ExpertModel.open(file) as model:
         description = describe(model, scratch_bytes(model, Config.build(model=file)))

@@ -15,12 +15,14 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator import hardware
+from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase, RouteEvent, StepReport
 from orchestrator.llama import Bindings, Context, Model, SamplerChain
 from orchestrator.meter import Meter
-from orchestrator.native import Slices, Store, StoreSpec
+from orchestrator.native import Store
+from orchestrator.plan import Plan, importance_window, make_plan, store_spec
 from orchestrator.policy import Counting, Policy
 from orchestrator.profile import Memory
 from orchestrator.sampling import Sampling
@@ -54,7 +56,7 @@ class Engine:
         self._parts: list[Context | Store | Model] = []
         self._bindings = Bindings.load()
         self._machine = hardware.probe()
-        self._start(hardware.make_plan(config, model, self._machine), progress)
+        self._start(make_plan(config, model, self._machine), progress)
 
     @classmethod
     def open(cls, config: Config, progress: Callable[[float], None] | None = None) -> Engine:
@@ -62,7 +64,7 @@ class Engine:
 
         progress gets the loaded share, 0 to 1. Raises MoeEdgeError in one of its forms.
         """
-        hardware.check_unused(config)
+        check_unused(config)
         model = ExpertModel.open(config.model, config.low)
         try:
             return cls(config, model, progress)
@@ -339,7 +341,7 @@ class Engine:
         return used
 
     def _restart(self, config: Config) -> None:
-        plan = hardware.make_plan(config, self.model, self._machine)
+        plan = make_plan(config, self.model, self._machine)
         old_config, old_plan = self.config, self.plan
         self._learn()
         self._stop()
@@ -375,7 +377,7 @@ class Engine:
         direct = "direct I/O" if self.store.stats().direct_io else "buffered I/O"
         return f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}"
 
-    def _start(self, plan: hardware.Plan, progress: Callable[[float], None] | None = None) -> None:
+    def _start(self, plan: Plan, progress: Callable[[float], None] | None = None) -> None:
         config, bindings = self.config, self._bindings
         self.plan = plan
         extra = config.use_extra_bufts
@@ -469,49 +471,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def store_spec(config: Config, model: ExpertModel, plan: hardware.Plan) -> StoreSpec:
-    """The native store's layout: the plan's tiers renumbered from 0."""
-    if plan.slots is None:
-        raise ConfigError("the plain path has no store")
-    layers = []
-    for layer, (il, kinds) in enumerate(zip(model.layer_ids, model.slices, strict=True)):
-        slices = {}
-        for kind, by_tier in enumerate(kinds):
-            for tier, file_tier in enumerate(plan.tiers):
-                each = by_tier[file_tier]
-                if each is not None:
-                    group = plan.slots.group_of[layer, kind, tier]
-                    slices[kind, tier] = Slices(
-                        each.file_index, each.offset, each.expert_bytes, int(each.type), group
-                    )
-        layers.append((il, slices))
-    prefetches = (
-        plan.policy is not None
-        and plan.policy.needs_callback
-        and hardware.prefetch_mode(config) != "off"
-    )
-    return StoreSpec(
-        files=tuple(model.files),
-        layers=tuple(layers),
-        groups=tuple((group.slot_bytes, group.n_slots) for group in plan.slots.groups),
-        budget_bytes=plan.budget_bytes,
-        n_tiers=len(plan.tiers),
-        n_expert=model.n_expert,
-        n_expert_used=model.n_expert_used,
-        max_tokens=min(config.n_ubatch, plan.n_ctx),
-        n_ahead=config.n_ahead if prefetches else 0,
-        n_io_threads=config.io_threads,
-        direct_io=config.direct_io,
-        n_passing=tuple(group.n_passing for group in plan.slots.groups),
-        importance_window=importance_window(config, plan),
-        exact_tiers=config.exact_tiers and plan.policy is not None and plan.policy.needs_callback,
-    )
-
-
-def importance_window(config: Config, plan: hardware.Plan) -> int:
-    """Queries whose attention makes a prompt's token scores: 0 none, -1 all."""
-    if plan.policy is None or not plan.policy.needs_importance:
-        return 0
-    return {"window": config.importance_window, "exact": -1, "load": 0}[config.importance]

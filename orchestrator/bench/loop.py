@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
-from orchestrator import hardware
 from orchestrator.bench import disk, host
 from orchestrator.bench.job import Job
 from orchestrator.bench.models import DEMO_TEXT, LOW, Note, build_models
 from orchestrator.bench.plan import BenchOptions, Case
 from orchestrator.errors import ConfigError
+from orchestrator.footprint import model_shape
 
 START_SECONDS = 300.0
 
@@ -223,7 +223,7 @@ def read_child(status: int, out: str, err: str, out_of_memory: bool) -> Result:
 def token_slot_bytes(model: ExpertModel) -> int:
     """Expert slots for the experts of one token in one layer, each matrix kind once, shared by
     all layers: the fewest with which an op never waits for a slot."""
-    shape = hardware.model_shape(model, (0,))
+    shape = model_shape(model, (0,))
     sizes = {each for layer in shape.slots for each in layer[0].items()}
     return model.n_expert_used * sum(size for _, size in sizes)
 

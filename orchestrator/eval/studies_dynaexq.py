@@ -25,7 +25,7 @@ from orchestrator.eval.report import Table, change, percent, with_error
 from orchestrator.eval.run import pair
 from orchestrator.eval.subject import Row, Subject
 from orchestrator.eval.text import Window
-from orchestrator.hardware import model_shape
+from orchestrator.footprint import model_shape
 from orchestrator.policy.dynaexq import HIGH, LOW
 from orchestrator.policy.versions import resident_plan
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from gguf_tools.layout import KINDS
 from orchestrator.bench.disk import read_bandwidth
+from orchestrator.choice import LRU, SKIP_TIER
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import Phase, RouteEvent
-from orchestrator.hardware import LRU, SKIP_TIER
 from orchestrator.replay.trace import VERSION, Header, Trace
 from orchestrator.sampling import Sampling
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.units import format_size
+from orchestrator.choice import DYMOE, LRU, PLAIN, USUAL_RETENTION
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.events import Phase, percentile
-from orchestrator.hardware import DYMOE, LRU, PLAIN, USUAL_RETENTION
 from orchestrator.native import MAX_TIERS, Library
 from orchestrator.policy import PolicySettings
 from orchestrator.replay.bounds import Optimum, belady, bound_us

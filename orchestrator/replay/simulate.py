@@ -14,10 +14,11 @@ from statistics import median
 import numpy as np
 
 from gguf_tools.layout import DOWN, GATE, GATE_UP, UP
+from orchestrator.choice import LRU, SKIP_TIER
 from orchestrator.config import TRANSITION_RATE
 from orchestrator.errors import TraceError
 from orchestrator.events import Phase, RouteEvent, StepReport
-from orchestrator.hardware import LRU, SKIP_TIER, model_shape
+from orchestrator.footprint import model_shape
 from orchestrator.native import CStats, Library, Simulation, Slices, Store, StoreSpec
 from orchestrator.policy import Counting, Policy, PolicySettings, make_policy
 from orchestrator.policy.base import ModelShape, SlotPlan

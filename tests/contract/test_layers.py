@@ -23,7 +23,15 @@ LAYERS = (
     ),
     ("orchestrator.native",),
     ("orchestrator.policy", "orchestrator.sampling", "orchestrator.template"),
-    ("orchestrator.hardware", "orchestrator.profile", "orchestrator.llama", "orchestrator.meter"),
+    (
+        "orchestrator.hardware",
+        "orchestrator.footprint",
+        "orchestrator.profile",
+        "orchestrator.llama",
+        "orchestrator.meter",
+    ),
+    ("orchestrator.choice",),
+    ("orchestrator.plan",),
     ("orchestrator.sequences",),
     ("orchestrator.engine",),
     (

@@ -5,7 +5,6 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator import hardware
 from orchestrator.bench import AblationOptions, loop, render_ablation, run_ablation
 from orchestrator.bench.ablation import (
     BASELINE,
@@ -23,6 +22,7 @@ from orchestrator.bench.models import DEMO_TEXT
 from orchestrator.bench.plan import MANAGED
 from orchestrator.bench.report import WIDTH
 from orchestrator.errors import ConfigError
+from orchestrator.footprint import model_shape
 from orchestrator.policy.base import PolicySettings
 from orchestrator.policy.lru import LRU
 
@@ -81,7 +81,7 @@ def test_ttft_is_taken_cold_and_after_decoding():
 def test_slots_of_one_token_hold_k_experts_of_one_layer(tmp_path):
     model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
     budget = loop.token_slot_bytes(model)
-    policy = LRU(hardware.model_shape(model, (0,)), PolicySettings())
+    policy = LRU(model_shape(model, (0,)), PolicySettings())
     assert {group.n_slots for group in policy.plan(budget).groups} == {model.n_expert_used}
 
 

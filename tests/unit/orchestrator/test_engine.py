@@ -14,9 +14,10 @@ from gguf_tools.experts import ExpertModel
 from orchestrator import engine as engine_module
 from orchestrator import hardware
 from orchestrator.config import Config
-from orchestrator.engine import Engine, Sampling, store_spec
+from orchestrator.engine import Engine, Sampling
 from orchestrator.errors import ConfigError, NativeError, PolicyError
-from orchestrator.hardware import Machine, make_plan
+from orchestrator.hardware import Machine
+from orchestrator.plan import make_plan, store_spec
 
 END = 0
 GREEDY = Sampling(temp=0.0)

@@ -12,7 +12,7 @@ from traces import HEADER, decode, random_trace
 
 from gguf_tools.layout import DOWN
 from orchestrator.events import Phase
-from orchestrator.hardware import model_shape
+from orchestrator.footprint import model_shape
 from orchestrator.native import Library
 from orchestrator.policy import PolicySettings
 from orchestrator.policy.lru import LRU

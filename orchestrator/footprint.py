@@ -1,0 +1,102 @@
+"""How much memory a model takes: its scratch, and slots for its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from gguf_tools.experts import ExpertModel, Tier
+from gguf_tools.layout import DOWN, slot_bytes
+from orchestrator.config import Config
+from orchestrator.policy.base import ModelShape
+
+# Everything that is neither weights nor KV nor growing with the batch: the interpreter,
+# numpy, the libraries, thread stacks, tables; and, for each token of the vocabulary, its
+# copies in Python and in llama.cpp. Measured: 50 MiB and 240 bytes without merges.
+PROCESS_BYTES = 96 * 2**20
+VOCAB_TOKEN_BYTES = 600
+
+
+def context_tokens(model: ExpertModel, config: Config) -> int:
+    """The context to make: what was asked for, as far as the model was trained for it."""
+    return min(config.ctx, model.context_length) if model.context_length else config.ctx
+
+
+def vocabulary_size(model: ExpertModel) -> int:
+    """Tokens that the model's vocabulary lists."""
+    return len(model.metadata.get("tokenizer.ggml.tokens", ()))
+
+
+def compute_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
+    """Scratch that llama.cpp needs to compute one batch of n_ubatch tokens: an upper estimate.
+
+    Per token, in float32: the attention mask over the context, in two precisions; the
+    residual stream; the larger of attention's rows and the two sets of rows of the k experts
+    that live at once, and their quantized copies; and the logits of tokens with an output.
+    """
+    tokens = min(config.n_ubatch, n_ctx)
+    n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
+    heads = max(model.n_head) + 2 * max(model.n_head_kv)
+    attention = 3 * heads * max(model.key_length, model.value_length)
+    experts = model.n_expert_used * (n_ff + model.embedding_length)
+    floats = 1.5 * n_ctx + 4 * model.embedding_length + max(attention, 2 * experts) + 0.5 * experts
+    outputs = max(tokens if config.logits_all else 1, 1 + config.sequences)
+    # the attention weights of the queries that token importance is taken from
+    queries = {"window": min(config.importance_window, tokens), "exact": 2 * tokens, "load": 0}
+    weights = queries[config.importance] * n_ctx * max(model.n_head)
+    return 4 * (int(tokens * floats) + 2 * outputs * vocabulary_size(model) + weights)
+
+
+def scratch_bytes(model: ExpertModel, config: Config) -> int:
+    """All that a model takes beside its weights and its KV cache, as the planner counts it."""
+    return (
+        PROCESS_BYTES
+        + VOCAB_TOKEN_BYTES * vocabulary_size(model)
+        + compute_bytes(model, config, context_tokens(model, config))
+    )
+
+
+class Placed(Protocol):
+    """Where the experts of one (layer, kind, tier) lie: gguf_tools.experts.Slice."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def expert_bytes(self) -> int: ...
+
+
+class Experts(Protocol):
+    """What ExpertModel and a recorded trace both know of a model."""
+
+    @property
+    def n_expert(self) -> int: ...
+    @property
+    def n_expert_used(self) -> int: ...
+    @property
+    def tiers(self) -> Sequence[Tier]: ...
+    @property
+    def slices(self) -> Sequence[Sequence[Sequence[Placed | None]]]: ...
+
+
+def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
+    """The model as policies see it, reduced to some of its tiers."""
+    slots = []
+    for layer in model.slices:
+        by_tier = []
+        for tier in tiers:
+            sizes = {}
+            for kind, slices in enumerate(layer):
+                each = slices[tier]
+                if each is not None:
+                    sizes[kind] = slot_bytes(each.offset, each.expert_bytes, model.n_expert)
+            by_tier.append(sizes)
+        slots.append(tuple(by_tier))
+    names = tuple(model.tiers[tier].name for tier in tiers)
+    return ModelShape(model.n_expert, model.n_expert_used, names, tuple(slots))
+
+
+def slots_of_all(model: ExpertModel, tier: int) -> int:
+    """Bytes of slots for every expert in one tier."""
+    shape = model_shape(model, (tier,))
+    layers = range(shape.n_layers)
+    return shape.n_expert * sum(shape.expert_slot_bytes(layer, 0) for layer in layers)

@@ -1,0 +1,248 @@
+"""The memory plan: which path, which tiers, which slots, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from gguf_tools import inspect, synthetic
+from gguf_tools.errors import GGUFError
+from gguf_tools.experts import ExpertModel
+from gguf_tools.units import format_size
+from orchestrator.choice import check_unused
+from orchestrator.config import Config, parse_size
+from orchestrator.errors import BudgetError, ConfigError, PolicyError
+from orchestrator.footprint import scratch_bytes
+from orchestrator.hardware import Machine
+from orchestrator.plan import Plan, make_plan
+
+ROOMY = Machine(64 * 2**30)
+TIERS = ("q8_0", "q4_k", "q2_k")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExpertModel]:
+    folder = tmp_path_factory.mktemp("models")
+    files = {"one": ("q4_k",), "three": TIERS, "high": ("q8_0",), "low": ("q2_k",)}
+    paths = {
+        name: synthetic.write(folder / f"{name}.gguf", "tiny-qwen3moe", tiers=tiers)
+        for name, tiers in files.items()
+    }
+    opened = {name: ExpertModel.open(path) for name, path in paths.items()}
+    opened["pair"] = ExpertModel.open(paths["high"], paths["low"])
+    return opened
+
+
+def plan_for(model: ExpertModel, machine: Machine = ROOMY, **settings: Any) -> Plan:
+    return make_plan(Config.build(model=model.path, **settings), model, machine)
+
+
+def tight(model: ExpertModel, slots: int, **settings: Any) -> Machine:
+    """A machine with room for this many bytes of expert slots."""
+    plan = plan_for(model, **settings)
+    free = plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes + slots
+    headroom = 256 * 2**20
+    assert (free + headroom) * 0.1 <= headroom
+    return Machine(free + headroom)
+
+
+def test_everything_fits(models: dict[str, ExpertModel]) -> None:
+    plan = plan_for(models["one"])
+    assert not plan.managed
+    assert "everything fits" in plan.reason
+    assert plan.total_bytes <= plan.ram_bytes
+    assert plan.expert_bytes == models["one"].tier_bytes[0]
+    assert plan.budget_bytes == 0
+
+
+def test_a_packed_file_runs_its_best_tier_where_it_fits(models: dict[str, ExpertModel]) -> None:
+    plan = plan_for(models["three"])
+    assert (plan.managed, plan.tier_names) == (False, ("q8_0",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy", "tiers"),
+    [
+        ({"policy": "lru"}, "lru", ("q8_0",)),
+        ({"policy": "lru", "expert_ram": 3 * 2**20}, "lru", ("q4_k",)),
+        ({"force_managed": True}, "lru", ("q8_0",)),
+        ({"high_tier": "q4_k"}, "lru", ("q4_k",)),
+        ({"policy": "lru", "high_tier": "q8_0"}, "lru", ("q8_0",)),
+        ({"low_tier": "q2_k"}, "dymoe", ("q8_0", "q2_k")),
+        ({"low_tier": "q2_k", "high_tier": "q4_k"}, "dymoe", ("q4_k", "q2_k")),
+        ({"low_tier": "q2_k", "expert_ram": 2**20}, "dymoe", ("q4_k", "q2_k")),
+        ({"low_tier": "q4_k", "expert_ram": 2 * 2**20}, "dymoe", ("q8_0", "q4_k")),
+        ({"low_tier": "skip"}, "dymoe", ("q8_0",)),
+        ({"low_tier": "skip", "expert_ram": 2**20}, "dymoe", ("q4_k",)),
+        ({"policy": "dymoe"}, "dymoe", ("q8_0", "q4_k")),
+        ({"policy": "dymoe", "expert_ram": 2**20}, "dymoe", ("q4_k", "q2_k")),
+        ({"policy": "dymoe", "high_tier": "Q8_0"}, "dymoe", ("q8_0", "q4_k")),
+        ({"expert_ram": 3 * 2**20}, "lru", ("q4_k",)),
+        ({"expert_ram": 2**20}, "dymoe", ("q4_k", "q2_k")),
+    ],
+)
+def test_choices(
+    models: dict[str, ExpertModel], settings: dict[str, Any], policy: str, tiers: tuple[str, ...]
+) -> None:
+    plan = plan_for(models["three"], **settings)
+    assert plan.managed
+    assert plan.policy is not None
+    assert (plan.policy.name, plan.tier_names) == (policy, tiers)
+
+
+def test_two_files_are_high_and_low(models: dict[str, ExpertModel]) -> None:
+    plan = plan_for(models["pair"], low=models["low"].path)
+    assert plan.policy is not None
+    assert (plan.policy.name, plan.tier_names) == ("dymoe", ("q8_0", "q2_k"))
+
+
+def test_too_little_memory_is_managed(models: dict[str, ExpertModel]) -> None:
+    model = models["one"]
+    plan = plan_for(model, tight(model, model.tier_bytes[0] // 2))
+    assert plan.managed
+    assert plan.slots is not None
+    assert plan.slots.total_bytes <= plan.budget_bytes <= model.tier_bytes[0] // 2
+    assert plan.total_bytes <= plan.ram_bytes
+
+
+@pytest.mark.parametrize("policy", ["lru", "dymoe"])
+def test_the_smallest_budget_named_is_the_smallest(
+    models: dict[str, ExpertModel], policy: str
+) -> None:
+    model = models["three"]
+    for key in ("expert_ram", "ram"):
+        with pytest.raises(BudgetError) as caught:
+            plan_for(model, policy=policy, **{key: 1000})
+        needed = caught.value.needed_bytes
+        assert f"with the policy {policy} is {needed} bytes" in str(caught.value)
+        assert key.replace("_", "-") in str(caught.value)
+        assert plan_for(model, policy=policy, **{key: needed}).managed
+        with pytest.raises(BudgetError):
+            plan_for(model, policy=policy, **{key: needed - 1})
+
+
+def test_ram_caps_everything(models: dict[str, ExpertModel]) -> None:
+    model = models["three"]
+    with pytest.raises(BudgetError) as caught:
+        plan_for(model, policy="dymoe", ram=1)
+    for spare in (0, 10**5, 10**6, 10**9):
+        plan = plan_for(model, policy="dymoe", ram=caught.value.needed_bytes + spare)
+        assert plan.total_bytes <= caught.value.needed_bytes + spare
+
+
+def test_both_caps_hold(models: dict[str, ExpertModel]) -> None:
+    plan = plan_for(models["three"], expert_ram=10**6, ram=2**34)
+    assert plan.budget_bytes == 10**6
+
+
+def test_unknown_names_list_the_known(models: dict[str, ExpertModel]) -> None:
+    with pytest.raises(PolicyError, match="lru, dymoe, dynaexq, plain"):
+        plan_for(models["one"], policy="belady")
+    for key in ("high_tier", "low_tier"):
+        with pytest.raises(GGUFError, match="q8_0, q4_k, q2_k"):
+            plan_for(models["three"], **{key: "q3_k"})
+
+
+def test_low_must_be_lower(models: dict[str, ExpertModel]) -> None:
+    with pytest.raises(PolicyError, match="not below"):
+        plan_for(models["three"], high_tier="q4_k", low_tier="q8_0")
+
+
+def test_dymoe_on_one_tier_says_what_is_missing(models: dict[str, ExpertModel]) -> None:
+    with pytest.raises(PolicyError, match="--low-tier skip"):
+        plan_for(models["one"], policy="dymoe", retention=0.75)
+    assert plan_for(models["one"], policy="dymoe", low_tier="skip").managed
+
+
+def test_plain_can_be_asked_for(models: dict[str, ExpertModel]) -> None:
+    plan = plan_for(models["three"], Machine(2**28), policy="plain")
+    assert not plan.managed
+    assert "asked for" in plan.reason
+    with pytest.raises(ConfigError, match="best tier"):
+        plan_for(models["three"], policy="plain", expert_ram=2**20)
+
+
+def test_plain_within_a_given_cap(models: dict[str, ExpertModel]) -> None:
+    with pytest.raises(BudgetError, match="policy plain") as caught:
+        plan_for(models["three"], policy="plain", ram=2**20)
+    needed = caught.value.needed_bytes
+    assert str(needed) in str(caught.value)
+    assert not plan_for(models["three"], policy="plain", ram=needed).managed
+    with pytest.raises(BudgetError):
+        plan_for(models["three"], policy="plain", ram=needed - 1)
+
+
+def test_a_smaller_minimum_of_lru_is_named(models: dict[str, ExpertModel]) -> None:
+    for key in ("expert_ram", "ram"):
+        with pytest.raises(BudgetError) as caught:
+            plan_for(models["three"], **{key: 1000})
+        found = re.search(r"--policy lru works from (\d+) bytes", str(caught.value))
+        assert found
+        least = int(found[1])
+        assert least < caught.value.needed_bytes
+        assert plan_for(models["three"], policy="lru", **{key: least}).managed
+        with pytest.raises(BudgetError) as caught:
+            plan_for(models["three"], policy="lru", **{key: least - 1})
+        assert "works from" not in str(caught.value)
+
+
+def test_one_precision_is_lossless_by_default(models: dict[str, ExpertModel]) -> None:
+    plan = plan_for(models["one"], tight(models["one"], models["one"].tier_bytes[0] // 2))
+    assert plan.policy is not None
+    assert (plan.policy.name, plan.reason) == ("dymoe", "dymoe q4_k, one precision")
+    for settings in ({"low_tier": "skip"}, {"low_tier": "q2_k"}):
+        plan = plan_for(models["three"], **settings)
+        assert "r=0.75" in plan.reason
+    assert "r=0.5" in plan_for(models["three"], policy="dymoe", retention=0.5).reason
+
+
+@pytest.mark.parametrize("policy", ["plain", "lru"])
+@pytest.mark.parametrize(
+    "option", [{"low": "b.gguf"}, {"low_tier": "skip"}, {"low_tier": "q2_k"}, {"retention": 1.0}]
+)
+def test_what_a_policy_does_not_use_is_refused(policy: str, option: dict[str, Any]) -> None:
+    name = next(iter(option)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{name} has no effect with --policy {policy}"):
+        check_unused(Config.build(model="a.gguf", policy=policy, **option))
+    check_unused(Config.build(model="a.gguf", policy=policy))
+    check_unused(Config.build(model="a.gguf", policy="dymoe", **option))
+    check_unused(Config.build(model="a.gguf", **option))
+
+
+def test_what_a_changed_policy_does_not_use_waits(models: dict[str, ExpertModel]) -> None:
+    settings = {"low_tier": "q2_k", "retention": 0.5}
+    assert plan_for(models["three"], policy="lru", **settings).managed
+    assert not plan_for(models["three"], policy="plain", **settings).managed
+
+
+@pytest.mark.parametrize("name", ["one", "three"])
+def test_what_inspect_prints_works_as_ram(models: dict[str, ExpertModel], name: str) -> None:
+    model = models[name]
+    fixed = scratch_bytes(model, Config.build(model=model.path))
+    facts = inspect.describe(model, fixed)
+    text = inspect.render(facts)
+    for budget in facts["budgets"]:
+        printed = format_size(budget["ram_bytes"], up=True)
+        assert printed in text
+        for ram in (budget["ram_bytes"], parse_size(printed)):
+            plan = plan_for(model, ram=ram)
+            assert plan.total_bytes <= ram
+            if plan.managed:
+                assert plan.budget_bytes >= budget["slot_bytes"]
+    assert not plan_for(model, ram=facts["budgets"][-1]["ram_bytes"]).managed
+
+
+def test_context_is_capped_by_the_model(models: dict[str, ExpertModel]) -> None:
+    model = models["one"]
+    assert plan_for(model, ctx=10**6).n_ctx == model.context_length
+    assert plan_for(model, ctx=512).n_ctx == 512
+    assert plan_for(model, ctx=512).kv_bytes == model.kv_bytes(512)
+
+
+def test_logits_of_all_tokens_need_more_scratch(models: dict[str, ExpertModel]) -> None:
+    model = models["one"]
+    one, every = plan_for(model), plan_for(model, logits_all=True)
+    n_vocab = len(model.metadata["tokenizer.ggml.tokens"])
+    assert every.scratch_bytes - one.scratch_bytes >= 511 * n_vocab * 4
