@@ -18,7 +18,7 @@ from .layout import (
     DOWN,
     GATE,
     GATE_UP,
-    KEY_PREFIX,
+    KEY_FALLBACKS,
     KEY_TIERS,
     KINDS,
     MAX_TIERS,
@@ -275,7 +275,7 @@ def _open_one(parts: list[GGUFFile]) -> ExpertModel:
         value_length=number(first, f"{arch}.attention.value_length", head_length),
         is_mla=f"{arch}.attention.key_length_mla" in first.metadata,
         has_shared=has_shared,
-        fallbacks=[str(text) for text in first.metadata.get(f"{KEY_PREFIX}fallbacks", [])],
+        fallbacks=[str(text) for text in metadata_value(first, KEY_FALLBACKS, list, [])],
         parts=parts,
     )
 
