@@ -5,6 +5,7 @@ GPU ?=
 AMX ?=
 CUDA_ARCH ?=
 BENCH ?=
+SECONDS ?= 600
 
 TOOL := $(PYTHON) patches/tool.py
 FLAGS := $(if $(GPU),--gpu $(GPU)) $(if $(AMX),--amx $(AMX)) \
@@ -13,7 +14,7 @@ IN_ENV = "$$($(TOOL) python)"
 # lm_eval takes 600 MB: its adapter is tested in CI, elsewhere where it is installed.
 TEST_EXTRAS := dev,convert$(if $(CI),$(shell echo ,eval))
 
-.PHONY: help build chat test check bench patches-verify patches-refresh cuda-check gpu-check clean
+.PHONY: help build chat test check bench patches-verify patches-refresh cuda-check gpu-check clean fuzz
 
 help:
 	@echo 'make build            set everything up: environment, patched llama.cpp, moe-edge'
@@ -25,6 +26,7 @@ help:
 	@echo 'make patches-refresh  rewrite the patches (TREE=DIR: from an edited llama.cpp)'
 	@echo 'make cuda-check       compile some CUDA objects; needs nvcc, no GPU'
 	@echo 'make gpu-check        the tests that need a GPU'
+	@echo 'make fuzz             ten minutes of damaged files (SECONDS=N)'
 	@echo 'make clean            remove .venv and tool caches'
 
 build:
@@ -60,6 +62,10 @@ cuda-check:
 
 gpu-check:
 	@$(TOOL) gpu-check
+
+fuzz:
+	@$(TOOL) setup --extras dev $(FLAGS)
+	@$(IN_ENV) tests/fuzz/long.py --seconds $(SECONDS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -18,7 +18,7 @@ from .layout import (
     DOWN,
     GATE,
     GATE_UP,
-    KEY_PREFIX,
+    KEY_FALLBACKS,
     KEY_TIERS,
     KINDS,
     MAX_TIERS,
@@ -26,6 +26,7 @@ from .layout import (
     UP,
     GGMLType,
     expert_tensor_name,
+    layer_of,
     pad,
     parse_expert_name,
 )
@@ -76,7 +77,9 @@ class ExpertModel:
 
     ``slices[layer][kind][tier]`` counts MoE layers only; ``layer_ids[layer]`` is the
     model's own layer number. ``shapes[layer][kind]`` is (row length, rows) of one
-    expert's matrix. Tiers are ordered best first. Sizes are bytes.
+    expert's matrix. Tiers are ordered best first. Sizes are bytes. ``dense_bytes`` counts
+    all that is no expert, ``dense_layer_bytes[il]`` what of it is in each of the
+    ``block_count`` layers.
     """
 
     path: Path
@@ -91,6 +94,7 @@ class ExpertModel:
     slices: list[LayerSlices]
     shapes: list[tuple[tuple[int, int] | None, ...]]
     dense_bytes: int
+    dense_layer_bytes: list[int]
     tier_bytes: list[int]
     block_count: int
     context_length: int
@@ -181,6 +185,7 @@ def _open_one(parts: list[GGUFFile]) -> ExpertModel:
     best: dict[int, dict[int, _Found]] = {}
     lower: dict[tuple[int, int, str], _Found] = {}
     dense_bytes = 0
+    dense_layer_bytes = [0] * block_count
     has_shared = False
     for file_index, part in enumerate(parts):
         for info in part.tensors.values():
@@ -192,6 +197,9 @@ def _open_one(parts: list[GGUFFile]) -> ExpertModel:
                         " an expert matrix"
                     )
                 dense_bytes += info.nbytes
+                block = layer_of(info.name)
+                if block is not None and block < block_count:
+                    dense_layer_bytes[block] += info.nbytes
                 has_shared |= "_shexp." in info.name
             elif parsed.tier is None:
                 best.setdefault(parsed.il, {})[parsed.kind] = _Found(file_index, info)
@@ -256,6 +264,7 @@ def _open_one(parts: list[GGUFFile]) -> ExpertModel:
         slices=slices,
         shapes=shapes,
         dense_bytes=dense_bytes,
+        dense_layer_bytes=dense_layer_bytes,
         tier_bytes=tier_bytes,
         block_count=block_count,
         context_length=number(first, f"{arch}.context_length", 0, MAX_CONTEXT),
@@ -266,7 +275,7 @@ def _open_one(parts: list[GGUFFile]) -> ExpertModel:
         value_length=number(first, f"{arch}.attention.value_length", head_length),
         is_mla=f"{arch}.attention.key_length_mla" in first.metadata,
         has_shared=has_shared,
-        fallbacks=[str(text) for text in first.metadata.get(f"{KEY_PREFIX}fallbacks", [])],
+        fallbacks=[str(text) for text in metadata_value(first, KEY_FALLBACKS, list, [])],
         parts=parts,
     )
 

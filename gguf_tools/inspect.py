@@ -1,5 +1,7 @@
 """What a model file holds and what of it fits a budget: as numbers, and as text."""
 
+from collections import Counter
+from itertools import groupby
 from typing import Any
 
 from .experts import ExpertModel
@@ -63,6 +65,8 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
             for index, tier in enumerate(model.tiers)
         ],
         "fallbacks": list(model.fallbacks),
+        "per_layer": _per_layer(model),
+        "outside_layers_bytes": model.dense_bytes - sum(model.dense_layer_bytes),
         "budgets": budgets,
     }
 
@@ -104,6 +108,28 @@ def _types(model: ExpertModel, tier: int) -> dict[str, list[str]]:
     return types
 
 
+def _per_layer(model: ExpertModel) -> list[dict[str, Any]]:
+    """What each layer holds: its dense bytes, and by tier the bytes of its experts and the
+    ggml type of each matrix kind; no tiers in a dense layer."""
+    layers: list[dict[str, Any]] = [
+        {"layer": il, "dense_bytes": nbytes, "tiers": []}
+        for il, nbytes in enumerate(model.dense_layer_bytes)
+    ]
+    for il, kinds in zip(model.layer_ids, model.slices, strict=True):
+        for index, tier in enumerate(model.tiers):
+            held = {
+                KINDS[kind]: each for kind, by_tier in enumerate(kinds) if (each := by_tier[index])
+            }
+            layers[il]["tiers"].append(
+                {
+                    "name": tier.name,
+                    "bytes": sum(each.expert_bytes for each in held.values()) * model.n_expert,
+                    "types": {kind: each.type.tier_name for kind, each in held.items()},
+                }
+            )
+    return layers
+
+
 def render(facts: dict[str, Any]) -> str:
     """The facts of ``describe`` as text for a terminal."""
     shared = " and shared experts" if facts["shared_experts"] else ""
@@ -133,6 +159,8 @@ def render(facts: dict[str, Any]) -> str:
         )
     lines += _table(rows)
     lines += [f"  fallback {text}" for text in facts["fallbacks"]]
+    lines += ["", "  bytes in each layer:", *_table(_layer_rows(facts))]
+    lines.append(f"  outside of the layers: {format_size(facts['outside_layers_bytes'])}")
     lines += ["", f"  experts per layer (of {facts['experts']}) that fit a budget, by tier:"]
     rows = [["expert slots", "", "RAM in all", *(tier["name"] for tier in facts["tiers"])]]
     for budget in facts["budgets"]:
@@ -147,6 +175,41 @@ def render(facts: dict[str, Any]) -> str:
     lines += _table(rows)
     lines.append("  RAM in all, for --ram: slots, dense weights, KV cache and scratch")
     return "\n".join(lines)
+
+
+def _layer_rows(facts: dict[str, Any]) -> list[list[str]]:
+    """The per-layer table; neighbours that hold the same share a row. A tier has a column of
+    types where a layer holds another one than the tier's name says."""
+    names = [tier["name"] for tier in facts["tiers"]]
+    mixed = {
+        tier["name"]
+        for layer in facts["per_layer"]
+        for tier in layer["tiers"]
+        if _short_types(tier["types"]) != tier["name"]
+    }
+    heads = (cell for name in names for cell in ((name, "types") if name in mixed else (name,)))
+    rows = [["layers", "dense", *heads]]
+
+    def content(layer: dict[str, Any]) -> tuple[str, ...]:
+        cells = [format_size(layer["dense_bytes"])]
+        for tier in layer["tiers"]:
+            cells.append(format_size(tier["bytes"]))
+            if tier["name"] in mixed:
+                cells.append(_short_types(tier["types"]))
+        return tuple(cells + ["-"] * (len(rows[0]) - 1 - len(cells)))
+
+    for cells, group in groupby(facts["per_layer"], content):
+        numbers = [layer["layer"] for layer in group]
+        span = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        rows.append([span, *cells])
+    return rows
+
+
+def _short_types(types: dict[str, str]) -> str:
+    """The type that most matrices have, and the matrices that have another."""
+    usual = Counter(types.values()).most_common(1)[0][0]
+    others = (f"{kind} {name}" for kind, name in types.items() if name != usual)
+    return ", ".join((usual, *others))
 
 
 def _table(rows: list[list[str]]) -> list[str]:

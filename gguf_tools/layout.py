@@ -243,6 +243,7 @@ FILE_TYPE = {
 _EXPERT_NAME = re.compile(
     r"blk\.(0|[1-9][0-9]{0,8})\.ffn_(up|gate|gate_up|down)_exps\.weight(?:\.moe_edge\.([a-z0-9_]+))?"
 )
+_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\..*", re.DOTALL)
 
 
 class ExpertName(NamedTuple):
@@ -259,6 +260,12 @@ def parse_expert_name(name: str) -> ExpertName | None:
     if match is None:
         return None
     return ExpertName(int(match[1]), KINDS.index(match[2]), match[3])
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor belongs to, or None where it is outside of all layers."""
+    match = _LAYER_NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def expert_tensor_name(il: int, kind: int, tier: str | None = None) -> str:

@@ -14,14 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from . import layout
 from .errors import QuantizeError, WriteError
 from .experts import ExpertModel, Slice
 from .layout import GGMLType, ValueType, expert_tensor_name, parse_expert_name, row_bytes
 from .process import default_threads
-from .quantize import Ggml, load, parse_tiers
+from .quantize import Blocks, Floats, Ggml, load, parse_tiers
 from .reader import GGUFFile, TensorInfo
 from .streaming import Job, Meter, Progress, chunks, run_all
 from .writer import GGUFWriter
@@ -351,9 +349,8 @@ def _write_dense(writer: GGUFWriter, other: _Dense, ggml: Ggml | None) -> int:
     for row in range(0, rows, step):
         count = min(step, rows - row)
         data = other.file.bytes_at(info.offset + row * source_row, count * source_row)
-        blocks = _quantize(
-            ggml, other.file, info.name, other.type, ggml.dequantize(info.type, data, n)
-        )
+        values = _dequantize(ggml, other.file, info.name, info.type, data, n)
+        blocks = _quantize(ggml, other.file, info.name, other.type, values)
         writer.write_at(info.name, row * target_row, blocks)
     return rows * target_row
 
@@ -379,23 +376,27 @@ def _quantize_run(
     source = matrix.source
     row_size = row_bytes(source.type, n)
     start = source.offset + expert * source.expert_bytes + row * row_size
-    values = ggml.dequantize(source.type, file.bytes_at(start, count * row_size), n)
+    name = f"{matrix.targets[0].name}: expert {expert}"
+    data = file.bytes_at(start, count * row_size)
+    values = _dequantize(ggml, file, name, source.type, data, n)
     written = 0
     for target in made:
-        name = f"{matrix.targets[0].name}: expert {expert}"
         blocks = _quantize(ggml, file, name, target.type, values)
         writer.write_at(target.name, (expert * rows + row) * row_bytes(target.type, n), blocks)
         written += blocks.nbytes
     return written
 
 
-def _quantize(
-    ggml: Ggml,
-    file: GGUFFile,
-    name: str,
-    ggml_type: GGMLType,
-    values: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
-) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def _dequantize(
+    ggml: Ggml, file: GGUFFile, name: str, ggml_type: GGMLType, data: Blocks, n: int
+) -> Floats:
+    try:
+        return ggml.dequantize(ggml_type, data, n)
+    except QuantizeError as error:
+        raise QuantizeError(f"{file.path}: tensor {name}: {error}") from None
+
+
+def _quantize(ggml: Ggml, file: GGUFFile, name: str, ggml_type: GGMLType, values: Floats) -> Blocks:
     try:
         return ggml.quantize(ggml_type, values)
     except QuantizeError as error:

@@ -6,7 +6,6 @@ Everything heavy is imported inside the commands, so that --help answers at once
 from __future__ import annotations
 
 import errno
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from orchestrator.cli_options import (
     model_options,
     open_engine,
 )
-from orchestrator.config import Config
 from orchestrator.console import Console, progress_bar, strip_controls
 from orchestrator.errors import MoeEdgeError
 
@@ -173,25 +171,10 @@ def _print_report(report: PackReport) -> None:
         click.echo(f"Note: {sentence}", err=True)
 
 
-@cli.command()
-@click.argument("file", metavar="FILE", type=FILE)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(file: Path, as_json: bool) -> None:
-    """Show what a model file holds, and what fits which budget."""
-    from gguf_tools.experts import ExpertModel
-    from gguf_tools.inspect import describe, render
-    from orchestrator.footprint import scratch_bytes
-
-    with ExpertModel.open(file) as model:
-        description = describe(model, scratch_bytes(model, Config.build(model=file)))
-    click.echo(json.dumps(description) if as_json else strip_controls(render(description)))
-
-
+cli.add_command(cli_files.inspect)
 cli.add_command(cli_files.pull)
 cli.add_command(cli_files.verify)
 cli.add_command(cli_bench.bench)
-
-
 cli.add_command(cli_eval.evaluate)
 cli.add_command(cli_replay.trace)
 cli.add_command(cli_replay.replay)

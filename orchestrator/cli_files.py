@@ -1,4 +1,4 @@
-"""The command line of files as such: `moe-edge verify` and `moe-edge pull`."""
+"""The command line of files as such: `moe-edge inspect`, `verify` and `pull`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,42 @@ from gguf_tools.units import format_size
 from orchestrator.console import progress_bar, strip_controls
 
 AT_LEAST_1 = click.IntRange(min=1)
+FILE = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("file", metavar="FILE", type=FILE)
+@click.option(
+    "--low", type=FILE, metavar="LOW", help="The same model in a lower precision, as a second GGUF."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--plot",
+    "picture",
+    type=FILE,
+    metavar="OUT.png",
+    help="Draw the bytes of each layer and tier there (or .svg); needs the extra `plot`.",
+)
+def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -> None:
+    """Show what a model file holds, and what fits which budget."""
+    from gguf_tools.experts import ExpertModel
+    from gguf_tools.inspect import describe, render
+    from orchestrator import layer_plot
+    from orchestrator.config import Config
+    from orchestrator.footprint import scratch_bytes
+
+    if picture is not None:
+        layer_plot.prepare(picture)
+    with ExpertModel.open(file, low) as model:
+        facts = describe(model, scratch_bytes(model, Config.build(model=file)))
+    if picture is not None:
+        layer_plot.draw(facts, picture)
+        _note(str(picture))
+    click.echo(json.dumps(facts) if as_json else strip_controls(render(facts)))
+
+
+@click.command()
+@click.argument("file", metavar="FILE", type=FILE)
 @click.option("--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context

@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 
 from gguf_tools.experts import ExpertModel, Slice, Tier
 from gguf_tools.layout import DOWN, device_slot_bytes, slot_bytes
+from gguf_tools.reader import metadata_value
 from orchestrator.config import Config
 from orchestrator.policy.base import ModelShape
 
@@ -23,8 +24,8 @@ def context_tokens(model: ExpertModel, config: Config) -> int:
 
 
 def vocabulary_size(model: ExpertModel) -> int:
-    """Tokens that the model's vocabulary lists."""
-    return len(model.metadata.get("tokenizer.ggml.tokens", ()))
+    """Tokens that the model's vocabulary lists; MetadataError where it is no list."""
+    return len(metadata_value(model.parts[0], "tokenizer.ggml.tokens", list, []))
 
 
 def compute_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:

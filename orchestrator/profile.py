@@ -64,9 +64,10 @@ def load(path: Path, model: ExpertModel) -> np.ndarray:
 
 def _parse(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
-        text = file.read(_LARGEST_BYTES + 1)
+        # read(n) would allocate n bytes for the smallest file
+        text = file.read() if os.fstat(file.fileno()).st_size <= _LARGEST_BYTES else b""
     try:
-        data = json.loads(text) if len(text) <= _LARGEST_BYTES else None
+        data = json.loads(text)
     except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:

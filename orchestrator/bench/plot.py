@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from gguf_tools.units import format_size
 from orchestrator.bench.ablation import BASELINE, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD
-from orchestrator.errors import MoeEdgeError
+from orchestrator.plotting import COLOURS, require_matplotlib
 
-# The palette of Okabe and Ito, which colour-blind people can tell apart.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 SHOWN = (BASELINE, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD, "lru")
 LABELS = {"lru": "null baseline: global LRU"}
 SIDES = (
@@ -21,12 +18,9 @@ SIDES = (
 
 
 def prepare(folder: Path) -> None:
-    """Makes the folder, before anything is measured. Raises MoeEdgeError without matplotlib,
+    """Makes the folder, before anything is measured. Raises ConfigError without matplotlib,
     OSError where the folder cannot be made."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MoeEdgeError(
-            "a plot needs matplotlib: run `pip install -e '.[plot]'`, or leave --out away"
-        )
+    require_matplotlib("--out")
     folder.mkdir(parents=True, exist_ok=True)
 
 

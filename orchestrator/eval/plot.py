@@ -8,24 +8,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import ConfigError
 from orchestrator.eval.arithmetic import Estimate
+from orchestrator.plotting import COLOURS, require_matplotlib
 
-# Told apart by hue and by lightness, on paper too (Okabe and Ito).
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "os^Dv"
 
 
 def require() -> Any:
-    """matplotlib, drawing to files. Raises ConfigError where it is not installed."""
-    try:
-        matplotlib = import_module("matplotlib")
-        matplotlib.use("Agg")
-        return import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise ConfigError(
-            "plots need matplotlib: install it with `pip install -e '.[plot]'`"
-        ) from error
+    """pyplot, drawing to files. Raises ConfigError where matplotlib is not installed."""
+    require_matplotlib("--study")
+    import_module("matplotlib").use("Agg")
+    return import_module("matplotlib.pyplot")
 
 
 @contextmanager
@@ -66,7 +59,7 @@ def line(
         y,
         yerr=error,
         label=label,
-        color=COLORS[number % len(COLORS)],
+        color=COLOURS[number % len(COLOURS)],
         marker=MARKERS[number % len(MARKERS)],
         linestyle="--" if dashed else "-",
         capsize=3,

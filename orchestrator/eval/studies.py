@@ -19,6 +19,7 @@ from orchestrator.eval.run import EvalOptions, Report, pair
 from orchestrator.eval.similarity import similarity
 from orchestrator.eval.studies_dynaexq import demotion, memory
 from orchestrator.eval.subject import SKIP, Row, Subject
+from orchestrator.plotting import COLOURS
 
 SEEDS = (1, 2, 3)
 SWEEP = (0.6, 0.7, 0.75, 0.8, 0.9, 1.0)
@@ -135,7 +136,7 @@ def accuracy(subject: Subject, folder: Path) -> list[Table]:
             [100 * row["change"][0] for row in data],
             yerr=[100 * row["change"][1] for row in data],
             capsize=3,
-            color=[plot.COLORS[0]] * len(uniform.data) + [plot.COLORS[1]] * len(mixed.data),
+            color=[COLOURS[0]] * len(uniform.data) + [COLOURS[1]] * len(mixed.data),
         )
         axis.set_xticks(places, labels, rotation=60, ha="right", fontsize=8)
         axis.set_ylabel(f"perplexity against {subject.high}, %")
@@ -346,7 +347,7 @@ def depth(subject: Subject, folder: Path) -> list[Table]:
             subject.layer_ids,
             [100 * each.value for each in changes],
             yerr=[100 * each.error for each in changes],
-            color=plot.COLORS[0],
+            color=COLOURS[0],
             capsize=3,
         )
         axis.set_xticks(subject.layer_ids)

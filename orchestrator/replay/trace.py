@@ -31,7 +31,9 @@ only the routing is recorded; a replay uses its default settings and starts with
 from __future__ import annotations
 
 import json
+import math
 import os
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -50,6 +52,9 @@ from orchestrator.native import MAX_AHEAD
 
 FORMAT = "moe-edge-trace"
 VERSION = 1
+
+# How much larger than its file a trace may be: routing weights hardly compress.
+_UNPACKED_LEAST, _UNPACKED_MOST = 1 << 24, 64
 
 _ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "header": (np.uint8, 1),
@@ -251,7 +256,10 @@ class _Wrong(Exception):
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
-    damaged = (ValueError, KeyError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile)
+    damaged = (
+        *(ValueError, KeyError, EOFError, MemoryError, NotImplementedError, RuntimeError),
+        *(SyntaxError, TypeError, zlib.error, zipfile.BadZipFile, tokenize.TokenError),
+    )
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             raise _Wrong("not a trace: `moe-edge trace` writes .npz files")
@@ -261,9 +269,30 @@ def _load(path: Path) -> dict[str, np.ndarray]:
                 names = set(npz.files)
                 if "header" not in names:
                     raise _Wrong("a .npz file, but not a trace: it has no header")
+                unpacked = sum(member.file_size for member in npz.zip.infolist())
+                if unpacked > _UNPACKED_LEAST + _UNPACKED_MOST * path.stat().st_size:
+                    raise _Wrong(f"damaged: it would unpack to {unpacked} bytes")
+                for member in npz.zip.infolist():
+                    _check_size(npz.zip, member)
                 return {name: npz[name] for name in sorted(names)}
-        except (*damaged, NotImplementedError, RuntimeError, SyntaxError, TypeError) as error:
+        except damaged as error:
             raise _Wrong(f"damaged: {error}") from error
+
+
+def _check_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    """That an array is no larger than what is there of it: numpy allocates first."""
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }.get(version)
+        if read is None:
+            raise _Wrong(f"damaged: {member.filename} is of an unknown version")
+        shape, _, dtype = read(file)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not dtype.hasobject and nbytes != member.file_size - file.tell():
+            raise _Wrong(f"damaged: {member.filename} is not of the size that it says")
 
 
 def _header(array: np.ndarray) -> Header:

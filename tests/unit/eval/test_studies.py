@@ -157,7 +157,7 @@ def test_a_study_needs_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = study(model, text, "depth", tmp_path)
     assert result.exit_code == 1
-    assert "plots need matplotlib: install it with `pip install" in result.stderr
+    assert "a plot needs matplotlib: run `pip install" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -463,6 +463,12 @@ MODELS = {
         errors.VersionError,
         "this version reads 1",
     ),
+    "fallbacks-number": (
+        PACKED,
+        {**packed_metadata(), "moe_edge.fallbacks": 7},
+        errors.MetadataError,
+        "key moe_edge.fallbacks: unexpected value of type uint32",
+    ),
 }
 
 

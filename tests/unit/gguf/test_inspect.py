@@ -3,13 +3,21 @@
 import json
 
 import pytest
+from click.testing import CliRunner
 from gguf_craft import model_metadata, model_tensors, packed_metadata, write_model, write_packed
+from gguf_split import split
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.inspect import BUDGET_SHARES, describe, render
 from gguf_tools.layout import DOWN, GATE, UP, GGMLType
+from gguf_tools.pack import export
 from gguf_tools.units import format_size
+from orchestrator.cli import cli
 from orchestrator.config import parse_size
+
+
+def run(*args):
+    return CliRunner().invoke(cli, args)
 
 
 def facts_of(path):
@@ -95,3 +103,88 @@ def test_size(n, text):
 def test_a_size_rounded_up_is_enough():
     for n in (1, 1023, 1025, (1 << 20) + 1, (345 << 20) + 1, (6 << 30) + 1):
         assert n <= parse_size(format_size(n, up=True)) <= 1.02 * n
+
+
+def mixed_model(path):
+    """Three layers: a dense one, and two whose down matrices differ in type."""
+    tensors = [("token_embd.weight", (256, 3), GGMLType.F32)]
+    tensors += [("blk.0.ffn_up.weight", (256, 32), GGMLType.F32)]
+    for il, down in ((1, GGMLType.Q8_0), (2, GGMLType.IQ4_NL)):
+        types = {UP: GGMLType.Q4_K, GATE: GGMLType.Q4_K, DOWN: down}
+        tensors += model_tensors(n_embd=256, n_ff=32, types=types, layers=[il])[1:]
+    return write_model(path, tensors, model_metadata(embedding_length=256, block_count=3))
+
+
+def test_each_layer_is_accounted_for(tmp_path):
+    facts = facts_of(mixed_model(tmp_path / "m.gguf"))
+    dense, first, second = facts["per_layer"]
+    assert dense == {"layer": 0, "dense_bytes": 256 * 32 * 4, "tiers": []}
+    router = 256 * 4 * 4
+    up_and_gate, weights = 2 * 4 * 32 * 144, 4 * 32 * 256
+    for layer, name, block in ((first, "q8_0", 34), (second, "iq4_nl", 18)):
+        assert layer["dense_bytes"] == router
+        (tier,) = layer["tiers"]
+        assert tier["bytes"] == up_and_gate + weights // 32 * block
+        assert tier["types"] == {"up": "q4_k", "gate": "q4_k", "down": name}
+    assert facts["outside_layers_bytes"] == 256 * 3 * 4
+    assert facts["outside_layers_bytes"] + 256 * 32 * 4 + 2 * router == facts["dense_bytes"]
+
+
+def test_the_layer_table_names_odd_types_and_joins_equal_layers(tmp_path):
+    lines = render(facts_of(mixed_model(tmp_path / "mixed.gguf"))).splitlines()
+    table = [" ".join(line.split()) for line in lines]
+    assert "layers dense q4_k types" in table
+    assert "0 32 KiB - -" in table
+    assert "1 4 KiB 70 KiB q4_k, down q8_0" in table
+    assert "2 4 KiB 54 KiB q4_k, down iq4_nl" in table
+
+    lines = render(facts_of(write_packed(tmp_path / "packed.gguf"))).splitlines()
+    table = [" ".join(line.split()) for line in lines]
+    assert "layers dense q8_0 q4_0" in table
+    assert "0-1 1 KiB 25.5 KiB 13.5 KiB" in table
+
+
+def test_parts_and_pairs_hold_in_each_layer_what_one_file_holds(tmp_path):
+    whole = write_packed(tmp_path / "whole.gguf")
+    first = split(whole, tmp_path / "parts", 3)[0]
+    expected = facts_of(whole)["per_layer"]
+    assert facts_of(first)["per_layer"] == expected
+
+    files = [tmp_path / "high.gguf", tmp_path / "low.gguf"]
+    for path, tier in zip(files, ("q8_0", "q4_0"), strict=True):
+        export(whole, path, tier)
+    with ExpertModel.open(*files) as pair:
+        assert describe(pair)["per_layer"] == expected
+    result = run("inspect", str(files[0]), "--low", str(files[1]), "--json")
+    assert json.loads(result.stdout)["per_layer"] == expected
+
+
+def test_the_plot_shows_every_tier(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    path = write_packed(tmp_path / "m.gguf", name="Mo$E^{\x1b" + "long" * 20)
+    first, second, picture = (tmp_path / name for name in ("a.svg", "b.svg", "c.PNG"))
+    for out in (first, second, picture):
+        result = run("inspect", str(path), "--json", "--plot", str(out))
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout) == facts_of_command(path)
+        assert str(out) in result.stderr
+    svg = first.read_text()
+    assert svg == second.read_text()
+    for text in ("experts in q8_0", "4.50 bits/weight, 27 KiB", "dense weights", "Mo$E^{longlong"):
+        assert text in svg
+    assert svg.count("fill: #0072b2") == 3  # two layers and the legend
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def facts_of_command(path):
+    return json.loads(run("inspect", str(path), "--json").stdout)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"), [("a.txt", ".png or .svg"), ("none/a.png", "no such folder")]
+)
+def test_a_plot_that_cannot_be_written_is_refused_first(tmp_path, out, message):
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    result = run("inspect", str(tmp_path / "absent.gguf"), "--plot", str(tmp_path / out))
+    assert result.exit_code == 1
+    assert f"--plot {tmp_path / out}" in result.stderr and message in result.stderr

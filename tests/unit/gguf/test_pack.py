@@ -1,6 +1,7 @@
 """Packing and exporting: right bytes, right metadata, nothing left behind."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -227,6 +228,15 @@ def test_values_that_are_not_finite(tmp_path, ggml):
     ):
         pack(src, tmp_path / "out.gguf", ["q4_k"], ggml=ggml)
     assert os.listdir(tmp_path) == ["src.gguf"]
+
+
+def test_experts_of_integers(tmp_path, ggml):
+    source = write_model(
+        tmp_path / "m.gguf", model_tensors(types=dict.fromkeys(range(4), GGMLType.I16))
+    )
+    said = rf"{re.escape(str(source))}: tensor blk\.0\..*: ggml cannot turn i16 into floats"
+    with pytest.raises(errors.QuantizeError, match=said):
+        pack(source, tmp_path / "out.gguf", ["q8_0"], ggml=ggml)
 
 
 def test_target_equal_to_source(tmp_path, ggml):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,3 +247,10 @@ def test_logits_of_all_tokens_need_more_scratch(models: dict[str, ExpertModel]) 
     one, every = plan_for(model), plan_for(model, logits_all=True)
     n_vocab = len(model.metadata["tokenizer.ggml.tokens"])
     assert every.scratch_bytes - one.scratch_bytes >= 511 * n_vocab * 4
+
+
+def test_a_vocabulary_that_is_no_list(models: dict[str, ExpertModel], tmp_path: Path) -> None:
+    with ExpertModel.open(models["one"].path) as model:
+        model.metadata["tokenizer.ggml.tokens"] = 7
+        with pytest.raises(GGUFError, match=r"one\.gguf: key tokenizer\.ggml\.tokens"):
+            plan_for(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,21 @@ def test_damaged_profiles_are_named(model: ExpertModel, tmp_path: Path) -> None:
             profile.load(path, model)
         with pytest.raises(ProfileError, match=r"hot\.json: "):
             remember(model, profile=path)
+
+
+def test_reading_takes_no_more_memory_than_the_file(model: ExpertModel, tmp_path: Path) -> None:
+    path = tmp_path / "hot.json"
+    path.write_text("{}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProfileError):
+            profile.load(path, model)
+        path.open("r+").truncate(1 << 40)
+        with pytest.raises(ProfileError):
+            profile.load(path, model)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_damaged_cache_is_left_aside(model: ExpertModel) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -221,3 +223,25 @@ def test_a_trace_without_steps(tmp_path: Path) -> None:
     empty = {name: array if name == "slices" else array[:0] for name, array in trace.arrays.items()}
     with pytest.raises(TraceError, match="holds no step"):
         read_trace(written(tmp_path / "t.npz", empty, header_of(trace)))
+
+
+def test_a_file_that_would_unpack_to_far_more_is_refused(tmp_path: Path) -> None:
+    trace = random_trace(np.random.default_rng(0))
+    arrays = trace.arrays | {"step_us": np.zeros(1 << 22, np.int64)}
+    path = written(tmp_path / "t.npz", arrays, header_of(trace))
+    assert path.stat().st_size < 1 << 17
+    with pytest.raises(TraceError, match=r"t\.npz: damaged: it would unpack to 33\d{6} bytes"):
+        read_trace(path)
+
+
+def test_an_array_that_says_it_is_larger_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.npz"
+    trace = random_trace(np.random.default_rng(0))
+    buffer = io.BytesIO()
+    np.save(buffer, trace.arrays["tokens"])
+    shape = str(trace.arrays["tokens"].shape).encode()
+    told = buffer.getvalue().replace(shape, b"(999999999,)")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("header.npy", told)
+    with pytest.raises(TraceError, match=r"header\.npy is not of the size that it says"):
+        read_trace(path)

@@ -1,0 +1,306 @@
+"""Damaged model files: a good one taken apart, changed by its meaning, and put together again.
+
+Bytes changed at random mostly die at the first check. Here a metadata value becomes one of
+another type or size, a tensor gets another name, shape, type or place, a count lies; so that the
+checks behind the first ones are reached.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from gguf_tools.layout import KINDS, GGMLType, ValueType, pad
+from gguf_tools.reader import GGUFFile
+
+# Where numbers turn over, or a limit of ours stands.
+NUMBERS = (
+    *(0, 1, 2, 3, 4, 5, 31, 32, 33, 127, 128, 255, 256, 4095, 4096, 4097, 65535, 65536),
+    *((1 << 24) - 1, 1 << 24, (1 << 24) + 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32),
+    *((1 << 40) + 1, (1 << 62) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1),
+)
+TEXTS = (
+    *(b"", b"\0", b" ", b"\xff\xfe", b"\xed\xa0\x80", "Ä\u202e\n\x1b[2J".encode(), b"a" * 300),
+    *(b"q4_0", b"q8_0", b"Q8_0", b"q2_k", b"skip", b"llama", b"qwen3moe", b"none", b"..", b"%s{0}"),
+)
+KEYS = (
+    *("general.architecture", "general.alignment", "general.name", "general.file_type"),
+    *("split.no", "split.count", "split.tensors.count", "tokenizer.ggml.tokens"),
+    *("moe_edge.format_version", "moe_edge.tiers", "moe_edge.tier_bpw", "moe_edge.fallbacks"),
+    *("moe_edge.quantization", "moe_edge.calibration", "moe_edge.", "moe_edge.loss"),
+)
+ARCH_KEYS = (
+    *("block_count", "context_length", "embedding_length", "feed_forward_length"),
+    *("expert_count", "expert_used_count", "expert_shared_count", "nextn_predict_layers"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
+    *("attention.value_length", "attention.key_length_mla", "leading_dense_block_count"),
+)
+_NUMBER_BYTES = {
+    ValueType.UINT8: 1,
+    ValueType.INT8: 1,
+    ValueType.UINT16: 2,
+    ValueType.INT16: 2,
+    ValueType.UINT32: 4,
+    ValueType.INT32: 4,
+    ValueType.FLOAT32: 4,
+    ValueType.BOOL: 1,
+    ValueType.UINT64: 8,
+    ValueType.INT64: 8,
+    ValueType.FLOAT64: 8,
+}
+
+
+@dataclass
+class Model:
+    """A GGUF in pieces. values: key and encoded value; tensors: name, shape, type, offset."""
+
+    values: list[tuple[bytes, bytes]]
+    tensors: list[tuple[bytes, list[int], int, int]]
+    data: bytes
+    alignment: int
+    version: int = 3
+    magic: bytes = b"GGUF"
+    more_values: int = 0
+    more_tensors: int = 0
+
+    @classmethod
+    def read(cls, path: Path) -> Model:
+        with GGUFFile.open(path) as file:
+            start = file.data_offset
+            return cls(
+                [(key.encode(), file.encoded_value(key)) for key in file.metadata],
+                [
+                    (each.name.encode(), list(each.shape), int(each.type), each.offset - start)
+                    for each in file.tensors.values()
+                ],
+                file.bytes_at(start, file.size - start).tobytes(),
+                file.alignment,
+            )
+
+    def copy(self) -> Model:
+        tensors = [(name, list(shape), kind, at) for name, shape, kind, at in self.tensors]
+        return Model(list(self.values), tensors, self.data, self.alignment)
+
+    def encoded(self) -> bytes:
+        parts = [
+            self.magic,
+            struct.pack("<I", self.version),
+            number(len(self.tensors) + self.more_tensors),
+            number(len(self.values) + self.more_values),
+        ]
+        parts += (text(key) + value for key, value in self.values)
+        for name, shape, kind, offset in self.tensors:
+            parts += (text(name), struct.pack("<I", len(shape)), *map(number, shape))
+            parts += (struct.pack("<I", kind & 0xFFFFFFFF), number(offset))
+        head = b"".join(parts)
+        return head.ljust(pad(len(head), self.alignment), b"\0") + self.data
+
+
+def number(value: int) -> bytes:
+    return struct.pack("<Q", value & ((1 << 64) - 1))
+
+
+def text(value: bytes) -> bytes:
+    return number(len(value)) + value
+
+
+def any_number(random: Random) -> int:
+    value = random.choice(NUMBERS)
+    return value if random.randrange(3) else random.getrandbits(random.choice((3, 8, 32, 64)))
+
+
+def any_value(random: Random, depth: int = 0) -> bytes:
+    """A metadata value of any type, tag included; it may lie about its length."""
+    kind = random.choice(list(ValueType)) if depth < 6 else ValueType.UINT8
+    return struct.pack("<I", kind) + _body(random, kind, depth)
+
+
+def _body(random: Random, kind: ValueType, depth: int) -> bytes:
+    if kind is ValueType.STRING:
+        return text(random.choice(TEXTS))
+    if kind is ValueType.ARRAY:
+        element = random.choice(list(ValueType))
+        if depth > 5:
+            element = ValueType.UINT8
+        n = random.choice((0, 1, 2, 3, 5))
+        said = n if random.randrange(8) else any_number(random)
+        body = b"".join(_body(random, element, depth + 1) for _ in range(n))
+        return struct.pack("<I", element) + number(said) + body
+    if kind is ValueType.BOOL:
+        return bytes([random.choice((0, 1, 1, 2, 255))])
+    return number(any_number(random))[: _NUMBER_BYTES[kind]]
+
+
+def _tagged_number(random: Random) -> bytes:
+    kind = random.choice((ValueType.UINT32, ValueType.INT32, ValueType.UINT64, ValueType.UINT16))
+    return struct.pack("<I", kind) + _body(random, kind, 0)
+
+
+def _key(model: Model, random: Random) -> bytes:
+    if model.values and random.randrange(3):
+        return random.choice(model.values)[0]
+    arch = next((key for key, _ in model.values if key.endswith(b".block_count")), b"llama.x")
+    prefix = arch.rpartition(b".")[0].decode("utf-8", "replace")
+    names = (*KEYS, *(f"{prefix}.{each}" for each in ARCH_KEYS))
+    return random.choice(names).encode()
+
+
+def _change_value(model: Model, random: Random) -> None:
+    key = _key(model, random)
+    value = _tagged_number(random) if random.randrange(2) else any_value(random)
+    kept = [(name, value if name == key else old) for name, old in model.values]
+    model.values = kept if key in dict(model.values) else [*kept, (key, value)]
+
+
+def _change_names(model: Model, random: Random) -> None:
+    """Another list of tiers."""
+    n = random.randrange(6)
+    body = b"".join(text(random.choice(TEXTS)) for _ in range(n))
+    value = struct.pack("<II", ValueType.ARRAY, ValueType.STRING) + number(n) + body
+    model.values = [
+        (name, value if name == b"moe_edge.tiers" else old) for name, old in model.values
+    ]
+
+
+def _drop_value(model: Model, random: Random) -> None:
+    if model.values:
+        del model.values[random.randrange(len(model.values))]
+
+
+def _repeat_value(model: Model, random: Random) -> None:
+    if model.values:
+        at = random.randrange(len(model.values))
+        model.values.insert(random.randrange(len(model.values)), model.values[at])
+
+
+def _rename_value(model: Model, random: Random) -> None:
+    if model.values:
+        at = random.randrange(len(model.values))
+        name = random.choice(TEXTS) if random.randrange(2) else _key(model, random)
+        model.values[at] = (name, model.values[at][1])
+
+
+def _change_tensor(model: Model, random: Random) -> None:
+    if not model.tensors:
+        return
+    at = random.randrange(len(model.tensors))
+    name, shape, kind, offset = model.tensors[at]
+    what = random.randrange(5)
+    if what == 0:
+        name = _tensor_name(random)
+    elif what == 1:
+        dim = random.randrange(len(shape)) if shape else 0
+        shape = [*shape[:dim], any_number(random), *shape[dim + 1 :]]
+    elif what == 2:
+        shape = [*shape, random.choice((1, 2, 32))] if random.randrange(2) else shape[:-1]
+    elif what == 3:
+        kind = random.choice((*map(int, GGMLType), 4, 5, 36, 99, 0xFFFFFFFF))
+    else:
+        offset = random.choice((0, offset + 32, offset + 4096, offset - 32, any_number(random)))
+    model.tensors[at] = (name, shape, kind, offset)
+
+
+def _tensor_name(random: Random) -> bytes:
+    il = random.choice(("0", "1", "2", "00", "4095", "4096", "999999999", "9999999999", "-1"))
+    ending = random.choice(("", ".moe_edge.q4_0", ".moe_edge.q2_k", ".moe_edge.", ".moe_edge"))
+    kind = random.choice((*KINDS, "gate_inp", "x"))
+    name = f"blk.{il}.ffn_{kind}_exps.weight{ending}".encode()
+    return name if random.randrange(3) else random.choice(TEXTS)
+
+
+def _drop_tensor(model: Model, random: Random) -> None:
+    if model.tensors:
+        del model.tensors[random.randrange(len(model.tensors))]
+
+
+def _repeat_tensor(model: Model, random: Random) -> None:
+    if model.tensors:
+        name, shape, kind, offset = random.choice(model.tensors)
+        name = name if random.randrange(2) else _tensor_name(random)
+        model.tensors.append((name, list(shape), kind, offset))
+
+
+def _swap_tensors(model: Model, random: Random) -> None:
+    if model.tensors:
+        a, b = random.randrange(len(model.tensors)), random.randrange(len(model.tensors))
+        model.tensors[a], model.tensors[b] = model.tensors[b], model.tensors[a]
+
+
+def _change_counts(model: Model, random: Random) -> None:
+    more = random.choice((-1, 1, any_number(random)))
+    if random.randrange(2):
+        model.more_values = more
+    else:
+        model.more_tensors = more
+
+
+def _change_frame(model: Model, random: Random) -> None:
+    what = random.randrange(4)
+    if what == 0:
+        model.version = random.choice((0, 1, 2, 3, 4, 3 << 24, 0xFFFFFFFF))
+    elif what == 1:
+        model.alignment = random.choice((1, 8, 32, 64, 4096))
+    elif what == 2:
+        model.magic = random.choice((b"GGUF", b"GGML", b"\0\0\0\0", b"PK\3\4"))
+    else:
+        model.data = model.data[: random.randrange(len(model.data) + 1)]
+
+
+CHANGES: tuple[Callable[[Model, Random], None], ...] = (
+    *(_change_value, _change_value, _change_value, _change_names, _change_tensor, _change_tensor),
+    *(_change_value, _change_tensor, _drop_value, _drop_value, _drop_tensor, _swap_tensors),
+    *(_repeat_value, _rename_value, _repeat_tensor, _change_counts, _change_frame),
+)
+
+
+def damaged(good: Model, random: Random) -> bytes:
+    """The file, changed in one to three ways; now and then in a few bytes as well.
+
+    Chance that has run out, all zeros, changes little more.
+    """
+    model = good.copy()
+    for _ in range(random.choice((1, 1, 1, 2, 3))):
+        random.choice(CHANGES)(model, random)
+    data = bytearray(model.encoded())
+    if random.randrange(6) == 5:
+        header = max(1, len(data) - len(model.data))
+        for _ in range(random.randrange(1, 4)):
+            data[random.randrange(min(header, len(data)))] = random.getrandbits(8)
+    if random.randrange(12) == 11:
+        del data[random.randrange(len(data) + 1) :]
+    return bytes(data)
+
+
+def damaged_json(good: Any, random: Random) -> str:
+    """The JSON text of a value with one place changed, or with broken syntax."""
+    import json
+
+    odd = [
+        *(None, True, -1, 0, 1.5, 1e308, float("nan"), float("inf"), 10**400, "", "x", [], {}),
+        *([[]], {"a": 1}, [1, "a"], "\ud800"),
+    ]
+    value = json.loads(json.dumps(good))
+    place, parent = value, None
+    while isinstance(place, (dict, list)) and place and random.randrange(4):
+        key = random.choice(list(place) if isinstance(place, dict) else range(len(place)))
+        parent, place = (place, key), place[key]
+    if parent is None:
+        value = random.choice(odd)
+    elif random.randrange(3):
+        parent[0][parent[1]] = random.choice(odd)
+    else:
+        del parent[0][parent[1]]
+    result = json.dumps(value)
+    what = random.randrange(10)
+    if what == 9:
+        return result[: random.randrange(len(result) + 1)]
+    if what == 1:
+        return "[" * random.choice((10, 100000)) + result
+    if what == 2:
+        at = random.randrange(len(result) + 1)
+        return result[:at] + random.choice(("\0", "1" * 5000, "-", "}", '"')) + result[at:]
+    return result

@@ -1,0 +1,278 @@
+"""What reads files from outside, each with damaged ones. A target answers "accepted" or the name
+of the error; anything but a MoeEdgeError that names its file comes out as it is: a finding."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+HERE = Path(__file__).resolve()
+for _folder in (HERE.parents[2], HERE.parents[1], HERE.parents[1] / "unit" / "gguf"):
+    sys.path.insert(0, str(_folder))
+sys.path.insert(0, str(HERE.parents[1] / "unit" / "replay"))
+
+import damage
+import gguf_craft
+from gguf_split import split
+from traces import random_trace
+
+from gguf_tools import inspect
+from gguf_tools.errors import MoeEdgeError
+from gguf_tools.experts import ExpertModel
+from gguf_tools.layout import GGMLType
+from gguf_tools.pack import export, pack
+from gguf_tools.quantize import load
+from gguf_tools.verify import verify
+from orchestrator import profile
+from orchestrator.config import Config
+from orchestrator.footprint import scratch_bytes
+from orchestrator.hardware import Machine
+from orchestrator.plan import make_plan
+from orchestrator.replay.trace import FORMAT, read_trace, write_trace
+
+ACCEPTED = "accepted"
+TIERS = {"q8_0": GGMLType.Q8_0, "q4_0": GGMLType.Q4_0}
+SMALL = {"n_embd": 32, "n_ff": 32, "n_expert": 2}
+NUMBERS = {"embedding_length": 32, "expert_count": 2, "expert_used_count": 1}
+
+
+class Bench:
+    """The good files that everything is derived from, made once in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = gguf_craft.model_tensors(
+            **SMALL, tiers=tuple(TIERS), tier_types=tuple(TIERS.values())
+        )
+        metadata = gguf_craft.packed_metadata(**NUMBERS)
+        metadata["moe_edge.fallbacks"] = ["down: q4_k -> q4_0"]
+        packed = gguf_craft.write_model(folder / "packed.gguf", tensors, metadata, alignment=4096)
+        plain = gguf_craft.write_model(
+            folder / "plain.gguf",
+            gguf_craft.model_tensors(**SMALL),
+            gguf_craft.model_metadata(**NUMBERS),
+        )
+        fused = gguf_craft.write_model(
+            folder / "fused.gguf",
+            gguf_craft.model_tensors(**SMALL, fused=True, layers=[1]),
+            gguf_craft.model_metadata(arch="deepseek2", nextn_predict_layers=0, **NUMBERS),
+        )
+        self.high = export(packed, folder / "high.gguf", "q8_0").path
+        self.low = export(packed, folder / "low.gguf", "q4_0").path
+        self.parts = split(packed, folder / "parts", 3)
+        self.models = [damage.Model.read(each) for each in (packed, packed, plain, fused)]
+        self.part_models = [damage.Model.read(each) for each in self.parts]
+        self.pair_models = [damage.Model.read(each) for each in (self.high, self.low)]
+        self.opened = ExpertModel.open(packed)
+        profile.save(folder / "hot.json", self.opened, np.ones((2, 2)))
+        self.profile = json.loads((folder / "hot.json").read_text())
+        self.trace = random_trace(np.random.default_rng(0))
+        write_trace(folder / "t.npz", self.trace)
+        self.trace_bytes = (folder / "t.npz").read_bytes()
+
+
+Target = Callable[[Bench, Random], str]
+
+
+def _written(bench: Bench, data: bytes, name: str = "fuzz.gguf") -> Path:
+    path = bench.folder / name
+    path.write_bytes(data)
+    return path
+
+
+def _answer(paths: list[Path], work: Callable[[], None]) -> str:
+    """Runs it; an error has to name one of the files."""
+    try:
+        work()
+    except MoeEdgeError as error:
+        assert any(str(path) in str(error) for path in paths), f"no file in: {error!r}"
+        return type(error).__name__
+    return ACCEPTED
+
+
+def header(bench: Bench, random: Random) -> str:
+    """Opening a model, and all that is told of it without running it."""
+    path = _written(bench, damage.damaged(random.choice(bench.models), random))
+
+    def work() -> None:
+        with ExpertModel.open(path) as model:
+            assert inspect.render(inspect.describe(model))
+            profile.identity(model)
+
+    return _answer([path], work)
+
+
+def plan(bench: Bench, random: Random) -> str:
+    """Laying a model out in memory. What is refused here is the options' fault, not the file's."""
+    path = _written(bench, damage.damaged(random.choice(bench.models), random))
+    try:
+        with ExpertModel.open(path) as model:
+            policy = random.choice((None, "plain", "lru", "dymoe", "dynaexq"))
+            options = {"expert_ram": random.choice((None, 1 << 14, 1 << 20)), "policy": policy}
+            if policy == "plain":
+                del options["expert_ram"]
+            config = Config.build(model=path, **options)
+            scratch_bytes(model, config)
+            made = make_plan(config, model, Machine(1 << 34))
+            assert made.total_bytes >= 0
+    except MoeEdgeError as error:
+        assert str(error)
+        return type(error).__name__
+    return ACCEPTED
+
+
+def checked(bench: Bench, random: Random) -> str:
+    """`verify` never raises: what is wrong is a finding that names the file."""
+    path = _written(bench, damage.damaged(random.choice(bench.models), random))
+    report = verify(path, threads=1, ggml=_ggml())
+    assert all(str(path) in problem.text for problem in report.problems)
+    json.dumps(report.as_dict())
+    if not report.problems:  # what verify calls good can be opened
+        ExpertModel.open(path).close()
+    return "problems" if report.problems else ACCEPTED
+
+
+def pair(bench: Bench, random: Random) -> str:
+    """A high and a low file, one of them damaged."""
+    which = random.randrange(2)
+    path = _written(bench, damage.damaged(bench.pair_models[which], random))
+    files = [bench.high, bench.low]
+    files[which] = path
+
+    def work() -> None:
+        with ExpertModel.open(*files) as model:
+            inspect.describe(model)
+
+    return _answer(files, work)
+
+
+def parts(bench: Bench, random: Random) -> str:
+    """A model in three files, one of them damaged."""
+    which = random.randrange(3)
+    folder = bench.folder / "damaged"
+    folder.mkdir(exist_ok=True)
+    paths = [folder / path.name for path in bench.parts]
+    for path, model in zip(paths, bench.part_models, strict=True):
+        path.write_bytes(model.encoded())
+    paths[which].write_bytes(damage.damaged(bench.part_models[which], random))
+    if random.randrange(20) == 19:
+        paths[random.randrange(3)].unlink()
+
+    def work() -> None:
+        with ExpertModel.open(paths[0]) as model:
+            inspect.describe(model)
+
+    report = verify(paths[0], threads=1, ggml=_ggml())
+    answer = _answer(paths, work)
+    assert answer == ACCEPTED or report.problems, f"verify does not see the {answer}"
+    return answer
+
+
+def written(bench: Bench, random: Random) -> str:
+    """`pack` and `export` of whatever can be opened: the copy is as good as its source."""
+    path = _written(bench, damage.damaged(random.choice(bench.models), random))
+    out = bench.folder / "out.gguf"
+    out.unlink(missing_ok=True)
+
+    def work() -> None:
+        if random.randrange(2):
+            export(path, out)
+        else:
+            pack(path, out, random.choice((["q8_0"], ["q8_0", "q4_0"])), threads=1, ggml=_ggml())
+
+    answer = _answer([path, out], work)
+    assert out.exists() == (answer == ACCEPTED)
+    assert not list(bench.folder.glob(".out.gguf*"))
+    if out.exists():
+        problems = verify(out, threads=1, ggml=_ggml()).problems
+        # values that are not finite are copied, and some keys are the source's own
+        structural = [each.text for each in problems if each.block is None]
+        assert not structural, structural
+    return answer
+
+
+def hotness(bench: Bench, random: Random) -> str:
+    """A profile of expert use."""
+    path = bench.folder / "fuzz.json"
+    path.write_text(damage.damaged_json(bench.profile, random), encoding="utf-8")
+
+    def work() -> None:
+        scores = profile.load(path, bench.opened)
+        assert scores.shape == (2, 2) and np.isfinite(scores).all()
+
+    return _answer([path], work)
+
+
+def trace(bench: Bench, random: Random) -> str:
+    """A recorded run: its arrays, its header, or bytes of the file changed."""
+    what = random.randrange(3)
+    if what == 0:
+        data = bytearray(bench.trace_bytes)
+        for _ in range(random.randrange(1, 6)):
+            data[random.randrange(len(data))] = random.getrandbits(8)
+        path = _written(bench, bytes(data), "fuzz.npz")
+    else:
+        arrays = {name: array.copy() for name, array in bench.trace.arrays.items()}
+        head = json.dumps({"format": FORMAT, **asdict(bench.trace.header)})
+        if what == 1:
+            head = damage.damaged_json(json.loads(head), random)
+        else:
+            _damage_array(arrays, random)
+        raw = np.frombuffer(head.encode(), np.uint8)
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, array in {"header": raw, **arrays}.items():
+                archive.writestr(f"{name}.npy", _npy(array, random))
+        path = _written(bench, buffer.getvalue(), "fuzz.npz")
+
+    def work() -> None:
+        for step in read_trace(path).steps():
+            assert step.events
+
+    return _answer([path], work)
+
+
+def _damage_array(arrays: dict[str, np.ndarray], random: Random) -> None:
+    name = random.choice(list(arrays))
+    array = arrays[name]
+    what = random.randrange(4)
+    if what == 0 and array.size:
+        info = np.iinfo(array.dtype) if array.dtype.kind in "iu" else np.finfo(array.dtype)
+        array.flat[random.randrange(array.size)] = random.choice((info.min, info.max, 0, 1))
+    elif what == 1:
+        arrays[name] = array[: random.randrange(len(array) + 1)]
+    elif what == 2:
+        arrays[name] = array.astype(random.choice((np.int64, np.float64, np.uint8, bool, "U3")))
+    else:
+        del arrays[name]
+
+
+def _npy(array: np.ndarray, random: Random) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, array, allow_pickle=False)
+    data = buffer.getvalue()
+    if random.randrange(40) == 39:  # a shape that is not there
+        shape = str(array.shape).encode()
+        huge = str((random.choice(damage.NUMBERS),) * array.ndim).encode()
+        data = data.replace(shape, huge, 1)
+    return data
+
+
+@cache
+def _ggml():
+    return load()
+
+
+TARGETS: dict[str, Target] = {
+    each.__name__: each for each in (header, plan, checked, pair, parts, written, hotness, trace)
+}

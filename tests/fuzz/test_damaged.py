@@ -1,0 +1,131 @@
+"""A few seconds of what tests/fuzz/long.py does for ten minutes: whatever a file says, the answer
+is an error of ours or a model, at once, in little memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from long import Bytes, Search
+
+from gguf_tools.errors import GGUFError, QuantizeError, WriteError
+from gguf_tools.layout import ValueType
+from gguf_tools.quantize import library_path
+from gguf_tools.reader import GGUFFile
+from gguf_tools.writer import GGUFWriter, encode_value
+
+# A damaged file of 100 KiB; a good one takes a tenth of it.
+MOST_BYTES = 16 << 20
+NEEDS_GGML = ("checked", "parts", "written")
+ALL = ("header", "plan", "checked", "pair", "parts", "written", "hotness", "trace")
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
+    return Search(tmp_path_factory.mktemp("fuzz"), [])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_answer_is_an_answer(search: Search, name: str) -> None:
+    assert set(search.targets) == set(ALL)
+    if name in NEEDS_GGML:
+        try:
+            library_path()
+        except QuantizeError as error:
+            pytest.skip(str(error))
+    target = search.targets[name]
+    answers = set()
+
+    @settings(
+        max_examples=60,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.randoms(use_true_random=False))
+    def run(random: Random) -> None:
+        tracemalloc.start()
+        try:
+            answers.add(target(search.bench, random))
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < MOST_BYTES
+
+    run()
+    answers.update(target(search.bench, Random(seed)) for seed in range(200))
+    assert len(answers) > 1
+
+
+values = st.recursive(
+    st.one_of(
+        st.booleans(),
+        st.integers(-(1 << 63), (1 << 64) - 1),
+        st.floats(width=32),
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    ),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    metadata=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), values, max_size=4)
+)
+def test_metadata_is_read_back_as_it_was_written(tmp_path_factory, metadata: dict) -> None:
+    """Or the writer refuses it: mixed lists, an empty key, an alignment of another kind."""
+    path = tmp_path_factory.mktemp("meta") / "m.gguf"
+    refused = set()
+    with GGUFWriter(path) as writer:
+        for key, value in metadata.items():
+            try:
+                writer.meta(key, value)
+            except WriteError as error:
+                assert str(error)
+                refused.add(key)
+        writer.begin()
+    with GGUFFile.open(path) as file:
+        assert list(file.metadata) == [key for key in metadata if key not in refused]
+        for key, value in file.metadata.items():
+            assert repr(value) == repr(metadata[key])
+            assert file.encoded_value(key) == encode_value(metadata[key])
+
+
+def test_a_value_that_does_not_fit_is_refused() -> None:
+    for value, kind in ((1 << 64, None), ("x", ValueType.UINT8), (300, ValueType.UINT8)):
+        with pytest.raises(GGUFError):
+            encode_value(value, kind)
+
+
+def test_chance_runs_out_into_zeros() -> None:
+    random = Bytes(b"\xff")
+    assert random.getrandbits(4) == 15
+    assert random.getrandbits(8) == 15
+    assert random.getrandbits(64) == 0 and random.random() == 0.0
+    assert random.choice("abc") == "a"
+
+
+def test_the_long_run_reports_what_it_finds(tmp_path: Path) -> None:
+    """A reader that crashes is a finding, named once, with the bytes that bring it back."""
+    script = Path(__file__).with_name("long.py")
+    code = (
+        f"import sys; sys.path.insert(0, {str(script.parent)!r})\n"
+        "import long, targets\n"
+        "def broken(bench, random):\n"
+        "    return [0][random.randrange(2)] or 'accepted'\n"
+        "targets.TARGETS['header'] = broken\n"
+        "sys.argv = ['long.py', '--random', '--seconds', '0.2', '--target', 'header']\n"
+        "sys.exit(long.main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("FINDING in header: --replay ") == 1
+    assert "IndexError" in done.stdout and "1 findings" in done.stdout
