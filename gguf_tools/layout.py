@@ -166,8 +166,7 @@ BLOCK = {
 }
 
 # Types that a tier can be quantized to without an importance matrix. TQ1_0 and TQ2_0 are
-# not among them: they fit only models that are ternary by training. Nor is IQ1_M: without
-# an importance matrix it is no better than Q1_0, which is smaller and instant.
+# not among them: they fit only models that are ternary by training.
 TIER_TYPES = (
     GGMLType.F32,
     GGMLType.F16,
@@ -192,6 +191,15 @@ TIER_TYPES = (
     GGMLType.Q1_0,
 )
 
+# Types that only become tiers with an importance matrix. ggml takes IQ1_M without one, but is
+# then no better than Q1_0, which is smaller and instant.
+IMPORTANCE_TYPES = (
+    GGMLType.IQ2_XS,
+    GGMLType.IQ2_XXS,
+    GGMLType.IQ1_M,
+    GGMLType.IQ1_S,
+)
+
 # What takes the place of a type whose rows must be a multiple of 256, nearest size first.
 # Q2_0 keeps two bits with blocks of 64; IQ4_NL has the size of Q4_0 and a smaller error.
 FALLBACK = {
@@ -204,6 +212,10 @@ FALLBACK = {
     GGMLType.IQ3_XXS: (GGMLType.IQ4_NL,),
     GGMLType.IQ2_S: (GGMLType.Q2_0, GGMLType.IQ4_NL),
     GGMLType.Q2_K: (GGMLType.Q2_0, GGMLType.IQ4_NL),
+    GGMLType.IQ2_XS: (GGMLType.Q2_0, GGMLType.IQ4_NL),
+    GGMLType.IQ2_XXS: (GGMLType.Q2_0, GGMLType.IQ4_NL),
+    GGMLType.IQ1_M: (GGMLType.Q1_0, GGMLType.Q2_0, GGMLType.IQ4_NL),
+    GGMLType.IQ1_S: (GGMLType.Q1_0, GGMLType.Q2_0, GGMLType.IQ4_NL),
     GGMLType.Q1_0: (GGMLType.Q2_0, GGMLType.IQ4_NL),
     GGMLType.Q2_0: (GGMLType.IQ4_NL,),
 }

@@ -8,6 +8,7 @@ each thread holds one run in float32 and its encodings, and writes them to their
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -18,8 +19,9 @@ from . import layout
 from .errors import QuantizeError, WriteError
 from .experts import ExpertModel, Slice
 from .layout import GGMLType, ValueType, expert_tensor_name, parse_expert_name, row_bytes
+from .methods import ExpertQuantizer, Rtn
 from .process import default_threads
-from .quantize import Blocks, Floats, Ggml, load, parse_tiers
+from .quantize import Ggml, load, parse_tiers
 from .reader import GGUFFile, TensorInfo
 from .streaming import Job, Meter, Progress, chunks, run_all
 from .writer import GGUFWriter
@@ -72,6 +74,8 @@ class _Target(NamedTuple):
 class _Matrix(NamedTuple):
     """All experts of one (layer, kind)."""
 
+    layer: int
+    kind: int
     source: Slice
     shape: tuple[int, int]
     targets: list[_Target]
@@ -91,6 +95,7 @@ def pack(
     tiers: Sequence[str],
     *,
     dense: str | None = None,
+    quantizer: ExpertQuantizer | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
     alignment: int = layout.EXPERT_ALIGNMENT,
@@ -98,17 +103,18 @@ def pack(
 ) -> PackReport:
     """Write ``dst`` with the experts of ``src`` in ``tiers`` (type names, best first).
 
-    Tensors that have a tier's type already keep their bytes. ``dense`` names a type for
-    the other two-dimensional float matrices. ``progress`` gets the finished share, 0 to 1.
+    Tensors that have a tier's type already keep their bytes; with a ``quantizer`` (None: each
+    block to the nearest), only those of the best tier do. ``dense`` names a type for the
+    other two-dimensional float matrices. ``progress`` gets the finished share, 0 to 1.
     Raises GGUFError; on any exception, Ctrl-C included, nothing is left behind.
     """
     started = time.monotonic()
-    types = parse_tiers(tiers)
+    types = parse_tiers(tiers, quantizer is not None and quantizer.has_importance)
     dense_type = None if dense is None else parse_tiers([dense])[0]
     with ExpertModel.open(src) as model:
         writer = GGUFWriter(dst, alignment)
         _refuse_same_file(model, writer.path)
-        matrices, report = _plan_experts(model, writer.path, types)
+        matrices, report = _plan_experts(model, writer.path, types, quantizer is None)
         best = {(m.targets[0].name): m for m in matrices}
         others: list[_Dense] = []
         _copy_metadata(model, writer)
@@ -122,12 +128,12 @@ def pack(
                     other = _Dense(part, info, _dense_type(info, dense_type))
                     writer.declare(info.name, info.shape, other.type)
                     others.append(other)
-        _tier_metadata(writer, report, types)
+        _tier_metadata(writer, report, types, _how(model, matrices, quantizer))
         tools = _tools(ggml, matrices, others)
         with writer:
             writer.begin()
             meter = Meter(progress, sum(each.nbytes for each in writer.tensors.values()))
-            jobs = _jobs(model, writer, matrices, others, tools)
+            jobs = _jobs(model, writer, matrices, others, tools, quantizer)
             run_all(jobs, threads or default_threads(), meter)
     report.nbytes = writer.path.stat().st_size
     report.seconds = time.monotonic() - started
@@ -191,9 +197,10 @@ def _refuse_same_file(model: ExpertModel, dst: Path) -> None:
 
 
 def _plan_experts(
-    model: ExpertModel, dst: Path, types: list[GGMLType]
+    model: ExpertModel, dst: Path, types: list[GGMLType], reuse_lower: bool
 ) -> tuple[list[_Matrix], PackReport]:
-    """What each expert tensor becomes, with the fallbacks and warnings on the way."""
+    """What each expert tensor becomes, with the fallbacks and warnings on the way; reuse_lower:
+    the source's lower tiers are as good as new ones."""
     matrices: list[_Matrix] = []
     fallbacks: dict[str, None] = {}
     nbytes = [0] * len(types)
@@ -201,7 +208,8 @@ def _plan_experts(
     requantized = False
     for layer, il in enumerate(model.layer_ids):
         for kind in model.kinds(layer):
-            shape, source = model.shapes[layer][kind], model.slices[layer][kind][0]
+            shape, stored = model.shapes[layer][kind], model.slices[layer][kind]
+            source = stored[0]
             if shape is None or source is None:
                 continue
             weights += shape[0] * shape[1]
@@ -213,15 +221,13 @@ def _plan_experts(
                         f"{layout.KINDS[kind]}: {asked.tier_name} -> {ggml_type.tier_name} (rows"
                         f" of {shape[0]} are not a multiple of {layout.BLOCK[asked].weights})"
                     ] = None
-                same = next(
-                    (each for each in model.slices[layer][kind] if each and each.type == ggml_type),
-                    None,
-                )
+                reusable = stored if reuse_lower else stored[:1]
+                same = next((each for each in reusable if each and each.type == ggml_type), None)
                 requantized |= same is None
                 name = expert_tensor_name(il, kind, asked.tier_name if index else None)
                 targets.append(_Target(name, ggml_type, same))
                 nbytes[index] += row_bytes(ggml_type, shape[0]) * shape[1]
-            matrices.append(_Matrix(source, shape, targets))
+            matrices.append(_Matrix(layer, kind, source, shape, targets))
     found = model.tiers[0]
     report = PackReport(
         dst,
@@ -280,18 +286,38 @@ def _quantization_metadata(writer: GGUFWriter, best: GGMLType) -> None:
     writer.meta(layout.KEY_QUANTIZATION_VERSION, layout.QUANTIZATION_VERSION, ValueType.UINT32)
 
 
-def _tier_metadata(writer: GGUFWriter, report: PackReport, types: list[GGMLType]) -> None:
+def _tier_metadata(
+    writer: GGUFWriter,
+    report: PackReport,
+    types: list[GGMLType],
+    how: tuple[str, str],
+) -> None:
+    """how: method and calibration."""
     _quantization_metadata(writer, types[0])
     writer.meta(layout.KEY_FORMAT_VERSION, layout.FORMAT_VERSION, ValueType.UINT32)
     writer.meta(layout.KEY_TIERS, [name for name, _, _ in report.tiers])
     bpw = [bits for _, bits, _ in report.tiers]
     writer.meta(layout.KEY_TIER_BPW, bpw, ValueType.ARRAY, ValueType.FLOAT32)
-    own_q2_0 = any(each.type is GGMLType.Q2_0 for each in writer.tensors.values())
-    method = "ggml, q2_0 by least squares" if own_q2_0 else "ggml"
+    method, calibration = how
+    if any(each.type is GGMLType.Q2_0 for each in writer.tensors.values()):
+        method += ", q2_0 by least squares"
     writer.meta(layout.KEY_QUANTIZATION, method)
-    writer.meta(layout.KEY_CALIBRATION, "none")
+    writer.meta(layout.KEY_CALIBRATION, calibration)
     if report.fallbacks:
         writer.meta(layout.KEY_FALLBACKS, report.fallbacks)
+
+
+def _how(
+    model: ExpertModel, matrices: list[_Matrix], quantizer: ExpertQuantizer | None
+) -> tuple[str, str]:
+    """Method and calibration of the file: what the kept lower tiers say of theirs stays true."""
+    by = quantizer or Rtn
+    lower = [each.same is None for matrix in matrices for each in matrix.targets[1:]]
+    said = str(model.metadata.get(layout.KEY_QUANTIZATION, by.method)).split(",")[0]
+    if quantizer is not None or all(lower) or said == by.method:
+        return by.method, by.calibration
+    method = f"{said} and {by.method}" if any(lower) else said
+    return method, str(model.metadata.get(layout.KEY_CALIBRATION, by.calibration))
 
 
 def _dominant(model: ExpertModel, index: int) -> GGMLType:
@@ -318,6 +344,7 @@ def _jobs(
     matrices: list[_Matrix],
     others: list[_Dense],
     ggml: Ggml | None,
+    quantizer: ExpertQuantizer | None,
 ) -> Iterator[Job]:
     """Pieces of work, each returning the bytes it wrote, in file order."""
     for other in others:
@@ -330,12 +357,13 @@ def _jobs(
         if not made or ggml is None:
             continue
         n, rows = matrix.shape
-        step = max(1, min(rows, RUN_WEIGHTS // n))
+        by = quantizer or Rtn(ggml)
+        step = rows if by.whole else max(1, min(rows, RUN_WEIGHTS // n))
         file = model.parts[matrix.source.file_index]
         for expert in range(model.n_expert):
             for row in range(0, rows, step):
                 run = (expert, row, min(step, rows - row))
-                yield partial(_quantize_run, file, writer, matrix, made, run, ggml)
+                yield partial(_quantize_run, file, writer, matrix, made, run, ggml, by)
 
 
 def _write_dense(writer: GGUFWriter, other: _Dense, ggml: Ggml | None) -> int:
@@ -349,8 +377,8 @@ def _write_dense(writer: GGUFWriter, other: _Dense, ggml: Ggml | None) -> int:
     for row in range(0, rows, step):
         count = min(step, rows - row)
         data = other.file.bytes_at(info.offset + row * source_row, count * source_row)
-        values = _dequantize(ggml, other.file, info.name, info.type, data, n)
-        blocks = _quantize(ggml, other.file, info.name, other.type, values)
+        with _named(other.file, info.name):
+            blocks = ggml.quantize(other.type, ggml.dequantize(info.type, data, n))
         writer.write_at(info.name, row * target_row, blocks)
     return rows * target_row
 
@@ -369,6 +397,7 @@ def _quantize_run(
     made: list[_Target],
     run: tuple[int, int, int],
     ggml: Ggml,
+    by: ExpertQuantizer,
 ) -> int:
     """Encode ``count`` rows of one expert in every tier that has to be made."""
     expert, row, count = run
@@ -378,26 +407,21 @@ def _quantize_run(
     start = source.offset + expert * source.expert_bytes + row * row_size
     name = f"{matrix.targets[0].name}: expert {expert}"
     data = file.bytes_at(start, count * row_size)
-    values = _dequantize(ggml, file, name, source.type, data, n)
+    with _named(file, name):
+        values = ggml.dequantize(source.type, data, n)
     written = 0
     for target in made:
-        blocks = _quantize(ggml, file, name, target.type, values)
+        with _named(file, name):
+            blocks = by.quantize(matrix.layer, matrix.kind, expert, values, target.type)
         writer.write_at(target.name, (expert * rows + row) * row_bytes(target.type, n), blocks)
         written += blocks.nbytes
     return written
 
 
-def _dequantize(
-    ggml: Ggml, file: GGUFFile, name: str, ggml_type: GGMLType, data: Blocks, n: int
-) -> Floats:
+@contextmanager
+def _named(file: GGUFFile, name: str) -> Iterator[None]:
+    """Puts the place before what ggml complains about."""
     try:
-        return ggml.dequantize(ggml_type, data, n)
-    except QuantizeError as error:
-        raise QuantizeError(f"{file.path}: tensor {name}: {error}") from None
-
-
-def _quantize(ggml: Ggml, file: GGUFFile, name: str, ggml_type: GGMLType, values: Floats) -> Blocks:
-    try:
-        return ggml.quantize(ggml_type, values)
+        yield
     except QuantizeError as error:
         raise QuantizeError(f"{file.path}: tensor {name}: {error}") from None

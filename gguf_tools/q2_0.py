@@ -14,26 +14,35 @@ from .layout import BLOCK, GGMLType
 ROUNDS = 2
 
 
-def encode_q2_0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+def encode_q2_0(
+    values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32] | None = None
+) -> npt.NDArray[np.uint8]:
     """Encoded bytes [rows * n / 64 * 18] of float32 rows [rows, n], n % 64 == 0.
 
-    Magnitudes must be in the range of half precision.
+    Magnitudes must be in the range of half precision. importance: positive weights of the
+    columns' squared errors [n].
 
     For given codes c = q - 1 the best scale is d = <x, c> / <c, c>, and it explains
-    <x, c>^2 / <c, c> of |x|^2. Codes start from d = rms and d = -rms (the codes reach
-    further on one side), are recomputed from the best d, and the better end is kept.
+    <x, c>^2 / <c, c> of |x|^2, with <a, b> = sum_j importance_j a_j b_j. Codes start from d = rms
+    and d = -rms (the codes reach further on one side), are recomputed from the best d, and the
+    better end is kept.
     """
     block, block_bytes = BLOCK[GGMLType.Q2_0]
     x = values.reshape(-1, block)
-    rms = np.sqrt(np.mean(np.square(x), axis=1, dtype=np.float32))
+    if importance is None:
+        importance = np.ones(values.shape[1], np.float32)
+    weight = np.broadcast_to(importance, values.shape).reshape(-1, block)
+    rms = np.sqrt(np.average(np.square(x), axis=1, weights=weight)).astype(np.float32)
     best_gain = np.zeros(len(x), np.float32)
     best_scale = np.zeros(len(x), np.float32)
     for start in (rms, -rms):
         scale = start
         for _ in range(ROUNDS):
             codes = _codes(x, scale)
-            dot = np.einsum("ij,ij->i", x, codes)
-            square = np.maximum(np.einsum("ij,ij->i", codes, codes), 1.0)
+            weighted = weight * codes
+            dot = np.einsum("ij,ij->i", x, weighted)
+            square = np.einsum("ij,ij->i", codes, weighted)
+            square = np.where(square == 0, 1, square).astype(np.float32)
             gain = dot * dot / square
             better = gain > best_gain
             scale = dot / square

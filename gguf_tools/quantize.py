@@ -21,7 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import QuantizeError
-from .layout import BLOCK, MAX_TIERS, TIER_TYPES, GGMLType, bits_per_weight, row_bytes, type_by_name
+from .layout import (
+    BLOCK,
+    IMPORTANCE_TYPES,
+    MAX_TIERS,
+    TIER_TYPES,
+    GGMLType,
+    bits_per_weight,
+    row_bytes,
+    type_by_name,
+)
 from .q2_0 import encode_q2_0
 
 Floats = npt.NDArray[np.float32]
@@ -30,6 +39,9 @@ Blocks = npt.NDArray[np.uint8]
 # The first version with Q1_0 and Q2_0; asking an older one about them would abort.
 MIN_VERSION = (0, 25)
 _HALF_MAX = 65504.0
+# Least importance of a column, as a share of the mean. Where a whole block has none, ggml's
+# quantizers give up on it: its weights come out as zeros.
+_LEAST_IMPORTANCE = 1e-6
 _WIDE = (GGMLType.F32, GGMLType.BF16)
 _NAMES = ("libggml-base.so", "libggml-base.dylib", "ggml-base.dll")
 
@@ -116,15 +128,19 @@ class Ggml:
         to stderr where one is not: see ``native_stderr_hidden``."""
         return bool(self._validate(ggml_type, blocks.ctypes.data, blocks.nbytes))
 
-    def quantize(self, ggml_type: GGMLType, values: Floats) -> Blocks:
-        """Encoded bytes of float32 rows [rows, n_per_row].
+    def quantize(
+        self, ggml_type: GGMLType, values: Floats, importance: Floats | None = None
+    ) -> Blocks:
+        """Encoded bytes of float32 rows [rows, n_per_row]; importance weighs the squared errors
+        of their columns, float32 [n_per_row], at any scale.
 
         Raises QuantizeError for a type that needs an importance matrix or does not fit the
         rows, and for values that are not finite or beyond half precision: ggml would abort
         the process or write blocks that poison every result.
         """
         n_rows, n_per_row = values.shape
-        if ggml_type not in TIER_TYPES:
+        usable = ggml_type in TIER_TYPES
+        if not usable and (importance is None or ggml_type not in IMPORTANCE_TYPES):
             raise QuantizeError(unusable(ggml_type.tier_name))
         if n_per_row % BLOCK[ggml_type].weights:
             raise QuantizeError(
@@ -140,17 +156,37 @@ class Ggml:
                 f" {ggml_type.tier_name}"
             )
         values = np.ascontiguousarray(values, np.float32)
+        if importance is not None:
+            importance = _scaled(importance, n_per_row)
         if ggml_type is GGMLType.Q2_0:
-            return encode_q2_0(values)
+            return encode_q2_0(values, importance)
+        weights = None if importance is None else importance.ctypes.data
         blocks = np.empty(n_rows * row_bytes(ggml_type, n_per_row), np.uint8)
         written = self._quantize(
-            ggml_type, values.ctypes.data, blocks.ctypes.data, 0, n_rows, n_per_row, None
+            ggml_type, values.ctypes.data, blocks.ctypes.data, 0, n_rows, n_per_row, weights
         )
         if written != blocks.nbytes:
             raise QuantizeError(
                 f"{self.path}: {ggml_type.tier_name}: {written} bytes, expected {blocks.nbytes}"
             )
         return blocks
+
+
+def _scaled(importance: Floats, n_per_row: int) -> Floats:
+    """Importance with a mean between 1 and 2, and nowhere next to none. Scaled by a power of two,
+    so that ggml writes the bytes that it would write for the values as they were.
+
+    Raises QuantizeError for values that are no importance of such rows.
+    """
+    mean = float(np.mean(importance, dtype=np.float64))
+    if importance.shape != (n_per_row,) or not np.isfinite(mean) or np.min(importance) < 0:
+        raise QuantizeError(f"the importance must be {n_per_row} finite values, none negative")
+    if mean == 0:
+        return np.ones(n_per_row, np.float32)
+    scale = 2.0 ** (1 - np.frexp(mean)[1])
+    floor = mean * scale * _LEAST_IMPORTANCE
+    scaled: Floats = np.maximum(importance.astype(np.float64) * scale, floor).astype(np.float32)
+    return scaled
 
 
 @contextmanager
@@ -206,18 +242,26 @@ def load(path: Path | None = None) -> Ggml:
 def unusable(name: str) -> str:
     """Why a name cannot be a tier, and which can, in one sentence."""
     known = ", ".join(each.tier_name for each in TIER_TYPES)
-    if type_by_name(name) is None:
+    found = type_by_name(name)
+    if found is None:
         return f"unknown tier {name}: known tiers are {known}"
-    return f"tier {name} needs an importance matrix or a special model; known tiers are {known}"
+    if found in IMPORTANCE_TYPES:
+        return (
+            f"tier {name} needs an importance matrix (--method imatrix with --calib or --imatrix);"
+            f" without one, the tiers are {known}"
+        )
+    return f"tier {name} is for special models only; known tiers are {known}"
 
 
-def parse_tiers(names: Sequence[str]) -> list[GGMLType]:
+def parse_tiers(names: Sequence[str], importance: bool = False) -> list[GGMLType]:
     """ggml types of tier names; QuantizeError unless they are known, at most
-    ``layout.MAX_TIERS``, and listed best first by bits per weight."""
+    ``layout.MAX_TIERS``, and listed best first by bits per weight. importance: types that
+    need an importance matrix are fine, too."""
+    usable = TIER_TYPES + IMPORTANCE_TYPES if importance else TIER_TYPES
     types = []
     for name in names:
         found = type_by_name(name)
-        if found is None or found not in TIER_TYPES:
+        if found is None or found not in usable:
             raise QuantizeError(unusable(name))
         types.append(found)
     if not 1 <= len(types) <= MAX_TIERS:

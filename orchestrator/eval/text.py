@@ -7,9 +7,8 @@ import lzma
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
 
 LEAST_TOKENS = 16
@@ -37,6 +36,12 @@ class Window:
     @property
     def n_scored(self) -> int:
         return len(self.tokens) - self.first
+
+
+class Tokenizer(Protocol):
+    """What turns text into tokens, as Engine does."""
+
+    def tokenize(self, text: str) -> list[int]: ...
 
 
 def read_text(path: Path) -> str:
@@ -93,21 +98,20 @@ def read_documents(path: Path) -> list[Document]:
     return documents
 
 
-def cut_windows(
-    engine: Engine, documents: Sequence[Document], length: int, limit: int | None, name: object
+def windows_of(
+    tokenizer: Tokenizer, documents: Sequence[Document], length: int, limit: int | None
 ) -> list[Window]:
     """Windows of at most length tokens, each within one document and, where the model wants a
-    begin token, behind one. At most limit tokens are scored. name: the text's, for errors.
-
-    Raises ConfigError where fewer than LEAST_TOKENS tokens can be scored.
-    """
-    begin = engine.tokenize("")
+    begin token, behind one. At most limit tokens are scored."""
+    begin = tokenizer.tokenize("")
     size = length - len(begin)
     left = limit
     windows: list[Window] = []
     for document in documents:
-        context = len(engine.tokenize(document.context)) - len(begin)
-        tokens = engine.tokenize(document.context + document.text)[len(begin) :]
+        if left == 0:
+            break
+        context = len(tokenizer.tokenize(document.context)) - len(begin)
+        tokens = tokenizer.tokenize(document.context + document.text)[len(begin) :]
         for start in range(0, len(tokens), size):
             first = max(1, len(begin) + context - start)
             window = begin + tokens[start : start + size]
@@ -118,6 +122,21 @@ def cut_windows(
             windows.append(Window(window, first, document.domain))
             if left is not None:
                 left -= len(window) - first
+    return windows
+
+
+def cut_windows(
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    length: int,
+    limit: int | None,
+    name: object,
+) -> list[Window]:
+    """windows_of, to judge by. name: the text's, for errors.
+
+    Raises ConfigError where fewer than LEAST_TOKENS tokens can be scored.
+    """
+    windows = windows_of(tokenizer, documents, length, limit)
     scored = sum(window.n_scored for window in windows)
     if scored < LEAST_TOKENS:
         raise ConfigError(

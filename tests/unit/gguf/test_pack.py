@@ -77,7 +77,7 @@ def test_pack_and_export(tmp_path, ggml):
         assert metadata["moe_edge.format_version"] == 1
         assert metadata["moe_edge.tiers"] == ["q8_0", "q4_k", "q2_k"]
         assert metadata["moe_edge.tier_bpw"] == [8.5, 4.5, 2.625]
-        assert metadata["moe_edge.quantization"] == "ggml"
+        assert metadata["moe_edge.quantization"] == "rtn"
         assert metadata["moe_edge.calibration"] == "none"
         assert metadata["general.file_type"] == 7
         assert metadata["custom.key"] == ["kept", "as it is"]
@@ -142,7 +142,7 @@ def test_rows_that_k_quants_cannot_hold(tmp_path, ggml):
     with ExpertModel.open(report.path) as model:
         assert model.fallbacks == expected
         assert [tier.name for tier in model.tiers] == ["q4_k", "q2_k"]
-        assert model.metadata["moe_edge.quantization"] == "ggml, q2_0 by least squares"
+        assert model.metadata["moe_edge.quantization"] == "rtn, q2_0 by least squares"
         types = [each.type for each in model.slices[0][DOWN]]
         assert types == [GGMLType.IQ4_NL, GGMLType.Q2_0]
         assert [each.type for each in model.slices[0][UP]] == [GGMLType.Q4_K, GGMLType.Q2_K]

@@ -1,0 +1,75 @@
+"""How the weights of an expert become blocks: what ``pack`` calls for each matrix."""
+
+from typing import Protocol
+
+from .layout import GGMLType
+from .quantize import Blocks, Floats, Ggml
+
+
+class Importance(Protocol):
+    """How much each column of an expert's matrix matters."""
+
+    def of(self, layer: int, kind: int, expert: int) -> Floats:
+        """Mean of the squared inputs, float32 [row length]."""
+
+
+class ExpertQuantizer(Protocol):
+    """A quantization method.
+
+    ``method`` and ``calibration`` are written into a file's metadata. ``whole``: all rows of
+    a matrix must come in one call, else runs of them may. ``has_importance``: it serves the
+    types that need an importance matrix, too.
+
+    Calls come from several threads, layer by layer in increasing order: the first of a layer
+    may come while the last of the one before still run, never later. The types of one
+    matrix are asked for one after the other, by one thread.
+    """
+
+    method: str
+    calibration: str
+    whole: bool
+    has_importance: bool
+
+    def quantize(
+        self, layer: int, kind: int, expert: int, values: Floats, ggml_type: GGMLType
+    ) -> Blocks:
+        """Encoded bytes of float32 rows [rows, row length] of an expert's matrix.
+
+        ``layer`` counts MoE layers. Raises QuantizeError without the file's name.
+        """
+
+
+class Rtn:
+    """Each block on its own, to the nearest values that its format has: ggml as it is."""
+
+    method = "rtn"
+    calibration = "none"
+    whole = False
+    has_importance = False
+
+    def __init__(self, ggml: Ggml) -> None:
+        self.ggml = ggml
+
+    def quantize(
+        self, layer: int, kind: int, expert: int, values: Floats, ggml_type: GGMLType
+    ) -> Blocks:
+        return self.ggml.quantize(ggml_type, values)
+
+
+class ByImportance:
+    """ggml's quantization, which minimises the error of each block weighted by how large the
+    columns' inputs are: sum_j E[x_j^2] (w_j - q_j)^2."""
+
+    method = "imatrix"
+    whole = False
+    has_importance = True
+
+    def __init__(self, ggml: Ggml, importance: Importance, calibration: str) -> None:
+        self.ggml = ggml
+        self.importance = importance
+        self.calibration = calibration
+
+    def quantize(
+        self, layer: int, kind: int, expert: int, values: Floats, ggml_type: GGMLType
+    ) -> Blocks:
+        return self.ggml.quantize(ggml_type, values, self.importance.of(layer, kind, expert))
