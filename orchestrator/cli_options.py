@@ -31,6 +31,11 @@ def size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int
         raise click.BadParameter(str(error)) from error
 
 
+def rate(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """As size, or 0."""
+    return 0 if value is not None and value.strip() == "0" else size(ctx, param, value)
+
+
 def _default(name: str) -> str:
     """The default of a field of the config, for a help text."""
     return f"[default: {Config.__dataclass_fields__[name].default}]"

@@ -15,6 +15,7 @@ from orchestrator.cli_options import (
     make_config,
     model_options,
     open_engine,
+    rate,
     size,
 )
 from orchestrator.config import PREFETCHES, SCHEDULES
@@ -53,8 +54,8 @@ def trace(
     """Record the routing of a run, for `moe-edge replay`.
 
     Without --policy it is dymoe, which looks ahead, under the whole memory."""
+    from orchestrator.replay.file import check_target, write_trace
     from orchestrator.replay.record import record_answer, record_text
-    from orchestrator.replay.trace import check_target, write_trace
     from orchestrator.sampling import Sampling
 
     if (text is None) == (prompt is None):
@@ -121,7 +122,7 @@ def trace(
     "--latency-us",
     type=click.IntRange(0, 10**7),
     metavar="N",
-    help="Of a read, in microseconds.  [default: 0]",
+    help="Of a read, in microseconds.  [default: measured when recorded]",
 )
 @click.option(
     "--io-threads",
@@ -130,14 +131,28 @@ def trace(
     help="Reads at once.  [default: as recorded]",
 )
 @click.option(
+    "--transition-rate",
+    callback=rate,
+    metavar="SIZE",
+    help="What changes of versions may read in a second; 0: no limit.  [default: as recorded]",
+)
+@click.option(
     "--compute-ms",
     type=click.FloatRange(0, 10**6),
     metavar="MS",
-    help="Computing a decoded token, without waits.  [default: measured when recorded]",
+    help="Computing a decoded token, without waits.  [default: each as when recorded]",
+)
+@click.option(
+    "--clock",
+    type=click.Choice(["recorded", "simulated"]),
+    help="Versions change where they did in the run, or when the simulated reads are done.  "
+    "[default: recorded, where no other option is given]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def replay(file: Path, as_json: bool, **options: Any) -> None:
-    """Play a trace with another policy, memory or disk: no model needed."""
+    """Play a trace with another policy, memory or disk: no model needed.
+
+    Without options it plays the recorded run itself, and prints how well it agrees."""
     from orchestrator.llama import Bindings
     from orchestrator.replay import ReplayOptions, read_trace, render
     from orchestrator.replay import replay as run

@@ -130,6 +130,11 @@ class Counting(Protocol):
 
     default_tier: int
     caching: bool  # not every expert is in memory, so that tokens may wait
+    updates: int  # so often the hot sets were renewed
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no step was reported yet."""
 
     @property
     def hotness(self) -> np.ndarray:

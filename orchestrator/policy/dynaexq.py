@@ -86,7 +86,8 @@ class DynaExq:
         self._steps = 0
         self._queue: deque[Swap] = deque()
         self._active: list[Swap] = []
-        self._done = {"updates": 0, "promotions": 0, "demotions": 0, "given_up": 0}
+        self.updates = 0
+        self._done = {"promotions": 0, "demotions": 0, "given_up": 0}
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert low, and n_l = spare bytes / (high - low) of each layer high instead;
@@ -99,6 +100,11 @@ class DynaExq:
         slots, self._pools = resident
         self.caching, self.capacity = False, np.array(self._pools.capacity)
         return slots
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no step was reported yet."""
+        return self.updates == self._steps == 0
 
     @property
     def hotness(self) -> np.ndarray:
@@ -147,7 +153,7 @@ class DynaExq:
         self._scores = alpha * self._scores + (1 - alpha) * self._counts
         self._counts[:] = 0
         self._steps = 0
-        self._done["updates"] += 1
+        self.updates += 1
         if self.caching:
             return
         hot = (states == ExpertState.HI) | (states == ExpertState.PROMOTING)
@@ -244,7 +250,12 @@ class DynaExq:
         given up and waiting; high_per_layer is n_l, the fewest and the most."""
         high = [0, 0] if self.caching else [int(self.capacity.min()), int(self.capacity.max())]
         waiting = len(self._queue) + len(self._active)
-        return {"high_per_layer": high, **self._done, "waiting": waiting}
+        return {
+            "high_per_layer": high,
+            "updates": self.updates,
+            **self._done,
+            "waiting": waiting,
+        }
 
     def describe(self) -> str:
         high, low = self._shape.tiers[:2]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from time import perf_counter_ns
+import statistics
+from time import perf_counter, perf_counter_ns
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,27 +13,56 @@ from orchestrator.bench.disk import read_bandwidth
 from orchestrator.choice import LRU, SKIP_TIER
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
-from orchestrator.events import Phase, RouteEvent
+from orchestrator.events import SKIP, Phase, RouteEvent
+from orchestrator.footprint import model_shape
+from orchestrator.native import CStats
+from orchestrator.policy import Counting, PolicySettings, make_policy
+from orchestrator.replay.agreement import counted
 from orchestrator.replay.trace import VERSION, Header, Trace
 from orchestrator.sampling import Sampling
+
+# Steps from which the share of computing outside the experts is measured.
+DENSE_STEPS, DENSE_PROMPTS = 9, 3
+
+
+class Disk(NamedTuple):
+    """What Header says of reads; 0: not known."""
+
+    bytes_per_s: int
+    latency_us: int
+
+
+UNKNOWN = Disk(0, 0)
 
 
 class Recorder:
     """Records while it is entered; trace() afterwards gives the recording.
 
     A policy that Python is not called for (lru, dynaexq) is called, and decides the same. The
-    engine must be managed and must not change its policy meanwhile. Raises ConfigError.
+    engine must be managed and must not change its policy meanwhile. Raises ConfigError, also
+    where dynaexq has decided before: a replay starts where the policy started.
     """
 
     def __init__(self, engine: Engine) -> None:
         if not engine.managed:
             raise ConfigError("the plain path routes unseen: choose --policy lru or dymoe")
+        policy = engine.policy
+        self._counting = policy if isinstance(policy, Counting) else None
+        if self._counting is not None and not self._counting.fresh:
+            raise ConfigError(
+                f"the policy {policy.name} has decided already: record with a new engine"
+            )
         self._engine = engine
         self._step = -1
         self._phases: list[int] = []
         self._tokens_of_step: list[int] = []
-        self._starts: list[tuple[int, int]] = []  # ns, waited us, by step and at the end
+        self._ticks: list[bool] = []
+        self._updates = 0
+        self._published: list[tuple[int, int, int, int]] = []
         self._events: list[tuple[int, int, int, int, bool]] = []
+        self._computed: list[int] = []
+        self._times: list[tuple[int, int]] = []  # ns, and us of waits in it, by event
+        self._since = self._waited_us = 0
         # bytes: the cheapest copies, and the policy waits for them
         self._ids: list[bytes] = []
         self._weights: list[bytes] = []
@@ -39,27 +70,59 @@ class Recorder:
         self._ahead_ids: list[bytes] = []
         self._ahead: list[bytes] = []
         self._importance: list[bytes] = []
+        self._start_hotness: np.ndarray = np.zeros(0)
+        self._start: np.ndarray = np.zeros(0)
+        self._resident: np.ndarray = np.zeros(0)
+        self._before = self._after = CStats()
 
     def __enter__(self) -> Recorder:
-        self._engine.store.set_route(self._on_route)
+        engine, store = self._engine, self._engine.store
+        shape = (engine.model.n_layers, engine.model.n_expert)
+        self._start_hotness = self._counting.hotness if self._counting else np.zeros(shape)
+        self._resident = self._start = store.resident()
+        self._before = store.stats()
+        self._waited_us = sum(self._before.wait_us)
+        store.set_route(self._on_route)
         return self
 
     def __exit__(self, *_: object) -> None:
-        engine = self._engine
-        self._stamp()
-        engine.set_route()
+        self._end_event(perf_counter_ns())
+        self._end_step()
+        self._after = self._engine.store.stats()
+        self._engine.set_route()
 
-    def _stamp(self) -> None:
-        self._starts.append((perf_counter_ns(), sum(self._engine.store.stats().wait_us)))
+    def _end_event(self, now_ns: int) -> None:
+        """The time of the event before, if there is one."""
+        waited_us = sum(self._engine.store.stats().wait_us)
+        if self._events:
+            self._times.append((now_ns - self._since, waited_us - self._waited_us))
+        self._waited_us = waited_us
+
+    def _end_step(self) -> None:
+        if self._counting is not None and self._phases:
+            updates, self._updates = self._updates, self._counting.updates
+            self._ticks[-1] = self._updates > updates
+
+    def _begin_step(self, event: RouteEvent) -> None:
+        self._end_step()
+        self._step = event.step
+        self._phases.append(event.phase)
+        self._tokens_of_step.append(event.n_tokens)
+        self._ticks.append(False)
+        if self._counting is None or self._counting.caching:
+            return
+        # versions change between steps only
+        resident = self._engine.store.view.resident_array
+        for layer, expert in np.argwhere(resident != self._resident).tolist():
+            tier = int(resident[layer, expert])
+            self._published.append((len(self._phases) - 1, layer, expert, tier))
+        self._resident = resident.copy()
 
     def _on_route(self, event: RouteEvent) -> None:
-        n = event.n_tokens
+        self._end_event(perf_counter_ns())
         if event.step != self._step:
-            self._step = event.step
-            self._stamp()
-            self._phases.append(event.phase)
-            self._tokens_of_step.append(n)
-        scores = event.importance_array
+            self._begin_step(event)
+        n, scores = event.n_tokens, event.importance_array
         if scores is not None:
             self._importance.append(scores.tobytes())
         here = len(self._phases) - 1, event.layer, n, event.n_ahead, scores is not None
@@ -70,26 +133,48 @@ class Recorder:
         if event.n_ahead:
             self._ahead_ids.append(event.ahead_ids_array.tobytes())
             self._ahead.append(event.ahead_array.tobytes())
+        self._since = perf_counter_ns()  # what was before, a run without recording does not do
         self._engine.on_route(event)
+        decided_ns = perf_counter_ns()
+        chosen = np.unique(event.ids_array)
+        self._computed.append(int((self._engine.store.decision.tier_array[chosen] != SKIP).sum()))
+        done_ns = perf_counter_ns()
+        self._since += done_ns - decided_ns
+        if not self._engine.policy.needs_callback:
+            self._since = done_ns
 
-    def trace(self, read_bytes_per_s: int = 0) -> Trace:
-        """What was recorded. Raises TraceError where nothing was."""
+    def trace(self, disk: Disk = UNKNOWN, dense_share: tuple[float, float] = (0.5, 0.5)) -> Trace:
+        """What was recorded. Raises TraceError where nothing was, and where a replay could not
+        follow."""
         if not self._events:
             raise TraceError("nothing was evaluated, so there is nothing to record")
+        before, after = self._before, self._after
+        for what in ("transitions_failed", "transitions_rejected"):
+            if getattr(after, what) > getattr(before, what):
+                raise TraceError(
+                    "an expert could not change its version in this run, which a replay does not "
+                    "do: record again"
+                )
         k = self._engine.model.n_expert_used
-        starts = np.array(self._starts, np.int64)
         events = np.array(self._events, np.int32)
+        times = np.array(self._times, np.int64)
         arrays = {
             "slices": _slices(self._engine),
+            "start_tier": self._start,
+            "start_hotness": self._start_hotness,
+            "counters": counted(after) - counted(before),
             "step_phase": np.array(self._phases, np.uint8),
             "step_tokens": np.array(self._tokens_of_step, np.int32),
-            "step_us": np.diff(starts[:, 0]) // 1000,
-            "step_wait_us": np.diff(starts[:, 1]),
+            "step_tick": np.array(self._ticks, np.uint8),
+            "published": np.array(self._published, np.int32).reshape(-1, 4),
             "event_step": events[:, 0].copy(),
             "event_layer": events[:, 1].astype(np.int16),
             "event_tokens": events[:, 2].copy(),
             "event_ahead": events[:, 3].astype(np.uint8),
             "event_scored": events[:, 4].astype(np.uint8),
+            "event_computed": np.array(self._computed, np.int32),
+            "event_ns": times[:, 0].copy(),
+            "event_wait_us": times[:, 1].copy(),
             "ids": _joined(self._ids, np.int32).reshape(-1, k).astype(np.uint16),
             "weights": _joined(self._weights, np.float32).reshape(-1, k),
             "tokens": _joined(self._tokens, np.int32),
@@ -97,7 +182,8 @@ class Recorder:
             "ahead_scores": _joined(self._ahead, np.float32).reshape(-1, k),
             "importance": _joined(self._importance, np.float32),
         }
-        return Trace(_header(self._engine, read_bytes_per_s), arrays)
+        read = after.transition_bytes - before.transition_bytes
+        return Trace(_header(self._engine, disk, dense_share, int(read)), arrays)
 
 
 def _joined(pieces: list[bytes], kind: type[np.generic]) -> np.ndarray:
@@ -116,7 +202,9 @@ def _slices(engine: Engine) -> np.ndarray:
     return found
 
 
-def _header(engine: Engine, read_bytes_per_s: int) -> Header:
+def _header(
+    engine: Engine, disk: Disk, dense_share: tuple[float, float], transition_bytes: int
+) -> Header:
     model, plan, config = engine.model, engine.plan, engine.config
     names = plan.tier_names
     low = names[1] if len(names) > 1 else None
@@ -143,9 +231,18 @@ def _header(engine: Engine, read_bytes_per_s: int) -> Header:
         exact_tiers=config.exact_tiers,
         prefetch=config.prefetch if engine.store.spec.n_ahead else "off",
         n_ahead=engine.store.spec.n_ahead,
+        update_steps=config.update_steps,
+        hotness_decay=float(config.hotness_decay),
+        hysteresis=float(config.hysteresis),
+        rank_slack=config.rank_slack,
+        hot_experts=config.hot_experts,
+        transition_rate=config.transition_rate,
+        transition_bytes=transition_bytes,
         expert_bytes=plan.budget_bytes,
         io_threads=config.io_threads,
-        read_bytes_per_s=read_bytes_per_s,
+        read_bytes_per_s=disk.bytes_per_s,
+        read_latency_us=disk.latency_us,
+        dense_share=dense_share,
     )
 
 
@@ -166,13 +263,13 @@ def record_text(engine: Engine, text: str, n_tokens: int | None = None, prefill:
     if prefill > len(tokens):
         raise ConfigError(f"--prefill {prefill} is more than the {len(tokens)} tokens to evaluate")
     engine.reset()
-    bandwidth = _bandwidth(engine)
+    disk = measured(engine)
     with Recorder(engine) as recorder:
         if prefill:
             engine.eval(tokens[:prefill], 0, phase=Phase.PREFILL)
         for pos in range(prefill, len(tokens)):
             engine.eval(tokens[pos : pos + 1], pos, phase=Phase.DECODE)
-    return recorder.trace(bandwidth)
+    return _finished(engine, recorder, disk)
 
 
 def record_answer(engine: Engine, prompt: str, sampling: Sampling, n_tokens: int) -> Trace:
@@ -180,15 +277,65 @@ def record_answer(engine: Engine, prompt: str, sampling: Sampling, n_tokens: int
     Raises ConfigError for a prompt that does not fit."""
     messages = [{"role": "user", "content": prompt}]
     engine.reset()
-    bandwidth = _bandwidth(engine)
+    disk = measured(engine)
     with Recorder(engine) as recorder:
         for _ in engine.generate(engine.render_chat(messages), sampling, n_tokens):
             pass
-    return recorder.trace(bandwidth)
+    return _finished(engine, recorder, disk)
 
 
-def _bandwidth(engine: Engine) -> int:
-    """Bytes per second of reads of this very file, as many threads as the store has."""
-    threads = engine.config.io_threads
-    tier = engine.plan.tiers[0]
-    return int(read_bandwidth(engine.model, tier=tier, threads=threads, seconds=0.5).bytes_per_s)
+def measured(engine: Engine) -> Disk:
+    """Reads of this very file: as many threads as the store has, and one alone, which shows what
+    a read takes beside its bytes."""
+    threads, tier = engine.config.io_threads, engine.plan.tiers[0]
+    many = read_bandwidth(engine.model, tier=tier, threads=threads, seconds=0.5)
+    one = read_bandwidth(engine.model, tier=tier, threads=1, seconds=0.5)
+    latency_s = one.slice_bytes * (1 / one.bytes_per_s - 1 / many.bytes_per_s)
+    return Disk(int(many.bytes_per_s), max(0, round(1e6 * latency_s)))
+
+
+def _finished(engine: Engine, recorder: Recorder, disk: Disk) -> Trace:
+    trace = recorder.trace(disk)
+    return recorder.trace(disk, dense_share(engine, trace))
+
+
+def dense_share(engine: Engine, trace: Trace) -> tuple[float, float]:
+    """By phase, the share of a recorded step's computing that stays when every expert is
+    skipped: median of some steps against the median of the recorded ones. The policy learns
+    nothing from them; the conversation is lost."""
+    steps: dict[Phase, list[float]] = {phase: [] for phase in Phase}
+    prompt_tokens = trace.arrays["step_tokens"][trace.arrays["step_phase"] == Phase.PREFILL]
+    n = min(int(prompt_tokens.max(initial=1)), max(1, engine.n_ctx - DENSE_STEPS))
+    token = engine.tokenize("a")[-1:]
+
+    def skip(_event: RouteEvent) -> None:
+        engine.store.decision.tier_array[:] = SKIP
+        engine.store.apply(engine.store.decision)
+
+    def timed(tokens: list[int], pos: int, phase: Phase) -> None:
+        start = perf_counter()
+        engine.eval(tokens, pos, phase=phase)
+        steps[phase].append(1e3 * (perf_counter() - start) / len(tokens))
+
+    policy = engine.policy
+    idle = make_policy(LRU, model_shape(engine.model, engine.plan.tiers[:1]), PolicySettings())
+    engine.store.set_route(skip)
+    engine.policy = idle
+    try:
+        for _ in range(DENSE_PROMPTS):
+            engine.reset()
+            timed(token * n, 0, Phase.PREFILL)
+        for pos in range(n, min(n + DENSE_STEPS, engine.n_ctx)):
+            timed(token, pos, Phase.DECODE)
+    finally:
+        engine.policy = policy
+        engine.set_route()
+        engine.reset()
+    shares = []
+    for phase in Phase:
+        here = trace.arrays["step_phase"] == phase
+        whole = trace.compute_ms[here] / trace.arrays["step_tokens"][here]
+        least = statistics.median(steps[phase]) if steps[phase] else 0.0
+        usual = float(np.median(whole)) if len(whole) else 0.0
+        shares.append(min(1.0, least / usual) if usual and least else 0.5)
+    return shares[Phase.PREFILL], shares[Phase.DECODE]

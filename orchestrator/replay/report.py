@@ -10,26 +10,34 @@ import numpy as np
 from gguf_tools.units import format_size
 from orchestrator.choice import DYMOE, LRU, PLAIN, USUAL_RETENTION
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.events import Phase, percentile
-from orchestrator.native import MAX_TIERS, Library
-from orchestrator.policy import PolicySettings
-from orchestrator.replay.bounds import Optimum, belady, bound_us
-from orchestrator.replay.simulate import (
-    Compute,
-    Outcome,
-    Plan,
-    Transport,
-    measured,
-    plan,
-    simulate,
+from orchestrator.events import Phase
+from orchestrator.native import Library
+from orchestrator.policy import Counting, PolicySettings
+from orchestrator.replay.agreement import (
+    agreement,
+    counted,
+    figures,
+    recorded_figures,
+    render_agreement,
+    share,
 )
+from orchestrator.replay.bounds import Optimum, belady, bound_us
+from orchestrator.replay.simulate import Compute, Outcome, Plan, Transport, plan, simulate
 from orchestrator.replay.trace import Trace
+
+RECORDED, SIMULATED = "recorded", "simulated"
+CLOCKS = (RECORDED, SIMULATED)
+
+# What else than the policy and its slots an option can change.
+_OF_TIME = ("bandwidth", "latency_us", "io_threads", "transition_rate", "compute_ms")
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What differs from the recorded run; None: as recorded. bandwidth in bytes per second,
-    compute_ms for each decoded token, without waits."""
+    """What differs from the recorded run; None: as recorded. bandwidth and transition_rate in
+    bytes per second; compute_ms for each decoded token, without waits. clock: whether versions
+    change when the simulated reads are done or where they did in the recorded run; None: the
+    latter where nothing differs."""
 
     policy: str | None = None
     expert_ram: int | None = None
@@ -40,9 +48,19 @@ class ReplayOptions:
     prefetch: str | None = None
     n_ahead: int | None = None
     bandwidth: int | None = None
-    latency_us: int = 0
+    latency_us: int | None = None
     io_threads: int | None = None
+    transition_rate: int | None = None
     compute_ms: float | None = None
+    clock: str | None = None
+
+    def given(self) -> list[str]:
+        """Names of the options that differ from the recorded run."""
+        return [
+            name
+            for name in self.__dataclass_fields__
+            if name != "clock" and getattr(self, name) is not None
+        ]
 
 
 def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, Any]:
@@ -50,30 +68,45 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     types, fit for JSON.
 
     Both run from an empty store, over the same transport, with slots of as many bytes.
-    belady and bound take the slots of lru, in its one precision. Raises MoeEdgeError.
+    belady and bound take the slots of lru, in its one precision. agreement compares the replay
+    with the recorded run where policy and slots are the same. Raises MoeEdgeError.
     """
     header = trace.header
     if options.policy == PLAIN:
         raise ConfigError("the plain path has no store to replay: choose another --policy")
     speed = Transport(
         options.bandwidth or header.read_bytes_per_s,
-        options.latency_us,
+        header.read_latency_us if options.latency_us is None else options.latency_us,
         options.io_threads or header.io_threads,
+        header.transition_rate if options.transition_rate is None else options.transition_rate,
     )
     if speed.bytes_per_s == 0:
         raise ConfigError("the trace has no measured bandwidth: give --bandwidth, as 2GB")
-    time = measured(trace)
-    if options.compute_ms is not None:
-        time = Compute(time.prefill_us, 1000 * options.compute_ms)
+    given = options.given()
+    if options.clock == RECORDED and given:
+        option = "--" + given[0].replace("_", "-")
+        raise ConfigError(
+            f"--clock recorded is for a replay that changes nothing: leave {option} out"
+        )
+    decode_us = None if options.compute_ms is None else 1000 * options.compute_ms
+    time = Compute(None, decode_us, header.dense_share)
     asked = make_plan(trace, options, options.policy or header.policy, speed)
+    changes_versions = isinstance(asked.policy, Counting) and not asked.policy.caching
+    if options.clock == RECORDED and not changes_versions:
+        raise ConfigError(
+            f"--clock recorded is for versions that change, and with {asked.name} none did: leave "
+            f"it out"
+        )
+    as_recorded = changes_versions and not given and options.clock != SIMULATED
     plain = asked if asked.name == LRU else make_plan(trace, options, LRU, speed)
-    outcomes = {asked.name: simulate(library, trace, asked, speed, time)}
+    outcomes = {asked.name: simulate(library, trace, asked, speed, time, as_recorded)}
     if plain is not asked:
         outcomes[LRU] = simulate(library, trace, plain, speed, time)
     best = belady(trace, plain.shape, plain.slots, plain.high)
-    tokens = [0, 0]
-    for step in trace.steps():
-        tokens[step.phase] += step.n_tokens
+    tokens, compute_us = _work(trace, time)
+    runs = {name: _figures(outcome) for name, outcome in outcomes.items()}
+    recorded = recorded_figures(trace)
+    same = all(name in _OF_TIME for name in given)
     return {
         "model": header.model,
         "steps": len(trace.arrays["step_phase"]),
@@ -85,14 +118,18 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         "bandwidth": speed.bytes_per_s,
         "latency_us": speed.latency_us,
         "io_threads": speed.threads,
+        "transition_rate": speed.transition_rate,
+        "clock": RECORDED if as_recorded else SIMULATED,
         "compute_ms": {
-            "prefill_token": time.prefill_us / 1000,
-            "decode_token": time.decode_us / 1000,
+            "prefill_token": _per(compute_us[Phase.PREFILL] / 1000, tokens[Phase.PREFILL]),
+            "decode_token": _per(compute_us[Phase.DECODE] / 1000, tokens[Phase.DECODE]),
         },
-        "runs": {name: _figures(outcome) for name, outcome in outcomes.items()},
+        "dense_share": list(header.dense_share),
+        "runs": runs,
         "belady": _best(best),
-        "bound": _bound(best, tokens, time, speed),
-        "recorded": _recorded(trace),
+        "bound": _bound(best, tokens, compute_us, speed),
+        "recorded": {"policy": header.policy, **recorded},
+        "agreement": agreement(recorded, runs[asked.name]) if same else None,
     }
 
 
@@ -128,10 +165,16 @@ def make_plan(trace: Trace, options: ReplayOptions, policy: str, speed: Transpor
         schedule=options.schedule or header.schedule,
         heavy_hitters=header.heavy_hitters,
         prompts_pass=header.prompts_pass,
+        exact=header.exact_tiers,
+        update_steps=header.update_steps,
+        hotness_decay=header.hotness_decay,
+        hysteresis=header.hysteresis,
+        rank_slack=header.rank_slack,
+        hot_experts=header.hot_experts,
     )
     expert_bytes = options.expert_ram or header.expert_bytes
     try:
-        return plan(trace, policy, expert_bytes, settings, high, low, n_ahead, speed.threads)
+        made = plan(trace, policy, expert_bytes, settings, high, low, n_ahead, speed.threads)
     except BudgetError as error:
         least = error.needed_bytes
         raise BudgetError(
@@ -139,42 +182,31 @@ def make_plan(trace: Trace, options: ReplayOptions, policy: str, speed: Transpor
             f"the policy {policy} is {least} bytes ({format_size(least)})",
             least,
         ) from None
+    hotness = trace.arrays["start_hotness"]
+    if isinstance(made.policy, Counting) and hotness.any():
+        made.policy.set_hotness(hotness)
+    return made
+
+
+def _work(trace: Trace, time: Compute) -> tuple[list[int], list[float]]:
+    """Tokens and microseconds of computing, by phase."""
+    tokens, compute_us = [0, 0], [0.0, 0.0]
+    for step in trace.steps():
+        tokens[step.phase] += step.n_tokens
+        compute_us[step.phase] += sum(time.events_ns(step)) / 1000
+    return tokens, compute_us
 
 
 def _figures(outcome: Outcome) -> dict[str, Any]:
     stats = outcome.stats
-    decode = np.array([phase is Phase.DECODE for phase in outcome.phases])
-    tpot = (outcome.step_us[decode] / 1000).tolist()
-    first = int(decode.argmax()) if decode.any() else len(decode)
-    found: dict[str, Any] = {}
-    for phase in Phase:
-        routed = list(stats.routed[phase])
-        total = sum(routed)
-        found[phase.name.lower()] = {
-            "requests": stats.requests[phase],
-            "hits": stats.hits[phase],
-            "hit_rate": _share(stats.hits[phase], stats.requests[phase]),
-            "demand_bytes": stats.demand_bytes[phase],
-            "prefetch_bytes": stats.prefetch_bytes[phase],
-            "wait_ms": stats.wait_us[phase] / 1000,
-            "mix": {
-                "high": _share(routed[0], total),
-                "low": _share(sum(routed[1:MAX_TIERS]), total),
-                "skip": _share(routed[MAX_TIERS], total),
-            },
-        }
-    found |= {
-        "transition_bytes": stats.transition_bytes,
-        "promotions": stats.promotions,
-        "evictions": stats.evictions,
+    wait_ms = [stats.wait_us[phase] / 1000 for phase in Phase]
+    found = figures(counted(stats), wait_ms, np.array(outcome.phases), outcome.step_us / 1000)
+    names = ("transition_bytes", "experts_promoted", "experts_demoted", "promotions", "evictions")
+    found |= {name: getattr(stats, name) for name in names}
+    return found | {
         "prefetch_used": stats.prefetch_used,
         "prefetch_wasted": stats.prefetch_wasted,
-        "ttft_ms": float(outcome.step_us[:first].sum() / 1000) if first else None,
-        "tpot_ms_mean": float(np.mean(tpot)) if tpot else None,
-        "tpot_ms_p50": percentile(tpot, 50) if tpot else None,
-        "tpot_ms_p99": percentile(tpot, 99) if tpot else None,
     }
-    return found
 
 
 def _best(best: Optimum) -> dict[str, Any]:
@@ -182,7 +214,7 @@ def _best(best: Optimum) -> dict[str, Any]:
         phase.name.lower(): {
             "requests": best.requests[phase],
             "hits": best.hits[phase],
-            "hit_rate": _share(best.hits[phase], best.requests[phase]),
+            "hit_rate": share(best.hits[phase], best.requests[phase]),
             "miss_bytes": best.miss_bytes[phase],
         }
         for phase in Phase
@@ -190,10 +222,10 @@ def _best(best: Optimum) -> dict[str, Any]:
 
 
 def _bound(
-    best: Optimum, tokens: list[int], time: Compute, speed: Transport
+    best: Optimum, tokens: list[int], compute_us: list[float], speed: Transport
 ) -> dict[str, float | None]:
     least = [
-        bound_us(time.of(phase) * tokens[phase], best.miss_bytes[phase], speed.bytes_per_s) / 1000
+        bound_us(compute_us[phase], best.miss_bytes[phase], speed.bytes_per_s) / 1000
         for phase in Phase
     ]
     n = tokens[Phase.DECODE]
@@ -203,51 +235,30 @@ def _bound(
     }
 
 
-def _recorded(trace: Trace) -> dict[str, Any]:
-    """What the steps of the recorded run took, for comparison."""
-    a = trace.arrays
-    decode = a["step_phase"] == Phase.DECODE
-    tpot = (a["step_us"][decode] / 1000).tolist()
-    return {
-        "policy": trace.header.policy,
-        "tpot_ms_mean": float(np.mean(tpot)) if tpot else None,
-        "tpot_ms_p50": percentile(tpot, 50) if tpot else None,
-        "tpot_ms_p99": percentile(tpot, 99) if tpot else None,
-        "wait_ms": {
-            phase.name.lower(): float(a["step_wait_us"][a["step_phase"] == phase].sum() / 1000)
-            for phase in Phase
-        },
-    }
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _per(whole: float, n: int) -> float | None:
+    return whole / n if n else None
 
 
 def render(result: dict[str, Any]) -> str:
     """The same as a table for a person."""
     tokens, prompt = result["decode_tokens"], result["prefill_tokens"]
-    compute = result["compute_ms"]["decode_token"]
+    compute = result["compute_ms"]["decode_token"] or result["compute_ms"]["prefill_token"]
     lines = [
         f"{result['model']}: {prompt} prompt tokens, {tokens} decoded; "
         f"{format_size(result['expert_bytes'])} of expert slots",
         f"reads: {format_size(result['bandwidth'])}/s, {result['latency_us']} us, "
-        f"{result['io_threads']} at once; computing: {compute:.2f} ms a decoded token",
+        f"{result['io_threads']} at once; computing: {compute:.2f} ms a token, "
+        f"{100 * result['dense_share'][Phase.DECODE]:.0f} % of it outside the experts",
         "",
         f"{'':<20}{'hits':>8}{'read/token':>13}{'wait/token':>13}"
         f"{'TPOT p50':>11}{'mean':>10}{'p99':>10}{'TTFT':>11}",
     ]
     for name, run in result["runs"].items():
-        decode = run["decode"]
-        moved = decode["demand_bytes"] + decode["prefetch_bytes"]
-        lines.append(
-            f"{name:<20}{_percent(decode['hit_rate']):>8}{_size(moved, tokens):>13}"
-            f"{_ms(decode['wait_ms'] / tokens if tokens else None):>13}"
-            f"{_ms(run['tpot_ms_p50']):>11}{_ms(run['tpot_ms_mean']):>10}"
-            f"{_ms(run['tpot_ms_p99']):>10}{_ms(run['ttft_ms']):>11}"
-        )
+        lines.append(_line(name, run, tokens))
         if run["transition_bytes"]:
-            lines.append(f"  and {format_size(run['transition_bytes'])} in the background, in all")
+            where = "where the run did" if result["clock"] == RECORDED else "as the reads allow"
+            ups, downs = run["experts_promoted"], run["experts_demoted"]
+            lines.append(f"  {ups} promoted and {downs} demoted, {where}")
     best, bound, recorded = result["belady"]["decode"], result["bound"], result["recorded"]
     lines.append(
         f"{'Belady, lru slots':<20}{_percent(best['hit_rate']):>8}"
@@ -257,13 +268,22 @@ def render(result: dict[str, Any]) -> str:
         f"{'bound, one precision':<20}{'':>8}{'':>13}{'':>13}{'':>11}"
         f"{_ms(bound['tpot_ms_mean']):>10}{'':>10}{_ms(bound['prefill_ms']):>11}"
     )
-    lines.append(
-        f"{'recorded ' + recorded['policy']:<20}{'':>8}{'':>13}{'':>13}"
-        f"{_ms(recorded['tpot_ms_p50']):>11}{_ms(recorded['tpot_ms_mean']):>10}"
-        f"{_ms(recorded['tpot_ms_p99']):>10}"
-    )
+    lines.append(_line("recorded " + recorded["policy"], recorded, tokens))
     lines += ["", f"policy: {result['policy']}, look-ahead {result['n_ahead']}"]
+    if result["agreement"] is not None:
+        lines += ["", *render_agreement(result["agreement"])]
     return "\n".join(lines)
+
+
+def _line(name: str, run: dict[str, Any], tokens: int) -> str:
+    decode = run["decode"]
+    moved = decode["demand_bytes"] + decode["prefetch_bytes"]
+    return (
+        f"{name:<20}{_percent(decode['hit_rate']):>8}{_size(moved, tokens):>13}"
+        f"{_ms(decode['wait_ms'] / tokens if tokens else None):>13}"
+        f"{_ms(run['tpot_ms_p50']):>11}{_ms(run['tpot_ms_mean']):>10}"
+        f"{_ms(run['tpot_ms_p99']):>10}{_ms(run['ttft_ms']):>11}"
+    )
 
 
 def _percent(share: float | None) -> str:

@@ -1,7 +1,8 @@
 """A recorded run again, with another policy, other slots or another disk: no model needed.
 
 The policy objects and the store's cache code are those of a real run. The graph is played:
-each layer computes for a given time, and waits where the store has to read.
+each layer computes for a given time, and waits where the store has to read. The versions of
+dynaexq change when the simulated reads are done, or where they changed in the recorded run.
 """
 
 from __future__ import annotations
@@ -9,47 +10,54 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
 from gguf_tools.layout import DOWN, GATE, GATE_UP, UP
 from orchestrator.choice import LRU, SKIP_TIER
-from orchestrator.config import TRANSITION_RATE
 from orchestrator.errors import TraceError
 from orchestrator.events import Phase, RouteEvent, StepReport
 from orchestrator.footprint import model_shape
 from orchestrator.native import CStats, Library, Simulation, Slices, Store, StoreSpec
 from orchestrator.policy import Counting, Policy, PolicySettings, make_policy
 from orchestrator.policy.base import ModelShape, SlotPlan
+from orchestrator.replay.follow import RecordedVersions
 from orchestrator.replay.trace import Step, Trace
 
 # As the graph computes them: the activation's first operand first.
 GRAPH_ORDER = (GATE_UP, GATE, UP, DOWN)
 
-# Share of a layer's time before its route event (attention, norms, router), an assumption;
-# the rest is spread evenly over its matrix kinds and their experts.
-DENSE_SHARE = 0.5
-
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """bytes_per_s 0: bytes take no time; latency_us a read; threads reads at once."""
+    """bytes_per_s 0: bytes take no time; latency_us a read; threads reads at once;
+    transition_rate: bytes a second that changes of versions may read, 0 for no limit."""
 
     bytes_per_s: int
     latency_us: int
     threads: int
+    transition_rate: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Microseconds of computing for each token, by phase, without any wait."""
+    """What computing takes without any wait: microseconds for each token, by phase, shared by
+    the layers in proportion to their tokens; None: from each event to the next as recorded.
+    dense_share: by phase, the part of it after the experts; the rest is spread evenly over a
+    layer's matrix kinds and the experts that were computed in the recorded run."""
 
-    prefill_us: float
-    decode_us: float
+    prefill_us: float | None
+    decode_us: float | None
+    dense_share: tuple[float, float] = (0.5, 0.5)
 
-    def of(self, phase: Phase) -> float:
-        return self.prefill_us if phase is Phase.PREFILL else self.decode_us
+    def events_ns(self, step: Step) -> list[float]:
+        """Nanoseconds of each event of a step."""
+        token_us = self.prefill_us if step.phase is Phase.PREFILL else self.decode_us
+        if token_us is None:
+            return [float(event.compute_ns) for event in step.events]
+        rows = [len(event.ids) for event in step.events]
+        row_ns = 1000 * token_us * step.n_tokens / max(1, sum(rows))
+        return [row_ns * n for n in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +79,6 @@ class Outcome:
     stats: CStats
     phases: tuple[Phase, ...]
     step_us: np.ndarray
-
-
-def measured(trace: Trace) -> Compute:
-    """The median compute time a token of the recorded steps, of the other phase where one is
-    not there."""
-    by_phase: dict[Phase, list[float]] = {phase: [] for phase in Phase}
-    for step in trace.steps():
-        by_phase[step.phase].append(step.compute_us / step.n_tokens)
-    prefill, decode = (by_phase[phase] for phase in (Phase.PREFILL, Phase.DECODE))
-    return Compute(median(prefill or decode), median(decode or prefill))
 
 
 def plan(
@@ -146,10 +144,17 @@ def plan(
 
 
 def simulate(
-    library: Library, trace: Trace, plan: Plan, speed: Transport, time: Compute
+    library: Library,
+    trace: Trace,
+    plan: Plan,
+    speed: Transport,
+    time: Compute,
+    as_recorded: bool = False,
 ) -> Outcome:
     """Plays the trace once, from an empty store, or for a policy that has everything in memory
-    from that. Raises what the policy or the store does."""
+    from that. as_recorded: versions change where they did in the recorded run, which was one of
+    this policy with these settings and slots. Raises what the policy or the store does, and
+    TraceError where the policy does something else than it did."""
     counting = plan.policy if isinstance(plan.policy, Counting) else None
     phases: list[Phase] = []
     step_us: list[float] = []
@@ -158,22 +163,33 @@ def simulate(
         store.set_route(_route(store, plan.policy) if plan.policy.needs_callback else None, tier)
         clock = Simulation(store)
         clock.set_speed(speed.bytes_per_s, speed.latency_us)
+        follow = None
         if counting is not None:
-            store.set_transition_rate(TRANSITION_RATE)
+            store.set_transition_rate(speed.transition_rate)
             store.warm(counting.start())
             store.reset_stats()
+            if as_recorded:
+                follow = RecordedVersions(
+                    store, counting, clock, speed.bytes_per_s, speed.latency_us
+                )
+                follow.check_start(trace)
         for step in trace.steps():
             start_ns = clock.now_ns
+            if follow is not None:
+                follow.begin_step(step)
             store.begin_step(step.phase)
-            _play(clock, plan, step, 1000 * time.of(step.phase) * step.n_tokens)
+            _play(clock, plan, step, time)
             phases.append(step.phase)
             step_us.append((clock.now_ns - start_ns) / 1000)
             counts = states = None
             if counting is not None:
-                counts, states = store.take_counts(), store.states()
+                counts = store.take_counts()
+                states = store.states() if follow is None else follow.states()
             report = StepReport(step.phase, step.n_tokens, step_us[-1], counts, states)
-            moves = plan.policy.step_done(report)
-            if moves:
+            moves = list(plan.policy.step_done(report) or ())
+            if follow is not None:
+                follow.step_done(step, moves)
+            elif moves:
                 store.transition(moves)
         stats = store.stats()
     return Outcome(stats, tuple(phases), np.array(step_us))
@@ -187,17 +203,16 @@ def _route(store: Store, policy: Policy) -> Callable[[RouteEvent], None]:
     return route
 
 
-def _play(clock: Simulation, plan: Plan, step: Step, step_ns: float) -> None:
-    """One step that computes for step_ns, each layer in proportion to its tokens."""
-    n_ahead = plan.spec.n_ahead
-    token_ns = step_ns / max(1, sum(len(event.ids) for event in step.events))
-    for layer, ids, weights, tokens, ahead_ids, ahead, importance in step.events:
-        layer_ns = token_ns * len(ids)
-        clock.advance(int(layer_ns * DENSE_SHARE))
+def _play(clock: Simulation, plan: Plan, step: Step, time: Compute) -> None:
+    """One step, from its first route event to where the next one has its first."""
+    n_ahead, dense = plan.spec.n_ahead, time.dense_share[step.phase]
+    for event, event_ns in zip(step.events, time.events_ns(step), strict=True):
+        layer, ids, weights, tokens, ahead_ids, ahead, importance, n_computed, _ = event
         seen = ahead_ids[:n_ahead], ahead[:n_ahead]
         clock.route(layer, ids, weights, tokens, *seen, importance)
         experts = np.unique(ids).astype(np.int32)
         kinds = [kind for kind in GRAPH_ORDER if kind in plan.shape.slots[layer][0]]
-        expert_ns = layer_ns * (1 - DENSE_SHARE) / (len(kinds) * max(1, len(experts)))
+        expert_ns = event_ns * (1 - dense) / (len(kinds) * max(1, n_computed))
         for kind in kinds:
             clock.use(layer, kind, experts, int(expert_ns))
+        clock.advance(int(event_ns * dense if n_computed else event_ns))

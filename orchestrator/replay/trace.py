@@ -1,22 +1,31 @@
 """A recorded run: what the routers chose, step by step, in one .npz file.
 
-Format, version 1. Numpy arrays by name; S steps, E route events in the order in which they
+Format, version 2. Numpy arrays by name; S steps, E route events in the order in which they
 came, N = sum of their tokens, A = sum of tokens times look-ahead layers, I = sum of the tokens
-that have an importance, k experts a token:
+that have an importance, P versions published, k experts a token:
 
     header         uint8 [n]      a JSON object in UTF-8, the fields of Header and `format`
     slices         int64 [layers, 4 kinds, tiers, 4]  file, offset, bytes of one expert and
                                   ggml type of every (layer, kind, tier) of the model file;
                                   file -1: no such matrix. Slot sizes follow from these.
+    start_tier     uint8 [layers, experts]    best of the tiers in use (0 the best) that was in
+                                  memory at the start, events.ABSENT for none
+    start_hotness  float64 [layers, experts]  S of dynaexq at the start; 0 with other policies
+    counters       int64 [2 phases, 7]        what the run came to: COUNTERS
     step_phase     uint8 [S]      orchestrator.events.Phase
     step_tokens    int32 [S]      tokens of the step
-    step_us        int64 [S]      from its first route event to that of the next step
-    step_wait_us   int64 [S]      the part of it in which computing waited for reads
+    step_tick      uint8 [S]      1 where dynaexq renewed its hot sets after the step
+    published      int32 [P, 4]   step, layer, expert, tier: versions that changed at the boundary
+                                  before the step
     event_step     int32 [E]
     event_layer    int16 [E]      MoE layers only, counted from 0
     event_tokens   int32 [E]      T of the event; a last layer may see fewer than the step
     event_ahead    uint8 [E]      look-ahead layers, layer+1 .. layer+event_ahead
     event_scored   uint8 [E]      1 where its tokens have an importance
+    event_computed int32 [E]      different experts of the event that were not skipped
+    event_ns       int64 [E]      until the next event, also that of the next step, less what
+                                  recording took
+    event_wait_us  int64 [E]      the part of it in which computing waited for reads
     ids            uint16 [N, k]  chosen experts
     weights        float32 [N, k] their routing weights
     tokens         int32 [N]      position of each token in its batch
@@ -24,50 +33,44 @@ that have an importance, k experts a token:
     ahead_scores   float32 [A, k]
     importance     float32 [I]    attention that each token receives (DyMoE eq. 1)
 
-A reader refuses a version it does not know and arrays that the version does not have. Of dynaexq
-only the routing is recorded; a replay uses its default settings and starts without hotness.
+A reader refuses a version it does not know and arrays that the version does not have.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import tokenize
-import zipfile
-import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from gguf_tools.experts import Tier
-from gguf_tools.layout import DOWN, KINDS, MAX_TIERS
-from orchestrator.config import PREFETCHES, SCHEDULES
 from orchestrator.errors import TraceError
 from orchestrator.events import Phase
-from orchestrator.native import MAX_AHEAD
 
 FORMAT = "moe-edge-trace"
-VERSION = 1
+VERSION = 2
 
-# How much larger than its file a trace may be: routing weights hardly compress.
-_UNPACKED_LEAST, _UNPACKED_MOST = 1 << 24, 64
+# Columns of the counters; routed experts by decided tier in the last three.
+COUNTERS = ("requests", "hits", "demand_bytes", "prefetch_bytes", "high", "low", "skip")
 
-_ARRAYS: dict[str, tuple[type[np.generic], int]] = {
-    "header": (np.uint8, 1),
+ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "slices": (np.int64, 4),
+    "start_tier": (np.uint8, 2),
+    "start_hotness": (np.float64, 2),
+    "counters": (np.int64, 2),
     "step_phase": (np.uint8, 1),
     "step_tokens": (np.int32, 1),
-    "step_us": (np.int64, 1),
-    "step_wait_us": (np.int64, 1),
+    "step_tick": (np.uint8, 1),
+    "published": (np.int32, 2),
     "event_step": (np.int32, 1),
     "event_layer": (np.int16, 1),
     "event_tokens": (np.int32, 1),
     "event_ahead": (np.uint8, 1),
     "event_scored": (np.uint8, 1),
+    "event_computed": (np.int32, 1),
+    "event_ns": (np.int64, 1),
+    "event_wait_us": (np.int64, 1),
     "ids": (np.uint16, 2),
     "weights": (np.float32, 2),
     "tokens": (np.int32, 1),
@@ -81,7 +84,11 @@ _ARRAYS: dict[str, tuple[type[np.generic], int]] = {
 class Header:
     """What ran. tiers: of the model file, best first; files: their names; high and low name
     the tiers in use, low "skip" or None where there was none. expert_bytes: budget of the
-    slots. read_bytes_per_s: measured on the file, 0 where it was not."""
+    slots. read_bytes_per_s, of as many reads at once as there are threads, and read_latency_us,
+    which one alone takes beside its bytes: measured on the file, 0 where they were not.
+    dense_share: by phase, the part of the computing that is not in the experts, measured with
+    all of them skipped. From update_steps to transition_rate: the settings of dynaexq, as in
+    Config; transition_bytes is what its transitions read."""
 
     version: int
     model: str
@@ -102,9 +109,18 @@ class Header:
     exact_tiers: bool
     prefetch: str
     n_ahead: int
+    update_steps: int
+    hotness_decay: float
+    hysteresis: float
+    rank_slack: int
+    hot_experts: int | None
+    transition_rate: int
+    transition_bytes: int
     expert_bytes: int
     io_threads: int
     read_bytes_per_s: int
+    read_latency_us: int
+    dense_share: tuple[float, float]
 
 
 class PlacedSlices(NamedTuple):
@@ -118,7 +134,8 @@ class PlacedSlices(NamedTuple):
 
 class Event(NamedTuple):
     """One route event. ids, weights [T, k]; tokens [T]; ahead_ids, ahead [A, T, k];
-    importance [T] or None."""
+    importance [T] or None; n_computed: different experts that were not skipped; compute_ns
+    until the next event, without waits for reads."""
 
     layer: int
     ids: np.ndarray
@@ -127,15 +144,18 @@ class Event(NamedTuple):
     ahead_ids: np.ndarray
     ahead: np.ndarray
     importance: np.ndarray | None
+    n_computed: int
+    compute_ns: int
 
 
 class Step(NamedTuple):
-    """One llama_decode; compute_us: its time without the waits for reads."""
+    """One llama_decode. published: (layer, expert, tier) of what changed right before it."""
 
     phase: Phase
     n_tokens: int
-    compute_us: int
     events: list[Event]
+    ticks: bool
+    published: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -186,13 +206,40 @@ class Trace:
             known = ", ".join(self.header.tiers)
             raise TraceError(f"tier {name} is missing: the trace is of {known}") from None
 
+    @property
+    def step_ms(self) -> np.ndarray:
+        """float64 [S]: what each step took, waits included."""
+        return self._by_step(self.arrays["event_ns"]) / 1e6
+
+    @property
+    def wait_ms(self) -> np.ndarray:
+        """float64 [S]: how long it waited for reads."""
+        return self._by_step(self.arrays["event_wait_us"]) / 1e3
+
+    @property
+    def compute_ms(self) -> np.ndarray:
+        """float64 [S]: what it took without the waits."""
+        return self._by_step(self._compute_ns()) / 1e6
+
+    def _compute_ns(self) -> np.ndarray:
+        took: np.ndarray = self.arrays["event_ns"] - 1000 * self.arrays["event_wait_us"]
+        compute: np.ndarray = np.maximum(took, 0)
+        return compute
+
+    def _by_step(self, values: np.ndarray) -> np.ndarray:
+        n_steps = len(self.arrays["step_phase"])
+        sums: np.ndarray = np.bincount(self.arrays["event_step"], values, n_steps)
+        return sums
+
     def steps(self) -> Iterator[Step]:
         """The steps in order; arrays are views."""
         a, k = self.arrays, self.header.n_expert_used
         counts, ahead = a["event_tokens"].tolist(), a["event_ahead"].tolist()
         layers, scored = a["event_layer"].tolist(), a["event_scored"].tolist()
-        ends = np.searchsorted(a["event_step"], np.arange(len(a["step_phase"])), side="right")
-        compute = np.maximum(a["step_us"] - a["step_wait_us"], 0).tolist()
+        everyone = np.arange(len(a["step_phase"]))
+        ends = np.searchsorted(a["event_step"], everyone, side="right")
+        changes = np.searchsorted(a["published"][:, 0], np.append(everyone, len(everyone)))
+        computed, compute = a["event_computed"].tolist(), self._compute_ns().tolist()
         row = ahead_row = scored_row = first = 0
         for step, end in enumerate(ends.tolist()):
             events = []
@@ -208,245 +255,17 @@ class Trace:
                         a["ahead_ids"][ahead_row:ahead_to].reshape(p, n, k),
                         a["ahead_scores"][ahead_row:ahead_to].reshape(p, n, k),
                         a["importance"][scored_row:scored_to] if scored[i] else None,
+                        computed[i],
+                        compute[i],
                     )
                 )
                 row, ahead_row, scored_row = to, ahead_to, scored_to
             first = end
-            phase = Phase(int(a["step_phase"][step]))
-            yield Step(phase, int(a["step_tokens"][step]), compute[step], events)
-
-
-def check_target(path: Path) -> None:
-    """Raises TraceError where no trace can be written, before a long run finds out."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise TraceError(f"{path}: cannot be written: name a file in a folder of yours")
-
-
-def write_trace(path: Path, trace: Trace) -> None:
-    """Writes the file under a temporary name and renames it. Raises TraceError."""
-    header = json.dumps({"format": FORMAT, **asdict(trace.header)}).encode()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            arrays: dict[str, Any] = {"header": np.frombuffer(header, np.uint8), **trace.arrays}
-            np.savez_compressed(file, **arrays)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read_trace(path: Path) -> Trace:
-    """The recording in a file, checked throughout. Raises TraceError in one sentence."""
-    try:
-        arrays = _load(path)
-        header = _header(arrays.pop("header"))
-        trace = Trace(header, arrays)
-        _check(trace)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except _Wrong as wrong:
-        raise TraceError(f"{path}: {wrong}") from wrong
-    return trace
-
-
-class _Wrong(Exception):
-    """What is wrong with a file, without its name."""
-
-
-def _load(path: Path) -> dict[str, np.ndarray]:
-    damaged = (
-        *(ValueError, KeyError, EOFError, MemoryError, NotImplementedError, RuntimeError),
-        *(SyntaxError, TypeError, zlib.error, zipfile.BadZipFile, tokenize.TokenError),
-    )
-    with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":
-            raise _Wrong("not a trace: `moe-edge trace` writes .npz files")
-        file.seek(0)
-        try:
-            with np.load(file, allow_pickle=False) as npz:
-                names = set(npz.files)
-                if "header" not in names:
-                    raise _Wrong("a .npz file, but not a trace: it has no header")
-                unpacked = sum(member.file_size for member in npz.zip.infolist())
-                if unpacked > _UNPACKED_LEAST + _UNPACKED_MOST * path.stat().st_size:
-                    raise _Wrong(f"damaged: it would unpack to {unpacked} bytes")
-                for member in npz.zip.infolist():
-                    _check_size(npz.zip, member)
-                return {name: npz[name] for name in sorted(names)}
-        except damaged as error:
-            raise _Wrong(f"damaged: {error}") from error
-
-
-def _check_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
-    """That an array is no larger than what is there of it: numpy allocates first."""
-    with archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        read = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }.get(version)
-        if read is None:
-            raise _Wrong(f"damaged: {member.filename} is of an unknown version")
-        shape, _, dtype = read(file)
-        nbytes = math.prod(shape) * dtype.itemsize
-        if not dtype.hasobject and nbytes != member.file_size - file.tell():
-            raise _Wrong(f"damaged: {member.filename} is not of the size that it says")
-
-
-def _header(array: np.ndarray) -> Header:
-    try:
-        raw: Any = json.loads(array.astype(np.uint8).tobytes().decode())
-    except (ValueError, TypeError, RecursionError) as error:
-        raise _Wrong(f"the header is damaged: {error}") from error
-    if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:
-        raise _Wrong("a .npz file, but not a trace: its header says otherwise")
-    if raw.get("version") != VERSION:
-        raise _Wrong(
-            f"a trace of version {raw.get('version')}; this moe-edge reads {VERSION}: record again"
-        )
-    known = {field.name for field in fields(Header)}
-    if set(raw) != known:
-        odd = ", ".join(sorted(set(raw) ^ known))
-        raise _Wrong(f"the header is damaged: fields missing or unknown: {odd}")
-    for name, kind in _FIELDS.items():
-        if not kind(raw[name]):
-            raise _Wrong(f"the header is damaged: {name} is {raw[name]!r}")
-    for name in ("layer_ids", "tiers", "files"):
-        raw[name] = tuple(raw[name])
-    return Header(**raw)
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _number(low: int, high: int) -> Any:
-    return lambda value: type(value) is int and low <= value <= high
-
-
-def _texts(most: int) -> Any:
-    return lambda value: (
-        isinstance(value, list) and 1 <= len(value) <= most and all(map(_text, value))
-    )
-
-
-_FIELDS: dict[str, Any] = {
-    "model": _text,
-    "arch": _text,
-    "n_expert": _number(1, 65535),
-    "n_expert_used": _number(1, 65535),
-    "layer_ids": lambda v: (
-        isinstance(v, list)
-        and 1 <= len(v) <= 4096
-        and all(type(il) is int and 0 <= il < 2**31 for il in v)
-    ),
-    "tiers": _texts(MAX_TIERS),
-    "files": _texts(1024),
-    "policy": _text,
-    "high": _text,
-    "low": lambda v: v is None or _text(v),
-    "retention": lambda v: type(v) in (int, float) and 0 <= v <= 1,
-    "schedule": lambda v: v in SCHEDULES,
-    "heavy_hitters": lambda v: type(v) in (int, float) and 0 <= v <= 1,
-    "prompts_pass": lambda v: isinstance(v, bool),
-    "renormalize": lambda v: isinstance(v, bool),
-    "exact_tiers": lambda v: isinstance(v, bool),
-    "prefetch": lambda v: v in PREFETCHES,
-    "n_ahead": _number(0, MAX_AHEAD),
-    "expert_bytes": _number(1, 2**62),
-    "io_threads": _number(1, 64),
-    "read_bytes_per_s": _number(0, 2**62),
-}
-
-
-def _check(trace: Trace) -> None:
-    """Every array against its type, the others and the header."""
-    a, header = trace.arrays, trace.header
-    wanted = set(_ARRAYS) - {"header"}
-    if set(a) != wanted:
-        raise _Wrong(f"arrays missing or unknown: {', '.join(sorted(set(a) ^ wanted))}")
-    for name, array in a.items():
-        kind, n_dims = _ARRAYS[name]
-        if array.dtype != kind or array.ndim != n_dims:
-            raise _Wrong(f"{name} is {array.dtype} in {array.ndim} dimensions")
-    k, n_layers, tokens = header.n_expert_used, trace.n_layers, a["event_tokens"].astype(np.int64)
-    if k > header.n_expert:
-        raise _Wrong(f"{k} of {header.n_expert} experts a token")
-    lengths: dict[str, tuple[int, ...]] = {
-        name: a[f"{name[:4]}_phase"].shape for name in a if name.startswith("step_")
-    }
-    lengths |= {name: tokens.shape for name in a if name.startswith("event_")}
-    _check_shapes(a, lengths)
-    n_rows = int(tokens.sum())
-    n_ahead = int((tokens * a["event_ahead"]).sum())
-    n_scored = int((tokens * a["event_scored"]).sum())
-    lengths = {
-        "slices": (n_layers, len(KINDS), len(header.tiers), 4),
-        "ids": (n_rows, k),
-        "weights": (n_rows, k),
-        "tokens": (n_rows,),
-        "ahead_ids": (n_ahead, k),
-        "ahead_scores": (n_ahead, k),
-        "importance": (n_scored,),
-    }
-    _check_shapes(a, lengths)
-    _check_slices(trace)
-    _check_routing(trace)
-
-
-def _check_shapes(arrays: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in shapes.items():
-        if arrays[name].shape != shape:
-            raise _Wrong(f"{name} has the shape {arrays[name].shape}, not {shape}")
-
-
-def _check_slices(trace: Trace) -> None:
-    slices = trace.arrays["slices"]
-    file, offset, expert_bytes = slices[..., 0], slices[..., 1], slices[..., 2]
-    there = file >= 0
-    kinds = np.all(there, axis=2, keepdims=True)
-    few = kinds.sum(axis=1) < 2
-    if (there != kinds).any() or not there[:, DOWN].all() or few.any():
-        raise _Wrong("slices: a layer lacks a matrix or one of its tiers")
-    if (file[there] >= len(trace.header.files)).any() or (expert_bytes[there] < 1).any():
-        raise _Wrong("slices: a file number or a size is out of range")
-    far = 2**62 // trace.header.n_expert
-    if ((offset[there] < 0) | (offset[there] > 2**62) | (expert_bytes[there] > far)).any():
-        raise _Wrong("slices: an offset or a size is out of range")
-    if ((slices[..., 3] < 0) | (slices[..., 3] > 255)).any():
-        raise _Wrong("slices: a type is out of range")
-
-
-def _check_routing(trace: Trace) -> None:
-    a, n_layers = trace.arrays, trace.n_layers
-    step, ahead = a["event_step"], a["event_ahead"]
-    layer: np.ndarray = a["event_layer"]
-    n_steps = len(a["step_phase"])
-    if n_steps == 0 or len(step) == 0:
-        raise _Wrong("it holds no step")
-    if (a["step_phase"] > max(Phase)).any() or (a["step_tokens"] < 1).any():
-        raise _Wrong("a step has no phase or no tokens")
-    if (a["step_us"] < 0).any() or (a["step_wait_us"] < 0).any():
-        raise _Wrong("a step has a negative time")
-    if not np.array_equal(np.unique(step), np.arange(n_steps)) or (np.diff(step) < 0).any():
-        raise _Wrong("its events are not in the order of their steps")
-    if ((layer < 0) | (layer >= n_layers)).any() or (
-        (np.diff(step) == 0) & (np.diff(layer) <= 0)
-    ).any():
-        raise _Wrong("an event's layer is out of range or out of order")
-    if (ahead > np.minimum(MAX_AHEAD, n_layers - 1 - layer)).any():
-        raise _Wrong("an event looks ahead beyond the last layer")
-    if (a["event_tokens"] < 0).any() or (a["event_tokens"] > a["step_tokens"][step]).any():
-        raise _Wrong("an event has more tokens than its step")
-    for name in ("ids", "ahead_ids"):
-        if (a[name] >= trace.n_expert).any():
-            raise _Wrong(f"{name}: an expert is out of range")
-        if (np.diff(np.sort(a[name], axis=1), axis=1) == 0).any():
-            raise _Wrong(f"{name}: a token has an expert twice")
-    if (a["event_scored"] > 1).any():
-        raise _Wrong("event_scored is neither 0 nor 1")
-    for name in ("weights", "ahead_scores", "importance"):
-        if not np.isfinite(a[name]).all():
-            raise _Wrong(f"{name}: not a finite number")
+            published = a["published"][changes[step] : changes[step + 1], 1:].tolist()
+            yield Step(
+                Phase(int(a["step_phase"][step])),
+                int(a["step_tokens"][step]),
+                events,
+                bool(a["step_tick"][step]),
+                [(layer, expert, tier) for layer, expert, tier in published],
+            )

@@ -1,8 +1,8 @@
 """Virtual time against examples that were computed by hand; determinism; refusals.
 
 One layer of one expert a token: gate and up take 4096 bytes, down 8192. At 4096 bytes a
-microsecond they take 1, 1 and 2 us. A token computes 12 us in a layer: 6 before its route
-event, then 2 for each matrix.
+microsecond they take 1, 1 and 2 us. A token computes 12 us in a layer: 2 for each matrix, then
+6 for what lies between the experts and the next route event.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orchestrator.events import Phase, RouteEvent
 from orchestrator.native import Library, Simulation, Store
 from orchestrator.policy import PolicySettings
 from orchestrator.replay import ReplayOptions, Trace, render, replay
-from orchestrator.replay.simulate import Compute, Outcome, Plan, Transport, measured, plan, simulate
+from orchestrator.replay.simulate import Compute, Outcome, Plan, Transport, plan, simulate
 
 ALL = 24 * 16384
 BYTES_PER_S = 4096 * 10**6
@@ -38,7 +38,7 @@ def played(library: Library, trace: Trace, speed: Transport, us: float, **more: 
 
 
 def test_one_thread(library: Library) -> None:
-    """gate 6..17, up 17..28, down 28..40; computing ends at 19, 30, 42."""
+    """gate 0..11, up 11..22, down 22..34; computing ends at 13, 24, 36, and then 6."""
     trace = decode([[0]], [[0]])
     outcome = played(library, trace, Transport(BYTES_PER_S, 10, 1), 12.0)
     assert outcome.step_us.tolist() == [42.0, 12.0]
@@ -50,7 +50,7 @@ def test_one_thread(library: Library) -> None:
 
 
 def test_two_threads_overlap_their_latency(library: Library) -> None:
-    """gate 6..17, up waits for the channel: 6..18, down 17..29; computing ends 19, 21, 31."""
+    """gate 0..11, up waits for the channel: 0..12, down 11..23; computing ends 13, 15, 25."""
     outcome = played(library, decode([[0]]), Transport(BYTES_PER_S, 10, 2), 12.0)
     assert outcome.step_us.tolist() == [31.0]
     assert outcome.stats.wait_us[Phase.DECODE] == 11 + 8
@@ -58,7 +58,7 @@ def test_two_threads_overlap_their_latency(library: Library) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_bandwidth_is_shared(library: Library, threads: int) -> None:
-    """Without latency more threads gain nothing: 6..7, 7..8, 8..10; computing 9, 11, 13."""
+    """Without latency more threads gain nothing: 0..1, 1..2, 2..4; computing 3, 5, 7."""
     outcome = played(library, decode([[0]]), Transport(BYTES_PER_S, 0, threads), 12.0)
     assert outcome.step_us.tolist() == [13.0]
 
@@ -67,13 +67,13 @@ def test_hits_compute_while_the_rest_is_read(library: Library) -> None:
     """24 us for two experts: what is missing is there before the resident one is computed."""
     trace = decode([[0, 1]], [[0, 2]])
     outcome = played(library, trace, Transport(BYTES_PER_S, 0, 1), 24.0)
-    # six reads from 12 on: gates done at 13, 14, ups at 15, 16, downs at 18, 20
+    # six reads from 0 on: gates done at 1, 2, ups at 3, 4, downs at 6, 8
     assert outcome.step_us.tolist() == [25.0, 24.0]
     assert outcome.stats.hits[Phase.DECODE] == 3
 
 
 def test_prefetch_uses_the_idle_disk(library: Library) -> None:
-    """Layer 0 is read 6..10, layer 1 then 10..14, long before its route event at 19."""
+    """Layer 0 is read 0..4, layer 1 then 4..8, long before its route event at 13."""
     right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
     ids = [np.array([[0]]), np.array([[5]])]
     trace = make_trace([(Phase.DECODE, ids)], [right], n_ahead=1)
@@ -89,15 +89,15 @@ def test_prefetch_uses_the_idle_disk(library: Library) -> None:
 
 
 def test_a_late_prefetch_is_waited_for_and_no_hit(library: Library) -> None:
-    """At a quarter of the speed layer 0 is read 6..22 and layer 1 from 22 on."""
+    """At a quarter of the speed layer 0 is read 0..16 and layer 1 from 16 on."""
     right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
     ids = [np.array([[0]]), np.array([[5]])]
     trace = make_trace([(Phase.DECODE, ids)], [right], n_ahead=1)
     outcome = played(
         library, trace, Transport(BYTES_PER_S // 4, 0, 1), 24.0, policy="dymoe", n_ahead=1
     )
-    # layer 0 computes until 12, 16, 24 and layer 1 routes at 30; its prefetch is up 22..26,
-    # gate 26..30, down 30..38
+    # layer 0 computes until 6, 10, 18 and layer 1 routes at 24; its prefetch is up 16..20,
+    # gate 20..24, down 24..32
     assert outcome.stats.hits[Phase.DECODE] == 2
     assert outcome.step_us.tolist() == [40.0]
 
@@ -156,7 +156,7 @@ def test_every_invariant_holds_at_every_event(
         clock.set_speed(10**8, disk[1])
         for step in trace.steps():
             store.begin_step(step.phase)
-            for layer, ids, weights, tokens, ahead_ids, ahead, importance in step.events:
+            for layer, ids, weights, tokens, ahead_ids, ahead, importance, *_ in step.events:
                 clock.route(layer, ids, weights, tokens, ahead_ids, ahead, importance)
                 experts = np.unique(ids).astype(np.int32)
                 for kind in EXPERT_BYTES:
@@ -190,13 +190,32 @@ def test_a_faster_disk_changes_no_hit_on_demand(library: Library) -> None:
         assert runs[0].step_us.sum() < runs[2].step_us.sum() < runs[1].step_us.sum()
 
 
-def test_measured_is_the_median_of_each_phase() -> None:
-    trace = random_trace(np.random.default_rng(0), n_steps=4)
-    trace.arrays["step_us"][:] = 900, 50, 70, 900
-    trace.arrays["step_wait_us"][:] = 0, 20, 30, 0
-    assert measured(trace) == Compute(300.0, 40.0)
-    only = decode([[0]])
-    assert measured(only) == Compute(100.0, 100.0)
+def test_events_compute_as_long_as_they_did(library: Library) -> None:
+    """Recorded: 50 us of which 20 waiting, 70, and 900."""
+    trace = decode([[0]], [[0]], [[0]])
+    trace.arrays["event_ns"][:] = 50_000, 70_000, 900_000
+    trace.arrays["event_wait_us"][:] = 20, 0, 0
+    experts_only = Compute(None, None, (0.0, 0.0))
+    outcome = simulate(library, trace, planned(trace), Transport(0, 10, 1), experts_only)
+    # reads of 10 us, one after the other; only the first is not there in time
+    np.testing.assert_allclose(outcome.step_us, [40.0, 70.0, 900.0], atol=0.01)
+    for dense in (0.0, 0.7, 1.0):
+        time = Compute(None, None, (0.0, dense))
+        instant = simulate(library, trace, planned(trace), Transport(0, 0, 1), time)
+        np.testing.assert_allclose(instant.step_us, [30.0, 70.0, 900.0], atol=0.01)
+
+
+def test_what_was_skipped_computed_nothing(library: Library) -> None:
+    """A run that skips half of its experts, and its replay: the other half took the time."""
+    trace = decode([[0, 1]], [[0, 1]], policy="dymoe", low="skip", retention=0.5)
+    trace.arrays["event_computed"][:] = 1
+    asked = PolicySettings(retention=0.5)
+    made = plan(trace, "dymoe", ALL, asked, "q4_k", "skip", 0, 1)
+    outcome = simulate(library, trace, made, Transport(0, 0, 1), Compute(None, None))
+    np.testing.assert_allclose(outcome.step_us, [100.0, 100.0], atol=0.01)
+    trace.arrays["event_computed"][:] = 0  # all of it was outside the experts
+    outcome = simulate(library, trace, made, Transport(0, 0, 1), Compute(None, None))
+    assert (outcome.step_us >= 100.0).all()
 
 
 def test_report(library: Library) -> None:
@@ -212,8 +231,10 @@ def test_report(library: Library) -> None:
     assert lru["tpot_ms_mean"] >= 0.2 and lru["ttft_ms"] > 0
     waits = sum(lru[phase]["wait_ms"] for phase in ("prefill", "decode"))
     total = lru["ttft_ms"] + 29 * lru["tpot_ms_mean"]
+    assert result["compute_ms"]["decode_token"] == pytest.approx(0.2)
     computed = 3 * result["compute_ms"]["prefill_token"] + 29 * 0.2
     assert total == pytest.approx(computed + waits, abs=0.001 * 30)
+    assert result["agreement"] is None  # it was lru
     text = render(result)
     for part in ("dymoe", "lru", "Belady", "bound", "recorded", "TPOT"):
         assert part in text
@@ -242,6 +263,12 @@ def test_a_trace_without_decoding_has_no_tpot(library: Library) -> None:
         ({"policy": "dymoe", "low_tier": "q4_k"}, TraceError, "q4_k is not below"),
         ({"n_ahead": 2}, ConfigError, "looks 1 layers ahead, not 2"),
         ({"policy": "dymoe", "retention": 0.5}, MoeEdgeError, "needs a second precision"),
+        ({"clock": "recorded"}, ConfigError, "with lru none did: leave it out"),
+        (
+            {"clock": "recorded", "io_threads": 3},
+            ConfigError,
+            "a replay that changes nothing: leave --io-threads out",
+        ),
     ],
 )
 def test_refused(library: Library, options: dict, error: type[Exception], said: str) -> None:

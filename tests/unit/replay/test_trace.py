@@ -148,6 +148,13 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
         ("schedule", "steep", "schedule is 'steep'"),
         ("prefetch", None, "prefetch is None"),
         ("expert_bytes", -1, "expert_bytes is -1"),
+        ("hot_experts", True, "hot_experts is True"),
+        ("hotness_decay", 1.5, "hotness_decay is 1.5"),
+        ("transition_rate", -1, "transition_rate is -1"),
+        ("read_latency_us", 0.5, "read_latency_us is 0.5"),
+        ("dense_share", [0.5], "dense_share is [0.5]"),
+        ("dense_share", [0.5, 2], "dense_share is [0.5, 2]"),
+        ("version", 1, "of version 1; this moe-edge reads 2: record again"),
         ("surplus", 1, "fields missing or unknown: surplus"),
     ],
 )
@@ -173,7 +180,25 @@ WRONG = [
     (lambda a: a.update(more=np.zeros(1)), "arrays missing or unknown: more"),
     (lambda a: a.update(ids=a["ids"].astype(np.int64)), "ids is int64 in 2"),
     (lambda a: a.update(ids=a["ids"][:-1]), "ids has the shape"),
-    (lambda a: a.update(step_us=a["step_us"][:-1]), "step_us has the shape"),
+    (lambda a: a.update(step_tick=a["step_tick"][:-1]), "step_tick has the shape"),
+    (lambda a: a.update(event_ns=a["event_ns"][:-1]), "event_ns has the shape"),
+    (lambda a: a.update(start_tier=a["start_tier"][:, 1:]), "start_tier has the shape"),
+    (lambda a: a.update(counters=a["counters"][:, 1:]), "counters has the shape"),
+    (lambda a: a.update(published=np.zeros((1, 3), np.int32)), "published has the shape"),
+    (lambda a: a.update(published=np.array([[99, 0, 0, 0]], np.int32)), "published: step is"),
+    (lambda a: a.update(published=np.array([[0, 3, 0, 0]], np.int32)), "published: layer is"),
+    (lambda a: a.update(published=np.array([[0, 0, -1, 0]], np.int32)), "published: expert is"),
+    (lambda a: a.update(published=np.array([[0, 0, 0, 1]], np.int32)), "published: tier is"),
+    (
+        lambda a: a.update(published=np.array([[2, 0, 0, 0], [1, 0, 0, 0]], np.int32)),
+        "published: not in the order",
+    ),
+    (changed("start_tier", (0, 0), 1), "start_tier: a tier is out of range"),
+    (changed("start_hotness", (0, 0), -1), "start_hotness: negative or not a finite"),
+    (changed("start_hotness", (0, 0), np.nan), "start_hotness: negative or not a finite"),
+    (changed("counters", (0, 0), -1), "counters: a negative number"),
+    (changed("step_tick", 0, 2), "step_tick is neither"),
+    (changed("event_computed", 0, 9), "event_computed is out of range"),
     (lambda a: a.update(event_layer=a["event_layer"][:-1]), "event_layer has the shape"),
     (lambda a: a.update(ahead_ids=a["ahead_ids"][:-1]), "ahead_ids has the shape"),
     (lambda a: a.update(importance=a["importance"][1:]), "importance has the shape"),
@@ -184,7 +209,9 @@ WRONG = [
     (changed("ahead_ids", 0, 3), "ahead_ids: a token has an expert twice"),
     (changed("weights", (0, 1), np.nan), "weights: not a finite number"),
     (changed("step_phase", 0, 2), "a step has no phase"),
-    (changed("step_us", 0, -1), "a step has a negative time"),
+    (changed("event_ns", 0, -1), "an event has a negative time"),
+    (changed("event_wait_us", 0, -1), "an event has a negative time"),
+    (changed("event_ns", 0, 2**60), "an event has a time of months"),
     (changed("event_step", 0, 5), "not in the order of their steps"),
     (changed("event_layer", 0, 3), "layer is out of range"),
     (changed("event_layer", 1, 0), "layer is out of range or out of order"),
@@ -220,7 +247,8 @@ def test_an_event_beyond_the_last_layer(tmp_path: Path) -> None:
 
 def test_a_trace_without_steps(tmp_path: Path) -> None:
     trace = decode([[0, 1]])
-    empty = {name: array if name == "slices" else array[:0] for name, array in trace.arrays.items()}
+    kept = ("slices", "start_tier", "start_hotness", "counters")
+    empty = {name: array if name in kept else array[:0] for name, array in trace.arrays.items()}
     with pytest.raises(TraceError, match="holds no step"):
         read_trace(written(tmp_path / "t.npz", empty, header_of(trace)))
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from gguf_tools.layout import DOWN, GATE, KINDS, UP
-from orchestrator.events import Phase
-from orchestrator.replay.trace import VERSION, Header, Trace
+from orchestrator.events import ABSENT, Phase
+from orchestrator.replay.trace import COUNTERS, VERSION, Header, Trace
 
 Q4_K = 12
 EXPERT_BYTES = {UP: 4096, GATE: 4096, DOWN: 8192}
@@ -34,9 +34,18 @@ HEADER = Header(
     exact_tiers=False,
     prefetch="on",
     n_ahead=0,
+    update_steps=32,
+    hotness_decay=0.8,
+    hysteresis=0.25,
+    rank_slack=0,
+    hot_experts=None,
+    transition_rate=0,
+    transition_bytes=0,
     expert_bytes=6 * 16384,
     io_threads=2,
     read_bytes_per_s=10**9,
+    read_latency_us=0,
+    dense_share=(0.5, 0.5),
 )
 
 
@@ -47,7 +56,8 @@ def make_trace(
     expert_bytes: dict[int, int] | None = None,
     **changes: object,
 ) -> Trace:
-    """steps: (phase, ids [T, k] by layer); ahead: predictions [A, T, k] by step and layer."""
+    """steps: (phase, ids [T, k] by layer); ahead: predictions [A, T, k] by step and layer;
+    compute_us: of a token."""
     sizes = (expert_bytes or EXPERT_BYTES, LOW_BYTES)
     n_layers, k = len(steps[0][1]), steps[0][1][0].shape[1]
     header = replace(HEADER, layer_ids=tuple(range(n_layers)), n_expert_used=k, **changes)
@@ -60,10 +70,13 @@ def make_trace(
                 slices[layer, kind, tier] = 0, offset, size, Q4_K
                 offset += size * header.n_expert
     events, ids, tokens, ahead_ids = [], [], [], []
+    event_ns: list[int] = []
     for number, (_, layers) in enumerate(steps):
         for layer, chosen in enumerate(layers):
             predicted = ahead[number][layer] if ahead else np.zeros((0, len(chosen), k))
-            events.append((number, layer, len(chosen), len(predicted)))
+            events.append((number, layer, len(chosen), len(predicted), len(np.unique(chosen))))
+            rows = sum(len(each) for each in layers)
+            event_ns.append(1000 * compute_us * len(layers[0]) * len(chosen) // rows)
             ids.append(chosen)
             tokens.append(np.arange(len(chosen)))
             ahead_ids.append(predicted.reshape(-1, k))
@@ -73,15 +86,21 @@ def make_trace(
     falling = np.linspace(0.9, 0.1, k, dtype=np.float32)
     arrays = {
         "slices": slices,
+        "start_tier": np.full((n_layers, header.n_expert), ABSENT, np.uint8),
+        "start_hotness": np.zeros((n_layers, header.n_expert)),
+        "counters": np.zeros((len(Phase), len(COUNTERS)), np.int64),
         "step_phase": np.array([phase for phase, _ in steps], np.uint8),
         "step_tokens": np.array([len(layers[0]) for _, layers in steps], np.int32),
-        "step_us": np.array([compute_us * len(layers[0]) for _, layers in steps], np.int64),
-        "step_wait_us": np.zeros(len(steps), np.int64),
+        "step_tick": np.zeros(len(steps), np.uint8),
+        "published": np.zeros((0, 4), np.int32),
         "event_step": columns[:, 0].astype(np.int32),
         "event_layer": columns[:, 1].astype(np.int16),
         "event_tokens": columns[:, 2].astype(np.int32),
         "event_ahead": columns[:, 3].astype(np.uint8),
         "event_scored": scored.astype(np.uint8),
+        "event_computed": columns[:, 4].astype(np.int32),
+        "event_ns": np.array(event_ns, np.int64),
+        "event_wait_us": np.zeros(len(columns), np.int64),
         "ids": all_ids.astype(np.uint16),
         "weights": np.tile(falling, (len(all_ids), 1)),
         "tokens": np.concatenate(tokens).astype(np.int32),

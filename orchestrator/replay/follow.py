@@ -1,0 +1,75 @@
+"""Versions of experts that change in a replay where they changed in the recorded run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from orchestrator.errors import TraceError
+from orchestrator.events import ExpertState
+from orchestrator.native import Simulation, Store
+from orchestrator.policy import Counting
+from orchestrator.policy.base import Transition
+from orchestrator.replay.trace import Step, Trace
+
+_MOVING = (int(ExpertState.PROMOTING), int(ExpertState.DEMOTING))
+
+
+class RecordedVersions:
+    """Keeps what a policy asks for until the step before which the run published it.
+
+    So the policy sees its experts under way as long as it did. Only then the store gets the
+    transition, and reads it in no time: fewer slots are taken meanwhile than were, so there is
+    always one. bytes_per_s and latency_us are the speed of all other reads.
+    """
+
+    def __init__(
+        self, store: Store, policy: Counting, clock: Simulation, bytes_per_s: int, latency_us: int
+    ) -> None:
+        self._store, self._policy, self._clock = store, policy, clock
+        self._speed = bytes_per_s, latency_us
+        self._under_way: set[Transition] = set()
+        self._updates = policy.updates
+        self._steps = 0
+        store.set_transition_rate(0)
+
+    def check_start(self, trace: Trace) -> None:
+        """Raises TraceError where the policy starts with other versions than it did."""
+        if not np.array_equal(self._store.resident(), trace.arrays["start_tier"]):
+            raise self._astray("starts with other experts in memory")
+
+    def begin_step(self, step: Step) -> None:
+        """Before the store's own begin_step. Raises TraceError for a version that was not on its
+        way."""
+        if not step.published:
+            return
+        if not self._under_way.issuperset(step.published):
+            raise self._astray("asks for other versions")
+        self._under_way.difference_update(step.published)
+        self._clock.set_speed(0, 0)
+        admitted = self._store.transition(step.published)
+        self._clock.advance(0)
+        self._clock.set_speed(*self._speed)
+        if admitted < len(step.published):
+            raise self._astray("has other slots")
+
+    def states(self) -> np.ndarray:
+        """Store.states(), with what is under way."""
+        states = self._store.states()
+        for layer, expert, tier in self._under_way:
+            states[layer, expert] = _MOVING[tier]
+        return states
+
+    def step_done(self, step: Step, moves: list[Transition]) -> None:
+        """After the policy's step_done, which returned moves. Raises TraceError where it renewed
+        its hot sets after another step than it did."""
+        self._under_way.update(moves)
+        if step.ticks != (self._policy.updates > self._updates):
+            raise self._astray("renews its hot sets after other steps")
+        self._updates = self._policy.updates
+        self._steps += 1
+
+    def _astray(self, what: str) -> TraceError:
+        return TraceError(
+            f"the policy {what} than the recorded run (step {self._steps}): it was recorded with "
+            f"another version of moe-edge, record it again or give --clock simulated"
+        )
