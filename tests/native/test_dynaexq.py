@@ -14,13 +14,8 @@ from orchestrator.config import Config
 from orchestrator.engine import Engine, Sampling
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import ExpertState, Phase
-from orchestrator.llama import Bindings
 from orchestrator.policy import dynaexq, versions
 from orchestrator.policy.base import ModelShape, SlotPlan
-from orchestrator.replay import ReplayOptions
-from orchestrator.replay.record import Recorder
-from orchestrator.replay.report import make_plan
-from orchestrator.replay.simulate import Compute, Transport, simulate
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -247,28 +242,3 @@ def test_the_pair_is_the_best_that_fits(
     options = {"policy": "dynaexq", "expert_ram": int(budget_share * whole)}
     with Engine.open(build(model, **options)) as engine:
         assert pair in engine.mode
-
-
-def test_a_replay_learns_what_the_run_learned(both: Path) -> None:
-    """Updates are counted in steps, so they come where they came; the store of a replay makes the
-    same counts, and with an idle disk the same swaps."""
-    config = build(both, policy="dynaexq", hot_experts=None, expert_ram=2 << 20)
-    with Engine.open(config) as engine:
-        assert engine.plan.slots is not None
-        with Recorder(engine) as recorder:
-            recorded = logits(engine, 120)
-        assert isinstance(engine.policy, dynaexq.DynaExq)
-        learned = engine.policy.hotness
-        live = engine.store.stats()
-        trace = recorder.trace(10**9)
-    assert learned.any()
-    assert live.experts_promoted > 0
-    assert list(live.hits) == list(live.requests)
-    speed = Transport(10**9, 100, 4)
-    plan = make_plan(trace, ReplayOptions(), "dynaexq", speed)
-    outcome = simulate(Bindings.load().library(), trace, plan, speed, Compute(20.0, 20.0))
-    assert isinstance(plan.policy, dynaexq.DynaExq)
-    np.testing.assert_array_equal(plan.policy.hotness, learned)
-    np.testing.assert_array_equal(list(outcome.stats.requests), list(live.requests))
-    np.testing.assert_array_equal(list(outcome.stats.hits), list(live.hits))
-    assert np.isfinite(recorded).all()

@@ -15,7 +15,7 @@ from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, Store
 from orchestrator.llama import Bindings
 from orchestrator.native import CStats
 from orchestrator.replay import ReplayOptions, Trace, read_trace, replay, write_trace
-from orchestrator.replay.record import Recorder, record_answer, record_text
+from orchestrator.replay.record import Disk, Recorder, record_answer, record_text
 from orchestrator.replay.report import make_plan
 from orchestrator.replay.simulate import Compute, Outcome, Transport, simulate
 from orchestrator.sampling import Sampling
@@ -43,13 +43,13 @@ def recorded(config: Config, prompt: bool) -> tuple[Trace, CStats, np.ndarray]:
     with Engine.open(config) as engine:
         with Recorder(engine) as recorder:
             logits = evaluate(engine, prompt)
-        return recorder.trace(10**9), engine.store.stats(), logits
+        return recorder.trace(Disk(10**9, 50)), engine.store.stats(), logits
 
 
 def replayed(trace: Trace, speed: Transport) -> Outcome:
     """With the recorded policy, settings and slots."""
     plan = make_plan(trace, ReplayOptions(), trace.header.policy, speed)
-    return simulate(Bindings.load().library(), trace, plan, speed, Compute(20.0, 20.0))
+    return simulate(Bindings.load().library(), trace, plan, speed, Compute(20.0, 20.0), True)
 
 
 def counters(stats: CStats) -> dict[str, object]:
@@ -87,19 +87,20 @@ def test_on_demand_it_agrees_exactly(
     """In hits, bytes, tiers, promotions and evictions, whatever the simulated disk does; the
     recorder changes no logit and no counter.
 
-    Where the experts of a layer do not fit into its slots at once, as where dymoe passes a
+    Where the experts of a layer do not fit into its slots at once, as where dymoe passes a long
     prompt through a few of them, what goes first depends on what arrives first, in a real run
-    as well: dymoe is compared in decode steps."""
-    prompt = options["policy"] == "lru"
+    as well: dymoe reads its prompt in parts of two tokens."""
+    n_ubatch = 4 if options["policy"] == "lru" else 2
     model = tiny_model(shape, "q4_k", "q2_k")
     with Engine.open(Config.build(model=model, policy="lru", ctx=256, threads=1)) as engine:
         budget = int(share * engine.plan.slots.total_bytes)
-    config = Config.build(model=model, ctx=256, threads=1, n_ubatch=4, expert_ram=budget, **options)
-    trace, stats, logits = recorded(config, prompt)
+    shared = {"ctx": 256, "threads": 1, "n_ubatch": n_ubatch, "expert_ram": budget}
+    config = Config.build(model=model, **shared, **options)
+    trace, stats, logits = recorded(config, prompt=True)
     assert stats.hits[Phase.DECODE] < stats.requests[Phase.DECODE]
 
     with Engine.open(config) as engine:
-        np.testing.assert_array_equal(evaluate(engine, prompt), logits)
+        np.testing.assert_array_equal(evaluate(engine, prompt=True), logits)
         assert counters(engine.store.stats()) == counters(stats)
 
     write_trace(tmp_path / "t.npz", trace)
@@ -142,7 +143,7 @@ def test_with_prefetch_it_agrees_where_every_read_arrives_in_time(
         engine.policy.decide = after_all_reads  # type: ignore[method-assign]
         with Recorder(engine) as recorder:
             evaluate(engine, prompt=False)
-        stats, trace = store.stats(), recorder.trace(10**9)
+        stats, trace = store.stats(), recorder.trace(Disk(10**9, 50))
     found = replayed(trace, Transport(0, 0, 1)).stats
     assert stats.prefetch_used > 10
     assert found.prefetch_used == stats.prefetch_used
@@ -197,11 +198,13 @@ def test_texts_and_answers(policy: str, tiny_model: Callable[..., Path]) -> None
         text = record_text(engine, "one two three four " * 20, 40, prefill=20)
         assert text.arrays["step_phase"].tolist() == 3 * [Phase.PREFILL] + 20 * [Phase.DECODE]
         assert text.arrays["step_tokens"].tolist() == [8, 8, 4] + 20 * [1]
-        assert (text.arrays["step_us"] > 0).all()
-        assert (text.arrays["step_wait_us"] <= text.arrays["step_us"]).all()
-        assert text.arrays["step_wait_us"].sum() > 0
+        assert (text.step_ms > 0).all()
+        assert (text.wait_ms <= text.step_ms).all()
+        assert text.wait_ms.sum() > 0
+        assert (text.compute_ms + text.wait_ms).sum() == pytest.approx(text.step_ms.sum())
         assert text.header.n_ahead == (policy == "dymoe")
         assert text.header.read_bytes_per_s > 0
+        assert all(0 < share <= 1 for share in text.header.dense_share)
         answer = record_answer(engine, "Hello", Sampling(temp=0), 6)
         phases = answer.arrays["step_phase"].tolist()
         assert phases.count(Phase.DECODE) == 5 and phases[0] == Phase.PREFILL

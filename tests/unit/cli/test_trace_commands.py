@@ -58,20 +58,24 @@ def test_a_text_becomes_a_trace(recorded: Path) -> None:
 def test_replay_prints_the_policy_beside_its_baselines(recorded: Path) -> None:
     result = run("replay", recorded)
     assert result.exit_code == 0, result.stderr
-    names = [line.split()[0].rstrip(",") for line in result.stdout.splitlines() if "%" in line]
-    assert names == ["dymoe", "lru", "Belady"]
-    assert "bound, one precision" in result.stdout
+    table, agreement = result.stdout.split("policy: ")
+    names = [line.split()[0].rstrip(",") for line in table.splitlines() if " % " in line]
+    assert names == ["reads:", "dymoe", "lru", "Belady", "recorded"]
+    assert "bound, one precision" in table
+    assert "recorded       replayed" in agreement
+    assert "of requests" in agreement
 
 
 def test_options_reach_the_replay(recorded: Path) -> None:
     result = run(
         *("replay", recorded, "--json", "--policy=lru", "--expert-ram=1MiB", "--bandwidth=1GB"),
-        *("--latency-us=70", "--io-threads=3", "--compute-ms=2.5"),
+        *("--latency-us=70", "--io-threads=3", "--compute-ms=2.5", "--transition-rate=0"),
     )
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert list(found["runs"]) == ["lru"]
     wanted = {"expert_bytes": 1 << 20, "bandwidth": 10**9, "latency_us": 70, "io_threads": 3}
+    wanted |= {"transition_rate": 0, "clock": "simulated", "agreement": None}
     assert wanted.items() <= found.items()
     assert found["compute_ms"]["decode_token"] == 2.5
     assert found["runs"]["lru"]["tpot_ms_mean"] > 2.5
@@ -108,6 +112,8 @@ USAGE = [
     (["replay", "t.npz", "--io-threads", "0"], "is not in the range"),
     (["replay", "t.npz", "--bandwidth", "fast"], "'fast' is not a size"),
     (["replay", "t.npz", "--prefetch", "maybe"], "is not one of"),
+    (["replay", "t.npz", "--clock", "stopped"], "is not one of"),
+    (["replay", "t.npz", "--transition-rate", "00"], "must be more than zero"),
 ]
 
 
@@ -133,6 +139,7 @@ def test_refused_in_one_sentence(model: Path, recorded: Path, tmp_path: Path) ->
         (("replay", model), "not a trace"),
         (("replay", tmp_path / "no.npz"), "No such file"),
         (("replay", recorded, "--policy=plain"), "no store to replay"),
+        (("replay", recorded, "--clock=recorded"), "with dymoe none did: leave it out"),
         (
             ("replay", recorded, "--expert-ram=4096"),
             "--expert-ram 4 KiB is too small: the smallest that works",
