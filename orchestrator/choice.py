@@ -40,8 +40,12 @@ def check_unused(config: Config) -> None:
     For what a command line asks for at once: a policy that is changed later, to compare, just
     leaves such options alone.
     """
-    if config.policy != DYNAEXQ and config.profile is not None:
-        raise ConfigError("--profile is for --policy dynaexq: leave it out, or ask for that policy")
+    for name in ("profile", "transition_rate"):
+        if config.policy != DYNAEXQ and getattr(config, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{option} is for --policy dynaexq: leave it out, or ask for that policy"
+            )
     if config.renormalize and config.low_tier != SKIP_TIER:
         raise ConfigError("--renormalize is for --low-tier skip: leave it out, or ask for that")
     if config.policy not in _UNUSED:

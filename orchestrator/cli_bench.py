@@ -224,17 +224,24 @@ def prefill(as_json: bool, prompts: str | None, **options: Any) -> None:
     metavar="LIST",
     help="Intervals of dynaexq in decode steps.  [default: 8,16,32,64,128]",
 )
-def topics(as_json: bool, updates: str | None, **options: Any) -> None:
+@click.option(
+    "--rates",
+    metavar="LIST",
+    help="What its exchange of experts may read, in MiB a second, 0 for no limit; as "
+    "16,32,64,128,256,512,0.  [default: the usual one alone]",
+)
+def topics(as_json: bool, updates: str | None, rates: str | None, **options: Any) -> None:
     """dynaexq while the topic changes.
 
-    How even its steps stay, how soon the hot set has followed, and how many experts are promoted
-    with and without hysteresis.
+    How even its steps stay, how soon the hot set has followed, how many experts are promoted
+    with and without hysteresis, and what the slowest steps have in common.
     """
     from orchestrator.bench import TopicOptions, render_topics, run_topics
-    from orchestrator.bench.topics import parse_updates
+    from orchestrator.bench.topics import parse_numbers
 
     given = _given(options)
-    if updates is not None:
-        given["updates"] = parse_updates(updates)
+    for name, text in (("updates", updates), ("rates", rates)):
+        if text is not None:
+            given[name] = parse_numbers(text)
     result = run_topics(TopicOptions(**given), _note)
     click.echo(json.dumps(result) if as_json else render_topics(result))

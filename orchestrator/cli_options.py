@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gguf_tools.units import format_size
 from orchestrator.cli_files import model_path
-from orchestrator.config import Config, parse_size
+from orchestrator.config import TRANSITION_RATE, Config, parse_size
 from orchestrator.console import Console
 from orchestrator.errors import MoeEdgeError
 
@@ -131,6 +132,13 @@ model_options = together(
         type=FILE,
         metavar="FILE",
         help="Where dynaexq keeps which experts were used; without it, a chat uses the user cache.",
+    ),
+    click.option(
+        "--transition-rate",
+        callback=rate,
+        metavar="SIZE",
+        help="What dynaexq may read in a second beside decoding, as 64MiB; 0: no limit.  "
+        f"[default: {format_size(TRANSITION_RATE)}]",
     ),
     click.option("--ctx", type=int, metavar="N", help=f"Context in tokens.  {_default('ctx')}"),
     click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores]"),

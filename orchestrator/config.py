@@ -108,7 +108,7 @@ class Config:
     hysteresis: float = 0.25
     rank_slack: int = 0
     hot_experts: int | None = None
-    transition_rate: int = TRANSITION_RATE
+    transition_rate: int | None = None
     profile: Path | None = None
     remember: bool = False
     prompts_pass: bool = True
@@ -146,6 +146,11 @@ class Config:
         """A checked copy with some settings replaced."""
         unchanged = {field.name: getattr(self, field.name) for field in fields(self)}
         return Config.build(**(unchanged | settings))
+
+    @property
+    def transition_bytes_per_s(self) -> int:
+        """transition_rate, or what it is where nothing is said."""
+        return TRANSITION_RATE if self.transition_rate is None else self.transition_rate
 
     def _check(self) -> None:
         for name, kinds, optional in _TYPES:
@@ -206,7 +211,7 @@ _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
     ("hysteresis", (float, int), False),
     ("rank_slack", (int,), False),
     ("hot_experts", (int,), True),
-    ("transition_rate", (int,), False),
+    ("transition_rate", (int,), True),
     ("profile", (Path,), True),
     ("remember", (bool,), False),
     ("prompts_pass", (bool,), False),

@@ -437,7 +437,7 @@ class Engine:
         self, policy: Counting, share: float, progress: Callable[[float], None] | None
     ) -> None:
         """Reads every expert in its first version, so that no token waits for one."""
-        self.store.set_transition_rate(self.config.transition_rate)
+        self.store.set_transition_rate(self.config.transition_bytes_per_s)
         self.store.warm(
             policy.start(),
             (lambda done: progress(share + (1 - share) * done)) if progress else None,

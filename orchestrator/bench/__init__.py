@@ -5,7 +5,8 @@ from orchestrator.bench.plan import BenchOptions
 from orchestrator.bench.prefill import PrefillOptions, render_prefill, run_prefill
 from orchestrator.bench.report import render
 from orchestrator.bench.run import run
-from orchestrator.bench.topics import TopicOptions, render_topics, run_topics
+from orchestrator.bench.topics import TopicOptions, run_topics
+from orchestrator.bench.topics_report import render_topics
 
 __all__ = [
     "AblationOptions",

@@ -19,6 +19,7 @@ from typing import Any
 
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.bench.job import PROMPT, Job, Part
+from orchestrator.bench.marks import Marks
 from orchestrator.errors import MoeEdgeError
 
 ROUTING_CHUNKS = 8
@@ -66,11 +67,12 @@ def play(
     draw: Draw,
     watch: Watch,
     topics: Sequence[Draw] = (),
+    marks: Marks | None = None,
 ) -> list[dict[str, Any]]:
     """Times every part, in order: {"name", "tokens", "ms"}, one time for each prompt or step.
 
     watch(result) is entered before a part and left after it, and may add to the result. topics
-    are the sources of the parts that have one. Tokens
+    are the sources of the parts that have one. marks adds "marks", one for each time. Tokens
     are drawn for whole parts, so that one that ends early does not change those after it.
     """
     results = []
@@ -82,6 +84,9 @@ def play(
         steps = [tokens] if part.kind == PROMPT else [[token] for token in tokens]
         result: dict[str, Any] = {"name": part.name, "tokens": 0, "ms": []}
         with watch(result):
+            if marks is not None:
+                result["marks"] = []
+                marks.start()
             deadline = perf_counter() + part.seconds
             for step in steps:
                 before = perf_counter()
@@ -89,6 +94,8 @@ def play(
                 now = perf_counter()
                 result["ms"].append((now - before) * 1e3)
                 result["tokens"] += len(step)
+                if marks is not None:
+                    result["marks"].append(marks.take())
                 pos += len(step)
                 if now > deadline and len(result["ms"]) >= part.at_least:
                     break
@@ -133,7 +140,8 @@ def run_engine(job: Job) -> dict[str, Any]:
         watch: Watch = _store_watch(engine.store) if managed else lambda result: nullcontext()
         result: dict[str, Any] = {"mode": engine.mode}
         topics = topic_streams(job, n_vocab, engine.tokenize)
-        result["parts"] = play(job.parts, engine.eval, draw, watch, topics)
+        marks = Marks(engine) if managed and job.marks else None
+        result["parts"] = play(job.parts, engine.eval, draw, watch, topics, marks)
         result["policy"] = engine.policy.report() if managed else {}
         if managed and job.routing:
             more = _source(job, job.seed + 1, n_vocab, engine.tokenize)

@@ -56,7 +56,8 @@ class Job:
     """What to measure. settings: of PlainModel ("upstream") or Config ("engine").
 
     text: a file of conversations to take the tokens from; without it they are random.
-    warm: read every expert before the first token. routing: also count expert use.
+    warm: read every expert before the first token. routing: also count expert use. marks: say
+    of each decode step what else happened in it (orchestrator.bench.marks).
     """
 
     system: str
@@ -71,6 +72,7 @@ class Job:
     text: str | None = None
     warm: bool = False
     routing: bool = False
+    marks: bool = False
 
     @property
     def decode_seconds(self) -> float:

@@ -139,6 +139,7 @@ class Loop:
             text=str(DEMO_TEXT) if options.trained else None,
             warm=case.cap is None,
             routing=case.role == "reference" and number == 0,
+            marks=options.marks,
         )
 
     def _spawn(self, job: Job, group: host.MemoryGroup | None) -> Result:

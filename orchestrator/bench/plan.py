@@ -80,6 +80,11 @@ class BenchOptions:
         return not (self.quick or self.trained)
 
     @property
+    def marks(self) -> bool:
+        """Whether decode steps are marked with what else happened in them."""
+        return False
+
+    @property
     def n_ubatch(self) -> int:
         """Tokens that are evaluated at once."""
         return self.prompt_tokens

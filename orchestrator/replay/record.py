@@ -236,7 +236,7 @@ def _header(
         hysteresis=float(config.hysteresis),
         rank_slack=config.rank_slack,
         hot_experts=config.hot_experts,
-        transition_rate=config.transition_rate,
+        transition_rate=config.transition_bytes_per_s,
         transition_bytes=transition_bytes,
         expert_bytes=plan.budget_bytes,
         io_threads=config.io_threads,

@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from orchestrator.bench import TopicOptions, render_topics, topics
 from orchestrator.bench.child import play, topic_streams
 from orchestrator.bench.job import DECODE, Job, context_tokens
+from orchestrator.bench.marks import Marks, of_slowest
 from orchestrator.bench.models import DEMO_TEXT
 from orchestrator.bench.topics import (
     ALL_LOW,
     FIXED,
     RESTLESS,
-    WINDOW,
-    parse_updates,
+    parse_numbers,
     topic_cases,
-    topic_row,
 )
+from orchestrator.bench.topics_report import WINDOW, goals, topic_row, topic_rows
 from orchestrator.errors import ConfigError
 
 
@@ -33,6 +35,8 @@ from orchestrator.errors import ConfigError
         ({"updates": ()}, "updates"),
         ({"updates": (0, 8)}, "updates"),
         ({"updates": (8, 8)}, "updates"),
+        ({"rates": (8, 8)}, "rates"),
+        ({"rates": (-1,)}, "rates"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -41,9 +45,9 @@ def test_bad_options_are_named(options, message):
 
 
 def test_intervals_are_numbers():
-    assert parse_updates("8,16") == (8, 16)
+    assert parse_numbers("8,16") == (8, 16)
     with pytest.raises(ConfigError, match="8,16,32"):
-        parse_updates("8;16")
+        parse_numbers("8;16")
 
 
 def test_topics_take_turns_and_the_last_one_stays():
@@ -60,6 +64,20 @@ def test_topics_take_turns_and_the_last_one_stays():
     names = [case.name for case in topic_cases(options) if case.cap == 0.8]
     assert names[1:3] == [ALL_LOW, FIXED]
     assert names[-1] == RESTLESS
+
+
+def test_rates_are_cases_at_the_usual_interval():
+    options = TopicOptions(updates=(8, 16), rates=(64, 0))
+    *_, restless, slow, unlimited = topic_cases(options)
+    assert [case.name for case in (restless, slow, unlimited)] == [
+        RESTLESS,
+        "64 MiB/s",
+        "no rate limit",
+    ]
+    assert slow.settings["transition_rate"] == 64 << 20
+    assert unlimited.settings["transition_rate"] == 0
+    assert {case.settings["update_steps"] for case in (restless, slow, unlimited)} == {8}
+    assert TopicOptions().usual == 32
 
 
 def job(text: Path | None) -> Job:
@@ -126,24 +144,70 @@ def measured_run():
     """Topic 1 finds 4 of 10 high, and all in its third window; topic 2 at once."""
     shares = {"topic 0": [8, 8, 8, 8], "topic 1": [4, 6, 10, 10], "topic 2": [10, 10, 10, 10]}
     parts = [window(name, high) for name, highs in shares.items() for high in highs]
-    parts[0]["ms"][0] = 4.0
+    parts[0]["ms"][:4] = [4.0] * 4  # 2 % of the steps
+    for part in parts:
+        part["marks"] = [0] * WINDOW
+    parts[0]["marks"][:4] = [1, 1, 1, 1]
     return {"mode": "managed: dynaexq", "parts": [*parts, window("steady", 8, promoted=1)]}
 
 
-def test_figures_follow_from_what_was_measured():
+def dynaexq_case():
     options = TopicOptions(tokens=64, switches=2, steady=16)
-    case = next(case for case in topic_cases(options) if case.name == "every 32 steps")
-    row = topic_row(options, case, [measured_run()], 1 << 30)
+    return next(case for case in topic_cases(options) if case.name == "every 32 steps")
+
+
+def test_figures_follow_from_what_was_measured():
+    case = dynaexq_case()
+    row = topic_row(2, case, [measured_run()], 1 << 30)
     assert row["tpot_ms_p50"] == 2.0
     assert row["adapted"] == (2 * WINDOW + 0) / 2
-    assert row["high"] == pytest.approx((0.8 + 1.0 + 1.0) / 3)
-    minutes = (12 * WINDOW * 2.0 + 2.0) / 60e3
+    assert row["steady_high"] == pytest.approx((0.8 + 1.0 + 1.0) / 3)
+    assert row["high"] == pytest.approx((0.8 + 0.75 + 1.0) / 3)
+    minutes = (12 * WINDOW * 2.0 + 4 * 2.0) / 60e3
     assert row["promotions_per_minute"] == pytest.approx(12 * 3 / minutes)
     assert row["steady_promotions_per_minute"] == pytest.approx(60e3 / (WINDOW * 2.0))
     assert (row["waited_ms"], row["demand_bytes"], row["transition_bytes"]) == (0.0, 0, 65)
     assert row["p99_of_p50"] >= 1.0
-    failed = topic_row(options, case, [{"error": "does not fit"}], None)
+    assert row["slowest"]["published"] == [1.0, pytest.approx(4 / (12 * WINDOW))]
+    assert row["slowest"]["read"] == [0.0, 0.0]
+    failed = topic_row(2, case, [{"error": "does not fit"}], None)
     assert failed["error"] == "does not fit"
+
+
+def test_rows_are_compared_within_a_run():
+    """Resident: 1 and 4 ms; dynaexq 2 ms in both runs; mmap 30 and 60 ms. The goals follow."""
+
+    def run(ms, **more):
+        parts = [window(f"topic {at}", 5, ms) for at in range(3) for _ in range(4)]
+        return {"parts": [*parts, window("steady", 5, ms, **more)]}
+
+    options = TopicOptions(tokens=64, switches=2, steady=16, updates=(32,))
+    listed = topic_cases(options)
+    times = {"our managed path": (1.0, 4.0), "upstream mmap": (30.0, 60.0)}
+    results = {
+        case.key: [run(ms, promoted=0 if case.name != RESTLESS else 4) for ms in pair]
+        for case in listed
+        for pair in [times.get(case.name, (2.0, 2.0))]
+    }
+    rows = topic_rows(2, listed, results, lambda case: None)
+    row = next(row for row in rows if row["name"] == "every 32 steps")
+    assert row["of_speed"] == (0.5 + 2.0) / 2
+    assert row["of_mmap"] == (15 + 30) / 2
+    assert row["of_spread"] == 1.0
+    assert "of_speed" not in next(row for row in rows if row["role"] == "reference")
+    found = {
+        goal["name"]: (goal["value"], goal["met"]) for goal in goals(rows, row["name"], RESTLESS)
+    }
+    assert found == {
+        "speed, of upstream mmap": (22.5, True),
+        "speed, of everything resident": (1.25, True),
+        "p99 / p50": (1.0, True),
+        "waited, ms": (0.0, True),
+        "promotions on a steady text, of those without": (0.0, True),
+    }
+    slow = {**row, "p99_of_p50": 1.6, "of_speed": 0.9, "of_mmap": 3.0, "waited_ms": 0.5}
+    assert [goal["met"] for goal in goals([slow], row["name"], RESTLESS)] == [False] * 4
+    assert goals([{**row, "error": "no"}], row["name"], RESTLESS) == []
 
 
 def test_quick_topics_end_to_end(real_engine):
@@ -163,3 +227,29 @@ def test_quick_topics_end_to_end(real_engine):
     for name in rows:
         assert name in text
     json.dumps(report)
+
+
+def test_marks_tell_slow_steps_apart():
+    class Store:
+        read_us = experts_promoted = experts_demoted = 0
+
+        def stats(self):
+            return self
+
+    store = Store()
+    policy = SimpleNamespace(updates=0)
+    marks = Marks(SimpleNamespace(store=store, policy=policy))
+    store.experts_promoted, store.read_us = 5, 5
+    marks.start()
+    assert marks.take() & 0b111 == 0
+    store.experts_demoted = 1
+    assert marks.take() & 0b111 == 0b001
+    policy.updates += 1
+    store.read_us += 9
+    assert marks.take() & 0b111 == 0b110
+    grown = np.ones(1 << 20)  # 8 MB of new pages
+    assert marks.take() & 0b1000, grown.shape
+    found = of_slowest([1.0, 9.0, 2.0, 8.0], [0, 0b1, 0b10, 0b11], 0.5)
+    assert found["published"] == [1.0, 0.5]
+    assert found["renewed"] == [0.5, 0.5]
+    assert found["read"] == [0.0, 0.0]

@@ -126,6 +126,7 @@ REFUSED = [
     (["--policy", "dynaexq", "--retention", "1"], ["--retention has no effect"]),
     (["--policy", "dynaexq", "--expert-ram", "10KiB"], ["that works with the policy dynaexq is"]),
     (["--profile", "hot.json"], ["--profile is for --policy dynaexq"]),
+    (["--transition-rate", "0"], ["--transition-rate is for --policy dynaexq"]),
     (["--policy", "dynaexq", "--profile", "no/hot.json"], ["no/hot.json: there is no such folder"]),
     (["--policy", "lur"], ["unknown policy 'lur'", "lru", "dymoe"]),
     (["--high-tier", "q5_k"], ["q5_k", *TIERS]),
