@@ -37,7 +37,8 @@ from orchestrator.config import Config
 from orchestrator.footprint import scratch_bytes
 from orchestrator.hardware import Machine
 from orchestrator.plan import make_plan
-from orchestrator.replay.trace import FORMAT, read_trace, write_trace
+from orchestrator.replay.file import read_trace, write_trace
+from orchestrator.replay.trace import FORMAT
 
 ACCEPTED = "accepted"
 TIERS = {"q8_0": GGMLType.Q8_0, "q4_0": GGMLType.Q4_0}
