@@ -3,7 +3,7 @@
 from typing import Any
 
 from .experts import ExpertModel
-from .layout import KINDS, slot_bytes
+from .layout import KEY_CALIBRATION, KEY_QUANTIZATION, KINDS, slot_bytes
 from .units import format_size
 
 BUDGET_SHARES = (0.25, 0.40, 0.60, 0.80, 1.00)
@@ -62,9 +62,16 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
             }
             for index, tier in enumerate(model.tiers)
         ],
+        "quantization": _said(model, KEY_QUANTIZATION),
+        "calibration": _said(model, KEY_CALIBRATION),
         "fallbacks": list(model.fallbacks),
         "budgets": budgets,
     }
+
+
+def _said(model: ExpertModel, key: str) -> str | None:
+    """What a packed file says of how it was made, None where it says nothing."""
+    return str(model.metadata[key]) if key in model.metadata else None
 
 
 def _experts_per_layer(model: ExpertModel, tier: int, budget: int) -> int:
@@ -132,6 +139,10 @@ def render(facts: dict[str, Any]) -> str:
             ]
         )
     lines += _table(rows)
+    if facts["quantization"]:
+        lines.append(
+            f"  quantized by {facts['quantization']}; calibration: {facts['calibration'] or 'none'}"
+        )
     lines += [f"  fallback {text}" for text in facts["fallbacks"]]
     lines += ["", f"  experts per layer (of {facts['experts']}) that fit a budget, by tier:"]
     rows = [["expert slots", "", "RAM in all", *(tier["name"] for tier in facts["tiers"])]]
