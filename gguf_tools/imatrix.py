@@ -20,6 +20,7 @@ from .experts import ExpertModel
 from .layout import GATE, GATE_UP, MAGIC, UP, GGMLType, ValueType, expert_tensor_name
 from .quantize import Floats
 from .reader import GGUFFile, metadata_value
+from .streaming import sha256_of
 from .writer import GGUFWriter
 
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -45,7 +46,7 @@ class Entry(NamedTuple):
 @dataclass
 class Imatrix:
     """An importance matrix by tensor name. has_counts: the counts are tokens, as they are not in
-    files of the format before GGUF."""
+    files of the format before GGUF. sha256: of the file it was read from."""
 
     name: str
     entries: dict[str, Entry]
@@ -53,6 +54,7 @@ class Imatrix:
     chunk_count: int = 0
     chunk_size: int = 0
     has_counts: bool = True
+    sha256: str | None = None
 
     def summary(self) -> str:
         """One line for a file's metadata."""
@@ -61,7 +63,7 @@ class Imatrix:
             text += f" of {', '.join(self.datasets)}"
         if self.chunk_count and self.chunk_size:
             text += f", {self.chunk_count} chunks of {self.chunk_size} tokens"
-        return text
+        return text + (f", sha256 {self.sha256}" if self.sha256 else "")
 
 
 class ExpertImportance:
@@ -118,8 +120,9 @@ class ExpertImportance:
             return None
         shown = ", ".join(f"{e} of layer {il} ({n})" for il, e, n in self.weak[:_SHOWN])
         more = f" and {len(self.weak) - _SHOWN} more" if len(self.weak) > _SHOWN else ""
+        many = "s" if len(self.weak) > 1 else ""
         return (
-            f"{len(self.weak)} experts saw fewer than {LEAST_TOKENS} tokens of the calibration:"
+            f"{len(self.weak)} expert{many} saw fewer than {LEAST_TOKENS} tokens of the calibration:"
             f" {shown}{more}; the mean of the layer stands in for each of them"
         )
 
@@ -160,6 +163,7 @@ def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
         raise errors.FileAccessError(f"{path}: {error.strerror or error}") from error
     if found is None:
         found = _read_gguf(path)
+    found.sha256 = sha256_of(path)
     for name, entry in found.entries.items():
         for values in entry:
             if not (np.isfinite(values).all() and (values >= 0).all()):

@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from .experts import ExpertModel
-from .layout import KINDS, slot_bytes
+from .layout import KEY_CALIBRATION, KEY_QUANTIZATION, KINDS, slot_bytes
 from .units import format_size
 
 BUDGET_SHARES = (0.25, 0.40, 0.60, 0.80, 1.00)
@@ -64,11 +64,18 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
             }
             for index, tier in enumerate(model.tiers)
         ],
+        "quantization": _said(model, KEY_QUANTIZATION),
+        "calibration": _said(model, KEY_CALIBRATION),
         "fallbacks": list(model.fallbacks),
         "per_layer": _per_layer(model),
         "outside_layers_bytes": model.dense_bytes - sum(model.dense_layer_bytes),
         "budgets": budgets,
     }
+
+
+def _said(model: ExpertModel, key: str) -> str | None:
+    """What a packed file says of how it was made, None where it says nothing."""
+    return str(model.metadata[key]) if key in model.metadata else None
 
 
 def _experts_per_layer(model: ExpertModel, tier: int, budget: int) -> int:
@@ -158,6 +165,10 @@ def render(facts: dict[str, Any]) -> str:
             ]
         )
     lines += _table(rows)
+    if facts["quantization"]:
+        lines.append(
+            f"  quantized by {facts['quantization']}; calibration: {facts['calibration'] or 'none'}"
+        )
     lines += [f"  fallback {text}" for text in facts["fallbacks"]]
     lines += ["", "  bytes in each layer:", *_table(_layer_rows(facts))]
     lines.append(f"  outside of the layers: {format_size(facts['outside_layers_bytes'])}")

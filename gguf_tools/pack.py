@@ -314,7 +314,7 @@ def _how(
     by = quantizer or Rtn
     lower = [each.same is None for matrix in matrices for each in matrix.targets[1:]]
     said = str(model.metadata.get(layout.KEY_QUANTIZATION, by.method)).split(",")[0]
-    if quantizer is not None or all(lower) or said == by.method:
+    if quantizer is not None or all(lower) or said in (by.method, "ggml"):
         return by.method, by.calibration
     method = f"{said} and {by.method}" if any(lower) else said
     return method, str(model.metadata.get(layout.KEY_CALIBRATION, by.calibration))

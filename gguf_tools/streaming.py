@@ -1,7 +1,9 @@
-"""Jobs on all cores with bounded memory, stopped by the first error."""
+"""Jobs on all cores with bounded memory, stopped by the first error; files read in pieces."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,15 @@ def chunks(
     """(start, view) pieces of a byte range of a file, in order."""
     for start in range(0, nbytes, CHUNK_BYTES):
         yield start, file.bytes_at(offset + start, min(CHUNK_BYTES, nbytes - start))
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file's bytes, hexadecimal. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def run_all(jobs: Iterable[Job], threads: int, meter: Meter) -> None:

@@ -19,8 +19,10 @@ from orchestrator.cli_options import (
     FILE,
     answer_options,
     make_config,
+    method_options,
     model_options,
     open_engine,
+    quantizer,
 )
 from orchestrator.console import Console, progress_bar, strip_controls
 from orchestrator.errors import MoeEdgeError
@@ -135,16 +137,27 @@ def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
     type=click.Choice(["q8_0"]),
     help="Also quantize the F16 and F32 matrices that are not experts.",
 )
+@method_options
 @click.option("--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]")
-def pack(source: Path, target: Path, tiers: str, dense: str | None, threads: int | None) -> None:
+def pack(
+    source: Path, target: Path, tiers: str, dense: str | None, threads: int | None, **options: Any
+) -> None:
     """Write the experts of a GGUF in several precisions into one file."""
     from gguf_tools.pack import pack as run
 
     names = [name.strip().lower() for name in tiers.split(",") if name.strip()]
     if not names:
         raise click.UsageError("--tiers names no precision: write it as q8_0,q4_k,q2_k")
-    with progress_bar("Packing") as progress:
-        report = run(source, target, names, dense=dense, progress=progress, threads=threads)
+    with quantizer(source, threads, options) as chosen, progress_bar("Packing") as progress:
+        report = run(
+            source,
+            target,
+            names,
+            dense=dense,
+            quantizer=chosen,
+            progress=progress,
+            threads=threads,
+        )
     _print_report(report)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,10 +12,11 @@ import click
 from gguf_tools.units import format_size
 from orchestrator.cli_files import model_path
 from orchestrator.config import TRANSITION_RATE, Config, parse_size
-from orchestrator.console import Console
+from orchestrator.console import Console, progress_bar, strip_controls
 from orchestrator.errors import MoeEdgeError
 
 if TYPE_CHECKING:
+    from gguf_tools.methods import ExpertQuantizer
     from orchestrator.engine import Engine
 
 DEMO = Path("models/demo/moe-edge-demo.gguf")
@@ -165,6 +167,34 @@ answer_options = together(
 )
 
 
+method_options = together(
+    click.option(
+        "--method",
+        metavar="NAME",
+        help="How experts are quantized: rtn (to the nearest), imatrix (columns weighted by "
+        "what they see in a text).  [default: rtn]",
+    ),
+    click.option(
+        "--calib",
+        type=FILE,
+        metavar="TEXT",
+        help="The text that tells what matters; .jsonl records have a text each; .xz is unpacked.",
+    ),
+    click.option(
+        "--calib-tokens",
+        type=AT_LEAST_1,
+        metavar="N",
+        help="Use N tokens of it at most.  [default: 65536]",
+    ),
+    click.option(
+        "--imatrix",
+        type=FILE,
+        metavar="FILE",
+        help="An importance matrix of llama.cpp, in the place of a text.",
+    ),
+)
+
+
 def make_config(options: dict[str, Any]) -> Config:
     """The config of the options that were given; without --model, of the demo model."""
     chosen = given(options)
@@ -186,6 +216,28 @@ def demo_model() -> Path:
         if (folder / DEMO).is_file():
             return folder / DEMO
     raise MoeEdgeError(f"the demo model {DEMO} is not here: name a model with -m FILE.gguf")
+
+
+@contextmanager
+def quantizer(
+    source: Path, threads: int | None, options: dict[str, Any]
+) -> Iterator[ExpertQuantizer | None]:
+    """What method_options ask for, for the experts of a model; reads the text where one is
+    given."""
+    from orchestrator.calibrate.methods import Method, open_quantizer
+
+    renamed = {"name": "method", "calib": "calib", "imatrix": "imatrix", "tokens": "calib_tokens"}
+    chosen = given({name: options[option] for name, option in renamed.items()})
+    notes: list[str] = []
+    with ExitStack() as stack:
+        with progress_bar("Calibrating") as progress:
+            opened = open_quantizer(
+                Method(**chosen, threads=threads), source, progress, notes.append
+            )
+            method = stack.enter_context(opened)
+        for sentence in notes:
+            click.echo(strip_controls(f"Note: {sentence}"), err=True)
+        yield method
 
 
 def open_engine(config: Config, console: Console) -> Engine:

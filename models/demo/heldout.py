@@ -1,11 +1,13 @@
-"""Text and questions that the demo model never saw, for `moe-edge eval`.
+"""Text and questions that the demo model never saw, for `moe-edge eval`, and text to calibrate on.
 
-`python -m models.demo.heldout --data DIR --out FILE.jsonl [--choices FILE.jsonl]` writes JSON
-lines. In the text: answers of new conversations, each behind its conversation as context, since
-the model has not learned to write questions; and children's stories of the collection's held-out
-part. In the choices: the model's own facts and definitions in phrasings that training never
-showed, each with three answers to the same question about something else; and new stories of
-the kind that it tells, each to go on with one of four sentences.
+`python -m models.demo.heldout --data DIR --out FILE.jsonl [--choices FILE.jsonl]
+[--calibration FILE.jsonl]` writes JSON lines. In the text: answers of new conversations, each
+behind its conversation as context, since the model has not learned to write questions; and
+children's stories of the collection's held-out part. In the choices: the model's own facts and
+definitions in phrasings that training never showed, each with three answers to the same question
+about something else; and new stories of the kind that it tells, each to go on with one of four
+sentences. In the calibration text: other conversations of the kind that it learned, and stories
+that it learned from; none of the first text.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from models.demo import facts, tales
 from models.demo.sources import DataError, load_sources, records
 from models.demo.talk import FINAL_WEIGHTS, TERM_HELD_OUT, Sources, chat_documents, render
 
-SEED = 990_001  # never used in training
+SEED, CALIBRATION_SEED = 990_001, 880_001  # never used in training
 N_CHOICES = 4
 
 Record = dict[str, Any]
@@ -43,6 +45,18 @@ def chat_records(sources: Sources, count: int) -> Iterator[Record]:
 def story_records(data: Path, count: int) -> Iterator[Record]:
     found = itertools.islice(records(data, "valid/stories_ccby"), count)
     return ({"text": each["text"], "domain": "stories"} for each in found)
+
+
+def calibration_records(sources: Sources, data: Path, chats: int, stories: int) -> list[Record]:
+    """Whole conversations, and stories of the training's part of the collection."""
+    talk = chat_documents(sources, CALIBRATION_SEED, chats, FINAL_WEIGHTS, 0.5)
+    tell = itertools.islice(records(data, "train/stories_ccby"), stories)
+    return [
+        *mixed(
+            ({"text": "".join(text for text, _ in pieces), "domain": "chat"} for pieces in talk),
+            ({"text": each["text"], "domain": "stories"} for each in tell),
+        )
+    ]
 
 
 def mixed(*parts: Iterable[Record]) -> Iterator[Record]:
@@ -135,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--data", type=Path, required=True)
     p.add_argument("--out", type=Path, required=True, help="the text, for --text")
     p.add_argument("--choices", type=Path, help="also write questions, for --choices")
+    p.add_argument("--calibration", type=Path, help="also write text to calibrate on")
     p.add_argument("--chats", type=int, default=160, help="conversations of the text")
     p.add_argument("--stories", type=int, default=20, help="stories of the text")
     p.add_argument("--questions", type=int, default=400, help="half of them facts")
@@ -157,6 +172,10 @@ def main(argv: list[str] | None = None) -> int:
             for question in rng.sample(found, min(args.questions // len(kinds), len(found)))
         ]
         print(f"{args.choices}: {write(args.choices, chosen)} questions")
+    if args.calibration:
+        # About 130,000 tokens.
+        found = calibration_records(sources, args.data, 800, 80)
+        print(f"{args.calibration}: {write(args.calibration, found)} texts to calibrate on")
     return 0
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from gguf_tools.streaming import sha256_of
 from orchestrator.calibrate.capture import WINDOW
 from orchestrator.errors import ConfigError
 from orchestrator.eval.text import Tokenizer, read_documents, windows_of
@@ -39,18 +39,10 @@ def read_calibration(
     document each. Raises ConfigError for a text that cannot be read or is too short."""
     documents = read_documents(path)
     cut = windows_of(tokenizer, documents, window, limit)
-    found = Calibration(path.name, _digest(path), [each.tokens for each in cut])
+    found = Calibration(path.name, sha256_of(path), [each.tokens for each in cut])
     if found.n_tokens < LEAST_TOKENS:
         raise ConfigError(
             f"{path}: {found.n_tokens} tokens are too few to calibrate on, {LEAST_TOKENS} are the"
             " least: give more text"
         )
     return found
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

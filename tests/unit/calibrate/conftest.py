@@ -1,0 +1,40 @@
+"""Random-weight models in F16, and a text for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.quantize import Ggml, load
+from orchestrator.errors import MoeEdgeError
+from orchestrator.llama import Bindings
+
+TEXT = (
+    "The fox sat by the river and looked at the stars. It was late, and nobody came. "
+    "In the morning a boat went by with three old men, who sang. "
+)
+
+
+@pytest.fixture(scope="session")
+def ggml() -> Ggml:
+    try:
+        Bindings.load()
+        return load()
+    except MoeEdgeError as error:
+        pytest.skip(f"no built llama.cpp: {error}")
+
+
+@pytest.fixture(scope="session")
+def model(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    synthetic.write(path, "tiny-qwen3moe", tiers=("f16",), routing="zipf", zipf_s=2.0, seed=1)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "calib.txt"
+    path.write_text(TEXT * 6)
+    return path

@@ -1,0 +1,149 @@
+"""What is captured is what the model's experts multiply."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from expert_weights import weights
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from gguf_tools.layout import DOWN, GATE, GATE_UP, UP
+from gguf_tools.quantize import Ggml
+from orchestrator.calibrate import Capture, read_calibration
+from orchestrator.calibrate.spill import Rows
+from orchestrator.errors import ConfigError, GGUFError
+from orchestrator.eval.similarity import dense
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+@pytest.fixture
+def capture(model: Path):
+    with Capture(model, 128, threads=1) as found:
+        yield found
+
+
+def test_inputs_ids_and_weights_fit_each_other(
+    capture: Capture, model: Path, text: Path, ggml: Ggml
+) -> None:
+    calibration = read_calibration(capture, text, window=128)
+    with ExpertModel.open(model) as facts:
+        for seen in capture.layers(calibration.windows):
+            assert seen.n_tokens == calibration.n_tokens > 256
+            router = dense(facts, f"blk.{seen.il}.ffn_gate_inp.weight")
+            bias = dense(facts, f"blk.{seen.il}.exp_probs_b.bias")
+            assert router is not None and bias is None
+            for expert in np.flatnonzero(seen.counts()):
+                token, slot = seen.places(expert)
+                assert (seen.ids[token, slot] == expert).all()
+                x, hidden = seen.inputs(GATE, expert), seen.inputs(DOWN, expert)
+                assert np.array_equal(x, seen.inputs(UP, expert))
+                gate, up = (weights(facts, seen.layer, k, expert, ggml) for k in (GATE, UP))
+                expected = silu(x @ gate.T) * (x @ up.T)
+                assert np.abs(hidden - expected).max() < 0.01 * np.abs(expected).max()
+                # The router's input is the experts' here: its softmax over the chosen ones.
+                logits = x @ router.T
+                chosen = np.take_along_axis(logits, seen.ids[token], axis=1)
+                assert np.array_equal(
+                    np.sort(seen.ids[token], axis=1),
+                    np.sort(np.argsort(-logits, axis=1)[:, : seen.ids.shape[1]], axis=1),
+                )
+                share = np.exp(chosen - chosen.max(axis=1, keepdims=True))
+                share /= share.sum(axis=1, keepdims=True)
+                assert np.allclose(seen.weights[token], share, atol=0.01)
+                assert np.array_equal(seen.gates(expert), seen.weights[token, slot])
+            assert seen.counts().sum() == seen.ids.size
+
+
+def test_several_passes_see_what_one_sees(capture: Capture, text: Path) -> None:
+    windows = read_calibration(capture, text, limit=300, window=128).windows
+    shares: list[float] = []
+    once = [
+        (seen.layer, seen.il, seen.ids.copy(), seen.inputs(DOWN, 0), seen.inputs(GATE, 0))
+        for seen in capture.layers(windows)
+    ]
+    passes = capture.layers(windows, spill_bytes=1, progress=shares.append)
+    for (layer, il, ids, hidden, x), seen in zip(once, passes, strict=True):
+        assert (seen.layer, seen.il) == (layer, il)
+        assert np.array_equal(seen.ids, ids)
+        assert np.array_equal(seen.inputs(DOWN, 0), hidden)
+        assert np.array_equal(seen.inputs(GATE, 0), x)
+        assert np.array_equal(seen.inputs(GATE, 0, 1, 4), x[1:4])
+    assert shares == sorted(shares) and shares[-1] == 1
+    assert len(shares) == 3 * len(windows)
+    (one,) = capture.layers(windows, [2])
+    assert (one.layer, one.il) == (2, 2) and np.array_equal(one.ids, once[2][2])
+
+
+def test_fused_matrices_behind_a_dense_layer(ggml: Ggml, text: Path, tmp_path: Path) -> None:
+    path = synthetic.write(tmp_path / "m.gguf", "tiny-deepseek2-fused", tiers=("f16",), seed=2)
+    with Capture(path, 128, threads=1) as capture, ExpertModel.open(path) as facts:
+        windows = read_calibration(capture, text, limit=300, window=128).windows
+        found = list(capture.layers(windows, [0]))
+        assert [(seen.layer, seen.il) for seen in found] == [(0, 1)]
+        (seen,) = capture.layers(windows, [0])
+        expert = int(np.argmax(seen.counts()))
+        both = seen.inputs(GATE_UP, expert) @ weights(facts, 0, GATE_UP, expert, ggml).T
+        gate, up = np.split(both, 2, axis=1)
+        hidden = seen.inputs(DOWN, expert)
+        assert np.abs(hidden - silu(gate) * up).max() < 0.01 * np.abs(hidden).max()
+
+
+def test_what_the_sink_raises_comes_out(capture: Capture, text: Path) -> None:
+    windows = read_calibration(capture, text, window=128).windows
+
+    def refuse(*_: object) -> None:
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        capture.read(windows, [0], refuse)
+    # The next run is a new one.
+    seen: list[int] = []
+    capture.read(windows[:1], [1], lambda layer, *_: seen.append(layer))
+    assert seen == [1]
+
+
+def test_a_full_disk_is_a_sentence(
+    capture: Capture, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = read_calibration(capture, text, window=128).windows
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 999, 1))
+    with pytest.raises(ConfigError, match=r"3 layers take .* only 1 B are free"):
+        next(capture.layers(windows, folder=tmp_path))
+    assert not list(tmp_path.glob("moe-edge-*"))
+
+
+def test_a_short_text_is_refused(capture: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("Too short to calibrate on.")
+    with pytest.raises(ConfigError, match=r"short\.txt: \d+ tokens are too few to calibrate on"):
+        read_calibration(capture, path)
+
+
+def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "no.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(GGUFError, match=r"no\.gguf"):
+        Capture(path)
+
+
+def test_rows_keep_any_magnitude(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((6, 2, 40), np.float32)
+    values *= np.array([1e-30, 1e-6, 1, 1e5, 1e30, 0], np.float32)[:, None, None]
+    rows = Rows(tmp_path / "x", 6, (2, 40))
+    rows.put(0, values[:4])
+    rows.put(4, values[4:])
+    found = rows.take(np.arange(12)).reshape(6, 2, 40)
+    largest = np.abs(values).max(axis=2, keepdims=True)
+    assert (np.abs(found - values) <= 2**-11 * np.abs(values) + 2**-24 * largest).all()
+    assert np.array_equal(rows.take(np.array([3])), found[1, 1:])
+    assert (tmp_path / "x").stat().st_size == Rows.n_bytes(6, (2, 40))
