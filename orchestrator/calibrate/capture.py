@@ -87,10 +87,12 @@ class LayerActivations:
         token, slot = np.divmod(order[bounds[expert] : bounds[expert + 1]], self.ids.shape[1])
         return token, slot
 
-    def inputs(self, kind: int, expert: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+    def inputs(
+        self, kind: int, expert: int, start: int = 0, stop: int | None = None, step: int = 1
+    ) -> np.ndarray:
         """Rows that an expert's matrix multiplied, float32 [n, row length], in order of token;
-        start and stop choose among them, so that no more need be in memory at once."""
-        token, slot = (each[start:stop] for each in self.places(expert))
+        start, stop and step choose among them, so that no more need be in memory at once."""
+        token, slot = (each[start:stop:step] for each in self.places(expert))
         rows = self.hidden if kind == DOWN else self.x
         return rows.take(token * rows.per_token + (slot if rows.per_token > 1 else 0))
 

@@ -23,7 +23,13 @@ LAYERS = (
     ),
     ("orchestrator.native",),
     ("orchestrator.policy", "orchestrator.sampling", "orchestrator.template"),
-    ("orchestrator.hardware", "orchestrator.profile", "orchestrator.llama", "orchestrator.meter"),
+    (
+        "orchestrator.hardware",
+        "orchestrator.losses",
+        "orchestrator.profile",
+        "orchestrator.llama",
+        "orchestrator.meter",
+    ),
     ("orchestrator.sequences", "orchestrator.observe"),
     ("orchestrator.engine",),
     (
@@ -36,7 +42,12 @@ LAYERS = (
     ),
     ("orchestrator.cli_files",),
     ("orchestrator.cli_options",),
-    ("orchestrator.cli_bench", "orchestrator.cli_eval", "orchestrator.cli_replay"),
+    (
+        "orchestrator.cli_bench",
+        "orchestrator.cli_calibrate",
+        "orchestrator.cli_eval",
+        "orchestrator.cli_replay",
+    ),
     ("orchestrator.cli",),
     ("orchestrator.__main__",),
 )
@@ -47,6 +58,7 @@ ONLY = {
     "click": (
         "orchestrator.cli",
         "orchestrator.cli_bench",
+        "orchestrator.cli_calibrate",
         "orchestrator.cli_eval",
         "orchestrator.cli_files",
         "orchestrator.cli_options",
