@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expert_weights import weights
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.layout import DOWN, GATE, GATE_UP, UP
 from gguf_tools.quantize import Ggml
 from orchestrator.calibrate import Capture, read_calibration
+from orchestrator.calibrate.compute import stored
 from orchestrator.calibrate.spill import Rows
 from orchestrator.errors import ConfigError, GGUFError
 from orchestrator.eval.similarity import dense
@@ -45,7 +45,7 @@ def test_inputs_ids_and_weights_fit_each_other(
                 assert (seen.ids[token, slot] == expert).all()
                 x, hidden = seen.inputs(GATE, expert), seen.inputs(DOWN, expert)
                 assert np.array_equal(x, seen.inputs(UP, expert))
-                gate, up = (weights(facts, seen.layer, k, expert, ggml) for k in (GATE, UP))
+                gate, up = (stored(facts, seen.layer, k, expert, ggml) for k in (GATE, UP))
                 expected = silu(x @ gate.T) * (x @ up.T)
                 assert np.abs(hidden - expected).max() < 0.01 * np.abs(expected).max()
                 # The router's input is the experts' here: its softmax over the chosen ones.
@@ -90,7 +90,7 @@ def test_fused_matrices_behind_a_dense_layer(ggml: Ggml, text: Path, tmp_path: P
         assert [(seen.layer, seen.il) for seen in found] == [(0, 1)]
         (seen,) = capture.layers(windows, [0])
         expert = int(np.argmax(seen.counts()))
-        both = seen.inputs(GATE_UP, expert) @ weights(facts, 0, GATE_UP, expert, ggml).T
+        both = seen.inputs(GATE_UP, expert) @ stored(facts, 0, GATE_UP, expert, ggml).T
         gate, up = np.split(both, 2, axis=1)
         hidden = seen.inputs(DOWN, expert)
         assert np.abs(hidden - silu(gate) * up).max() < 0.01 * np.abs(hidden).max()
