@@ -122,8 +122,8 @@ class ExpertImportance:
         more = f" and {len(self.weak) - _SHOWN} more" if len(self.weak) > _SHOWN else ""
         many = "s" if len(self.weak) > 1 else ""
         return (
-            f"{len(self.weak)} expert{many} saw fewer than {LEAST_TOKENS} tokens of the calibration:"
-            f" {shown}{more}; the mean of the layer stands in for each of them"
+            f"{len(self.weak)} expert{many} saw fewer than {LEAST_TOKENS} tokens of the"
+            f" calibration: {shown}{more}; the mean of the layer stands in for each of them"
         )
 
 

@@ -253,10 +253,9 @@ def unusable(name: str) -> str:
     return f"tier {name} is for special models only; known tiers are {known}"
 
 
-def parse_tiers(names: Sequence[str], importance: bool = False) -> list[GGMLType]:
-    """ggml types of tier names; QuantizeError unless they are known, at most
-    ``layout.MAX_TIERS``, and listed best first by bits per weight. importance: types that
-    need an importance matrix are fine, too."""
+def parse_types(names: Sequence[str], importance: bool = False) -> list[GGMLType]:
+    """ggml types of tier names; QuantizeError for unknown ones. importance: types that need an
+    importance matrix are fine, too."""
     usable = TIER_TYPES + IMPORTANCE_TYPES if importance else TIER_TYPES
     types = []
     for name in names:
@@ -264,6 +263,13 @@ def parse_tiers(names: Sequence[str], importance: bool = False) -> list[GGMLType
         if found is None or found not in usable:
             raise QuantizeError(unusable(name))
         types.append(found)
+    return types
+
+
+def parse_tiers(names: Sequence[str], importance: bool = False) -> list[GGMLType]:
+    """As ``parse_types``; QuantizeError, too, unless there are at most ``layout.MAX_TIERS``,
+    listed best first by bits per weight."""
+    types = parse_types(names, importance)
     if not 1 <= len(types) <= MAX_TIERS:
         raise QuantizeError(f"{len(types)} tiers; a file holds 1 to {MAX_TIERS}")
     for high, low in pairwise(types):

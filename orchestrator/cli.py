@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gguf_tools.units import format_size
-from orchestrator import cli_bench, cli_eval, cli_files, cli_replay
+from orchestrator import cli_bench, cli_calibrate, cli_eval, cli_files, cli_replay
 from orchestrator.cli_options import (
     AT_LEAST_1,
     FILE,
@@ -21,7 +21,9 @@ from orchestrator.cli_options import (
     make_config,
     method_options,
     model_options,
+    names_of,
     open_engine,
+    print_notes,
     quantizer,
 )
 from orchestrator.console import Console, progress_bar, strip_controls
@@ -145,7 +147,7 @@ def pack(
     """Write the experts of a GGUF in several precisions into one file."""
     from gguf_tools.pack import pack as run
 
-    names = [name.strip().lower() for name in tiers.split(",") if name.strip()]
+    names = names_of(tiers)
     if not names:
         raise click.UsageError("--tiers names no precision: write it as q8_0,q4_k,q2_k")
     with quantizer(source, threads, options) as chosen, progress_bar("Packing") as progress:
@@ -180,14 +182,14 @@ def _print_report(report: PackReport) -> None:
         f"{name} {bpw:.2f} bits {format_size(nbytes)}" for name, bpw, nbytes in report.tiers
     )
     click.echo(f"{report.path}: {format_size(report.nbytes)}, experts in {tiers}")
-    for sentence in (*report.fallbacks, *report.warnings):
-        click.echo(f"Note: {sentence}", err=True)
+    print_notes((*report.fallbacks, *report.warnings))
 
 
 cli.add_command(cli_files.inspect)
 cli.add_command(cli_files.pull)
 cli.add_command(cli_files.verify)
 cli.add_command(cli_bench.bench)
+cli.add_command(cli_calibrate.calibrate)
 cli.add_command(cli_eval.evaluate)
 cli.add_command(cli_replay.trace)
 cli.add_command(cli_replay.replay)

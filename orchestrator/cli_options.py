@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +17,7 @@ from orchestrator.errors import MoeEdgeError
 
 if TYPE_CHECKING:
     from gguf_tools.methods import ExpertQuantizer
+    from orchestrator.calibrate.methods import Method
     from orchestrator.engine import Engine
 
 DEMO = Path("models/demo/moe-edge-demo.gguf")
@@ -167,6 +168,12 @@ answer_options = together(
 )
 
 
+CALIB_TOKENS = click.option(
+    "--calib-tokens",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Use N tokens of it at most.  [default: 65536]",
+)
 method_options = together(
     click.option(
         "--method",
@@ -180,12 +187,7 @@ method_options = together(
         metavar="TEXT",
         help="The text that tells what matters; .jsonl records have a text each; .xz is unpacked.",
     ),
-    click.option(
-        "--calib-tokens",
-        type=AT_LEAST_1,
-        metavar="N",
-        help="Use N tokens of it at most.  [default: 65536]",
-    ),
+    CALIB_TOKENS,
     click.option(
         "--imatrix",
         type=FILE,
@@ -224,20 +226,36 @@ def quantizer(
 ) -> Iterator[ExpertQuantizer | None]:
     """What method_options ask for, for the experts of a model; reads the text where one is
     given."""
-    from orchestrator.calibrate.methods import Method, open_quantizer
+    from orchestrator.calibrate.methods import open_quantizer
 
-    renamed = {"name": "method", "calib": "calib", "imatrix": "imatrix", "tokens": "calib_tokens"}
-    chosen = given({name: options[option] for name, option in renamed.items()})
     notes: list[str] = []
     with ExitStack() as stack:
         with progress_bar("Calibrating") as progress:
-            opened = open_quantizer(
-                Method(**chosen, threads=threads), source, progress, notes.append
-            )
+            chosen = chosen_method(threads, options)
+            opened = open_quantizer(chosen, source, progress, notes.append)
             method = stack.enter_context(opened)
-        for sentence in notes:
-            click.echo(strip_controls(f"Note: {sentence}"), err=True)
+        print_notes(notes)
         yield method
+
+
+def chosen_method(threads: int | None, options: dict[str, Any]) -> Method:
+    """The method that was asked for."""
+    from orchestrator.calibrate.methods import Method
+
+    renamed = {"name": "method", "calib": "calib", "imatrix": "imatrix", "tokens": "calib_tokens"}
+    chosen = given({name: options.get(option) for name, option in renamed.items()})
+    return Method(**chosen, threads=threads)
+
+
+def names_of(text: str) -> list[str]:
+    """The names in a list that is written as q8_0,q4_k."""
+    return [name.strip().lower() for name in text.split(",") if name.strip()]
+
+
+def print_notes(sentences: Iterable[str]) -> None:
+    """What is odd about a result, on stderr."""
+    for sentence in sentences:
+        click.echo(strip_controls(f"Note: {sentence}"), err=True)
 
 
 def open_engine(config: Config, console: Console) -> Engine:

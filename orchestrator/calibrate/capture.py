@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +23,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.layout import DOWN, parse_expert_name
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
-from orchestrator.calibrate.spill import Rows
+from orchestrator.calibrate.spill import Rows, spill_folder
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.observe import Node, Observer
 
@@ -87,10 +86,12 @@ class LayerActivations:
         token, slot = np.divmod(order[bounds[expert] : bounds[expert + 1]], self.ids.shape[1])
         return token, slot
 
-    def inputs(self, kind: int, expert: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+    def inputs(
+        self, kind: int, expert: int, start: int = 0, stop: int | None = None, step: int = 1
+    ) -> np.ndarray:
         """Rows that an expert's matrix multiplied, float32 [n, row length], in order of token;
-        start and stop choose among them, so that no more need be in memory at once."""
-        token, slot = (each[start:stop] for each in self.places(expert))
+        start, stop and step choose among them, so that no more need be in memory at once."""
+        token, slot = (each[start:stop:step] for each in self.places(expert))
         rows = self.hidden if kind == DOWN else self.x
         return rows.take(token * rows.per_token + (slot if rows.per_token > 1 else 0))
 
@@ -164,25 +165,25 @@ class Capture:
         spill_bytes: int = SPILL_BYTES,
         folder: Path | None = None,
         progress: Progress | None = None,
-    ) -> Iterator[LayerActivations]:
+    ) -> Generator[LayerActivations, None, None]:
         """What each layer's experts saw over all windows, layers in increasing order (None: all).
 
         Goes over the windows once for as many layers as fit spill_bytes in a temporary file, at
-        least one; folder: where (None: the system's). An object is valid until the next is asked
+        least one; folder: where (None: spill_folder()). An object is valid until the next is asked
         for. Raises ConfigError where the disk is too small, NativeError as read does.
         """
         chosen = sorted(set(range(len(self.layer_ids)) if layers is None else layers))
         n_tokens = sum(len(window) for window in windows)
         groups = self._groups(chosen, n_tokens, spill_bytes)
+        where = folder or spill_folder()
         for number, group in enumerate(groups):
 
             def report(share: float, number: int = number) -> None:
                 if progress is not None:
                     progress((number + share) / len(groups))
 
-            with tempfile.TemporaryDirectory(prefix="moe-edge-", dir=folder) as spill:
-                self._check_space(Path(spill), group, n_tokens)
-                yield from self._pass(windows, group, n_tokens, Path(spill), report)
+            self._check_space(group, n_tokens, where)
+            yield from self._pass(windows, group, n_tokens, where, report)
 
     def _pass(
         self,
@@ -191,7 +192,7 @@ class Capture:
         n_tokens: int,
         folder: Path,
         progress: Progress,
-    ) -> Iterator[LayerActivations]:
+    ) -> Generator[LayerActivations, None, None]:
         starts = np.cumsum([0, *(len(window) for window in windows)])
         found: dict[int, LayerActivations] = {}
 
@@ -205,8 +206,8 @@ class Capture:
                     self.n_expert,
                     np.empty((n_tokens, k), np.int32),
                     np.empty((n_tokens, k), np.float32),
-                    Rows(folder / f"{layer}.x", n_tokens, seen.x.shape[1:]),
-                    Rows(folder / f"{layer}.hidden", n_tokens, seen.hidden.shape[1:]),
+                    Rows(folder, n_tokens, (seen.x.shape[1], seen.x.shape[2])),
+                    Rows(folder, n_tokens, (k, seen.hidden.shape[2])),
                 )
             start, stop = starts[number], starts[number + 1]
             each.ids[start:stop], each.weights[start:stop] = seen.ids, seen.weights
@@ -234,12 +235,12 @@ class Capture:
         k = self.n_expert_used
         return Rows.n_bytes(n_tokens, (1, n_embd)) + Rows.n_bytes(n_tokens, (k, n_ff))
 
-    def _check_space(self, folder: Path, group: list[int], n_tokens: int) -> None:
+    def _check_space(self, group: list[int], n_tokens: int, folder: Path) -> None:
         needed = sum(self._layer_bytes(layer, n_tokens) for layer in group)
         free = shutil.disk_usage(folder).free
         if needed > free:
             raise ConfigError(
-                f"{folder.parent}: the activations of {n_tokens} tokens in {len(group)} layers"
+                f"{folder}: the activations of {n_tokens} tokens in {len(group)} layers"
                 f" take {format_size(needed)}, but only {format_size(free)} are free: use fewer"
                 " tokens, or another folder (TMPDIR)"
             )

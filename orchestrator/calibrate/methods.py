@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import ExpertImportance, Imatrix, read_imatrix
-from gguf_tools.methods import ByImportance, ExpertQuantizer
-from gguf_tools.quantize import load
+from gguf_tools.imatrix import ExpertImportance, Imatrix, read_imatrix, write_imatrix
+from gguf_tools.methods import ByImportance, ExpertQuantizer, Rtn
+from gguf_tools.process import default_threads
+from gguf_tools.quantize import load, parse_types
 from orchestrator.calibrate.capture import Capture, Progress
 from orchestrator.calibrate.gather import gather
+from orchestrator.calibrate.measure import Run
 from orchestrator.calibrate.text import MAX_TOKENS, read_calibration
 from orchestrator.errors import ConfigError
+from orchestrator.losses import LossTable, save
 
 RTN, IMATRIX = "rtn", "imatrix"
 METHODS = (RTN, IMATRIX)
@@ -52,8 +55,8 @@ class Method:
 def open_quantizer(
     method: Method, source: Path, progress: Progress, note: Callable[[str], None]
 ) -> Iterator[ExpertQuantizer | None]:
-    """The quantizer of a method for the experts of a model; None for rtn. note gets sentences for
-    the user. Raises MoeEdgeError in one of its forms."""
+    """The quantizer of a method for the experts of a model; None for rtn, which needs nothing.
+    note gets sentences for the user. Raises MoeEdgeError in one of its forms."""
     method.check()
     if method.chosen == RTN:
         yield None
@@ -78,3 +81,47 @@ def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[
     with Capture(model.path, threads=method.threads) as capture:
         calibration = read_calibration(capture, method.calib, method.tokens)
         return gather(capture, model, calibration, progress), calibration.summary()
+
+
+def save_imatrix(method: Method, source: Path, out: Path, progress: Progress) -> str | None:
+    """Writes the importance matrix of a calibration run; returns a sentence on experts that saw
+    too few tokens."""
+    with ExpertModel.open(source) as model:
+        imatrix, _ = calibrated(method, model, progress)
+        write_imatrix(out, imatrix)
+        return ExpertImportance(imatrix, model).note()
+
+
+def measure_losses(
+    method: Method,
+    source: Path,
+    reference: Path | None,
+    types: Sequence[str],
+    out: Path,
+    progress: Callable[[str, float], None],
+    note: Callable[[str], None],
+) -> LossTable:
+    """Measures the loss table of a file's tiers and of other types, quantized by a method from
+    the reference (None: the file's best tier), and writes it. progress gets what is being done,
+    and its share."""
+    path = reference or source
+    if method.calib is None:
+        raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
+    # The text is for the losses, too; rtn itself has no use for it.
+    quantizing = replace(method, calib=None) if method.chosen == RTN else method
+    with (
+        ExpertModel.open(source) as model,
+        ExpertModel.open(path) as full,
+        open_quantizer(
+            quantizing, path, lambda share: progress("Calibrating", share), note
+        ) as quantizer,
+        Capture(path, threads=method.threads) as capture,
+    ):
+        by = quantizer or Rtn(load())
+        calibration = read_calibration(capture, method.calib, method.tokens)
+        wanted = parse_types(types, by.has_importance)
+        threads = method.threads or default_threads()
+        run = Run(model, full, capture, calibration, wanted, by, load(), threads)
+        table = run.measure(lambda share: progress("Measuring losses", share))
+        save(out, model, table)
+        return table

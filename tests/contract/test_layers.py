@@ -27,6 +27,7 @@ LAYERS = (
     (
         "orchestrator.hardware",
         "orchestrator.footprint",
+        "orchestrator.losses",
         "orchestrator.profile",
         "orchestrator.llama",
         "orchestrator.meter",
@@ -46,7 +47,12 @@ LAYERS = (
     ),
     ("orchestrator.cli_files",),
     ("orchestrator.cli_options",),
-    ("orchestrator.cli_bench", "orchestrator.cli_eval", "orchestrator.cli_replay"),
+    (
+        "orchestrator.cli_bench",
+        "orchestrator.cli_calibrate",
+        "orchestrator.cli_eval",
+        "orchestrator.cli_replay",
+    ),
     ("orchestrator.cli",),
     ("orchestrator.__main__",),
 )
@@ -57,6 +63,7 @@ ONLY = {
     "click": (
         "orchestrator.cli",
         "orchestrator.cli_bench",
+        "orchestrator.cli_calibrate",
         "orchestrator.cli_eval",
         "orchestrator.cli_files",
         "orchestrator.cli_options",

@@ -49,6 +49,21 @@ def test_every_beginning_is_a_mixture() -> None:
         assert sum(each["n"] == "b" for each in found[:n]) == n // 4
 
 
+def test_text_to_calibrate_on_is_whole_and_of_its_own_seed(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    stories = "".join(json.dumps({"text": f"Story {i}."}) + "\n" for i in range(9))
+    (tmp_path / "train/stories_ccby.jsonl").write_text(stories)
+    found = heldout.calibration_records(sources(), tmp_path, 12, 6)
+    assert [each["domain"] for each in found].count("stories") == 6
+    chats = [each["text"] for each in found if each["domain"] == "chat"]
+    assert len(chats) == 12 and all(each.startswith("<|im_start|>") for each in chats)
+    judged = [
+        "".join(text for text, _ in pieces)
+        for pieces in chat_documents(sources(), heldout.SEED, 12, heldout.FINAL_WEIGHTS, 0.5)
+    ]
+    assert chats != judged
+
+
 def test_questions_have_one_right_choice_about_the_same_thing(tmp_path: Path) -> None:
     rng = random.Random(1)
     found = [

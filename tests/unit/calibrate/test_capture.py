@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
-from expert_weights import weights
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.layout import DOWN, GATE, GATE_UP, UP
 from gguf_tools.quantize import Ggml
-from orchestrator.calibrate import Capture, read_calibration
+from orchestrator.calibrate import Capture, read_calibration, spill
+from orchestrator.calibrate.compute import stored
 from orchestrator.calibrate.spill import Rows
 from orchestrator.errors import ConfigError, GGUFError
 from orchestrator.eval.similarity import dense
@@ -45,7 +46,7 @@ def test_inputs_ids_and_weights_fit_each_other(
                 assert (seen.ids[token, slot] == expert).all()
                 x, hidden = seen.inputs(GATE, expert), seen.inputs(DOWN, expert)
                 assert np.array_equal(x, seen.inputs(UP, expert))
-                gate, up = (weights(facts, seen.layer, k, expert, ggml) for k in (GATE, UP))
+                gate, up = (stored(facts, seen.layer, k, expert, ggml) for k in (GATE, UP))
                 expected = silu(x @ gate.T) * (x @ up.T)
                 assert np.abs(hidden - expected).max() < 0.01 * np.abs(expected).max()
                 # The router's input is the experts' here: its softmax over the chosen ones.
@@ -90,7 +91,7 @@ def test_fused_matrices_behind_a_dense_layer(ggml: Ggml, text: Path, tmp_path: P
         assert [(seen.layer, seen.il) for seen in found] == [(0, 1)]
         (seen,) = capture.layers(windows, [0])
         expert = int(np.argmax(seen.counts()))
-        both = seen.inputs(GATE_UP, expert) @ weights(facts, 0, GATE_UP, expert, ggml).T
+        both = seen.inputs(GATE_UP, expert) @ stored(facts, 0, GATE_UP, expert, ggml).T
         gate, up = np.split(both, 2, axis=1)
         hidden = seen.inputs(DOWN, expert)
         assert np.abs(hidden - silu(gate) * up).max() < 0.01 * np.abs(hidden).max()
@@ -118,7 +119,6 @@ def test_a_full_disk_is_a_sentence(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 999, 1))
     with pytest.raises(ConfigError, match=r"3 layers take .* only 1 B are free"):
         next(capture.layers(windows, folder=tmp_path))
-    assert not list(tmp_path.glob("moe-edge-*"))
 
 
 def test_a_short_text_is_refused(capture: Capture, tmp_path: Path) -> None:
@@ -135,15 +135,30 @@ def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
         Capture(path)
 
 
+def test_the_spill_is_on_a_disk_or_where_the_user_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    monkeypatch.setattr(spill, "_ON_DISK", tmp_path)
+    assert spill.spill_folder() == tmp_path
+    monkeypatch.setattr(spill, "_ON_DISK", tmp_path / "none")
+    assert spill.spill_folder() == Path(tempfile.gettempdir())
+    monkeypatch.setattr(spill, "_ON_DISK", tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "own"))
+    assert spill.spill_folder() != tmp_path
+
+
 def test_rows_keep_any_magnitude(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     values = rng.standard_normal((6, 2, 40), np.float32)
     values *= np.array([1e-30, 1e-6, 1, 1e5, 1e30, 0], np.float32)[:, None, None]
-    rows = Rows(tmp_path / "x", 6, (2, 40))
+    rows = Rows(tmp_path, 6, (2, 40))
     rows.put(0, values[:4])
     rows.put(4, values[4:])
     found = rows.take(np.arange(12)).reshape(6, 2, 40)
     largest = np.abs(values).max(axis=2, keepdims=True)
     assert (np.abs(found - values) <= 2**-11 * np.abs(values) + 2**-24 * largest).all()
     assert np.array_equal(rows.take(np.array([3])), found[1, 1:])
-    assert (tmp_path / "x").stat().st_size == Rows.n_bytes(6, (2, 40))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"none: no room for activations: No such file"):
+        Rows(tmp_path / "none", 6, (2, 40))

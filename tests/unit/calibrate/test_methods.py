@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from expert_weights import weights
 
 from gguf_tools import errors, synthetic
 from gguf_tools.experts import ExpertModel
@@ -18,6 +17,7 @@ from gguf_tools.layout import BLOCK, DOWN, IMPORTANCE_TYPES, TIER_TYPES, UP, GGM
 from gguf_tools.pack import pack
 from gguf_tools.quantize import Ggml, parse_tiers
 from orchestrator.calibrate import Capture, read_calibration
+from orchestrator.calibrate.compute import stored
 from orchestrator.calibrate.gather import gather
 from orchestrator.cli import cli
 
@@ -140,7 +140,7 @@ def test_pack_by_a_text_and_by_a_file_made_from_it(
         entry = imatrix.entries["blk.0.ffn_down_exps.weight"]
         expert = int(np.argmax(entry.counts))
         with ExpertModel.open(small) as source:
-            values = weights(source, 0, DOWN, expert, ggml)
+            values = stored(source, 0, DOWN, expert, ggml)
         where = a.slices[0][DOWN][1]
         assert where is not None
         blocks = a.parts[0].bytes_at(where.offset + expert * where.expert_bytes, where.expert_bytes)

@@ -1,0 +1,92 @@
+"""The command line of `moe-edge calibrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli_options import (
+    AT_LEAST_1,
+    CALIB_TOKENS,
+    FILE,
+    chosen_method,
+    names_of,
+    print_notes,
+)
+from orchestrator.console import Console, strip_controls
+
+TYPES = "q4_k,q3_k,q2_k,q1_0"
+
+
+@click.command()
+@click.argument("file", metavar="FILE", type=FILE)
+@click.option("--calib", required=True, type=FILE, metavar="TEXT", help="The text to read.")
+@CALIB_TOKENS
+@click.option(
+    "--reference",
+    type=FILE,
+    metavar="FILE",
+    help="The same model in full precision, as F16.  [default: the best tier]",
+)
+@click.option(
+    "--types",
+    default=TYPES,
+    metavar="LIST",
+    help=f"Precisions to measure beside the file's, quantized from the reference.  "
+    f"[default: {TYPES}]",
+)
+@click.option(
+    "--method",
+    metavar="NAME",
+    help="How those are quantized: rtn, imatrix.  [default: rtn]",
+)
+@click.option("--out", type=FILE, metavar="FILE", help="The table.  [default: FILE.calib.json]")
+@click.option(
+    "--save-imatrix",
+    type=FILE,
+    metavar="FILE",
+    help="Write an importance matrix of the text, and no table.",
+)
+@click.option("--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]")
+def calibrate(
+    file: Path,
+    reference: Path | None,
+    types: str,
+    out: Path | None,
+    save_imatrix: Path | None,
+    threads: int | None,
+    **options: Any,
+) -> None:
+    """Measure what each expert's output loses in each precision, on a text.
+
+    The table of mean squared errors stands beside the file, where policies that choose
+    precisions find it.
+    """
+    from orchestrator.calibrate import methods
+    from orchestrator.losses import default_path
+
+    method = chosen_method(threads, options)
+    console = Console()
+    notes: list[str] = []
+    if save_imatrix is not None:
+        try:
+            weak = methods.save_imatrix(
+                method, reference or file, save_imatrix, lambda x: console.bar("Calibrating", x)
+            )
+        finally:
+            console.end_bar()
+        print_notes([weak] if weak else [])
+        click.echo(strip_controls(str(save_imatrix)))
+        return
+    target = out or default_path(file)
+    try:
+        table = methods.measure_losses(
+            method, file, reference, names_of(types), target, console.bar, notes.append
+        )
+    finally:
+        console.end_bar()
+    print_notes(notes)
+    click.echo(strip_controls(f"{target}: {table.calibration}"))
+    click.echo(strip_controls(table.render()))

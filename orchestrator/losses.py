@@ -1,0 +1,182 @@
+"""The loss table: what each expert's output loses in each precision, kept beside the model.
+
+``FILE.calib.json`` and not the model's metadata, since a longer header moves every tensor: a
+20 GB file would have to be written again. JSON, in UTF-8:
+
+    {"format": "moe-edge loss table", "version": 1,
+     "model": identity of the file that it belongs to, "name": its name,
+     "reference": what full precision was, "method": of the candidates that are not stored,
+     "calibration": the text, its tokens, its hash, "max_rows": most tokens measured an expert,
+     "candidates": [{"name": "q4_k", "bits": 4.5, "stored": true}, ...] best first,
+     "counts": [n_layers][n_expert] tokens of the text that each expert saw,
+     "power": [n_layers][n_expert] mean square of the reference's output, null without a token,
+     "loss": [n_layers][n_expert][n_candidates] mean squared error, null without a token}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from orchestrator.errors import ConfigError
+from orchestrator.files import write_whole
+from orchestrator.profile import identity
+
+_FORMAT = "moe-edge loss table"
+_VERSION = 1
+_LARGEST_BYTES = 256 << 20
+SUFFIX = ".calib.json"
+
+
+class Candidate(NamedTuple):
+    """A precision: bits per weight over all its matrices, and whether it is a tier of the
+    file."""
+
+    name: str
+    bits: float
+    stored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LossTable:
+    """L[l, e](b) of the near-data paper's section 4.2, over MoE layers.
+
+    loss: float64 [n_layers, n_expert, n_candidates], the mean over tokens and outputs of
+    (y_b - y)^2, y an expert's output (not weighted by its gate) in full precision; NaN for an
+    expert without a token. power: float64 [n_layers, n_expert], the mean of y^2. counts: int64
+    [n_layers, n_expert], tokens of the text that were routed to it. Candidates best first.
+    """
+
+    candidates: list[Candidate]
+    loss: np.ndarray
+    power: np.ndarray
+    counts: np.ndarray
+    reference: str
+    method: str
+    calibration: str
+    max_rows: int
+
+    def filled(self) -> np.ndarray:
+        """The losses, with the mean over the tokens of its layer for an expert without one:
+        float64 [n_layers, n_expert, n_candidates], nowhere NaN."""
+        weights = self.counts[:, :, None].astype(np.float64)
+        total = np.where(weights > 0, self.loss * weights, 0).sum(axis=1, keepdims=True)
+        mean = total / np.maximum(weights.sum(axis=1, keepdims=True), 1)
+        filled: np.ndarray = np.where(weights > 0, self.loss, mean)
+        return filled
+
+    def render(self) -> str:
+        """For each precision the mean squared error as a share of the outputs' mean square: over
+        all tokens, and of the best and the worst expert."""
+        lines = [f"  {'precision':>9} {'':>8}   bits     error       of the experts"]
+        seen = self.counts > 0
+        tokens, power = self.counts[seen], np.maximum(self.power[seen], np.finfo(float).tiny)
+        for index, (name, bits, stored) in enumerate(self.candidates):
+            loss = self.loss[..., index][seen]
+            whole = float((loss * tokens).sum() / (power * tokens).sum())
+            low, high = (loss / power).min(), (loss / power).max()
+            lines.append(
+                f"  {name:>9} {'stored' if stored else self.method:>8}  {bits:5.2f}"
+                f"  {whole:8.3%}  {low:8.3%} to {high:8.3%}"
+            )
+        if not seen.all():
+            lines.append(f"  {np.count_nonzero(~seen)} of {seen.size} experts saw no token")
+        return "\n".join(lines)
+
+
+def default_path(model: Path) -> Path:
+    """Where the table of a model file is kept."""
+    return model.with_name(model.name + SUFFIX)
+
+
+def save(path: Path, model: ExpertModel, table: LossTable) -> None:
+    """Writes a table, whole or not at all. Raises OSError."""
+    data = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "model": identity(model),
+        "name": model.path.name,
+        "reference": table.reference,
+        "method": table.method,
+        "calibration": table.calibration,
+        "max_rows": table.max_rows,
+        "candidates": [each._asdict() for each in table.candidates],
+        "counts": table.counts.tolist(),
+        "power": _numbers(table.power.tolist()),
+        "loss": _numbers(table.loss.tolist()),
+    }
+    write_whole(path, json.dumps(data))
+
+
+def _numbers(values: Any) -> Any:
+    """Nested lists of numbers, shortened, with null for NaN."""
+    if isinstance(values, list):
+        return [_numbers(each) for each in values]
+    return None if math.isnan(values) else float(f"{values:.6g}")
+
+
+def load(path: Path, model: ExpertModel) -> LossTable:
+    """The table of a model file. Raises ConfigError for a missing or damaged one, and for one of
+    another file."""
+    data = _parse(path)
+    if data.get("model") != identity(model):
+        raise ConfigError(
+            f"{path}: this loss table was made with another file ({data.get('name')}): run"
+            f" `moe-edge calibrate {model.path.name}`"
+        )
+    try:
+        candidates = [
+            Candidate(str(each["name"]), float(each["bits"]), bool(each["stored"]))
+            for each in data["candidates"]
+        ]
+        table = LossTable(
+            candidates,
+            np.array(data["loss"], np.float64),
+            np.array(data["power"], np.float64),
+            np.array(data["counts"], np.int64),
+            str(data["reference"]),
+            str(data["method"]),
+            str(data["calibration"]),
+            int(data["max_rows"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise _damaged(path) from error
+    shape = (model.n_layers, model.n_expert)
+    seen = table.counts > 0
+    if (
+        not candidates
+        or table.counts.shape != shape
+        or table.power.shape != shape
+        or table.loss.shape != (*shape, len(candidates))
+        or not (table.counts >= 0).all()
+        or not (np.isfinite(table.loss[seen]).all() and (table.loss[seen] >= 0).all())
+    ):
+        raise _damaged(path)
+    return table
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_LARGEST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        data = json.loads(text) if len(text) <= _LARGEST_BYTES else None
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise _damaged(path)
+    if data.get("version") != _VERSION:
+        raise ConfigError(f"{path}: this loss table has another format version: make it again")
+    return data
+
+
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: this is no loss table, or a damaged one: make it again")

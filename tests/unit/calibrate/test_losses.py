@@ -1,0 +1,285 @@
+"""The loss table: its numbers, its file, its command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from gguf_tools.imatrix import read_imatrix
+from gguf_tools.layout import DOWN, GATE, UP, GGMLType
+from gguf_tools.pack import pack
+from gguf_tools.quantize import Ggml
+from gguf_tools.reader import GGUFFile
+from gguf_tools.writer import GGUFWriter
+from orchestrator.calibrate import Capture, compute, measure, read_calibration
+from orchestrator.calibrate.capture import LayerActivations
+from orchestrator.calibrate.compute import LayerExperts, stored
+from orchestrator.cli import cli
+from orchestrator.errors import ConfigError
+from orchestrator.losses import Candidate, LossTable, default_path, load, save
+
+
+@pytest.fixture(scope="module")
+def files(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A packed file and its full-precision source: two layers, one expert that sees no token."""
+    folder = tmp_path_factory.mktemp("model")
+    shape = replace(synthetic.preset("tiny-qwen3moe"), n_layer=2, n_expert=4)
+    source = folder / "source.gguf"
+    synthetic.write(source, shape, tiers=("f16",), routing="zipf", zipf_s=8.0, seed=1)
+    pack(source, folder / "packed.gguf", ["q8_0", "q3_k"], ggml=ggml)
+    return folder / "packed.gguf", source
+
+
+def run(*args: object):
+    return CliRunner().invoke(cli, ["calibrate", *map(str, args), "--threads", "1"])
+
+
+@pytest.fixture
+def table(files: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch) -> LossTable:
+    """The table that the command writes, of at most 100 tokens an expert."""
+    packed, source = files
+    monkeypatch.setattr(measure, "MAX_ROWS", 100)
+    result = run(packed, "--calib", text, "--reference", source, "--types", "q4_k,q3_k,q1_0")
+    assert result.exit_code == 0, result.output
+    with ExpertModel.open(packed) as model:
+        return load(default_path(packed), model)
+
+
+def test_the_losses_are_those_of_the_formula(
+    table: LossTable, files: tuple[Path, Path], text: Path, ggml: Ggml
+) -> None:
+    """Each candidate of each expert, computed plainly in double precision."""
+    packed, source = files
+    assert table.candidates == [
+        Candidate("q8_0", 8.5, True),
+        Candidate("q4_k", 4.5, False),
+        Candidate("q3_k", 3.4375, True),
+        Candidate("q1_0", 1.125, False),
+    ]
+    kinds = (UP, GATE, DOWN)
+    with (
+        ExpertModel.open(packed) as tiers,
+        ExpertModel.open(source) as full,
+        Capture(source, threads=1) as capture,
+    ):
+        windows = read_calibration(capture, text).windows
+        for seen in capture.layers(windows):
+            assert table.counts[seen.layer].tolist() == seen.counts().tolist()
+            for expert, n in enumerate(seen.counts()):
+                if n == 0:
+                    continue
+                best = {k: stored(full, seen.layer, k, expert, ggml) for k in kinds}
+                made = {
+                    index: {
+                        k: ggml.dequantize(t, ggml.quantize(t, w), 256) for k, w in best.items()
+                    }
+                    for index, t in ((1, GGMLType.Q4_K), (3, GGMLType.Q1_0))
+                }
+                for index, tier in ((0, 0), (2, 1)):
+                    made[index] = {
+                        k: stored(tiers, seen.layer, k, expert, ggml, tier) for k in kinds
+                    }
+                x = seen.inputs(UP, expert)[:: -(-n // 100)].astype(np.float64)
+                y = plain(best, x)
+                assert np.isclose(table.power[seen.layer, expert], np.mean(y**2), rtol=1e-3)
+                for index, matrices in made.items():
+                    error = np.mean((plain(matrices, x) - y) ** 2)
+                    found = table.loss[seen.layer, expert, index]
+                    assert np.isclose(found, error, rtol=1e-3), (expert, index)
+    assert (np.diff(np.nanmean(table.loss, axis=(0, 1))) > 0).all()
+
+
+def plain(matrices: dict[int, np.ndarray], x: np.ndarray) -> np.ndarray:
+    up, gate, down = (matrices[kind].astype(np.float64) for kind in (UP, GATE, DOWN))
+    inner = x @ gate.T
+    return (inner / (1 + np.exp(-inner)) * (x @ up.T)) @ down.T
+
+
+def test_an_expert_without_a_token_has_no_loss(table: LossTable) -> None:
+    unseen = table.counts == 0
+    assert unseen.any() and not unseen.all(axis=1).any()
+    assert np.isnan(table.loss[unseen]).all() and np.isnan(table.power[unseen]).all()
+    filled = table.filled()
+    assert np.array_equal(filled[~unseen], table.loss[~unseen])
+    layer, expert = (int(each[0]) for each in np.nonzero(unseen))
+    share = table.counts[layer] / table.counts[layer].sum()
+    mean = np.nansum(table.loss[layer] * share[:, None], axis=0)
+    assert np.allclose(filled[layer, expert], mean)
+    assert "saw no token" in table.render()
+
+
+def test_the_best_tier_is_the_reference_where_there_is_no_other(
+    files: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    packed, out = files[0], tmp_path / "own.json"
+    result = run(packed, "--calib", text, "--types", "", "--calib-tokens", 300, "--out", out)
+    assert result.exit_code == 0, result.output
+    data = json.loads(out.read_text())
+    assert [each["name"] for each in data["candidates"]] == ["q8_0", "q3_k"]
+    assert data["reference"] == "packed.gguf, q8_0 (8.50 bits per weight)"
+    assert "calib.txt, " in data["calibration"] and "sha256 " in data["calibration"]
+    with ExpertModel.open(packed) as model:
+        own = load(out, model)
+    seen = own.counts > 0
+    assert (own.loss[seen][:, 0] == 0).all() and (own.loss[seen][:, 1] > 0).all()
+    assert "stored" in result.output and "q3_k" in result.output
+
+
+def test_by_importance(files: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
+    """It weighs the errors by the inputs of this very text, so it has less of them in all."""
+    packed, _ = files
+    found = []
+    for method in ("rtn", "imatrix"):
+        out = tmp_path / f"{method}.json"
+        options = ("--types", "q2_k", "--method", method, "--out", out)
+        result = run(packed, "--calib", text, *options)
+        assert result.exit_code == 0, result.output
+        with ExpertModel.open(packed) as model:
+            found.append(load(out, model))
+    plain_loss, weighted = (table.filled()[..., -1].mean() for table in found)
+    assert weighted < plain_loss
+    assert [table.method for table in found] == ["rtn", "imatrix"]
+
+
+def test_an_importance_matrix_instead(files: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
+    packed, out = files[0], tmp_path / "m.gguf"
+    result = run(packed, "--calib", text, "--save-imatrix", out)
+    assert result.exit_code == 0, result.output
+    assert "saw fewer than 32 tokens" in result.output
+    assert len(read_imatrix(out).entries) == 6
+    assert read_imatrix(out).datasets == ["calib.txt"]
+
+
+def test_another_model_is_no_reference(
+    files: tuple[Path, Path], model: Path, text: Path, tmp_path: Path
+) -> None:
+    result = run(files[0], "--calib", text, "--reference", model, "--out", tmp_path / "x.json")
+    assert result.exit_code == 1
+    assert "not the model of" in result.output
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_an_unknown_activation_is_refused(
+    files: tuple[Path, Path], text: Path, ggml: Ggml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, source = files
+    with Capture(source, threads=1) as capture, ExpertModel.open(source) as full:
+        windows = read_calibration(capture, text, limit=300).windows
+        (seen,) = capture.layers(windows, [1])
+        assert LayerExperts(full, seen, ggml).activation == "silu"
+        monkeypatch.delitem(compute._GATED, "silu")
+        with pytest.raises(ConfigError, match="layer 1: what is between an expert's matrices"):
+            LayerExperts(full, seen, ggml)
+
+
+class Constant(LayerActivations):
+    """A layer whose only expert sees what is given."""
+
+    def __init__(self, x: np.ndarray, hidden: np.ndarray) -> None:
+        self.layer = self.il = 0
+        self.given = {DOWN: hidden}
+        self.default = x
+
+    def counts(self) -> np.ndarray:
+        return np.array([len(self.default)])
+
+    def inputs(self, kind, expert, start=0, stop=None, step=1):
+        return self.given.get(kind, self.default)
+
+
+def test_biases_and_other_activations(ggml: Ggml, tmp_path: Path) -> None:
+    """gpt-oss: a clamped SwiGLU, and biases of all three matrices."""
+    rng = np.random.default_rng(5)
+    source = synthetic.write(
+        tmp_path / "m.gguf",
+        replace(synthetic.preset("tiny-qwen3moe"), n_layer=1, n_expert=2),
+        tiers=("f16",),
+    )
+    path = tmp_path / "biased.gguf"
+    bias = {name: rng.standard_normal((2, 256), np.float32) for name in ("up", "gate", "down")}
+    with GGUFFile.open(source) as file:
+        writer = GGUFWriter(path)
+        for key in file.metadata:
+            writer.meta_encoded(key, file.encoded_value(key))
+        for info in file.tensors.values():
+            writer.declare(info.name, info.shape, info.type)
+        for name in bias:
+            writer.declare(f"blk.0.ffn_{name}_exps.bias", (256, 2), GGMLType.F32)
+        with writer:
+            writer.begin()
+            for name in file.tensors:
+                writer.write_tensor(name, file.array(name))
+            for name, values in bias.items():
+                writer.write_tensor(f"blk.0.ffn_{name}_exps.bias", values)
+    with ExpertModel.open(path) as model:
+        x = rng.standard_normal((40, 256), np.float32) * 8
+        matrices = {kind: stored(model, 0, kind, 0, ggml) for kind in (UP, GATE, DOWN)}
+        gate = np.minimum(x @ matrices[GATE].T + bias["gate"][0], 7)
+        up = np.clip(x @ matrices[UP].T + bias["up"][0], -7, 7)
+        hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+        experts = LayerExperts(model, Constant(x, hidden), ggml)
+        assert experts.activation == "swiglu of gpt-oss"
+        expected = hidden @ matrices[DOWN].T + bias["down"][0]
+        assert np.allclose(experts.output(0, matrices, x), expected, atol=1e-3)
+
+
+def small(model: ExpertModel) -> LossTable:
+    shape = (model.n_layers, model.n_expert)
+    loss = np.full((*shape, 2), 0.25)
+    counts = np.ones(shape, np.int64)
+    loss[0, 1], counts[0, 1] = np.nan, 0
+    candidates = [Candidate("q8_0", 8.5, True), Candidate("q2_k", 2.625, False)]
+    return LossTable(candidates, loss, loss[..., 0], counts, "r", "rtn", "c", 7)
+
+
+def test_a_table_comes_back(files: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with ExpertModel.open(files[0]) as model:
+        table = small(model)
+        save(path, model, table)
+        again = load(path, model)
+        assert again.candidates == table.candidates
+        assert np.array_equal(again.loss, table.loss, equal_nan=True)
+        assert np.array_equal(again.counts, table.counts)
+        assert (again.reference, again.method, again.calibration) == ("r", "rtn", "c")
+        assert again.max_rows == 7
+    with ExpertModel.open(files[1]) as other, pytest.raises(ConfigError, match="another file"):
+        load(path, other)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("loss", [[0.1]]),
+        ("loss", "none"),
+        ("loss", [[[-1.0, -1.0]] * 4] * 2),
+        ("loss", [[[None, None]] * 4] * 2),
+        ("counts", [[1, 1, 1, 1]]),
+        ("counts", [[-1, 1, 1, 1]] * 2),
+        ("candidates", []),
+        ("candidates", [{"name": "q8_0"}]),
+        ("power", [1]),
+        ("format", "other"),
+    ],
+)
+def test_a_damaged_table_is_a_sentence(
+    key: str, value: object, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "t.json"
+    with ExpertModel.open(files[0]) as model:
+        save(path, model, small(model))
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+        with pytest.raises(ConfigError, match=r"t\.json: this is no loss table, or a damaged"):
+            load(path, model)
+        path.write_text("[" * 100_000)
+        with pytest.raises(ConfigError, match="this is no loss table"):
+            load(path, model)
+        with pytest.raises(ConfigError, match=r"none\.json cannot be read: No such file"):
+            load(tmp_path / "none.json", model)
