@@ -199,11 +199,11 @@ def prefill(as_json: bool, prompts: str | None, **options: Any) -> None:
     to the experts that decoding had in memory.
     """
     from orchestrator.bench import PrefillOptions, render_prefill, run_prefill
-    from orchestrator.bench.prefill import parse_lengths
+    from orchestrator.bench.plan import parse_numbers
 
     given = _given(options)
     if prompts is not None:
-        given["prompts"] = parse_lengths(prompts)
+        given["prompts"] = parse_numbers(prompts, "prompt lengths")
     result = run_prefill(PrefillOptions(**given), _note)
     click.echo(json.dumps(result) if as_json else render_prefill(result))
 
@@ -237,7 +237,7 @@ def topics(as_json: bool, updates: str | None, rates: str | None, **options: Any
     with and without hysteresis, and what the slowest steps have in common.
     """
     from orchestrator.bench import TopicOptions, render_topics, run_topics
-    from orchestrator.bench.topics import parse_numbers
+    from orchestrator.bench.plan import parse_numbers
 
     given = _given(options)
     for name, text in (("updates", updates), ("rates", rates)):
@@ -245,3 +245,22 @@ def topics(as_json: bool, updates: str | None, rates: str | None, **options: Any
             given[name] = parse_numbers(text)
     result = run_topics(TopicOptions(**given), _note)
     click.echo(json.dumps(result) if as_json else render_topics(result))
+
+
+@bench.command()
+@measure_options(routing="zipf", tokens=64, runs=2, prompt_tokens=32, caps="80")
+@click.option(
+    "--batches",
+    metavar="LIST",
+    help="How many sequences decode together.  [default: 1,2,4,8,16,32]",
+)
+def batch(as_json: bool, batches: str | None, **options: Any) -> None:
+    """Several sequences that decode together, a token each a step, under every policy."""
+    from orchestrator.bench import BatchOptions, render_batch, run_batch
+    from orchestrator.bench.plan import parse_numbers
+
+    given = _given(options)
+    if batches is not None:
+        given["batches"] = parse_numbers(batches, "batches")
+    result = run_batch(BatchOptions(**given), _note)
+    click.echo(json.dumps(result) if as_json else render_batch(result))

@@ -61,6 +61,26 @@ def topic_streams(job: Job, n_vocab: int, tokenize: Callable[[str], Sequence[int
     return [text_stream(job.seed, SEPARATOR.join(each), tokenize) for each in (stories, others)]
 
 
+class Together:
+    """Several sequences of an engine, which go on from its prompt."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def eval(self, tokens: list[int], pos: int) -> object:
+        """Engine.eval; what starts a conversation ends all sequences, which hold cells."""
+        if pos == 0:
+            self._engine.reset()
+        return self._engine.eval(tokens, pos)
+
+    def fork(self, n: int) -> None:
+        for sequence in range(n):
+            self._engine.fork(sequence)
+
+    def step(self, tokens: list[int]) -> object:
+        return self._engine.decode_batch(tokens, range(len(tokens)))
+
+
 def play(
     parts: Sequence[Part],
     evaluate: Eval,
@@ -68,20 +88,26 @@ def play(
     watch: Watch,
     topics: Sequence[Draw] = (),
     marks: Marks | None = None,
+    together: Together | None = None,
 ) -> list[dict[str, Any]]:
     """Times every part, in order: {"name", "tokens", "ms"}, one time for each prompt or step.
 
-    watch(result) is entered before a part and left after it, and may add to the result. topics
-    are the sources of the parts that have one. marks adds "marks", one for each time. Tokens
-    are drawn for whole parts, so that one that ends early does not change those after it.
+    together evaluates the steps of parts with several sequences. watch(result) is entered before
+    a part and left after it, and may add to the result. topics are the sources of the parts that
+    have one. marks adds "marks", one for each time. Tokens are drawn for whole parts, so that one
+    that ends early does not change those after it.
     """
     results = []
     pos = 0
     for part in parts:
-        tokens = (draw if part.topic < 0 else topics[part.topic])(part.n)
+        n_together = part.sequences if together is not None else 0
+        tokens = (draw if part.topic < 0 else topics[part.topic])(part.n * max(1, n_together))
         if part.kind == PROMPT:
             pos = 0
-        steps = [tokens] if part.kind == PROMPT else [[token] for token in tokens]
+        # each sequence gets a piece of the tokens of its own
+        steps = [tokens] if part.kind == PROMPT else [tokens[i :: part.n] for i in range(part.n)]
+        if together is not None and n_together:
+            together.fork(n_together)
         result: dict[str, Any] = {"name": part.name, "tokens": 0, "ms": []}
         with watch(result):
             if marks is not None:
@@ -90,7 +116,10 @@ def play(
             deadline = perf_counter() + part.seconds
             for step in steps:
                 before = perf_counter()
-                evaluate(step, pos)
+                if together is not None and n_together:
+                    together.step(step)
+                else:
+                    evaluate(step, pos)
                 now = perf_counter()
                 result["ms"].append((now - before) * 1e3)
                 result["tokens"] += len(step)
@@ -141,7 +170,9 @@ def run_engine(job: Job) -> dict[str, Any]:
         result: dict[str, Any] = {"mode": engine.mode}
         topics = topic_streams(job, n_vocab, engine.tokenize)
         marks = Marks(engine) if managed and job.marks else None
-        result["parts"] = play(job.parts, engine.eval, draw, watch, topics, marks)
+        together = Together(engine) if config.sequences else None
+        evaluate: Eval = engine.eval if together is None else together.eval
+        result["parts"] = play(job.parts, evaluate, draw, watch, topics, marks, together)
         result["policy"] = engine.policy.report() if managed else {}
         if managed and job.routing:
             more = _source(job, job.seed + 1, n_vocab, engine.tokenize)

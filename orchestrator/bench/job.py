@@ -15,7 +15,9 @@ class Part(NamedTuple):
     """A stretch of a measurement: one prompt of n tokens, or n decode steps.
 
     name: what the report finds it by. Decode steps end early after so many seconds, when at
-    least at_least of them are done. topic: 0 or 1, a text of its own; -1 for any.
+    least at_least of them are done. topic: 0 or 1, a text of its own; -1 for any. sequences: so
+    many go on from the prompt before and decode together, a token each a step; 0: the prompt's
+    own one does.
     """
 
     name: str
@@ -24,6 +26,7 @@ class Part(NamedTuple):
     seconds: float = 0.0
     at_least: int = 1
     topic: int = -1
+    sequences: int = 0
 
 
 def prompt(n: int, name: str = PROMPT) -> Part:
@@ -46,7 +49,7 @@ def context_tokens(parts: Sequence[Part]) -> int:
     cache."""
     longest = length = 0
     for part in parts:
-        length = part.n + (length if part.kind == DECODE else 0)
+        length = part.n * max(1, part.sequences) + (length if part.kind == DECODE else 0)
         longest = max(longest, length)
     return -(-longest // 256) * 256
 

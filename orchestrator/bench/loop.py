@@ -119,6 +119,7 @@ class Loop:
         settings = dict(case.settings)
         if case.system == "engine":
             settings["io_threads"] = options.io_threads
+            settings["sequences"] = options.sequences
             limit = self.limit_bytes(case)
             if limit is not None:
                 settings["ram"] = limit

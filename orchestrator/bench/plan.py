@@ -90,6 +90,11 @@ class BenchOptions:
         return self.prompt_tokens
 
     @property
+    def sequences(self) -> int:
+        """How many sequences may decode together."""
+        return max((part.sequences for part in self.parts()), default=0)
+
+    @property
     def n_ctx(self) -> int:
         """Context that holds what is measured."""
         return context_tokens(self.parts())
@@ -109,6 +114,14 @@ def parse_caps(text: str) -> tuple[float, ...]:
         return tuple(float(part.strip().rstrip("%")) / 100 for part in text.split(","))
     except ValueError:
         raise ConfigError(f"'{text}' is no list of percentages such as 60,80") from None
+
+
+def parse_numbers(text: str, what: str = "numbers") -> tuple[int, ...]:
+    """Numbers from "8,16,32"; what they are, for the error. Raises ConfigError."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"'{text}' is no list of {what} such as 8,16,32") from None
 
 
 @dataclass(frozen=True, slots=True)

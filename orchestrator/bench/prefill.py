@@ -87,14 +87,6 @@ def prompt_name(n: int) -> str:
     return f"{PROMPT} {n}"
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """Prompt lengths from "8,16,32". Raises ConfigError."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"'{text}' is no list of prompt lengths such as 8,16,32") from None
-
-
 def prefill_cases(options: PrefillOptions) -> list[Case]:
     """Everything in memory; then, under each cap, the null baseline and rows 3, 5 and 6 of the
     ablation: one precision, 4/2 and 4/0, all with look-ahead; and one precision where a prompt

@@ -76,14 +76,6 @@ class TopicOptions(BenchOptions):
         return parts
 
 
-def parse_numbers(text: str) -> tuple[int, ...]:
-    """Numbers from "8,16,32". Raises ConfigError."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"'{text}' is no list of numbers such as 8,16,32") from None
-
-
 def topic_cases(options: TopicOptions) -> list[Case]:
     """Everything in memory in high, and upstream so; under each cap, upstream mmap, all low, a
     hot set that never changes, and dynaexq by interval, without hysteresis, and by rate."""

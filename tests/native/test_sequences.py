@@ -11,6 +11,8 @@ import pytest
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
+from orchestrator.events import Phase, RouteEvent
+from orchestrator.policy.dynaexq import DynaExq
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -32,6 +34,8 @@ def build(model: Path, policy: str, **more: object) -> Config:
         settings |= {"update_steps": 0, "hot_experts": 3, "expert_ram": 64 << 20}
     else:
         settings |= {"expert_ram": 1 << 20}
+    if policy == "dymoe":
+        settings |= {"retention": 1.0}
     return Config.build(model=model, use_extra_bufts=False, **settings | more)
 
 
@@ -69,11 +73,14 @@ def test_equal_prompts_together_say_what_one_says(both: Path, policy: str, n: in
         engine.store.check()
 
 
-def test_different_sequences_keep_apart(both: Path) -> None:
-    """Prompts of several lengths, one of them in a sequence that starts later."""
-    with Engine.open(build(both, "dynaexq")) as engine:
+@pytest.mark.parametrize("policy", ["dynaexq", "lru", "dymoe"])
+def test_different_sequences_keep_apart(both: Path, policy: str) -> None:
+    """Prompts of several lengths, one of them in a sequence that starts later. Where each expert
+    has one precision, each sequence says what it says alone, up to floating point: a batch adds
+    up in another order, so that equally likely tokens may change places (not here)."""
+    with Engine.open(build(both, policy)) as engine:
         expected = [alone(engine, prompt)[0] for prompt in PROMPTS]
-    with Engine.open(build(both, "dynaexq", sequences=3)) as engine:
+    with Engine.open(build(both, policy, sequences=3)) as engine:
         last: dict[int, int] = {}
         found: list[list[int]] = [[], [], []]
         for number, prompt in enumerate(PROMPTS):
@@ -94,6 +101,65 @@ def test_different_sequences_keep_apart(both: Path) -> None:
         # the engine's own sequence is where it was
         again, _ = alone(engine, PROMPTS[2])
         assert again == expected[2]
+
+
+def decode_four(engine: Engine) -> None:
+    """Four sequences behind one prompt, and four steps of different tokens."""
+    engine.eval(PROMPTS[0], 0)
+    for sequence in range(4):
+        engine.fork(sequence)
+    rng = np.random.default_rng(5)
+    for _ in range(4):
+        engine.decode_batch([int(t) for t in rng.integers(0, 250, 4)], range(4))
+
+
+def test_an_expert_is_critical_if_it_is_for_any_token(both: Path) -> None:
+    """DyMoE in a batch: the union of each token's most weighted experts is high, and nothing
+    else; the store computes as decided."""
+    two = {"retention": 0.5, "high_tier": "q4_k", "low_tier": "q2_k", "n_ahead": 0}
+    config = build(both, "dymoe", sequences=4, expert_ram=64 << 20, exact_tiers=True, **two)
+    with Engine.open(config) as engine:
+        critical = engine.policy.critical  # type: ignore[attr-defined]
+        original = engine.on_route
+        n_low = n_together = 0
+
+        def decided(event: RouteEvent) -> None:
+            nonlocal n_low, n_together
+            original(event)
+            if event.phase != Phase.DECODE or event.n_tokens == 1:
+                return
+            t = critical[event.layer]
+            order = np.argsort(-event.weights_array, axis=1, kind="stable")
+            rows = np.take_along_axis(event.ids_array, order, axis=1)
+            high, low = set(rows[:, :t].ravel().tolist()), set(rows[:, t:].ravel().tolist())
+            tiers = engine.store.decision.tier_array
+            assert all(tiers[expert] == 0 for expert in high)
+            assert all(tiers[expert] == 1 for expert in low - high)
+            n_low += len(low - high)
+            n_together += len(low & high)
+
+        engine.store.set_route(decided)
+        decode_four(engine)
+        assert n_low > 0 and n_together > 0
+        assert engine.store.stats().routed[Phase.DECODE][1] == n_low
+
+
+def test_hotness_counts_every_token_of_a_batch(both: Path) -> None:
+    """DynaExq decides by version, not by token: what any sequence uses is in memory, and each
+    token counts once for each of its experts."""
+    config = build(both, "dynaexq", sequences=4, update_steps=1, hotness_decay=0.0)
+    with Engine.open(config) as engine:
+        decode_four(engine)
+        assert isinstance(engine.policy, DynaExq)
+        # S of the last step alone
+        assert engine.policy.hotness.sum(axis=1).tolist() == (
+            [4 * engine.model.n_expert_used] * engine.model.n_layers
+        )
+        stats = engine.store.stats()
+        assert list(stats.hits) == list(stats.requests)
+        assert list(stats.wait_us) == [0, 0]
+        distinct = sum(stats.routed[Phase.DECODE])
+        assert distinct < 4 * 4 * engine.model.n_expert_used * engine.model.n_layers
 
 
 def test_a_full_context_leaves_the_sequences_as_they_were(both: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 from orchestrator.bench import PrefillOptions, loop, render_prefill, run_prefill
 from orchestrator.bench.ablation import CACHE_AHEAD, MIXED_AHEAD, SKIP_AHEAD
 from orchestrator.bench.job import DECODE, PROMPT
-from orchestrator.bench.plan import MANAGED
-from orchestrator.bench.prefill import ALL_SLOTS, parse_lengths, prefill_cases
+from orchestrator.bench.plan import MANAGED, parse_numbers
+from orchestrator.bench.prefill import ALL_SLOTS, prefill_cases
 from orchestrator.bench.report import WIDTH
 from orchestrator.errors import ConfigError
 
@@ -30,9 +30,9 @@ def test_bad_options_are_named(options, message):
 
 
 def test_lengths_are_numbers():
-    assert parse_lengths("8, 16") == (8, 16)
+    assert parse_numbers("8, 16") == (8, 16)
     with pytest.raises(ConfigError, match="'8,,' is no list"):
-        parse_lengths("8,,")
+        parse_numbers("8,,", "prompt lengths")
 
 
 def test_every_prompt_finds_what_decoding_left():

@@ -15,11 +15,11 @@ from orchestrator.bench.child import play, topic_streams
 from orchestrator.bench.job import DECODE, Job, context_tokens
 from orchestrator.bench.marks import Marks, of_slowest
 from orchestrator.bench.models import DEMO_TEXT
+from orchestrator.bench.plan import parse_numbers
 from orchestrator.bench.topics import (
     ALL_LOW,
     FIXED,
     RESTLESS,
-    parse_numbers,
     topic_cases,
 )
 from orchestrator.bench.topics_report import WINDOW, goals, topic_row, topic_rows
