@@ -19,6 +19,7 @@ from gguf_tools.layout import DOWN, KINDS, MAX_TIERS
 from orchestrator.config import PREFETCHES, SCHEDULES
 from orchestrator.errors import TraceError
 from orchestrator.events import ABSENT, Phase
+from orchestrator.files import whole_file
 from orchestrator.native import MAX_AHEAD
 from orchestrator.replay.trace import ARRAYS, COUNTERS, FORMAT, VERSION, Header, Trace
 
