@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import errors
-from .hparams import announced_tiers, expert_count, expert_used, number, per_layer, positive
+from .hparams import (
+    MAX_LAYERS,
+    announced_tiers,
+    expert_count,
+    expert_used,
+    number,
+    per_layer,
+    positive,
+    routed_blocks,
+)
 from .layout import (
     DOWN,
     GATE,
@@ -42,7 +51,6 @@ from .reader import (
 
 KV_CELL_PADDING = 256
 KV_BYTES_PER_VALUE = 2
-MAX_LAYERS = 4096
 MAX_CONTEXT = 1 << 40
 
 _KIND_SETS = ({UP, GATE, DOWN}, {UP, DOWN}, {GATE_UP, DOWN})
@@ -178,8 +186,7 @@ def _open_one(parts: list[GGUFFile]) -> ExpertModel:
     first = parts[0]
     arch = architecture(first)
     block_count = positive(first, f"{arch}.block_count", MAX_LAYERS)
-    n_nextn = number(first, f"{arch}.nextn_predict_layers", 0)
-    n_routed_blocks = max(0, block_count - n_nextn)
+    n_routed_blocks = routed_blocks(first, arch)
     tier_names = announced_tiers(first)
 
     best: dict[int, dict[int, _Found]] = {}

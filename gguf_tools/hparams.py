@@ -5,6 +5,7 @@ from .layout import FORMAT_VERSION, KEY_FORMAT_VERSION, KEY_PREFIX, KEY_TIERS, M
 from .reader import GGUFFile, TensorInfo, metadata_value
 
 MAX_NUMBER = 1 << 24
+MAX_LAYERS = 4096
 
 
 def announced_tiers(file: GGUFFile) -> list[str]:
@@ -46,6 +47,12 @@ def positive(file: GGUFFile, key: str, most: int = MAX_NUMBER) -> int:
     if not 1 <= value <= most:
         raise errors.MetadataError(f"{file.path}: key {key}: {value}, expected 1 to {most}")
     return int(value)
+
+
+def routed_blocks(file: GGUFFile, arch: str) -> int:
+    """Layers of the model proper: those behind them predict further tokens, and are left alone."""
+    blocks = positive(file, f"{arch}.block_count", MAX_LAYERS)
+    return max(0, blocks - number(file, f"{arch}.nextn_predict_layers", 0))
 
 
 def per_layer(file: GGUFFile, key: str, n: int, default: list[int]) -> list[int]:

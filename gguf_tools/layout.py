@@ -311,6 +311,18 @@ def fitting_type(ggml_type: GGMLType, n: int) -> GGMLType:
     return GGMLType.F16
 
 
+def fallback(kind: int, asked: GGMLType, n: int) -> list[str]:
+    """How a file says that a tier's rows of n weights have another type; nothing where they
+    have its own."""
+    found = fitting_type(asked, n)
+    if found is asked:
+        return []
+    return [
+        f"{KINDS[kind]}: {asked.tier_name} -> {found.tier_name} (rows of {n} are not a multiple of"
+        f" {BLOCK[asked].weights})"
+    ]
+
+
 def pad(n: int, alignment: int) -> int:
     """n rounded up to a multiple of alignment."""
     return -(-n // alignment) * alignment

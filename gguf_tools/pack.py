@@ -216,11 +216,7 @@ def _plan_experts(
             targets = []
             for index, asked in enumerate(types):
                 ggml_type = layout.fitting_type(asked, shape[0])
-                if ggml_type is not asked:
-                    fallbacks[
-                        f"{layout.KINDS[kind]}: {asked.tier_name} -> {ggml_type.tier_name} (rows"
-                        f" of {shape[0]} are not a multiple of {layout.BLOCK[asked].weights})"
-                    ] = None
+                fallbacks |= dict.fromkeys(layout.fallback(kind, asked, shape[0]))
                 reusable = stored if reuse_lower else stored[:1]
                 same = next((each for each in reusable if each and each.type == ggml_type), None)
                 requantized |= same is None

@@ -123,6 +123,11 @@ class Ggml:
         to_float(data.ctypes.data, values.ctypes.data, values.size)
         return values
 
+    def can_check(self, ggml_type: GGMLType) -> bool:
+        """Whether ``is_valid`` knows the type: of others it calls every block invalid."""
+        with native_stderr_hidden():
+            return self.is_valid(ggml_type, np.zeros(BLOCK[ggml_type].bytes, np.uint8))
+
     def is_valid(self, ggml_type: GGMLType, blocks: Blocks) -> bool:
         """Whether every value and scale of whole blocks is a finite number. ggml prints a line
         to stderr where one is not: see ``native_stderr_hidden``."""

@@ -18,11 +18,11 @@ import numpy as np
 from . import layout
 from .errors import GGUFError
 from .experts import ExpertModel
-from .hparams import announced_tiers
+from .hparams import MAX_LAYERS, announced_tiers, routed_blocks
 from .layout import BLOCK, expert_tensor_name, parse_expert_name
 from .process import default_threads
 from .quantize import Ggml, load, native_stderr_hidden
-from .reader import GGUFFile, TensorInfo, open_model
+from .reader import GGUFFile, TensorInfo, architecture, open_model
 from .streaming import CHUNK_BYTES, Job, Meter, Progress, run_all
 
 # A tensor of noise has a finding in every block: one sentence, and a count up to here.
@@ -72,37 +72,54 @@ class VerifyReport:
 
 def verify(
     path: str | Path,
+    low: str | Path | None = None,
     *,
     progress: Progress | None = None,
     threads: int | None = None,
     ggml: Ggml | None = None,
 ) -> VerifyReport:
-    """Check a model, all its parts; ``progress`` gets the finished share, 0 to 1.
+    """Check a model, all its parts; with ``low`` also that file's, and that it is the same model
+    in a lower precision. ``progress`` gets the finished share, 0 to 1.
 
     Findings are in the report. A file whose structure cannot be followed (cut short, counts
     that do not fit, overlapping tensors, a part missing) is one finding that ends the search.
     Raises GGUFError only where ggml cannot be loaded.
     """
     started = time.monotonic()
-    path = Path(path)
-    report = VerifyReport([path], [])
+    models = [Path(path)] + ([] if low is None else [Path(low)])
+    report = VerifyReport([], [])
+    opened: list[list[GGUFFile]] = []
     try:
-        parts = open_model(path)
-    except GGUFError as error:
-        report.problems.append(Problem(str(error), str(path)))
-        report.seconds = time.monotonic() - started
-        return report
-    try:
-        report.files = [part.path for part in parts]
-        for part in parts:
-            report.problems += _layout_problems(part)
-        report.problems += _model_problems(parts, report)
-        _check_blocks(parts, report, ggml or load(), threads or default_threads(), progress)
+        for each in models:
+            try:
+                opened.append(open_model(each))
+            except GGUFError as error:
+                report.files.append(each)
+                report.problems.append(Problem(str(error), str(each)))
+        for parts in opened:
+            report.files += [part.path for part in parts]
+            for part in parts:
+                report.problems += _layout_problems(part)
+            report.problems += _model_problems(parts, report)
+        if low is not None and not report.problems:
+            report.problems += _pair_problems(models[0], models[1], report)
+        together = [part for parts in opened for part in parts]
+        if together:
+            _check_blocks(together, report, ggml or load(), threads or default_threads(), progress)
     finally:
-        for part in parts:
-            part.close()
+        for parts in opened:
+            for part in parts:
+                part.close()
     report.seconds = time.monotonic() - started
     return report
+
+
+def _pair_problems(high: Path, low: Path, report: VerifyReport) -> Iterator[Problem]:
+    try:
+        with ExpertModel.open(high, low) as pair:
+            report.tiers = [tier.name for tier in pair.tiers]
+    except GGUFError as error:
+        yield Problem(str(error), str(low))
 
 
 def _problem(part: GGUFFile, info: TensorInfo, text: str) -> Problem:
@@ -146,7 +163,11 @@ def _model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Pro
     except GGUFError as error:
         yield Problem(str(error), str(first.path))
         return
-    found = list(_tier_problems(parts, tiers)) if tiers != [""] else []
+    try:
+        n_layers = routed_blocks(first, architecture(first))
+    except GGUFError:  # what is wrong there is found below
+        n_layers = MAX_LAYERS
+    found = list(_tier_problems(parts, tiers, n_layers)) if tiers != [""] else []
     yield from found
     try:
         model = ExpertModel.of_parts(parts)
@@ -155,7 +176,7 @@ def _model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Pro
         if not any(each.tensor and each.tensor in str(error) for each in found):
             yield Problem(str(error), str(first.path))
         return
-    report.tiers = [tier.name for tier in model.tiers]
+    report.tiers += [tier.name for tier in model.tiers]
     names = (name for part in parts for name in part.tensors)
     routers = {int(match[1]) for name in names if (match := _ROUTER.fullmatch(name))}
     for il in sorted(routers - set(model.layer_ids)):
@@ -163,6 +184,26 @@ def _model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Pro
             yield Problem(f"{first.path}: layer {il} has a router but no experts", str(first.path))
     if tiers != [""]:
         yield from _bpw_problems(first, model)
+        yield from _statement_problems(first, model)
+
+
+def _statement_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:
+    """Texts about how the tiers were made: of the right type, and each fallback is stated."""
+    for key in (layout.KEY_QUANTIZATION, layout.KEY_CALIBRATION):
+        if not isinstance(first.metadata.get(key, ""), str):
+            yield Problem(f"{first.path}: key {key}: not a text", str(first.path))
+    needed: dict[str, None] = {}
+    for shapes in model.shapes:
+        for kind, shape in enumerate(shapes):
+            for tier in model.tiers:
+                declared = layout.type_by_name(tier.name)
+                if shape is not None and declared is not None:
+                    needed |= dict.fromkeys(layout.fallback(kind, declared, shape[0]))
+    for text in needed:
+        if text not in model.fallbacks:
+            yield Problem(
+                f"{first.path}: key {layout.KEY_FALLBACKS} does not say: {text}", str(first.path)
+            )
 
 
 def _bpw_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:
@@ -184,8 +225,9 @@ def _bpw_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:
         )
 
 
-def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str]) -> Iterator[Problem]:
-    """Every expert matrix has every tier, of the announced type, at a whole disk block."""
+def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -> Iterator[Problem]:
+    """Every expert matrix of the first n_layers has every tier, of the announced type, at a
+    whole disk block."""
     first = parts[0]
     if first.alignment % layout.EXPERT_ALIGNMENT:
         yield Problem(
@@ -196,7 +238,7 @@ def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str]) -> Iterator[Prob
     where = {info.name: (part, info) for part in parts for info in part.tensors.values()}
     for part, info in list(where.values()):
         parsed = parse_expert_name(info.name)
-        if parsed is None:
+        if parsed is None or parsed.il >= n_layers:
             if layout.TIER_MARK in info.name:
                 yield _problem(part, info, "not a tier of an expert matrix")
             continue
@@ -242,12 +284,16 @@ def _check_blocks(
 ) -> None:
     tensors = [(part, info) for part in parts for info in part.tensors.values()]
     report.n_tensors = len(tensors)
-    report.nbytes = sum(info.nbytes for _, info in tensors)
-    report.n_blocks = sum(info.nbytes // BLOCK[info.type].bytes for _, info in tensors)
     bad: dict[tuple[Path, str], list[int]] = {}
+    unknown = {kind for kind in {info.type for _, info in tensors} if not ggml.can_check(kind)}
+    checked = [info for _, info in tensors if info.type not in unknown]
+    report.nbytes = sum(info.nbytes for info in checked)
+    report.n_blocks = sum(info.nbytes // BLOCK[info.type].bytes for info in checked)
 
     def jobs() -> Iterator[Job]:
         for part, info in tensors:
+            if info.type in unknown:
+                continue
             block_bytes = BLOCK[info.type].bytes
             step = max(1, CHUNK_BYTES // block_bytes) * block_bytes
             found = bad.setdefault((part.path, info.name), [])
@@ -258,8 +304,12 @@ def _check_blocks(
     with native_stderr_hidden():
         run_all(jobs(), threads, Meter(progress, report.nbytes))
     for part, info in tensors:
-        found = sorted(bad[part.path, info.name])
-        if found:
+        found = sorted(bad.get((part.path, info.name), ()))
+        if info.type in unknown:
+            report.problems.append(
+                _problem(part, info, f"ggml has no check for {info.type.tier_name}")
+            )
+        elif found:
             report.problems.append(_block_problem(part, info, found))
 
 

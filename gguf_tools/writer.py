@@ -3,7 +3,8 @@
 Tensors are declared first, so that the header and every offset are known before the
 first byte of data; then their bytes are streamed in order, or written at any place by
 several threads. Everything goes to a temporary name beside the target, which is renamed
-when it is complete and synced, and removed on any exception, Ctrl-C included.
+when it is complete and synced, and removed on any exception, Ctrl-C included. What a killed
+writer left is removed by the next one; several writers of one file do not meet.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import errors
+from . import errors, partial
 from .layout import (
     BLOCK,
     DEFAULT_ALIGNMENT,
@@ -126,7 +127,7 @@ class GGUFWriter:
         self.tensors: dict[str, Declared] = {}
         self.data_bytes = 0
         self._meta: dict[str, bytes] = {}
-        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+        self._part: Path | None = None
         self._fd: int | None = None
         self._data_offset = 0
         self._written: dict[str, int] = {}
@@ -182,7 +183,8 @@ class GGUFWriter:
         return declared
 
     def begin(self) -> None:
-        """Check the disk space, create the temporary file and write the header.
+        """Remove what killed writers of the same file left, check the disk space, create the
+        temporary file and write the header.
 
         Raises DiskSpaceError before a byte is written, WriteError where the folder or file
         cannot be written.
@@ -190,6 +192,7 @@ class GGUFWriter:
         header = self._header()
         self._data_offset = pad(len(header), self.alignment)
         total = self._data_offset + self.data_bytes
+        partial.remove_abandoned(self.path)
         try:
             free = shutil.disk_usage(self.path.parent).free
             if total > free:
@@ -198,9 +201,7 @@ class GGUFWriter:
                 )
             if self.path.is_dir():
                 raise errors.WriteError(f"{self.path}: is a folder")
-            self._fd = os.open(
-                self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
-            )
+            self._fd, self._part = partial.create(self.path)
             self._pwrite(header, 0)
             os.ftruncate(self._fd, total)
         except OSError as error:
@@ -250,7 +251,7 @@ class GGUFWriter:
 
     def finish(self) -> None:
         """Sync the complete file and give it its name; WriteError where bytes are missing."""
-        if self._fd is None:
+        if self._fd is None or self._part is None:
             raise errors.WriteError(f"{self.path}: nothing was begun")
         for each in self.tensors.values():
             written = self._written.get(each.name, 0)
@@ -260,9 +261,11 @@ class GGUFWriter:
                 )
         try:
             os.fsync(self._fd)
+            # before it is closed: without its lock it would count as abandoned
+            os.replace(self._part, self.path)
+            self._part = None
             os.close(self._fd)
             self._fd = None
-            os.replace(self._temporary, self.path)
             folder = os.open(self.path.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
@@ -273,11 +276,13 @@ class GGUFWriter:
 
     def abort(self) -> None:
         """Remove what has been written so far; harmless when there is nothing."""
+        if self._part is not None:
+            with contextlib.suppress(OSError):
+                self._part.unlink()
+            self._part = None
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-        with contextlib.suppress(OSError):
-            self._temporary.unlink()
 
     def __enter__(self) -> "GGUFWriter":
         return self

@@ -13,13 +13,14 @@ from orchestrator.console import progress_bar, strip_controls
 
 AT_LEAST_1 = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
+LOW = click.option(
+    "--low", type=FILE, metavar="LOW", help="The same model in a lower precision, as a second GGUF."
+)
 
 
 @click.command()
 @click.argument("file", metavar="FILE", type=FILE)
-@click.option(
-    "--low", type=FILE, metavar="LOW", help="The same model in a lower precision, as a second GGUF."
-)
+@LOW
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--plot",
@@ -48,15 +49,18 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
 
 @click.command()
 @click.argument("file", metavar="FILE", type=FILE)
+@LOW
 @click.option("--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
-def verify(ctx: click.Context, file: Path, threads: int | None, as_json: bool) -> None:
+def verify(
+    ctx: click.Context, file: Path, low: Path | None, threads: int | None, as_json: bool
+) -> None:
     """Check every block of a model file, and its metadata."""
     from gguf_tools.verify import verify as run
 
     with progress_bar("Verifying") as progress:
-        report = run(file, progress=progress, threads=threads)
+        report = run(file, low, progress=progress, threads=threads)
     if as_json:
         click.echo(json.dumps(report.as_dict()))
     elif report.problems:

@@ -1,19 +1,33 @@
-"""Writing small files so that none is ever half there."""
+"""Writing files so that none is ever half there."""
 
 from __future__ import annotations
 
 import os
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
+
+from gguf_tools import partial
+
+
+@contextmanager
+def whole_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """A file to write, which gets its name when the block ends well and is gone otherwise. What a
+    killed writer of the same file left goes as well. Raises OSError."""
+    partial.remove_abandoned(path)
+    fd, part = partial.create(path, mode)
+    with os.fdopen(fd, "wb") as file:
+        try:
+            yield file
+            file.flush()
+            os.replace(part, path)
+        except BaseException:
+            part.unlink()
+            raise
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all: under another name first. Raises OSError."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    """Writes a file that only its owner may read, whole or not at all. Raises OSError."""
+    with whole_file(path, 0o600) as file:
+        file.write(text.encode())

@@ -11,6 +11,7 @@ from typing import Any
 from gguf_tools.units import format_size
 from orchestrator.console import strip_controls
 from orchestrator.errors import ConfigError
+from orchestrator.files import whole_file
 from orchestrator.plotting import COLOURS, require_matplotlib
 
 _FORMATS = (".png", ".svg")
@@ -86,7 +87,8 @@ def draw(facts: dict[str, Any], path: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
             figure.savefig(picture, format=kind, dpi=150, metadata=metadata)
-    path.write_bytes(picture.getvalue())
+    with whole_file(path) as file:
+        file.write(picture.getvalue())
 
 
 def _label(tier: dict[str, Any]) -> str:

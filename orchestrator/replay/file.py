@@ -19,6 +19,7 @@ from gguf_tools.layout import DOWN, KINDS, MAX_TIERS
 from orchestrator.config import PREFETCHES, SCHEDULES
 from orchestrator.errors import TraceError
 from orchestrator.events import ABSENT, Phase
+from orchestrator.files import whole_file
 from orchestrator.native import MAX_AHEAD
 from orchestrator.replay.trace import ARRAYS, COUNTERS, FORMAT, VERSION, Header, Trace
 
@@ -35,16 +36,12 @@ def check_target(path: Path) -> None:
 def write_trace(path: Path, trace: Trace) -> None:
     """Writes the file under a temporary name and renames it. Raises TraceError."""
     header = json.dumps({"format": FORMAT, **asdict(trace.header)}).encode()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    arrays: dict[str, Any] = {"header": np.frombuffer(header, np.uint8), **trace.arrays}
     try:
-        with temporary.open("xb") as file:
-            arrays: dict[str, Any] = {"header": np.frombuffer(header, np.uint8), **trace.arrays}
+        with whole_file(path) as file:
             np.savez_compressed(file, **arrays)
-        os.replace(temporary, path)
     except OSError as error:
         raise TraceError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_trace(path: Path) -> Trace:

@@ -154,7 +154,11 @@ def pair(bench: Bench, random: Random) -> str:
         with ExpertModel.open(*files) as model:
             inspect.describe(model)
 
-    return _answer(files, work)
+    report = verify(*files, threads=1, ggml=_ggml())
+    assert all(problem.file in map(str, files) for problem in report.problems)
+    answer = _answer(files, work)
+    assert answer == ACCEPTED or report.problems, f"verify does not see the {answer}"
+    return answer
 
 
 def parts(bench: Bench, random: Random) -> str:

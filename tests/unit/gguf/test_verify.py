@@ -19,7 +19,10 @@ from gguf_craft import (
 from gguf_split import split
 
 from gguf_tools import synthetic
+from gguf_tools.errors import QuantizeError
 from gguf_tools.layout import BLOCK, GGMLType
+from gguf_tools.pack import export, pack
+from gguf_tools.quantize import native_stderr_hidden
 from gguf_tools.reader import GGUFFile
 from gguf_tools.streaming import CHUNK_BYTES
 from gguf_tools.verify import MAX_COUNTED, verify
@@ -334,18 +337,142 @@ def test_a_dense_model_is_checked_all_the_same(tmp_path, ggml):
     assert "value 0 at offset" in said[1]
 
 
-def test_random_bytes_under_block_types(tmp_path, ggml):
-    """Noise in every type that can be stored: the search ends, and what it says is true."""
-    for kind in (GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.IQ2_S, GGMLType.MXFP4):
-        tensors = [*model_tensors(), ("noise.weight", (256, 64), kind)]
-        path = write_model(tmp_path / f"{kind.tier_name}.gguf", tensors)
-        problems = verify(path, ggml=ggml, threads=2).problems
-        with GGUFFile.open(path) as file:
-            blocks = file.array("noise.weight").reshape(-1, BLOCK[kind].bytes)
-            first = next(
-                (i for i, block in enumerate(blocks) if not ggml.is_valid(kind, block)), None
-            )
-        assert [each.block for each in problems] == ([] if first is None else [first])
+def blocks_with_a_bad_value(ggml, kind, blocks):
+    """Numbers of the blocks that hold a value which is no finite number, by what ggml makes of
+    them; of types that it makes nothing of, by what it says."""
+    bad = []
+    for number, block in enumerate(blocks):
+        try:
+            good = np.isfinite(ggml.dequantize(kind, block, BLOCK[kind].weights)).all()
+        except QuantizeError:
+            with native_stderr_hidden():
+                good = ggml.is_valid(kind, block)
+        if kind is GGMLType.MXFP4:  # of which ggml refuses the exponent that means "no number"
+            good = block[0] != 255
+        if not good:
+            bad.append(number)
+    return bad
+
+
+@pytest.mark.parametrize("kind", [each for each in GGMLType if each is not GGMLType.Q8_1])
+def test_noise_under_every_type(tmp_path, ggml, kind):
+    """What is found in noise, by halving runs of blocks, is what is wrong with single ones."""
+    rows = 5 if BLOCK[kind].weights == 1 else 300
+    tensors = [*model_tensors(), ("noise.weight", (256, rows), kind)]
+    path = write_model(tmp_path / "m.gguf", tensors)
+    rng = np.random.default_rng(kind)
+    with GGUFFile.open(path) as file:
+        info = file.tensors["noise.weight"]
+    noise = rng.integers(0, 256, info.nbytes, np.uint8)
+    poke(path, info.offset, noise.tobytes())
+    bad = blocks_with_a_bad_value(ggml, kind, noise.reshape(-1, BLOCK[kind].bytes))
+    report = verify(path, ggml=ggml, threads=2)
+    cannot_be_wrong = {"i8", "i16", "i32", "i64", "nvfp4"}
+    assert bool(bad) == (kind.tier_name not in cannot_be_wrong)
+    if not bad:
+        assert report.problems == []
+        return
+    (problem,) = report.problems
+    assert (problem.block, problem.tensor) == (bad[0], "noise.weight")
+    more = f", and {len(bad) - 1} more"
+    assert problem.text.endswith("not finite" + more * (len(bad) > 1))
+
+
+def test_a_type_that_ggml_cannot_check(tmp_path, ggml):
+    tensors = [*model_tensors(), ("odd.weight", (256, 2), GGMLType.Q8_1)]
+    path = write_model(tmp_path / "m.gguf", tensors)
+    offset = place(path, "odd.weight").offset
+    report = verify(path, ggml=ggml, threads=1)
+    assert [each.text for each in report.problems] == [
+        f"{path}: tensor odd.weight: offset {offset}: ggml has no check for q8_1"
+    ]
+    assert report.n_tensors == len(tensors)
+    assert report.nbytes == sum(
+        int(np.prod(shape)) * BLOCK[kind].bytes for _, shape, kind in tensors[:-1]
+    )
+
+
+def test_layers_that_predict_further_tokens_have_no_tiers(tmp_path, ggml):
+    metadata = model_metadata(block_count=3, nextn_predict_layers=1)
+    source = write_model(tmp_path / "src.gguf", model_tensors(layers=range(3)), metadata)
+    path = pack(source, tmp_path / "out.gguf", ["q8_0", "q4_0"], ggml=ggml).path
+    assert texts(path, ggml) == []
+    assert "blk.2.ffn_up_exps.weight.moe_edge.q4_0" not in GGUFFile.open(path).tensors
+
+
+@pytest.fixture
+def two_files(packed, tmp_path):
+    return [export(packed, tmp_path / f"{tier}.gguf", tier).path for tier in ("q4_k", "q2_k")]
+
+
+def test_a_pair_of_files(two_files, packed, tmp_path, ggml):
+    high, low = two_files
+    report = verify(high, low, ggml=ggml, threads=1)
+    assert (report.problems, report.tiers, report.files) == ([], ["q4_k", "q2_k"], two_files)
+    one = verify(low, ggml=ggml, threads=1)
+    assert report.nbytes == verify(high, ggml=ggml, threads=1).nbytes + one.nbytes
+
+    parts = split(low, tmp_path / "parts", 3)
+    assert verify(high, parts[0], ggml=ggml, threads=1).files == [high, *parts]
+    with GGUFFile.open(parts[1]) as file:
+        info = next(each for each in file.tensors.values() if each.type is GGMLType.Q2_K)
+    poke(parts[1], info.offset + 80, struct.pack("<H", NAN_HALF))
+    (said,) = texts(high, ggml, low=parts[0])
+    assert said.startswith(f"{parts[1]}: tensor {info.name}: q2_k block 0")
+
+    (said,) = texts(low, ggml, low=high)
+    assert "swap the two files" in said
+    other = synthetic.write(tmp_path / "other.gguf", "tiny-qwen3moe", tiers=("q2_k",), seed=5)
+    (said,) = texts(high, ggml, low=other)
+    assert said.startswith(f"{other}: not the model of {high}: ")
+    (said,) = texts(high, ggml, low=tmp_path / "none.gguf")
+    assert said == f"{tmp_path / 'none.gguf'}: No such file or directory"
+
+
+def test_the_command_takes_a_pair(two_files):
+    high, low = map(str, two_files)
+    result = CliRunner().invoke(cli, ["verify", high, "--low", low, "--threads", "1"])
+    assert result.exit_code == 0, result.output
+    assert f"{high} and 1 more: good" in result.stdout and "in q4_k, q2_k" in result.stdout
+    result = CliRunner().invoke(cli, ["verify", low, "--low", high, "--threads", "1", "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["problems"][0]["file"] == high
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"moe_edge.fallbacks": ["down: q8_0 is fine"]},
+            "does not say: down: q4_k -> iq4_nl (rows",
+        ),
+        ({"moe_edge.quantization": 7}, "key moe_edge.quantization: not a text"),
+        ({"moe_edge.calibration": ["a"]}, "key moe_edge.calibration: not a text"),
+    ],
+)
+def test_what_is_said_about_the_making(tmp_path, ggml, change, said):
+    types = dict.fromkeys((0, 1, 2, 3), GGMLType.F16)
+    source = write_model(
+        tmp_path / "src.gguf",
+        model_tensors(n_embd=256, n_ff=64, types=types),
+        model_metadata(embedding_length=256),
+    )
+    good = pack(source, tmp_path / "good.gguf", ["q4_k"], ggml=ggml).path
+    assert texts(good, ggml) == []
+    bad = tmp_path / "bad.gguf"
+    with GGUFFile.open(good) as file, GGUFWriter(bad, file.alignment) as writer:
+        for key in file.metadata:
+            if key != "general.alignment":
+                writer.meta_encoded(key, file.encoded_value(key))
+        for key, value in change.items():
+            writer.meta(key, value)
+        for info in file.tensors.values():
+            writer.declare(info.name, info.shape, info.type)
+        writer.begin()
+        for name in file.tensors:
+            writer.write_tensor(name, file.array(name))
+    (found,) = texts(bad, ggml)
+    assert found.startswith(f"{bad}: key moe_edge.") and said in found
 
 
 def test_mutated_headers_give_sentences(packed, tmp_path, ggml):

@@ -1,0 +1,122 @@
+"""`kill -9` at chosen moments: work runs in a forked child, which ends itself, without any cleaning
+up, at the N-th call that our modules make. So a moment is a place in the work and not in time: the
+same on a fast machine and on a busy one, and as likely between the last two calls as anywhere.
+
+    total = calls_of(work, "gguf_tools.writer")
+    for at in moments(total, 20, seed=0):
+        killed(work, at, "gguf_tools.writer")
+        ...  # look at what is left
+
+Calls are counted in the named modules and packages: name those that write, or most moments fall on
+the reading before.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from itertools import count
+from random import Random
+from types import FrameType
+from typing import Any
+
+Work = Callable[[], object]
+
+
+def moments(total: int, n: int, seed: int) -> list[int]:
+    """n numbers of 1 to total, in order; the last calls, where files get their names, are among
+    them."""
+    random = Random(seed)
+    late = [total - each for each in range(min(total, max(1, n // 4)))]
+    return sorted(late + [random.randint(1, total) for _ in range(n - len(late))])
+
+
+def calls_of(work: Work, *modules: str) -> int:
+    """How many calls the modules' functions make and get while the work is done, in all threads;
+    it is about the same each time. Raises AssertionError where the work fails."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as result:
+        pid = _fork(work, modules, None, writer)
+        os.close(writer)
+        text = result.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status == 0, f"the work ended with status {status}"
+    return int(text)
+
+
+def killed(work: Work, at: int, *modules: str) -> bool:
+    """Does the work in a child that is killed at its at-th call; False where it was done before.
+    Raises AssertionError where it fails otherwise."""
+    pid = _fork(work, modules, at, None)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status in (0, -signal.SIGKILL), f"the work ended with status {status}"
+    return status != 0
+
+
+class Stopped:
+    """Work in a child that stands still at its at-th call, as if the machine were busy. A context
+    manager: it does not outlive the block."""
+
+    def __init__(self, work: Work, at: int, *modules: str) -> None:
+        self.pid = _fork(work, modules, at, None, signal.SIGSTOP)
+        _, status = os.waitpid(self.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), "the work was done before"
+
+    def finish(self) -> int:
+        """Lets it go on; its exit status."""
+        return self._end(signal.SIGCONT)
+
+    def _end(self, sign: signal.Signals) -> int:
+        pid, self.pid = self.pid, 0
+        os.kill(pid, sign)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def __enter__(self) -> Stopped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pid:
+            self._end(signal.SIGKILL)
+
+
+def _fork(
+    work: Work,
+    modules: tuple[str, ...],
+    at: int | None,
+    report: int | None,
+    sign: signal.Signals = signal.SIGKILL,
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        faulthandler.disable()  # pytest's; the child shall be quiet
+        prefixes = tuple(f"{name}." for name in modules)
+        calls = count(1)
+        last = 0
+
+        def profile(frame: FrameType, event: str, arg: Any) -> None:
+            nonlocal last
+            name = frame.f_globals.get("__name__", "") + "."
+            if not event.endswith("return") and name.startswith(prefixes):
+                last = next(calls)
+                if last == at:
+                    os.kill(os.getpid(), sign)
+
+        threading.setprofile(profile)
+        sys.setprofile(profile)
+        work()
+        sys.setprofile(None)
+        if report is not None:
+            os.write(report, str(last).encode())
+        status = 0
+    except BaseException:  # noqa: BLE001 - it must not go on as a second pytest
+        traceback.print_exc()
+    finally:
+        os._exit(status)

@@ -1,0 +1,159 @@
+"""`kill -9` at any moment: a file with the final name is whole, and what was left goes."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+from gguf_craft import model_metadata, model_tensors, write_model
+from killing import Stopped, calls_of, killed, moments
+
+from gguf_tools import partial
+from gguf_tools.layout import GGMLType
+from gguf_tools.pack import export, pack
+from gguf_tools.verify import verify
+from gguf_tools.writer import GGUFWriter
+from orchestrator.files import whole_file
+
+OURS = tuple(f"gguf_tools.{name}" for name in ("pack", "partial", "streaming", "writer"))
+
+
+@pytest.fixture
+def src(tmp_path):
+    types = dict.fromkeys(range(4), GGMLType.F16)
+    tensors = model_tensors(n_embd=256, n_ff=256, types=types)
+    folder = tmp_path / "src"
+    folder.mkdir()
+    metadata = model_metadata(embedding_length=256)
+    return write_model(folder / "src.gguf", tensors, metadata, alignment=4096)
+
+
+@pytest.fixture
+def out(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder / "out.gguf"
+
+
+def sound(path, ggml):
+    return verify(path, threads=1, ggml=ggml).problems == []
+
+
+def run(kind, src, out, ggml):
+    if kind == "pack":
+        pack(src, out, ["q8_0", "q2_k"], threads=2, ggml=ggml)
+    else:
+        export(src, out)
+
+
+@pytest.mark.parametrize("kind", ["pack", "export"])
+@pytest.mark.parametrize("older", [False, True], ids=["new", "over-an-older-one"])
+def test_killed_at_twenty_moments(kind, older, src, out, ggml):
+    def work():
+        run(kind, src, out, ggml)
+
+    total = calls_of(work, *OURS)
+    whole = out.read_bytes()
+    old = src.read_bytes()
+    died = 0
+    for at in moments(total, 20, seed=1 + older):
+        out.unlink(missing_ok=True)
+        if older:
+            out.write_bytes(old)
+        died += killed(work, at, *OURS)
+        if out.exists():
+            assert out.read_bytes() in (whole, old)
+            assert sound(out, ggml)
+        elif older:
+            pytest.fail("the older file is gone")
+        assert len(os.listdir(out.parent)) <= 2, "leftovers of earlier runs are still there"
+    assert died >= 15
+    work()
+    assert os.listdir(out.parent) == [out.name]
+    assert out.read_bytes() == whole and sound(out, ggml)
+
+
+def test_two_at_once_do_not_meet(src, out, ggml):
+    """One stands still in the middle of its file while another starts, cleans up and ends."""
+
+    def first():
+        pack(src, out, ["q8_0"], threads=1, ggml=ggml)
+
+    total = calls_of(first, *OURS)
+    of_first = out.read_bytes()
+    for share in (0.6, 0.95):
+        out.unlink()
+        with Stopped(first, int(share * total), *OURS) as stopped:
+            assert [name.endswith(".part") for name in os.listdir(out.parent)] == [True]
+            pack(src, out, ["q4_k"], threads=1, ggml=ggml)
+            assert sound(out, ggml)
+            of_second = out.read_bytes()
+            assert len(os.listdir(out.parent)) == 2
+            assert stopped.finish() == 0
+        assert os.listdir(out.parent) == [out.name]
+        assert out.read_bytes() == of_first != of_second
+        assert sound(out, ggml)
+
+
+def test_only_abandoned_files_of_the_same_name_are_removed(tmp_path):
+    path = tmp_path / "a.gguf"
+    kept = [".a.gguf.b.part", ".a.gguf..part", ".b.gguf.12ab34cd.part", ".a.gguf.12", "a.gguf.part"]
+    for name in (*kept, ".a.gguf.12ab34cd.part", ".a.gguf.4711.part"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / ".a.gguf.b.part").rename(tmp_path / ".a.gguf.b.c.part")
+    (tmp_path / ".a.gguf.dir.part").mkdir()
+    (tmp_path / ".a.gguf.link.part").symlink_to(tmp_path / "a.gguf.part")
+    kept = {*kept, ".a.gguf.b.c.part", ".a.gguf.dir.part", ".a.gguf.link.part"} - {".a.gguf.b.part"}
+    fd, part = partial.create(path)
+    partial.remove_abandoned(path)
+    assert set(os.listdir(tmp_path)) == {*kept, part.name}
+    os.close(fd)
+    partial.remove_abandoned(path)
+    assert set(os.listdir(tmp_path)) == kept
+    partial.remove_abandoned(tmp_path / "none" / "a.gguf")
+
+
+def test_a_cleaner_between_creation_and_lock_does_no_harm(tmp_path, monkeypatch):
+    path = tmp_path / "a.gguf"
+    lock, first = partial._lock, []
+
+    def late(fd):
+        if not first:
+            first.append(fd)
+            partial.remove_abandoned(path)
+            assert os.listdir(tmp_path) == []
+        return lock(fd)
+
+    monkeypatch.setattr(partial, "_lock", late)
+    fd, part = partial.create(path)
+    assert os.listdir(tmp_path) == [part.name]
+    os.close(fd)
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with GGUFWriter(tmp_path / "a.gguf") as writer:
+        writer.begin()
+        partial.remove_abandoned(tmp_path / "a.gguf")
+    assert os.listdir(tmp_path) == ["a.gguf"]
+
+
+def test_small_files_are_whole_or_as_before(tmp_path):
+    path: Path = tmp_path / "out" / "notes.txt"
+    path.parent.mkdir()
+
+    def work():
+        with whole_file(path) as file:
+            file.write(b"new")
+
+    modules = ("gguf_tools", "orchestrator")
+    total = calls_of(work, *modules)
+    path.write_bytes(b"old")
+    for at in range(1, total + 1):
+        killed(work, at, *modules)
+        assert path.read_bytes() in (b"old", b"new")
+    work()
+    assert os.listdir(path.parent) == ["notes.txt"]
