@@ -8,12 +8,11 @@ from __future__ import annotations
 import errno
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from gguf_tools.units import format_size
-from orchestrator import cli_bench, cli_eval, cli_files, cli_replay
+from orchestrator import cli_bench, cli_convert, cli_eval, cli_files, cli_replay
 from orchestrator.cli_options import (
     AT_LEAST_1,
     FILE,
@@ -28,7 +27,7 @@ from orchestrator.console import Console, progress_bar, strip_controls
 from orchestrator.errors import MoeEdgeError
 
 if TYPE_CHECKING:
-    from gguf_tools.pack import PackReport
+    pass
 
 
 class Commands(click.Group):
@@ -145,9 +144,7 @@ def pack(
     """Write the experts of a GGUF in several precisions into one file."""
     from gguf_tools.pack import pack as run
 
-    names = [name.strip().lower() for name in tiers.split(",") if name.strip()]
-    if not names:
-        raise click.UsageError("--tiers names no precision: write it as q8_0,q4_k,q2_k")
+    names = cli_files.tier_names(tiers)
     with quantizer(source, threads, options) as chosen, progress_bar("Packing") as progress:
         report = run(
             source,
@@ -158,7 +155,7 @@ def pack(
             progress=progress,
             threads=threads,
         )
-    _print_report(report)
+    cli_files.print_report(report)
 
 
 @cli.command()
@@ -171,19 +168,10 @@ def export(source: Path, target: Path, tier: str) -> None:
 
     with progress_bar("Exporting") as progress:
         report = run(source, target, tier.lower(), progress=progress)
-    _print_report(report)
+    cli_files.print_report(report)
 
 
-def _print_report(report: PackReport) -> None:
-    """What was written on stdout, what is odd about it on stderr."""
-    tiers = ", ".join(
-        f"{name} {bpw:.2f} bits {format_size(nbytes)}" for name, bpw, nbytes in report.tiers
-    )
-    click.echo(f"{report.path}: {format_size(report.nbytes)}, experts in {tiers}")
-    for sentence in (*report.fallbacks, *report.warnings):
-        click.echo(f"Note: {sentence}", err=True)
-
-
+cli.add_command(cli_convert.convert)
 cli.add_command(cli_files.inspect)
 cli.add_command(cli_files.pull)
 cli.add_command(cli_files.verify)

@@ -46,7 +46,12 @@ LAYERS = (
     ),
     ("orchestrator.cli_files",),
     ("orchestrator.cli_options",),
-    ("orchestrator.cli_bench", "orchestrator.cli_eval", "orchestrator.cli_replay"),
+    (
+        "orchestrator.cli_bench",
+        "orchestrator.cli_convert",
+        "orchestrator.cli_eval",
+        "orchestrator.cli_replay",
+    ),
     ("orchestrator.cli",),
     ("orchestrator.__main__",),
 )
@@ -57,6 +62,7 @@ ONLY = {
     "click": (
         "orchestrator.cli",
         "orchestrator.cli_bench",
+        "orchestrator.cli_convert",
         "orchestrator.cli_eval",
         "orchestrator.cli_files",
         "orchestrator.cli_options",
@@ -64,8 +70,8 @@ ONLY = {
     ),
     "lm_eval": ("orchestrator.eval.harness",),
     "huggingface_hub": ("gguf_tools.hub",),
-    "torch": ("models",),
-    "transformers": ("models",),
+    "torch": ("gguf_tools.convert", "gguf_tools.upstream", "models"),
+    "transformers": ("gguf_tools.upstream", "models"),
     "safetensors": ("models",),
 }
 
