@@ -26,9 +26,6 @@ from orchestrator.cli_options import (
 from orchestrator.console import Console, progress_bar, strip_controls
 from orchestrator.errors import MoeEdgeError
 
-if TYPE_CHECKING:
-    pass
-
 
 class Commands(click.Group):
     """The commands, and the edge where an error becomes one sentence and an exit status."""
