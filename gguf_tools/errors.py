@@ -105,6 +105,14 @@ class QuantizeError(GGUFError):
     """ggml cannot be reached, or cannot quantize these values to this type."""
 
 
+class CheckpointError(MoeEdgeError):
+    """A checkpoint folder is incomplete or damaged."""
+
+
+class ConvertError(MoeEdgeError):
+    """Upstream's converter is missing, or cannot convert a checkpoint."""
+
+
 class HubError(MoeEdgeError):
     """A model cannot be had from the Hugging Face Hub."""
 

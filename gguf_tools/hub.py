@@ -91,20 +91,27 @@ class HubPlan:
             )
 
 
-def plan(repo: str, include: Sequence[str] = (), revision: str | None = None) -> HubPlan:
+def plan(
+    repo: str,
+    include: Sequence[str] = (),
+    revision: str | None = None,
+    *,
+    checkpoint_first: bool = False,
+) -> HubPlan:
     """Ask the Hub what a repository (OWNER/NAME) holds, and choose from it.
 
     include: patterns of file names, as ``*Q4_K_M*``; without one, the only GGUF model of the
-    repository, else a checkpoint's weights, configuration and tokenizer. Of a model in several
-    files all are taken. Raises HubError, in one sentence: no such repository or revision, no
-    access, several models to choose from, nothing that matches; HubUnreachableError.
+    repository, else a checkpoint's weights, configuration and tokenizer; checkpoint_first: the
+    other way round. Of a model in several files all are taken. Raises HubError, in one
+    sentence: no such repository or revision, no access, several models to choose from, nothing
+    that matches; HubUnreachableError.
     """
     from huggingface_hub import HfApi
 
     with _sentences(repo, revision):
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
         sizes = {each.rfilename: int(each.size or 0) for each in info.siblings or ()}
-        names = choose(repo, sizes, include)
+        names = choose(repo, sizes, include, checkpoint_first=checkpoint_first)
         commit = str(info.sha)
         folder = _storage(repo)
         files = [_look_up(repo, commit, name, folder) for name in names]
@@ -163,6 +170,34 @@ def resolve(
         names = found.models or [each.name for each in found.files[:4]]
         what = "several models match" if found.models else "no GGUF model in"
         raise HubError(f"{repo}: {what} {', '.join(names)}")
+    _fetch_noted(found, note, progress)
+    return next(each.path for each in found.files if each.name == found.models[0])
+
+
+def resolve_checkpoint(
+    text: str, note: Callable[[str], None], progress: Callable[[], Any] | None = None
+) -> tuple[Path, str]:
+    """(local folder, NAME) of the checkpoint ``hf:OWNER/NAME[@REVISION]``; the path of the only
+    GGUF where a repository holds no checkpoint. As ``resolve`` otherwise.
+    """
+    repo, _, revision = text.removeprefix(PREFIX).partition("@")
+    name = repo.rpartition("/")[2]
+    try:
+        found = plan(repo, revision=revision or None, checkpoint_first=True)
+    except HubUnreachableError:
+        snapshot = _snapshot(repo, revision or "main")
+        if snapshot is None or not (snapshot / "config.json").exists():
+            raise
+        return snapshot, name
+    _fetch_noted(found, note, progress)
+    if found.models:
+        return next(each.path for each in found.files if each.name == found.models[0]), name
+    return found.folder / "snapshots" / found.commit, name
+
+
+def _fetch_noted(
+    found: HubPlan, note: Callable[[str], None], progress: Callable[[], Any] | None
+) -> None:
     if found.missing:
         note(found.summary())
     if progress is None:
@@ -170,7 +205,6 @@ def resolve(
     else:
         with progress() as report:
             fetch(found, report)
-    return next(each.path for each in found.files if each.name == found.models[0])
 
 
 def _storage(repo: str) -> Path:
@@ -285,10 +319,8 @@ def _check_content(file: HubFile, partial: Path) -> None:
 
 def _cached(repo: str, include: Sequence[str]) -> Path | None:
     """The model in the cache, as of the last time that it was asked for."""
-    folder = _storage(repo)
-    try:
-        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
-    except OSError:
+    snapshot = _snapshot(repo, "main")
+    if snapshot is None:
         return None
     names = {
         path.relative_to(snapshot).as_posix(): path.stat().st_size
@@ -297,6 +329,17 @@ def _cached(repo: str, include: Sequence[str]) -> Path | None:
     }
     models = models_of(choose(repo, names, include)) if names else {}
     return snapshot / next(iter(models)) if models else None
+
+
+def _snapshot(repo: str, revision: str) -> Path | None:
+    """The folder of a revision, as of the last time that it was asked for."""
+    folder = _storage(repo)
+    if (folder / "snapshots" / revision).is_dir():
+        return folder / "snapshots" / revision
+    try:
+        return folder / "snapshots" / (folder / "refs" / revision).read_text().strip()
+    except OSError:
+        return None
 
 
 @contextmanager

@@ -15,14 +15,22 @@ _OTHER = ("mmproj", "imatrix")
 _CHECKPOINT = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 
 
-def choose(repo: str, sizes: Mapping[str, int], include: Sequence[str] = ()) -> list[str]:
+def choose(
+    repo: str,
+    sizes: Mapping[str, int],
+    include: Sequence[str] = (),
+    *,
+    checkpoint_first: bool = False,
+) -> list[str]:
     """The files to take of those that a repository holds (name: bytes), sorted.
 
     include: patterns of file names or paths. Of a model in several files all are taken. Without
-    a pattern: the only GGUF model, else a checkpoint. Raises HubError, in one sentence that
-    lists what there is.
+    a pattern: the only GGUF model, else a checkpoint; checkpoint_first: the other way round.
+    Raises HubError, in one sentence that lists what there is.
     """
     models = models_of(sizes)
+    if checkpoint_first and not include and (found := _checkpoint(sizes)):
+        return found
     if include:
         chosen = {name for each in include for name in _matching(sizes, each)}
         if not chosen:
@@ -44,9 +52,14 @@ def choose(repo: str, sizes: Mapping[str, int], include: Sequence[str] = ()) -> 
         parts = next(iter(own.values()))
         _check_parts(repo, sizes, parts)
         return sorted(parts)
+    if found := _checkpoint(sizes):
+        return found
+    raise HubError(f"{repo}: neither a GGUF nor safetensors; it holds {_listed(sizes, {})}")
+
+
+def _checkpoint(sizes: Mapping[str, int]) -> list[str]:
+    """The files of a checkpoint, sorted; none where there are no weights."""
     weights = [name for name in sizes if fnmatchcase(name, "*.safetensors") and "/" not in name]
-    if not weights:
-        raise HubError(f"{repo}: neither a GGUF nor safetensors; it holds {_listed(sizes, {})}")
     chosen = {
         name
         for name in sizes
@@ -54,6 +67,8 @@ def choose(repo: str, sizes: Mapping[str, int], include: Sequence[str] = ()) -> 
     }
     # Some repositories hold the weights twice: the second time in their makers' own layout.
     twice = {name for name in weights if name.startswith("consolidated")}
+    if not weights:
+        return []
     return sorted(chosen - twice if len(twice) < len(weights) else chosen)
 
 

@@ -8,7 +8,7 @@ each thread holds one run in float32 and its encodings, and writes them to their
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -90,7 +90,7 @@ class _Dense(NamedTuple):
 
 
 def pack(
-    src: str | os.PathLike[str],
+    src: str | os.PathLike[str] | ExpertModel,
     dst: str | os.PathLike[str],
     tiers: Sequence[str],
     *,
@@ -103,6 +103,7 @@ def pack(
 ) -> PackReport:
     """Write ``dst`` with the experts of ``src`` in ``tiers`` (type names, best first).
 
+    A model that is open already stays open.
     Tensors that have a tier's type already keep their bytes; with a ``quantizer`` (None: each
     block to the nearest), only those of the best tier do. ``dense`` names a type for the
     other two-dimensional float matrices. ``progress`` gets the finished share, 0 to 1.
@@ -111,7 +112,7 @@ def pack(
     started = time.monotonic()
     types = parse_tiers(tiers, quantizer is not None and quantizer.has_importance)
     dense_type = None if dense is None else parse_tiers([dense])[0]
-    with ExpertModel.open(src) as model:
+    with nullcontext(src) if isinstance(src, ExpertModel) else ExpertModel.open(src) as model:
         writer = GGUFWriter(dst, alignment)
         _refuse_same_file(model, writer.path)
         matrices, report = _plan_experts(model, writer.path, types, quantizer is None)
@@ -365,7 +366,8 @@ def _jobs(
 def _write_dense(writer: GGUFWriter, other: _Dense, ggml: Ggml | None) -> int:
     info = other.info
     if other.type == info.type or ggml is None:
-        writer.write_tensor(info.name, other.file.array(info.name))
+        for start, run in chunks(other.file, info.offset, info.nbytes):
+            writer.write_at(info.name, start, run)
         return info.nbytes
     n, rows = info.shape
     step = max(1, RUN_WEIGHTS // n)

@@ -50,12 +50,13 @@ class GGUFFile:
     """An open GGUF. ``metadata`` and ``tensors`` keep the order of the file.
 
     ``value_spans[key]`` is the (start, end) of the encoded value, type tag included, so
-    that a copy of the metadata is exact to the byte.
+    that a copy of the metadata is exact to the byte. ``size``: that of the whole file where
+    the buffer holds its beginning only.
     """
 
-    def __init__(self, path: Path, buffer: mmap.mmap | bytes) -> None:
+    def __init__(self, path: Path, buffer: mmap.mmap | bytes, size: int | None = None) -> None:
         self.path = path
-        self.size = len(buffer)
+        self.size = len(buffer) if size is None else size
         self.metadata: dict[str, Any] = {}
         self.value_types: dict[str, ValueType] = {}
         self.value_spans: dict[str, tuple[int, int]] = {}

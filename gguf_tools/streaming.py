@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +18,13 @@ Job = Callable[[], int]
 Progress = Callable[[float], None]
 
 
+@runtime_checkable
+class Sized(Protocol):
+    """A Progress that also wants to know of how many bytes it is told the shares."""
+
+    total_bytes: int
+
+
 class Meter:
     """Bytes done so far, reported as a share of the total."""
 
@@ -25,6 +32,8 @@ class Meter:
         self.progress = progress
         self.total = max(1, total)
         self.done = 0
+        if isinstance(progress, Sized):
+            progress.total_bytes = total
 
     def add(self, nbytes: int) -> None:
         self.done += nbytes

@@ -189,7 +189,7 @@ class GGUFWriter:
         Raises DiskSpaceError before a byte is written, WriteError where the folder or file
         cannot be written.
         """
-        header = self._header()
+        header = self.header()
         self._data_offset = pad(len(header), self.alignment)
         total = self._data_offset + self.data_bytes
         partial.remove_abandoned(self.path)
@@ -207,7 +207,8 @@ class GGUFWriter:
         except OSError as error:
             raise self._failed(error) from error
 
-    def _header(self) -> bytes:
+    def header(self) -> bytes:
+        """All that stands before the data, but for the padding."""
         parts = [MAGIC, struct.pack("<IQQ", VERSION, len(self.tensors), len(self._meta))]
         parts += (_encode_text(key) + encoded for key, encoded in self._meta.items())
         for each in self.tensors.values():

@@ -8,12 +8,12 @@ from __future__ import annotations
 import errno
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from gguf_tools.units import format_size
-from orchestrator import cli_bench, cli_calibrate, cli_eval, cli_files, cli_replay
+from orchestrator import cli_bench, cli_calibrate, cli_convert, cli_eval, cli_files, cli_replay
 from orchestrator.cli_options import (
     AT_LEAST_1,
     FILE,
@@ -28,9 +28,6 @@ from orchestrator.cli_options import (
 )
 from orchestrator.console import Console, progress_bar, strip_controls
 from orchestrator.errors import MoeEdgeError
-
-if TYPE_CHECKING:
-    from gguf_tools.pack import PackReport
 
 
 class Commands(click.Group):
@@ -150,6 +147,7 @@ def pack(
     names = names_of(tiers)
     if not names:
         raise click.UsageError("--tiers names no precision: write it as q8_0,q4_k,q2_k")
+    names = cli_files.tier_names(tiers)
     with quantizer(source, threads, options) as chosen, progress_bar("Packing") as progress:
         report = run(
             source,
@@ -160,7 +158,7 @@ def pack(
             progress=progress,
             threads=threads,
         )
-    _print_report(report)
+    cli_files.print_report(report)
 
 
 @cli.command()
@@ -183,8 +181,10 @@ def _print_report(report: PackReport) -> None:
     )
     click.echo(f"{report.path}: {format_size(report.nbytes)}, experts in {tiers}")
     print_notes((*report.fallbacks, *report.warnings))
+    cli_files.print_report(report)
 
 
+cli.add_command(cli_convert.convert)
 cli.add_command(cli_files.inspect)
 cli.add_command(cli_files.pull)
 cli.add_command(cli_files.verify)

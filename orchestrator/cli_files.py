@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from gguf_tools.units import format_size
 from orchestrator.console import progress_bar, strip_controls
+
+if TYPE_CHECKING:
+    from gguf_tools.pack import PackReport
 
 AT_LEAST_1 = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
@@ -43,7 +47,7 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
         facts = describe(model, scratch_bytes(model, Config.build(model=file)))
     if picture is not None:
         layer_plot.draw(facts, picture)
-        _note(str(picture))
+        note(str(picture))
     click.echo(json.dumps(facts) if as_json else strip_controls(render(facts)))
 
 
@@ -97,7 +101,7 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
     from gguf_tools.hub_choice import PREFIX
 
     found = hub.plan(repo.removeprefix(PREFIX), include, revision)
-    _note(found.summary())
+    note(found.summary())
     with progress_bar("Downloading") as progress:
         paths = hub.fetch(found, progress)
     for path in paths:
@@ -106,7 +110,25 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
         if file.name in found.models:
             click.echo(strip_controls(f"moe-edge chat -m {shlex.quote(str(file.path))}"))
     if not found.models:
-        _note("No GGUF among them: a checkpoint has to be converted before it can run.")
+        note("No GGUF among them: a checkpoint has to be converted before it can run.")
+
+
+def print_report(report: PackReport) -> None:
+    """What was written on stdout, what is odd about it on stderr."""
+    tiers = ", ".join(
+        f"{name} {bpw:.2f} bits {format_size(nbytes)}" for name, bpw, nbytes in report.tiers
+    )
+    click.echo(strip_controls(f"{report.path}: {format_size(report.nbytes)}, experts in {tiers}"))
+    for sentence in (*report.fallbacks, *report.warnings):
+        note(f"Note: {sentence}")
+
+
+def tier_names(text: str) -> list[str]:
+    """The names in a --tiers option; UsageError where there is none."""
+    names = [name.strip().lower() for name in text.split(",") if name.strip()]
+    if not names:
+        raise click.UsageError("--tiers names no precision: write it as q8_0,q4_k,q2_k")
+    return names
 
 
 def model_path(text: str) -> Path:
@@ -116,8 +138,9 @@ def model_path(text: str) -> Path:
 
     if not text.startswith(PREFIX):
         return Path(text)
-    return resolve(text, _note, lambda: progress_bar("Downloading"))
+    return resolve(text, note, lambda: progress_bar("Downloading"))
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """A line on stderr."""
     click.echo(strip_controls(text), err=True)

@@ -9,15 +9,18 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+from gguf_tools.units import format_size
 
 BAR_CELLS = 24
 # A bar that would be gone before it can be read only flickers.
 BAR_DELAY_S = 0.4
 BAR_INTERVAL_S = 0.1
+ESTIMATE_AFTER_S = 3
 HISTORY_LINES = 1000
 
 # C0 and C1 controls but newline and tab, and the codes that reorder text: what a model says must
@@ -102,8 +105,11 @@ class Console:
         """Show how many of the prompt's tokens are evaluated."""
         self.bar(f"Reading {total} tokens", done / total if total else 1.0)
 
-    def bar(self, label: str, fraction: float) -> None:
-        """Show on a terminal how much of something is done, 0 to 1; end_bar takes it away."""
+    def bar(self, label: str, fraction: float, total_bytes: int = 0) -> None:
+        """Show on a terminal how much of something is done, 0 to 1; end_bar takes it away.
+
+        total_bytes: of how many bytes; then they and the time left are shown as well.
+        """
         if not self._bars:
             return
         now = time.monotonic()
@@ -116,6 +122,9 @@ class Console:
         full = round(BAR_CELLS * min(max(fraction, 0.0), 1.0))
         bar = "#" * full + "-" * (BAR_CELLS - full)
         text = f"{label} [{bar}] {100 * fraction:3.0f} %"
+        if total_bytes:
+            text += f", {format_size(fraction * total_bytes)} of {format_size(total_bytes)}"
+            text += _time_left(now - self._bar_start_s, fraction)
         width = shutil.get_terminal_size().columns
         sys.stderr.write("\r\x1b[K" + self._style("2", text[: width - 1]))
         sys.stderr.flush()
@@ -203,14 +212,36 @@ class Console:
         return f"{text[:start]}\x1b[{code}m{text[start:end]}\x1b[0m{text[end:]}"
 
 
+class ProgressBar:
+    """A bar that is fed a share, 0 to 1. total_bytes: of how many bytes, where that is known."""
+
+    def __init__(self, console: Console, label: str) -> None:
+        self.console = console
+        self.label = label
+        self.total_bytes = 0
+
+    def __call__(self, fraction: float) -> None:
+        self.console.bar(self.label, fraction, self.total_bytes)
+
+
 @contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr that is fed a share, 0 to 1, and is gone at the end."""
+def progress_bar(label: str) -> Iterator[ProgressBar]:
+    """A bar on stderr that is gone at the end."""
     console = Console()
     try:
-        yield lambda fraction: console.bar(label, fraction)
+        yield ProgressBar(console, label)
     finally:
         console.end_bar()
+
+
+def _time_left(passed_s: float, fraction: float) -> str:
+    """ ", 3 min left", once enough has passed to tell."""
+    if passed_s < ESTIMATE_AFTER_S or not 0 < fraction < 1:
+        return ""
+    left_s = passed_s * (1 - fraction) / fraction
+    if left_s < 100:
+        return f", {left_s:.0f} s left"
+    return f", {left_s / 60:.0f} min left"
 
 
 def _is_tty(stream: TextIO | None) -> bool:

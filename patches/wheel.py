@@ -16,6 +16,10 @@ from pathlib import Path
 from patches.upstream import BuildError, Upstream
 
 STAMP = "llama_cpp/moe_edge_build.json"
+# Upstream's converter of checkpoints and the gguf package of its version: `moe-edge convert`
+# runs them from here, so that it needs neither the source tree nor another gguf.
+CONVERTER = "llama_cpp/upstream"
+CONVERTER_PARTS = ("conversion", "gguf-py/gguf")
 
 
 def platform_tag() -> str:
@@ -30,11 +34,14 @@ def file_name(upstream: Upstream) -> str:
 def write(
     path: Path, upstream: Upstream, root: Path, libraries: list[Path], stamp: dict[str, object]
 ) -> None:
-    """root: the source tree, whose llama_cpp package and PKG-INFO go into the wheel."""
-    entries: dict[str, bytes] = {}
-    for file in sorted((root / "llama_cpp").rglob("*")):
-        if file.suffix in (".py", ".typed") and "__pycache__" not in file.parts:
-            entries[str(file.relative_to(root))] = file.read_bytes()
+    """root: the source tree, whose llama_cpp package, converter and PKG-INFO go into the wheel."""
+    entries = {
+        str(file.relative_to(root)): file.read_bytes() for file in _python_files(root / "llama_cpp")
+    }
+    for part in CONVERTER_PARTS:
+        folder = root / upstream.source
+        for file in _python_files(folder / part):
+            entries[f"{CONVERTER}/{file.relative_to(folder)}"] = file.read_bytes()
     for library in libraries:
         entries[f"llama_cpp/lib/{library.name}"] = library.read_bytes()
     entries[STAMP] = (json.dumps(stamp, indent=2, sort_keys=True) + "\n").encode()
@@ -65,6 +72,14 @@ def write(
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.external_attr = (0o755 if ".so" in name else 0o644) << 16
             archive.writestr(entry, data)
+
+
+def _python_files(folder: Path) -> list[Path]:
+    return sorted(
+        file
+        for file in folder.rglob("*")
+        if file.suffix in (".py", ".typed") and "__pycache__" not in file.parts
+    )
 
 
 def _digest(data: bytes) -> str:

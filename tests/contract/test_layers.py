@@ -50,6 +50,7 @@ LAYERS = (
     (
         "orchestrator.cli_bench",
         "orchestrator.cli_calibrate",
+        "orchestrator.cli_convert",
         "orchestrator.cli_eval",
         "orchestrator.cli_replay",
     ),
@@ -64,6 +65,7 @@ ONLY = {
         "orchestrator.cli",
         "orchestrator.cli_bench",
         "orchestrator.cli_calibrate",
+        "orchestrator.cli_convert",
         "orchestrator.cli_eval",
         "orchestrator.cli_files",
         "orchestrator.cli_options",
@@ -71,8 +73,8 @@ ONLY = {
     ),
     "lm_eval": ("orchestrator.eval.harness",),
     "huggingface_hub": ("gguf_tools.hub",),
-    "torch": ("models",),
-    "transformers": ("models",),
+    "torch": ("gguf_tools.convert", "gguf_tools.upstream", "models"),
+    "transformers": ("gguf_tools.upstream", "models"),
     "safetensors": ("models",),
 }
 

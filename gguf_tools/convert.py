@@ -1,0 +1,184 @@
+"""``convert``: a Hugging Face checkpoint to one model file with every expert in several
+precisions.
+
+No file lies between: upstream's converter only describes its tensors, and ``pack`` reads them
+as if they stood in a GGUF, a run of rows of one expert at a time.
+"""
+
+import os
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from . import lazy
+from .checkpoint import Checkpoint, open_checkpoint
+from .errors import ConvertError, NotMoEError, QuantizeError
+from .experts import ExpertModel
+from .layout import GGMLType, parse_expert_name, row_bytes
+from .pack import PackReport, pack
+from .quantize import Ggml, load, parse_tiers
+from .reader import GGUFFile, TensorInfo
+from .streaming import Progress
+from .upstream import Description, describe
+from .writer import GGUFWriter
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+# Tensors whose parts cannot be computed one by one, kept whole: the one that all threads read,
+# and the one that the first of them has gone on to.
+_KEPT_WHOLE = 2
+_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    tiers: Sequence[str],
+    *,
+    title: str | None = None,
+    dense: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> PackReport:
+    """Write ``dst`` with the experts of the checkpoint folder ``src`` in ``tiers`` (type
+    names, best first).
+
+    Tiers are quantized from the checkpoint's own values. Other tensors get the type that
+    upstream's converter gives them in a model of the checkpoint's type; ``dense`` names
+    another one for matrices among them. ``title`` names the model, where the folder's name and
+    its README do not. ``progress`` gets the finished share, 0 to 1.
+
+    Raises CheckpointError, ConvertError and GGUFError, each one sentence; on any exception,
+    Ctrl-C included, nothing is left behind.
+    """
+    started = time.monotonic()
+    parse_tiers(tiers)
+    checkpoint = open_checkpoint(Path(src))
+    ggml = load()
+    description = describe(checkpoint, title=title, trust_remote_code=trust_remote_code)
+    with CheckpointFile(checkpoint, description, ggml) as file, _one_thread_each():
+        try:
+            model = ExpertModel.of_parts([file])
+        except NotMoEError:
+            raise NotMoEError(
+                f"{checkpoint.folder}: {checkpoint.architecture} has no experts: not a"
+                " Mixture-of-Experts model"
+            ) from None
+        report = pack(model, dst, tiers, dense=dense, progress=progress, threads=threads, ggml=ggml)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+class CheckpointFile(GGUFFile):
+    """A checkpoint as a GGUF that nobody has written: its header is real, its data is
+    computed when it is read.
+
+    Experts are F32 here, whatever the checkpoint holds, so that tiers lose nothing twice.
+    Reading is safe from several threads.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, description: Description, ggml: Ggml) -> None:
+        writer = GGUFWriter(checkpoint.folder / "model.gguf")
+        for key, encoded in description.metadata.items():
+            writer.meta_encoded(key, encoded)
+        self._values: dict[str, Any] = {}
+        for each in description.tensors:
+            is_expert = parse_expert_name(each.name) is not None and each.type in _FLOATS
+            writer.declare(each.name, each.shape, GGMLType.F32 if is_expert else each.type)
+            self._values[each.name] = each.values
+        header = writer.header()
+        size = len(header) + writer.alignment + writer.data_bytes
+        super().__init__(checkpoint.folder, header, size)
+        self._ggml = ggml
+        self._infos = sorted(self.tensors.values(), key=lambda info: info.offset)
+        self._offsets = [info.offset for info in self._infos]
+        self._whole: OrderedDict[str, Any] = OrderedDict()
+        self._lock = Lock()
+
+    def bytes_at(self, offset: int, nbytes: int) -> Bytes:
+        """Bytes [nbytes] from a file offset, which lie in one tensor or in the header."""
+        if offset < self.data_offset:
+            return super().bytes_at(offset, nbytes)
+        info = self._infos[bisect_right(self._offsets, offset) - 1]
+        start = offset - info.offset
+        size = row_bytes(info.type, info.shape[0])
+        first, last = start // size, -(-(start + nbytes) // size)
+        rows = self._rows(info, first, last)
+        skipped = start - first * size
+        return rows[skipped : skipped + nbytes]
+
+    def _rows(self, info: TensorInfo, first: int, last: int) -> Bytes:
+        """Encoded rows first to last of a tensor, counted over all its dimensions."""
+        values = self._values[info.name]
+        if not lazy.divisible(values):
+            values = self._computed(info.name, values)
+        dims = tuple(reversed(info.shape[1:]))
+        pieces = []
+        while first < last:
+            if len(dims) < 2:
+                cuts: lazy.Cuts = (slice(first, last),) if dims else ()
+                count = last - first
+            else:
+                outer, row = divmod(first, dims[-1])
+                count = min(last - first, dims[-1] - row)
+                index = np.unravel_index(outer, dims[:-1])
+                cuts = tuple(slice(int(i), int(i) + 1) for i in index)
+                cuts += (slice(row, row + count),)
+            pieces.append(self._encoded(info, lazy.compute(values, cuts), count))
+            first += count
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _computed(self, name: str, values: Any) -> Any:
+        with self._lock:
+            if name not in self._whole:
+                while len(self._whole) >= _KEPT_WHOLE:
+                    self._whole.popitem(last=False)
+                self._whole[name] = lazy.compute(values)
+            return self._whole[name]
+
+    def _encoded(self, info: TensorInfo, values: Any, n_rows: int) -> Bytes:
+        array = np.ascontiguousarray(values)
+        if info.type not in _FLOATS:
+            found = array.reshape(-1).view(np.uint8)
+        else:
+            array = array.reshape(n_rows, info.shape[0]).astype(np.float32, copy=False)
+            if not np.isfinite(array).all():
+                raise ConvertError(f"{self.path}: tensor {info.name}: a value is not finite")
+            if info.type is GGMLType.F32:
+                found = array.reshape(-1).view(np.uint8)
+            else:
+                found = self._rounded(info, array)
+        expected = n_rows * row_bytes(info.type, info.shape[0])
+        if found.nbytes != expected:
+            raise ConvertError(
+                f"{self.path}: tensor {info.name}: {found.nbytes} bytes computed, expected"
+                f" {expected}"
+            )
+        return found
+
+    def _rounded(self, info: TensorInfo, array: np.ndarray[Any, np.dtype[np.float32]]) -> Bytes:
+        try:
+            return self._ggml.quantize(info.type, array)
+        except QuantizeError as error:
+            raise QuantizeError(f"{self.path}: tensor {info.name}: {error}") from None
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Our threads are as many as the cores: torch shall not start others in each of them."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

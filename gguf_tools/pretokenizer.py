@@ -1,0 +1,50 @@
+"""Which of llama.cpp's pre-tokenizers a tokenizer.json describes.
+
+Upstream's converter recognises a pre-tokenizer by a hash over the tokens of a test text, so
+it knows published vocabularies only. The rules themselves say as much for any vocabulary.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT = _WORDS.format(digits=r"\p{N}")
+LLAMA3_SPLIT = _WORDS.format(digits=r"\p{N}{1,3}")
+_SPLITS = {QWEN2_SPLIT: "qwen2", LLAMA3_SPLIT: "llama-bpe"}
+
+
+def pre_tokenizer(folder: Path) -> str | None:
+    """``tokenizer.ggml.pre`` of the byte-level BPE in a checkpoint's tokenizer.json.
+
+    None where its rules are none of those known here, or there is no such file.
+    """
+    try:
+        rules = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        if rules["model"]["type"] != "BPE" or not _is_neutral(rules.get("normalizer")):
+            return None
+        return _known(rules.get("pre_tokenizer") or {})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _is_neutral(normalizer: Any) -> bool:
+    """Composed characters are what texts hold anyway: llama.cpp leaves NFC out as well."""
+    return normalizer is None or normalizer == {"type": "NFC"}
+
+
+def _known(pre: dict[str, Any]) -> str | None:
+    steps = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    *splits, last = steps
+    if last["type"] != "ByteLevel" or last["add_prefix_space"]:
+        return None
+    if not splits:
+        return "gpt-2" if last.get("use_regex", True) else None
+    split = splits[0]
+    whole = len(splits) == 1 and split["type"] == "Split" and split["behavior"] == "Isolated"
+    if not whole or split.get("invert") or last.get("use_regex", True):
+        return None
+    return _SPLITS.get(split["pattern"].get("Regex", ""))

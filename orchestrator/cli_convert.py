@@ -1,0 +1,69 @@
+"""The command line of what comes from elsewhere: `moe-edge convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from orchestrator.cli_files import AT_LEAST_1, note, print_report, tier_names
+from orchestrator.console import progress_bar
+
+
+@click.command()
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--tiers",
+    required=True,
+    metavar="LIST",
+    help="Precisions to store, best first, as q8_0,q4_k,q2_k.",
+)
+@click.option(
+    "--dense",
+    type=click.Choice(["f16", "bf16", "q8_0"]),
+    help="Type of the matrices that are not experts.  [default: the checkpoint's]",
+)
+@click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run code that the checkpoint brings for its tokenizer.",
+)
+@click.option("--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]")
+def convert(
+    source: str,
+    target: Path,
+    tiers: str,
+    dense: str | None,
+    trust_remote_code: bool,
+    threads: int | None,
+) -> None:
+    """Write the experts of a checkpoint in several precisions into one file.
+
+    SRC is a folder of Hugging Face's transformers, or hf:OWNER/NAME[@REVISION]. A GGUF is packed
+    as `moe-edge pack` does.
+    """
+    from gguf_tools.convert import convert as run
+    from gguf_tools.hub import resolve_checkpoint
+    from gguf_tools.hub_choice import PREFIX
+    from gguf_tools.pack import pack
+
+    names = tier_names(tiers)
+    path, title = Path(source), None
+    if source.startswith(PREFIX):
+        path, title = resolve_checkpoint(source, note, lambda: progress_bar("Downloading"))
+    with progress_bar("Converting") as progress:
+        if path.is_file() and path.suffix == ".gguf":
+            report = pack(path, target, names, dense=dense, progress=progress, threads=threads)
+        else:
+            report = run(
+                path,
+                target,
+                names,
+                title=title,
+                dense=dense,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+                threads=threads,
+            )
+    print_report(report)

@@ -1,0 +1,343 @@
+"""Tiny random checkpoints of every model family, made with transformers' own classes.
+
+Weights are rounded to half precision and stored as float32: an F16 tier then holds the very
+same numbers as an F32 one. Router rows are long, so that no choice of experts is a close one.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import sentencepiece
+import torch
+import transformers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from gguf_tools.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
+
+from . import deepseek_moe
+
+VOCAB = 384
+END = "<|endoftext|>"
+TEXT = (
+    "The experts of a model lie on disk. A router asks for 2 of 8; what isn't there is read, "
+    "and they've 512 MB to live in.\nNext line: 12345 tokens, naïve café, ΑΒΓ.\n"
+)
+PROMPT = "A router asks for 37 experts; they've been read.\nNext"
+
+
+@dataclass(frozen=True)
+class Family:
+    """``model``: transformers' class. ``config``: what is not in SIZES, or differs.
+    ``tokenizer``: its kind. ``adapt``: changes a model to compute what llama.cpp does."""
+
+    model: str
+    config: dict[str, Any]
+    tokenizer: str
+    adapt: Callable[[Any], None] | None = None
+
+    def build(self) -> Any:
+        if self.model == "DeepseekForCausalLM":
+            return deepseek_moe.build(VOCAB)
+        config_class = getattr(transformers, self.model.replace("ForCausalLM", "Config"))
+        torch.manual_seed(1)  # for what randomise leaves as it is
+        config = config_class(**{**SIZES, **self.config})
+        config._attn_implementation = "eager"
+        return randomise(getattr(transformers, self.model)(config).eval())
+
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+SENTENCEPIECE_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+DEEPSEEK = {
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+
+
+def as_llama_cpp(model: Any) -> None:
+    """Phi-3.5-MoE as llama.cpp computes it, which is not as it was trained: norms without
+    their mean, and the softmax over all experts, normalised over the chosen two, in the place
+    of SparseMixer."""
+
+    def route(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = torch.nn.functional.linear(x, self.weight)
+        weights, chosen = logits.softmax(-1).topk(self.top_k)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.forward = MethodType(norm, module)
+        elif type(module).__name__ == "PhimoeTopKRouter":
+            module.forward = MethodType(route, module)
+
+
+# What llama.cpp derives from the two context lengths below; published as a number of its own.
+PHI_MSCALE = math.sqrt(1 + math.log(512 / 256) / math.log(256))
+
+FAMILIES = {
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, **SENTENCEPIECE_ENDS},
+        "sentencepiece",
+    ),
+    "qwen2-moe": Family(
+        "Qwen2MoeForCausalLM",
+        {
+            "moe_intermediate_size": 96,
+            "shared_expert_intermediate_size": 160,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 4,
+        },
+        "qwen2",
+    ),
+    "qwen3-moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "moe_intermediate_size": 96,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "head_dim": 32,
+        },
+        "qwen2",
+    ),
+    "qwen3-next": Family(
+        "Qwen3NextForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 96,
+            "shared_expert_intermediate_size": 96,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+        "qwen2",
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+        "neox",
+    ),
+    "deepseek-v2": Family(
+        "DeepseekV2ForCausalLM",
+        {
+            **DEEPSEEK,
+            # llama.cpp knows the model without a rank of queries by its number of layers.
+            "num_hidden_layers": 27,
+            "n_routed_experts": 4,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+        },
+        "llama3",
+    ),
+    "deepseek-v3": Family(
+        "DeepseekV3ForCausalLM",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 48,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+        "llama3",
+    ),
+    "phi-moe": Family(
+        "PhimoeForCausalLM",
+        {
+            **SENTENCEPIECE_ENDS,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0 + 0.1 * i for i in range(8)],
+                "long_factor": [2.0 + 0.1 * i for i in range(8)],
+                "short_mscale": PHI_MSCALE,
+                "long_mscale": PHI_MSCALE,
+                "original_max_position_embeddings": 256,
+            },
+        },
+        "sentencepiece",
+        as_llama_cpp,
+    ),
+    "deepseek-moe": Family("DeepseekForCausalLM", {}, "llama3"),
+}
+
+
+def randomise(model: Any, seed: int = 7) -> Any:
+    """Weights that make every part count: unit gain, norms and biases that are not neutral."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            noise = torch.randn(values.shape, generator=generator)
+            if values.dim() > 1:
+                gain = 8.0 if is_router(name) else 1.0
+                values.copy_(noise * gain / math.sqrt(values.shape[-1]))
+            elif "norm" in name or "bias" in name:
+                values.add_(0.2 * noise)
+            values.copy_(values.half().float())
+        for name, buffer in model.named_buffers():
+            if "e_score_correction" in name:
+                buffer.copy_((0.1 * torch.randn(buffer.shape, generator=generator)).half().float())
+    return model
+
+
+def is_router(name: str) -> bool:
+    return name.endswith(("gate.weight", "router.weight")) and "shared" not in name
+
+
+@functools.cache
+def byte_level(kind: str) -> Tokenizer:
+    """A byte-level BPE of VOCAB tokens, split as a family's own tokenizer splits."""
+    tokenizer = Tokenizer(models.BPE())
+    if kind == "neox":
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        split = {"qwen2": QWEN2_SPLIT, "llama3": LLAMA3_SPLIT}[kind]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(split), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        if kind == "llama3":
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{END} $A", special_tokens=[(END, 0)]
+            )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(
+            vocab_size=VOCAB,
+            special_tokens=[END],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    return tokenizer
+
+
+def save_tokenizer(kind: str, folder: Path) -> None:
+    """The tokenizer's files, as the family's class writes them."""
+    if kind == "sentencepiece":
+        save_sentencepiece(folder)
+        return
+    classes: dict[str, Callable[..., Any]] = {
+        "qwen2": transformers.Qwen2Tokenizer,
+        "neox": transformers.GPTNeoXTokenizer,
+        "llama3": transformers.PreTrainedTokenizerFast,
+    }
+    tokenizer = classes[kind](tokenizer_object=byte_level(kind), bos_token=END, eos_token=END)
+    tokenizer.save_pretrained(folder)
+
+
+def save_sentencepiece(folder: Path) -> None:
+    """tokenizer.model, as Llama's: BPE that falls back to bytes, and changes no character."""
+    (folder / "tokenizer.model").write_bytes(_sentencepiece())
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "legacy": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@functools.cache
+def _sentencepiece() -> bytes:
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines() * 8),
+        model_writer=out,
+        vocab_size=VOCAB,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.99,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return out.getvalue()
+
+
+def write_checkpoint(name: str, folder: Path, **save: Any) -> Any:
+    """Write a family's checkpoint into ``folder``; returns the model that is in it."""
+    family = FAMILIES[name]
+    model = family.build()
+    model.save_pretrained(folder, **save)
+    save_tokenizer(family.tokenizer, folder)
+    if family.adapt is not None:
+        family.adapt(model)
+    return model
+
+
+def their_tokens(name: str, folder: Path, text: str) -> list[int]:
+    """What the tokenizer in ``folder`` makes of a text, by its own library."""
+    if FAMILIES[name].tokenizer == "sentencepiece":
+        processor = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
+        return [processor.bos_id(), *processor.encode(text)]
+    found: list[int] = transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids
+    return found
+
+
+def reference_logits(model: Any, tokens: list[int]) -> np.ndarray:
+    """Logits [T, vocab] of the model in float32, computed without a cache."""
+    with torch.inference_mode():
+        return np.asarray(model(torch.tensor([tokens]), use_cache=False).logits[0].float())
