@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from gguf_tools.units import format_size
 from orchestrator import cli_bench, cli_calibrate, cli_convert, cli_eval, cli_files, cli_replay
 from orchestrator.cli_options import (
     AT_LEAST_1,
@@ -21,9 +20,7 @@ from orchestrator.cli_options import (
     make_config,
     method_options,
     model_options,
-    names_of,
     open_engine,
-    print_notes,
     quantizer,
 )
 from orchestrator.console import Console, progress_bar, strip_controls
@@ -144,9 +141,6 @@ def pack(
     """Write the experts of a GGUF in several precisions into one file."""
     from gguf_tools.pack import pack as run
 
-    names = names_of(tiers)
-    if not names:
-        raise click.UsageError("--tiers names no precision: write it as q8_0,q4_k,q2_k")
     names = cli_files.tier_names(tiers)
     with quantizer(source, threads, options) as chosen, progress_bar("Packing") as progress:
         report = run(
@@ -171,16 +165,6 @@ def export(source: Path, target: Path, tier: str) -> None:
 
     with progress_bar("Exporting") as progress:
         report = run(source, target, tier.lower(), progress=progress)
-    _print_report(report)
-
-
-def _print_report(report: PackReport) -> None:
-    """What was written on stdout, what is odd about it on stderr."""
-    tiers = ", ".join(
-        f"{name} {bpw:.2f} bits {format_size(nbytes)}" for name, bpw, nbytes in report.tiers
-    )
-    click.echo(f"{report.path}: {format_size(report.nbytes)}, experts in {tiers}")
-    print_notes((*report.fallbacks, *report.warnings))
     cli_files.print_report(report)
 
 

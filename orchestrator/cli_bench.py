@@ -227,8 +227,8 @@ def prefill(as_json: bool, prompts: str | None, **options: Any) -> None:
 @click.option(
     "--rates",
     metavar="LIST",
-    help="What its exchange of experts may read, in MiB a second, 0 for no limit; as "
-    "16,32,64,128,256,512,0.  [default: the usual one alone]",
+    help="What its exchange of experts may read, in MiB a second, 0 for no limit, as "
+    "16,64,256,0: a row each.",
 )
 def topics(as_json: bool, updates: str | None, rates: str | None, **options: Any) -> None:
     """dynaexq while the topic changes.

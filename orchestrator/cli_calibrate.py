@@ -7,13 +7,12 @@ from typing import Any
 
 import click
 
+from orchestrator.cli_files import names_of, print_notes
 from orchestrator.cli_options import (
     AT_LEAST_1,
     CALIB_TOKENS,
     FILE,
     chosen_method,
-    names_of,
-    print_notes,
 )
 from orchestrator.console import Console, strip_controls
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,13 +120,23 @@ def print_report(report: PackReport) -> None:
         f"{name} {bpw:.2f} bits {format_size(nbytes)}" for name, bpw, nbytes in report.tiers
     )
     click.echo(strip_controls(f"{report.path}: {format_size(report.nbytes)}, experts in {tiers}"))
-    for sentence in (*report.fallbacks, *report.warnings):
+    print_notes((*report.fallbacks, *report.warnings))
+
+
+def print_notes(sentences: Iterable[str]) -> None:
+    """What is odd about a result, on stderr."""
+    for sentence in sentences:
         note(f"Note: {sentence}")
+
+
+def names_of(text: str) -> list[str]:
+    """The names in a list that is written as q8_0,q4_k."""
+    return [name.strip().lower() for name in text.split(",") if name.strip()]
 
 
 def tier_names(text: str) -> list[str]:
     """The names in a --tiers option; UsageError where there is none."""
-    names = [name.strip().lower() for name in text.split(",") if name.strip()]
+    names = names_of(text)
     if not names:
         raise click.UsageError("--tiers names no precision: write it as q8_0,q4_k,q2_k")
     return names

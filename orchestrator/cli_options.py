@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gguf_tools.units import format_size
-from orchestrator.cli_files import model_path
+from orchestrator.cli_files import model_path, print_notes
 from orchestrator.config import TRANSITION_RATE, Config, parse_size
-from orchestrator.console import Console, progress_bar, strip_controls
+from orchestrator.console import Console, progress_bar
 from orchestrator.errors import MoeEdgeError
 
 if TYPE_CHECKING:
@@ -245,17 +245,6 @@ def chosen_method(threads: int | None, options: dict[str, Any]) -> Method:
     renamed = {"name": "method", "calib": "calib", "imatrix": "imatrix", "tokens": "calib_tokens"}
     chosen = given({name: options.get(option) for name, option in renamed.items()})
     return Method(**chosen, threads=threads)
-
-
-def names_of(text: str) -> list[str]:
-    """The names in a list that is written as q8_0,q4_k."""
-    return [name.strip().lower() for name in text.split(",") if name.strip()]
-
-
-def print_notes(sentences: Iterable[str]) -> None:
-    """What is odd about a result, on stderr."""
-    for sentence in sentences:
-        click.echo(strip_controls(f"Note: {sentence}"), err=True)
 
 
 def open_engine(config: Config, console: Console) -> Engine:

@@ -21,7 +21,6 @@ from orchestrator import cli_options as module
 from orchestrator.cli import cli
 
 FAKE = [sys.executable, fake_engine.__file__]
-HELP_SECONDS = 0.3
 
 
 @pytest.fixture
@@ -391,17 +390,6 @@ def test_help_lists_the_commands():
     for command in ("chat", "pack", "export", "inspect", "verify", "pull", "bench"):
         assert f"\n  {command} " in result.stdout
         assert run(command, "--help").exit_code == 0
-
-
-def test_help_is_fast():
-    command = [sys.executable, "-m", "orchestrator", "--help"]
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        subprocess.run(command, capture_output=True, check=True, cwd=fake_engine.ROOT)
-        times.append(time.perf_counter() - start)
-    # The best of several: the machine may be busy with something else.
-    assert min(times) < HELP_SECONDS
 
 
 def test_help_imports_nothing_heavy():
