@@ -339,10 +339,10 @@ def slot_bytes(offset: int, expert_bytes: int, n_expert: int = 1) -> int:
     return pad(max(starts) + expert_bytes, IO_BLOCK_BYTES)
 
 
-# What CUDA kernels read past the end of a row of quantized weights, in weights; and where a
-# slot of float weights starts.
+# What CUDA kernels read past the end of a row of quantized weights, in weights; and where
+# a pool of slots in a GPU's memory starts, and each slot of float weights.
 _DEVICE_ROW = 512
-_DEVICE_ALIGNMENT = 256
+POOL_ALIGNMENT = 256
 
 
 def device_slot_bytes(ggml_type: GGMLType, expert_bytes: int, row_length: int) -> int:
@@ -350,6 +350,6 @@ def device_slot_bytes(ggml_type: GGMLType, expert_bytes: int, row_length: int) -
     to whole blocks of the type. The same as ``moe_edge_device_slot_bytes``."""
     block = BLOCK[ggml_type]
     if block.weights == 1:
-        return pad(expert_bytes, _DEVICE_ALIGNMENT)
+        return pad(expert_bytes, POOL_ALIGNMENT)
     past = pad(-row_length % _DEVICE_ROW, block.weights)
     return expert_bytes + row_bytes(ggml_type, past)

@@ -12,7 +12,15 @@ from typing import Any
 
 import click
 
-from orchestrator import cli_bench, cli_calibrate, cli_convert, cli_eval, cli_files, cli_replay
+from orchestrator import (
+    cli_bench,
+    cli_calibrate,
+    cli_convert,
+    cli_doctor,
+    cli_eval,
+    cli_files,
+    cli_replay,
+)
 from orchestrator.cli_options import (
     AT_LEAST_1,
     FILE,
@@ -172,6 +180,7 @@ cli.add_command(cli_convert.convert)
 cli.add_command(cli_files.inspect)
 cli.add_command(cli_files.pull)
 cli.add_command(cli_files.verify)
+cli.add_command(cli_doctor.doctor)
 cli.add_command(cli_bench.bench)
 cli.add_command(cli_calibrate.calibrate)
 cli.add_command(cli_eval.evaluate)

@@ -264,3 +264,18 @@ def batch(as_json: bool, batches: str | None, **options: Any) -> None:
         given["batches"] = parse_numbers(batches, "batches")
     result = run_batch(BatchOptions(**given), _note)
     click.echo(json.dumps(result) if as_json else render_batch(result))
+
+
+@bench.command()
+@measure_options(routing="zipf", tokens=128, runs=2, prompt_tokens=2048, caps="25,50")
+@click.option("--device", metavar="NAME", help="The GPU.  [default: cuda0]")
+def gpu(as_json: bool, **options: Any) -> None:
+    """Upstream and every policy on a GPU.
+
+    A cap is the share of the expert bytes that the GPU's memory holds beside the rest of the
+    model. Upstream keeps the experts of the layers that do not fit on the CPU.
+    """
+    from orchestrator.bench import GpuOptions, render_gpu, run_gpu
+
+    result = run_gpu(GpuOptions(**_given(options)), _note)
+    click.echo(json.dumps(result) if as_json else render_gpu(result))

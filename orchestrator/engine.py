@@ -15,13 +15,14 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator import hardware
+from orchestrator.accelerator import find_gpu
 from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase, RouteEvent, StepReport
 from orchestrator.llama import Bindings, Context, Model, SamplerChain
 from orchestrator.meter import Meter
-from orchestrator.native import Store
+from orchestrator.native import Store, taken_by
 from orchestrator.plan import Plan, importance_window, make_plan, store_spec
 from orchestrator.policy import Counting, Policy
 from orchestrator.profile import Memory
@@ -55,7 +56,8 @@ class Engine:
         self._memory = Memory(config, model)
         self._parts: list[Context | Store | Model] = []
         self._bindings = Bindings.load()
-        self._machine = hardware.probe()
+        self._gpu = find_gpu(self._bindings, config)
+        self._machine = hardware.probe(self._gpu.device if self._gpu else None)
         self._start(make_plan(config, model, self._machine), progress)
 
     @classmethod
@@ -378,6 +380,18 @@ class Engine:
         return f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}"
 
     def _start(self, plan: Plan, progress: Callable[[float], None] | None = None) -> None:
+        """Loads what is planned; a second time where llama.cpp takes more of a GPU's memory than
+        was estimated, so that the cap holds."""
+        self._load(plan, progress)
+        if self._gpu is None or self._gpu.index is None:
+            return
+        _, taken = taken_by(self._bindings.library(), self._context.handle)
+        beyond = taken - (plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes)
+        if beyond > 0:
+            self._stop()
+            self._load(make_plan(self.config, self.model, self._machine, beyond), progress)
+
+    def _load(self, plan: Plan, progress: Callable[[float], None] | None) -> None:
         config, bindings = self.config, self._bindings
         self.plan = plan
         extra = config.use_extra_bufts
@@ -399,6 +413,8 @@ class Engine:
                 managed=plan.managed,
                 use_extra_bufts=not plan.managed if extra is None else extra,
                 use_mmap=not plan.managed and config.ram is None and len(self.model.tiers) == 1,
+                gpu=self._gpu.index if self._gpu else None,
+                buffer_type=self._gpu.buffer_type if self._gpu else None,
                 progress=(lambda done: progress(share * done)) if progress else None,
             )
             self._parts.append(self._model)
@@ -416,6 +432,7 @@ class Engine:
                 all_logits=config.logits_all,
                 flash_attention=importance_window(config, plan) >= 0,
                 should_stop=self._should_stop,
+                on_gpu=self._gpu is not None,
                 abort=self.store.abort if plan.managed else None,
                 sequences=config.sequences,
             )

@@ -22,10 +22,11 @@ from orchestrator.sampling import Sampling
 
 EXPERT_PATTERN = rb"blk\.\d+\.ffn_(up|gate|gate_up|down)_exps\.weight"
 _LOG_ERROR = 3
+_ALL_LAYERS = 1 << 20
 _PIECE_BYTES = 256
 
 
-class _BufferTypeOverride(ctypes.Structure):
+class BufferTypeOverride(ctypes.Structure):
     """struct llama_model_tensor_buft_override; the bindings leave it out."""
 
     _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
@@ -83,22 +84,26 @@ class Model:
         managed: bool,
         use_extra_bufts: bool,
         use_mmap: bool,
+        gpu: int | None = None,
+        buffer_type: int | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """managed: expert tensors become placeholders for the native store.
+        """managed: expert tensors become placeholders for the native store, of buffer_type or
+        else of the host's. gpu: the one that everything is loaded onto, None for none.
 
         Raises NativeError with the library's own reason; what progress raises comes through.
         """
         api = self.api = bindings.api
         self._handle: int | None = None
         params = api.llama_model_default_params()
-        params.n_gpu_layers = 0
+        params.n_gpu_layers = 0 if gpu is None else _ALL_LAYERS
+        params.split_mode, params.main_gpu = api.LLAMA_SPLIT_MODE_NONE, gpu or 0
         params.load_mode = api.LLAMA_LOAD_MODE_AUTO if use_mmap else api.LLAMA_LOAD_MODE_NONE
         params.use_extra_bufts = use_extra_bufts
-        overrides = (_BufferTypeOverride * 2)()
+        overrides = (BufferTypeOverride * 2)()
         if managed:
             overrides[0].pattern = EXPERT_PATTERN
-            overrides[0].buffer_type = bindings.library().buffer_type()
+            overrides[0].buffer_type = buffer_type or bindings.library().buffer_type()
             params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         raised: list[BaseException] = []
 
@@ -195,13 +200,15 @@ class Context:
         all_logits: bool,
         flash_attention: bool,
         should_stop: Callable[[], bool],
+        on_gpu: bool = False,
         sequences: int = 0,
         abort: tuple[Any, int] | None = None,
     ) -> None:
         """should_stop and abort say that a decode should end early: the first one in Python,
         asked during interruptible steps; the second one a C function and its data, asked
         during the others. flash_attention False keeps the attention weights in the graph.
-        sequences: how many there are beside number 0.
+        on_gpu: the KV cache lies there, as the model does. sequences: how many there are beside
+        number 0.
         Raises NativeError."""
         api = self.api = bindings.api
         self.model = model
@@ -217,7 +224,8 @@ class Context:
         if not flash_attention:
             params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         # A CUDA build would otherwise move the KV cache and large products to the GPU by itself.
-        params.offload_kqv = params.op_offload = False
+        params.offload_kqv = on_gpu
+        params.op_offload = False
         bindings.complaints.clear()
         self._handle: int | None = api.llama_init_from_model(model.handle, params)
         if not self._handle:

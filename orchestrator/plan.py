@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.layout import KINDS, POOL_ALIGNMENT
 from gguf_tools.units import format_size
 from orchestrator.choice import (
     LRU,
@@ -30,6 +31,9 @@ from orchestrator.hardware import Device, Machine
 from orchestrator.native import Slices, StoreSpec
 from orchestrator.policy import Policy, PolicySettings, known_policies, make_policy
 from orchestrator.policy.base import ModelShape, SlotPlan
+
+# Quantized activations and such, which the kernels of a GPU take beside llama.cpp's scratch.
+KERNEL_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class _Room:
         return f"{what} {format_size(self.cap)}"
 
 
-def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
+def make_plan(config: Config, model: ExpertModel, machine: Machine, more_scratch: int = 0) -> Plan:
     """Lays the model out in memory: that of the machine's device, where it has one, with the
     host's behind it.
 
@@ -100,6 +104,8 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     nor expert slots are asked for; else lru where the high tier fits whole, so that there is
     nothing to decide; else dymoe. That is lossless where the file has one tier and none is
     skipped: the default retention is 1 there.
+
+    more_scratch: bytes that llama.cpp was seen to take beyond the estimate.
 
     Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
     for a policy or tiers that do not go with the model.
@@ -109,7 +115,7 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     device = machine.device
     n_ctx = context_tokens(model, config)
     ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
-    room = _room(config, model, machine, n_ctx, ram)
+    room = _room(config, model, machine, n_ctx, ram, more_scratch)
     rest = room.cap - room.fixed
 
     def shape_of(tiers: tuple[int, ...]) -> ModelShape:
@@ -172,16 +178,35 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     )
 
 
-def _room(config: Config, model: ExpertModel, machine: Machine, n_ctx: int, ram: int) -> _Room:
+def _room(
+    config: Config,
+    model: ExpertModel,
+    machine: Machine,
+    n_ctx: int,
+    ram: int,
+    more_scratch: int,
+) -> _Room:
     dense, kv = model.dense_bytes, model.kv_bytes(n_ctx)
-    compute = compute_bytes(model, config, n_ctx)
+    compute = compute_bytes(model, config, n_ctx) + more_scratch
     device = machine.device
     if device is None:
         scratch = process_bytes(model) + compute
         return _Room("--ram", "free memory,", config.ram, ram, dense, kv, scratch)
     asked = config.vram
     cap = min(asked, device.memory_bytes) if asked else device.usable_bytes
-    return _Room("--vram", f"free memory of {device.name},", asked, cap, dense, kv, compute)
+    scratch = compute + KERNEL_BYTES + _alignment(model)
+    return _Room("--vram", f"free memory of {device.name},", asked, cap, dense, kv, scratch)
+
+
+def device_fixed_bytes(config: Config, model: ExpertModel) -> int:
+    """What a model takes of a device's memory beside its experts, as the planner counts it."""
+    device = Device("", "", 0, 0)
+    return _room(config, model, Machine(0, device), context_tokens(model, config), 0, 0).fixed
+
+
+def _alignment(model: ExpertModel) -> int:
+    """What starting each pool of slots at a boundary costs at most."""
+    return POOL_ALIGNMENT * len(model.slices) * len(KINDS) * len(model.tiers)
 
 
 def _host_bytes(config: Config, model: ExpertModel, tiers: tuple[int, ...], ram: int) -> int:

@@ -6,13 +6,29 @@ measured here is upstream at the flags given.
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from typing import Any
 
 import llama_cpp.llama_cpp as ll
 import numpy as np
 import numpy.typing as npt
 
 from orchestrator.errors import NativeError
+from orchestrator.llama import BufferTypeOverride
+
+_ALL_LAYERS = 1 << 20
+
+
+def _experts_on_cpu(n_layers: int) -> Any:
+    """The overrides of --n-cpu-moe N: the experts of layers 0 to N-1, and an end mark."""
+    overrides = (BufferTypeOverride * (n_layers + 1))()
+    find = ll._lib.ggml_backend_cpu_buffer_type
+    find.restype = ctypes.c_void_p
+    for layer in range(n_layers):
+        overrides[layer].pattern = rb"blk\.%d\.ffn_(up|down|gate|gate_up)_exps" % layer
+        overrides[layer].buffer_type = find()
+    return overrides
 
 
 @ll.llama_log_callback
@@ -24,7 +40,9 @@ class PlainModel:
     """One model and one context; a context manager.
 
     mmap: weights are mapped and paged in, otherwise read into memory at load.
-    extra_bufts: weights may be repacked for the CPU. Raises NativeError.
+    extra_bufts: weights may be repacked for the CPU. gpu: everything goes to the first GPU but
+    the experts of the first cpu_moe expert layers, as with upstream's --n-cpu-moe. Raises
+    NativeError.
     """
 
     def __init__(
@@ -36,20 +54,26 @@ class PlainModel:
         threads: int,
         mmap: bool = True,
         extra_bufts: bool = False,
+        gpu: bool = False,
+        cpu_moe: int = 0,
     ) -> None:
         ll.llama_log_set(_silent, None)
         ll.llama_backend_init()
         model_params = ll.llama_model_default_params()
         model_params.load_mode = ll.LLAMA_LOAD_MODE_MMAP if mmap else ll.LLAMA_LOAD_MODE_NONE
         model_params.use_extra_bufts = extra_bufts
-        model_params.n_gpu_layers = 0
+        model_params.n_gpu_layers = _ALL_LAYERS if gpu else 0
+        model_params.split_mode = ll.LLAMA_SPLIT_MODE_NONE
+        overrides = _experts_on_cpu(cpu_moe)
+        if cpu_moe:
+            model_params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         self._model = ll.llama_model_load_from_file(str(path).encode(), model_params)
         if not self._model:
             raise NativeError(f"{path}: upstream could not load it")
         params = ll.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_ubatch, n_ubatch
         params.n_threads = params.n_threads_batch = threads
-        params.offload_kqv = params.op_offload = False  # on the CPU, as ours is
+        params.offload_kqv = params.op_offload = gpu  # else on the CPU, as ours is
         self._context = ll.llama_init_from_model(self._model, params)
         if not self._context:
             ll.llama_model_free(self._model)

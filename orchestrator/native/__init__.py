@@ -1,6 +1,7 @@
 """The native library of patches/native: the only ctypes for our own C interface."""
 
 from orchestrator.native.abi import ABI_VERSION, MAX_AHEAD, MAX_TIERS, CStats
+from orchestrator.native.device import Bandwidths, DeviceInfo, find_device, measure_device, taken_by
 from orchestrator.native.simulation import Simulation
 from orchestrator.native.store import Library, Slices, Store, StoreSpec
 
@@ -8,10 +9,15 @@ __all__ = [
     "ABI_VERSION",
     "MAX_AHEAD",
     "MAX_TIERS",
+    "Bandwidths",
     "CStats",
+    "DeviceInfo",
     "Library",
     "Simulation",
     "Slices",
     "Store",
     "StoreSpec",
+    "find_device",
+    "measure_device",
+    "taken_by",
 ]

@@ -135,6 +135,14 @@ class CStats(ctypes.Structure):
     ]
 
 
+class CMemory(ctypes.Structure):
+    _fields_ = [
+        ("weights", ctypes.c_uint64 * 2),
+        ("cache", ctypes.c_uint64 * 2),
+        ("scratch", ctypes.c_uint64 * 2),
+    ]
+
+
 # What the header's structs measure on a 64-bit machine. The library is built from the
 # same header and checked by its ABI version; these catch a mirror that went astray.
 STRUCT_BYTES = {
@@ -146,6 +154,7 @@ STRUCT_BYTES = {
     CPrefetch: 8,
     CDecision: 32,
     CStats: 384,
+    CMemory: 48,
 }
 
 ROUTE_CB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
@@ -174,6 +183,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         ctypes.c_int,
         [_STORE, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t],
     ),
+    "moe_edge_get_memory": (None, [ctypes.c_void_p, ctypes.POINTER(CMemory)]),
     "moe_edge_store_event": (ctypes.POINTER(CEvent), [_STORE]),
     "moe_edge_store_decision": (ctypes.POINTER(CDecision), [_STORE]),
     "moe_edge_set_callback": (None, [_STORE, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]),

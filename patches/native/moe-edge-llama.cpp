@@ -1,6 +1,7 @@
 #include "moe-edge-llama.h"
 #include "moe-edge-store.h"
 
+#include "llama-ext.h"
 #include "llama-graph.h"
 #include "llama-model.h"
 
@@ -428,6 +429,16 @@ int moe_edge_store_bind(moe_edge_store * store, int32_t layer, int32_t kind, voi
     }
     tensor->extra = &store->matrices[layer][kind];
     return 0;
+}
+
+void moe_edge_get_memory(void * context, moe_edge_memory * out) {
+    *out = {};
+    for (const auto & [type, taken] : llama_get_memory_breakdown(static_cast<llama_context *>(context))) {
+        const int where = !ggml_backend_buft_is_host(type) && type != moe_edge_buffer_type();
+        out->weights[where] += taken.mb.model;
+        out->cache[where]   += taken.mb.context;
+        out->scratch[where] += taken.mb.compute;
+    }
 }
 
 int moe_edge_store_attach(moe_edge_store * store, void * llama, char * err, size_t err_size) {

@@ -216,6 +216,16 @@ MOE_EDGE_API void * moe_edge_buffer_type(void);
 MOE_EDGE_API int moe_edge_store_attach(
         struct moe_edge_store * store, void * model, char * err, size_t err_size);
 
+// What a context and its model take without the store's slots, in bytes: [host, other memories].
+struct moe_edge_memory {
+    uint64_t weights[2];
+    uint64_t cache[2];
+    uint64_t scratch[2];
+};
+
+// context: struct llama_context *.
+MOE_EDGE_API void moe_edge_get_memory(void * context, struct moe_edge_memory * out);
+
 // The same for one tensor, without a llama_model: tensor is a struct ggml_tensor * in
 // moe_edge_buffer_type(), an operand of ggml_mul_mat_id. It must not outlive the store.
 MOE_EDGE_API int moe_edge_store_bind(struct moe_edge_store * store, int32_t layer, int32_t kind,

@@ -1,0 +1,156 @@
+"""What this machine has, how fast it moves bytes, how a model would lie: `moe-edge doctor`."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
+from gguf_tools.units import format_size
+from orchestrator.accelerator import Accelerator, find_gpu
+from orchestrator.bench.disk import Bandwidth, read_bandwidth
+from orchestrator.config import Config
+from orchestrator.errors import MoeEdgeError
+from orchestrator.hardware import Machine, probe
+from orchestrator.llama import Bindings
+from orchestrator.native import Bandwidths, measure_device
+from orchestrator.plan import Plan, make_plan
+
+_MEMORY_BYTES = 256 * 2**20
+_MEMORY_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What was found. Speeds in bytes per second, sizes in bytes. gpu_note: why there is no
+    GPU; plan_note: why the model would not start."""
+
+    threads: int
+    memory_bytes: int
+    usable_bytes: int
+    system: str
+    memory_speed: float
+    model: Path
+    disk: Bandwidth
+    gpu: Accelerator | None
+    gpu_note: str
+    copies: Bandwidths | None
+    plan: Plan | None
+    plan_note: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "threads": self.threads,
+            "memory_bytes": self.memory_bytes,
+            "usable_bytes": self.usable_bytes,
+            "system": self.system,
+            "memory_bytes_per_s": self.memory_speed,
+            "model": str(self.model),
+            "disk": self.disk._asdict(),
+            "gpu": asdict(self.gpu.device) if self.gpu else None,
+            "gpu_note": self.gpu_note,
+            "copies": self.copies._asdict() if self.copies else None,
+            "plan": _plan_line(self.plan) if self.plan else None,
+            "plan_note": self.plan_note,
+        }
+
+
+def examine(config: Config) -> Health:
+    """Measures this machine for a few seconds. Raises MoeEdgeError for a model that cannot be
+    read, OSError for a disk that fails."""
+    bindings = Bindings.load()
+    note = ""
+    try:
+        gpu = find_gpu(bindings, config)
+    except MoeEdgeError as error:
+        gpu, note = None, str(error)
+    if gpu is None and not note:
+        built = bindings.api.llama_supports_gpu_offload()
+        note = "not asked for" if built else "none that this build can use"
+    machine = probe(gpu.device if gpu else None)
+    with ExpertModel.open(config.model, config.low) as model:
+        plan, plan_note = _try_plan(config, model, machine)
+        disk = read_bandwidth(model, threads=config.io_threads)
+    return Health(
+        threads=config.threads or default_threads(),
+        memory_bytes=machine.memory_bytes,
+        usable_bytes=machine.usable_bytes,
+        system=bindings.api.llama_print_system_info().decode("utf-8", "replace").strip(),
+        memory_speed=memory_bandwidth(config.threads or default_threads()),
+        model=config.model,
+        disk=disk,
+        gpu=gpu,
+        gpu_note=note,
+        copies=measure_device(bindings.library(), gpu.info) if gpu else None,
+        plan=plan,
+        plan_note=plan_note,
+    )
+
+
+def _try_plan(config: Config, model: ExpertModel, machine: Machine) -> tuple[Plan | None, str]:
+    try:
+        return make_plan(config, model, machine), ""
+    except MoeEdgeError as error:
+        return None, str(error)
+
+
+def memory_bandwidth(threads: int) -> float:
+    """Bytes per second that so many threads read together from the host's memory."""
+    parts = [np.ones(_MEMORY_BYTES // threads // 8) for _ in range(threads)]
+    done = [0] * threads
+
+    def work(index: int) -> None:
+        while perf_counter() < end:
+            parts[index].max()
+            done[index] += parts[index].nbytes
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
+    start = perf_counter()
+    end = start + _MEMORY_SECONDS
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(done) / (perf_counter() - start)
+
+
+def render(health: Health) -> str:
+    """The report as text."""
+    size, usable = format_size(health.memory_bytes), format_size(health.usable_bytes)
+    how = "direct" if health.disk.direct else "buffered"
+    lines = [
+        f"CPU       {health.threads} threads; {health.system}",
+        f"Memory    {size} free, {usable} usable; read at {_speed(health.memory_speed)}",
+        f"Disk      {_speed(health.disk.bytes_per_s)}, {how} reads of about "
+        f"{format_size(health.disk.slice_bytes)} from {health.model}",
+    ]
+    if health.gpu is None or health.copies is None:
+        lines.append(f"GPU       {health.gpu_note}")
+    else:
+        gpu, copies = health.gpu.device, health.copies
+        pinned = _speed(copies.pinned) if copies.pinned else "refused"
+        lines += [
+            f"GPU       {gpu.name}: {gpu.description}, {format_size(gpu.memory_bytes)} of "
+            f"{format_size(gpu.total_bytes)} free",
+            f"Copies    to the GPU: {pinned} pinned, {_speed(copies.pageable)} pageable; "
+            f"{copies.round_trip_us:.0f} us there and back",
+        ]
+    plan = _plan_line(health.plan) if health.plan else health.plan_note
+    return "\n".join([*lines, f"Model     {plan}"])
+
+
+def _plan_line(plan: Plan) -> str:
+    how = plan.reason if plan.managed else f"plain upstream path: {plan.reason}"
+    where = f"on {plan.device.name}" if plan.device else "in main memory"
+    return f"{how}; {format_size(plan.total_bytes)} {where}"
+
+
+def _speed(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"

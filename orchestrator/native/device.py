@@ -1,0 +1,66 @@
+"""Memory beside the host's, as the native library finds it."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+from orchestrator.errors import ConfigError
+from orchestrator.native.abi import CBandwidths, CDeviceInfo, CMemory
+from orchestrator.native.store import Library
+
+_ERROR_BYTES = 512
+_COPY_BYTES = 64 << 20
+
+
+class DeviceInfo(NamedTuple):
+    """handle is the library's own; name is how it is asked for, description what it calls itself;
+    sizes in bytes, memory_bytes what is free now."""
+
+    handle: int
+    name: str
+    description: str
+    memory_bytes: int
+    total_bytes: int
+
+
+class Bandwidths(NamedTuple):
+    """From the host's memory into the device's, in bytes per second, pinned 0 where the driver
+    does not pin memory; and how long the smallest copy takes to be seen by the host, in
+    microseconds."""
+
+    pinned: float
+    pageable: float
+    round_trip_us: float
+
+
+def find_device(library: Library, name: str) -> DeviceInfo:
+    """The device of this name, as "cuda0". Raises ConfigError where it is not here."""
+    message = ctypes.create_string_buffer(_ERROR_BYTES)
+    handle = library.device_find(name.encode(), message, _ERROR_BYTES)
+    if not handle:
+        raise ConfigError(f"--device {name}: {message.value.decode('utf-8', 'replace')}")
+    info = CDeviceInfo()
+    library.device_describe(handle, ctypes.byref(info))
+    description = info.name.decode("utf-8", "replace")
+    return DeviceInfo(handle, name, description, info.free_bytes, info.total_bytes)
+
+
+def taken_by(library: Library, context: int) -> tuple[int, int]:
+    """What a llama_context and its model take without expert slots: bytes of the host's memory,
+    and of others."""
+    found = CMemory()
+    library.get_memory(context, ctypes.byref(found))
+    parts = (found.weights, found.cache, found.scratch)
+    return sum(each[0] for each in parts), sum(each[1] for each in parts)
+
+
+def measure_device(library: Library, device: DeviceInfo) -> Bandwidths:
+    """Times copies to a device. Raises ConfigError where there is no room for them, or the device
+    is lost."""
+    found = CBandwidths()
+    if library.device_measure(device.handle, _COPY_BYTES, ctypes.byref(found)) != 0:
+        raise ConfigError(
+            f"--device {device.name}: copies cannot be timed, it is full or does not answer"
+        )
+    return Bandwidths(found.pinned_bytes_per_s, found.pageable_bytes_per_s, found.round_trip_us)
