@@ -108,6 +108,24 @@ def test_it_agrees_exactly(
         np.testing.assert_array_equal(plan.policy.hotness, learned)
 
 
+def test_a_batch_agrees_exactly(both: Path) -> None:
+    """Several sequences that decode together: a step has an event of several tokens."""
+    with Engine.open(build(both, sequences=3, update_steps=4, hysteresis=0.0)) as engine:
+        with Recorder(engine) as recorder:
+            engine.eval(PROMPTS[0], 0)
+            for sequence in range(3):
+                engine.fork(sequence)
+            for i in range(0, 60, 3):
+                engine.decode_batch(ANSWER[i : i + 3], range(3))
+        trace, stats = recorder.trace(Disk(10**9, 50)), engine.store.stats()
+    assert trace.arrays["step_tokens"].tolist() == [8, 8, 7] + 20 * [3]
+    assert trace.arrays["step_phase"].tolist() == 3 * [Phase.PREFILL] + 20 * [Phase.DECODE]
+    plan = make_plan(trace, ReplayOptions(), "dynaexq", SPEEDS[0])
+    time = Compute(None, None)
+    found = simulate(Bindings.load().library(), trace, plan, SPEEDS[0], time, True)
+    same(found.stats, stats)
+
+
 def test_the_report_says_how_well_it_agrees(both: Path) -> None:
     trace, stats, learned = recorded(build(both, update_steps=8))
     library = Bindings.load().library()
