@@ -138,6 +138,18 @@ def test_the_report_says_how_well_it_agrees(both: Path) -> None:
     assert abs(rows["TPOT mean"]["error"]) < 0.01  # nothing waits, and computing is as recorded
     assert "recorded" in render(result) and "where the run did" in render(result)
 
+    header = trace.header
+    unchanged = ReplayOptions(
+        policy="dynaexq",
+        expert_ram=header.expert_bytes,
+        high_tier="q4_k",
+        low_tier="q2_k",
+        bandwidth=header.read_bytes_per_s,
+        transition_rate=header.transition_rate,
+        clock="recorded",
+    )
+    assert replay(library, trace, unchanged) == result
+
     result = replay(library, trace, ReplayOptions(clock="simulated"))
     assert result["clock"] == "simulated"
     rows = {row["name"]: row for row in result["agreement"]}
