@@ -18,7 +18,7 @@ from orchestrator.llama import Bindings
 from orchestrator.native import CStats
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.replay import ReplayOptions, Trace, read_trace, render, replay, write_trace
-from orchestrator.replay.record import Disk, Recorder
+from orchestrator.replay.record import Disk, Recorder, record_text
 from orchestrator.replay.report import make_plan
 from orchestrator.replay.simulate import Compute, Transport, simulate
 
@@ -164,6 +164,24 @@ def test_the_report_says_how_well_it_agrees(both: Path) -> None:
         changed = replay(library, trace, ReplayOptions(**options))  # type: ignore[arg-type]
         assert changed["clock"] == "simulated" and changed["agreement"] is not None
     assert replay(library, trace, ReplayOptions(policy="lru"))["agreement"] is None
+
+
+def test_measuring_the_dense_share_teaches_nothing(both: Path, tmp_path: Path) -> None:
+    """The skipped steps behind a recording are in neither the trace nor the profile."""
+    path = tmp_path / "hot.json"
+    config = build(both, update_steps=1, profile=path)
+    with Engine.open(config) as engine:
+        trace = record_text(engine, "one two three four " * 20, 60, prefill=20)
+        assert engine.policy.name == "dynaexq"
+        model = engine.model
+    assert trace.arrays["step_tokens"].tolist() == [8, 8, 4] + 40 * [1]
+    assert all(0 < share <= 1 for share in trace.header.dense_share)
+    plan = make_plan(trace, ReplayOptions(), "dynaexq", SPEEDS[0])
+    time = Compute(None, None)
+    simulate(Bindings.load().library(), trace, plan, SPEEDS[0], time, True)
+    assert isinstance(plan.policy, DynaExq)
+    learned = plan.policy.hotness
+    np.testing.assert_allclose(profile.load(path, model), learned, rtol=1e-5)
 
 
 def test_a_run_that_went_otherwise_is_refused(both: Path) -> None:
