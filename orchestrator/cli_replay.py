@@ -146,7 +146,7 @@ def trace(
     "--clock",
     type=click.Choice(["recorded", "simulated"]),
     help="Versions change where they did in the run, or when the simulated reads are done.  "
-    "[default: recorded, where no other option is given]",
+    "[default: recorded, where no option changes anything]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def replay(file: Path, as_json: bool, **options: Any) -> None:

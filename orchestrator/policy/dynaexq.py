@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools.units import format_size
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     DecisionBuffer,
@@ -19,7 +20,12 @@ from orchestrator.events import (
     StoreView,
 )
 from orchestrator.policy.base import ModelShape, PolicySettings, SlotPlan, Transition
-from orchestrator.policy.versions import VersionPools, cache_plan, resident_plan
+from orchestrator.policy.versions import (
+    VersionPools,
+    cache_plan,
+    least_resident_bytes,
+    resident_plan,
+)
 
 HIGH, LOW = 0, 1
 UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING, ExpertState.EVICTING)))
@@ -263,7 +269,8 @@ class DynaExq:
         n = str(fewest) if fewest == most else f"{fewest} to {most}"
         of = f"{n} of {self._shape.n_expert} experts a layer"
         if self.caching:
-            return f"dynaexq {low}, caching {of}: low copies of all do not fit"
+            needed = format_size(least_resident_bytes(self._shape))
+            return f"dynaexq {low}, caching {of}: low copies of all do not fit, they take {needed}"
         return f"dynaexq {high}/{low}, {of} high"
 
     def set_retention(self, retention: float) -> bool:

@@ -111,22 +111,26 @@ def resident_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[SlotPlan, VersionPools] | None:
     """Slots for every expert in one of two versions, as many high as fit: n_l = spare bytes /
-    (high - low), the same in every layer, at most most_high; None where low copies of all and
-    one high slot do not fit.
+    (high - low), the same in every layer, at most most_high; None where that takes more than
+    the budget even with one high expert of each slot size.
 
     A swap demotes first, into a low slot in reserve, and promotes into the high slot that this
     frees; so low pools have a few slots more than experts, and high pools none.
     """
     high, low = _pools(shape, HIGH), _pools(shape, LOW)
     n = shape.n_expert
-    spare = budget_bytes - sum(
-        pool.unit_bytes * (n * len(pool.layers) + _reserve(pool, n)) for pool in low
-    )
-    if spare < 0:
-        return None
-    unit = [max(1, _unit(high, layer) - _unit(low, layer)) for layer in range(shape.n_layers)]
+    spare = budget_bytes - _low_bytes(low, n)
     full = n if most_high is None else min(n, most_high)
-    capacity = divide([Share(bytes_, 0, full, 1.0) for bytes_ in unit], spare)
+    if full == 0:
+        spare -= sum(pool.unit_bytes for pool in high)  # the store wants a slot in every tier
+    first = {pool.layers[0] for pool in high}
+    shares = [
+        Share(_gain(high, low, layer), min(full, int(layer in first)), full, 1.0)
+        for layer in range(shape.n_layers)
+    ]
+    if spare < sum(share.unit_bytes * share.floor for share in shares):
+        return None
+    capacity = divide(shares, spare)
     tiers = (
         tuple(
             Pool(pool.layers, pool.sizes, max(1, sum(capacity[layer] for layer in pool.layers)))
@@ -141,8 +145,27 @@ def resident_plan(
             for pool in low
         ),
     )
-    plan = _slot_plan(tiers)
-    return None if plan.total_bytes > budget_bytes else (plan, VersionPools(tiers, capacity))
+    return _slot_plan(tiers), VersionPools(tiers, capacity)
+
+
+def least_resident_bytes(shape: ModelShape) -> int:
+    """The smallest budget of resident_plan: low copies of all experts and those in reserve, of
+    which one of each slot size is high instead."""
+    high, low = _pools(shape, HIGH), _pools(shape, LOW)
+    promoted = sum(_gain(high, low, pool.layers[0]) for pool in high)
+    return _low_bytes(low, shape.n_expert) + promoted
+
+
+def _low_bytes(low: Sequence[Pool], n_expert: int) -> int:
+    """Low copies of all experts, and the slots in reserve."""
+    return sum(
+        pool.unit_bytes * (n_expert * len(pool.layers) + _reserve(pool, n_expert)) for pool in low
+    )
+
+
+def _gain(high: Sequence[Pool], low: Sequence[Pool], layer: int) -> int:
+    """What one expert takes more when it is high."""
+    return max(1, _unit(high, layer) - _unit(low, layer))
 
 
 def _reserve(pool: Pool, n_expert: int) -> int:

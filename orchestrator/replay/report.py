@@ -23,10 +23,19 @@ from orchestrator.replay.agreement import (
 )
 from orchestrator.replay.bounds import Optimum, belady, bound_us
 from orchestrator.replay.simulate import Compute, Outcome, Plan, Transport, plan, simulate
-from orchestrator.replay.trace import Trace
+from orchestrator.replay.trace import Header, Trace
 
 RECORDED, SIMULATED = "recorded", "simulated"
 CLOCKS = (RECORDED, SIMULATED)
+
+# Where a recorded run says what an option would change; the others stand under their own names.
+_RECORDED_AS = {
+    "expert_ram": "expert_bytes",
+    "high_tier": "high",
+    "low_tier": "low",
+    "bandwidth": "read_bytes_per_s",
+    "latency_us": "read_latency_us",
+}
 
 # What else than the policy and its slots an option can change.
 _OF_TIME = ("bandwidth", "latency_us", "io_threads", "transition_rate", "compute_ms")
@@ -54,12 +63,14 @@ class ReplayOptions:
     compute_ms: float | None = None
     clock: str | None = None
 
-    def given(self) -> list[str]:
+    def changes(self, header: Header) -> list[str]:
         """Names of the options that differ from the recorded run."""
+        given = [name for name in self.__dataclass_fields__ if getattr(self, name) is not None]
         return [
             name
-            for name in self.__dataclass_fields__
-            if name != "clock" and getattr(self, name) is not None
+            for name in given
+            if name != "clock"
+            and getattr(self, name) != getattr(header, _RECORDED_AS.get(name, name), None)
         ]
 
 
@@ -82,9 +93,9 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     )
     if speed.bytes_per_s == 0:
         raise ConfigError("the trace has no measured bandwidth: give --bandwidth, as 2GB")
-    given = options.given()
-    if options.clock == RECORDED and given:
-        option = "--" + given[0].replace("_", "-")
+    changes = options.changes(header)
+    if options.clock == RECORDED and changes:
+        option = "--" + changes[0].replace("_", "-")
         raise ConfigError(
             f"--clock recorded is for a replay that changes nothing: leave {option} out"
         )
@@ -97,7 +108,7 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
             f"--clock recorded is for versions that change, and with {asked.name} none did: leave "
             f"it out"
         )
-    as_recorded = changes_versions and not given and options.clock != SIMULATED
+    as_recorded = changes_versions and not changes and options.clock != SIMULATED
     plain = asked if asked.name == LRU else make_plan(trace, options, LRU, speed)
     outcomes = {asked.name: simulate(library, trace, asked, speed, time, as_recorded)}
     if plain is not asked:
@@ -106,7 +117,7 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     tokens, compute_us = _work(trace, time)
     runs = {name: _figures(outcome) for name, outcome in outcomes.items()}
     recorded = recorded_figures(trace)
-    same = all(name in _OF_TIME for name in given)
+    same = all(name in _OF_TIME for name in changes)
     return {
         "model": header.model,
         "steps": len(trace.arrays["step_phase"]),

@@ -18,7 +18,7 @@ from orchestrator.llama import Bindings
 from orchestrator.native import CStats
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.replay import ReplayOptions, Trace, read_trace, render, replay, write_trace
-from orchestrator.replay.record import Disk, Recorder
+from orchestrator.replay.record import Disk, Recorder, record_text
 from orchestrator.replay.report import make_plan
 from orchestrator.replay.simulate import Compute, Transport, simulate
 
@@ -108,6 +108,24 @@ def test_it_agrees_exactly(
         np.testing.assert_array_equal(plan.policy.hotness, learned)
 
 
+def test_a_batch_agrees_exactly(both: Path) -> None:
+    """Several sequences that decode together: a step has an event of several tokens."""
+    with Engine.open(build(both, sequences=3, update_steps=4, hysteresis=0.0)) as engine:
+        with Recorder(engine) as recorder:
+            engine.eval(PROMPTS[0], 0)
+            for sequence in range(3):
+                engine.fork(sequence)
+            for i in range(0, 60, 3):
+                engine.decode_batch(ANSWER[i : i + 3], range(3))
+        trace, stats = recorder.trace(Disk(10**9, 50)), engine.store.stats()
+    assert trace.arrays["step_tokens"].tolist() == [8, 8, 7] + 20 * [3]
+    assert trace.arrays["step_phase"].tolist() == 3 * [Phase.PREFILL] + 20 * [Phase.DECODE]
+    plan = make_plan(trace, ReplayOptions(), "dynaexq", SPEEDS[0])
+    time = Compute(None, None)
+    found = simulate(Bindings.load().library(), trace, plan, SPEEDS[0], time, True)
+    same(found.stats, stats)
+
+
 def test_the_report_says_how_well_it_agrees(both: Path) -> None:
     trace, stats, learned = recorded(build(both, update_steps=8))
     library = Bindings.load().library()
@@ -119,6 +137,18 @@ def test_the_report_says_how_well_it_agrees(both: Path) -> None:
     assert rows["promoted"]["recorded"] == stats.experts_promoted
     assert abs(rows["TPOT mean"]["error"]) < 0.01  # nothing waits, and computing is as recorded
     assert "recorded" in render(result) and "where the run did" in render(result)
+
+    header = trace.header
+    unchanged = ReplayOptions(
+        policy="dynaexq",
+        expert_ram=header.expert_bytes,
+        high_tier="q4_k",
+        low_tier="q2_k",
+        bandwidth=header.read_bytes_per_s,
+        transition_rate=header.transition_rate,
+        clock="recorded",
+    )
+    assert replay(library, trace, unchanged) == result
 
     result = replay(library, trace, ReplayOptions(clock="simulated"))
     assert result["clock"] == "simulated"
@@ -134,6 +164,24 @@ def test_the_report_says_how_well_it_agrees(both: Path) -> None:
         changed = replay(library, trace, ReplayOptions(**options))  # type: ignore[arg-type]
         assert changed["clock"] == "simulated" and changed["agreement"] is not None
     assert replay(library, trace, ReplayOptions(policy="lru"))["agreement"] is None
+
+
+def test_measuring_the_dense_share_teaches_nothing(both: Path, tmp_path: Path) -> None:
+    """The skipped steps behind a recording are in neither the trace nor the profile."""
+    path = tmp_path / "hot.json"
+    config = build(both, update_steps=1, profile=path)
+    with Engine.open(config) as engine:
+        trace = record_text(engine, "one two three four " * 20, 60, prefill=20)
+        assert engine.policy.name == "dynaexq"
+        model = engine.model
+    assert trace.arrays["step_tokens"].tolist() == [8, 8, 4] + 40 * [1]
+    assert all(0 < share <= 1 for share in trace.header.dense_share)
+    plan = make_plan(trace, ReplayOptions(), "dynaexq", SPEEDS[0])
+    time = Compute(None, None)
+    simulate(Bindings.load().library(), trace, plan, SPEEDS[0], time, True)
+    assert isinstance(plan.policy, DynaExq)
+    learned = plan.policy.hotness
+    np.testing.assert_allclose(profile.load(path, model), learned, rtol=1e-5)
 
 
 def test_a_run_that_went_otherwise_is_refused(both: Path) -> None:

@@ -396,8 +396,86 @@ class Interleavings(RuleBasedStateMachine):
         self.driver.store.close()
 
 
-def test_every_interleaving(expert_file: ExpertFile, library: Library) -> None:
-    machine = type("Machine", (Interleavings,), {"file": expert_file, "library": library})
+class Evictions(RuleBasedStateMachine):
+    """Fewer slots than experts: what a token asks for evicts what was used longest ago, beside
+    transitions, aborted steps and reads that are held back. under_way: experts in transition."""
+
+    file: ExpertFile
+    library: Library
+    n_high, n_low = 2, 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(self.file, self.library, self.n_high, self.n_low)
+        self.driver.store.warm([(0, 0, HIGH), (0, 1, LOW), (0, 2, LOW), (1, 0, LOW)])
+        self.driver.store.reset_stats()
+        self.under_way: dict[tuple[int, int], tuple[int, int]] = {}  # (from, to)
+        self.driver.store.begin_step(Phase.DECODE)
+
+    @rule(expert=experts)
+    def ask(self, expert: tuple[int, int]) -> None:
+        """Of what is there, two at most: a token must find slots that nobody holds."""
+        before = int(self.driver.store.resident()[expert])
+        possible = before in (HIGH, LOW) and expert not in self.under_way
+        if not possible:
+            assert self.driver.store.transition([(*expert, LOW)]) == 0
+        elif len(self.under_way) < 2 and self.driver.store.transition([(*expert, 1 - before)]):
+            self.under_way[expert] = before, 1 - before
+
+    @rule()
+    def hold(self) -> None:
+        self.driver.store.set_transition_rate(HELD)
+
+    @rule()
+    def arrive(self) -> None:
+        self.driver.arrive()
+
+    @rule(
+        abort=st.booleans(), layer=st.integers(0, 1), chosen=st.sets(st.integers(0, 4), max_size=2)
+    )
+    def run_step(self, abort: bool, layer: int, chosen: set[int]) -> None:
+        """What is complete changes at the boundary, and nothing else of what is under way."""
+        store, states = self.driver.store, self.driver.store.states()
+        complete = {each for each in self.under_way if states[each] == ExpertState.EVICTING}
+        store.begin_step(Phase.DECODE)
+        resident = store.resident()
+        for expert, (before, after) in list(self.under_way.items()):
+            if resident[expert] == after:
+                del self.under_way[expert]
+            else:
+                assert expert not in complete and resident[expert] == before
+        if not chosen:
+            return
+        self.driver.apply(layer, sorted(chosen))
+        if abort:
+            return
+        seen = self.driver.use(layer, sorted(chosen))
+        assert all(len(tiers) == 1 for tiers in seen.values())
+        for expert, tiers in seen.items():
+            if (layer, expert) in self.under_way:
+                assert tiers == {self.under_way[layer, expert][0]}
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        store = self.driver.store
+        store.check()
+        states, resident = store.states(), store.resident()
+        for expert, (before, _) in self.under_way.items():
+            assert resident[expert] == before
+            assert states[expert] >= ExpertState.PROMOTING
+        stats = store.stats()
+        assert stats.slot_bytes_in_use <= stats.slot_bytes_peak <= stats.budget_bytes
+        assert stats.transitions_failed == 0
+
+    def teardown(self) -> None:
+        self.driver.store.close()
+
+
+@pytest.mark.parametrize("rules", [Interleavings, Evictions])
+def test_every_interleaving(
+    rules: type[RuleBasedStateMachine], expert_file: ExpertFile, library: Library
+) -> None:
+    machine = type("Machine", (rules,), {"file": expert_file, "library": library})
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from shapes import make_shape
 
+from gguf_tools.units import format_size
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import ExpertState, Phase, StepReport
 from orchestrator.policy import Counting
@@ -18,6 +19,7 @@ from orchestrator.policy.base import ModelShape, PolicySettings, SlotPlan, Trans
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq
 from orchestrator.policy.lru import LRU
+from orchestrator.policy.versions import least_resident_bytes
 
 HI, LO = ExpertState.HI, ExpertState.LO
 
@@ -37,6 +39,14 @@ def make(
         budget_bytes = both // 2 + 4 * shape.expert_slot_bytes(0, HIGH)
     policy = DynaExq(shape, PolicySettings(**options))  # type: ignore[arg-type]
     return policy, policy.plan(budget_bytes)
+
+
+def with_larger_last_layer(shape: ModelShape, odd: bool) -> ModelShape:
+    """Its last layer has larger matrices, as in mixed quantizations."""
+    if not odd:
+        return shape
+    larger = tuple({kind: 2 * size for kind, size in tier.items()} for tier in shape.slots[0])
+    return ModelShape(shape.n_expert, shape.n_expert_used, shape.tiers, (*shape.slots[:-1], larger))
 
 
 class PlainStore:
@@ -134,9 +144,7 @@ def test_plans_fit_and_fill_the_budget(
     layers: int, n_expert: int, share: float, most: int | None, odd: bool
 ) -> None:
     shape = make_shape(n_layers=layers, n_expert=n_expert, k=1)
-    if odd:  # a last layer of larger matrices, as in mixed quantizations
-        larger = tuple({kind: 2 * size for kind, size in tier.items()} for tier in shape.slots[0])
-        shape = ModelShape(n_expert, 1, shape.tiers, (*shape.slots[:-1], larger))
+    shape = with_larger_last_layer(shape, odd)
     low, high = expert_bytes(shape, LOW), expert_bytes(shape, HIGH)
     budget = int(share * (high + low // 4))
     policy = DynaExq(shape, PolicySettings(hot_experts=most))
@@ -381,6 +389,20 @@ def test_too_small_for_all_low_means_caching() -> None:
     for _ in range(100):
         assert not policy.step_done(report(np.eye(2, 8), states))
     assert policy.hotness.any()
+
+
+@given(layers=st.integers(1, 5), n_expert=st.integers(2, 70), odd=st.booleans())
+def test_the_smallest_budget_without_caching_is_the_smallest(
+    layers: int, n_expert: int, odd: bool
+) -> None:
+    shape = with_larger_last_layer(make_shape(n_layers=layers, n_expert=n_expert, k=1), odd)
+    least = least_resident_bytes(shape)
+    policy = DynaExq(shape, PolicySettings())
+    assert policy.plan(least).total_bytes == least
+    assert not policy.caching
+    assert policy.plan(least - 1).total_bytes < least
+    assert policy.caching
+    assert f"they take {format_size(least)}" in policy.describe()
 
 
 def test_the_mode_line_says_how_many_are_high() -> None:
