@@ -6,6 +6,7 @@ of squared inputs, and ``NAME.counts`` [1, experts], the tokens that were summed
 flat list of means, is read, too. Source: tools/imatrix/imatrix.cpp, common/imatrix-loader.cpp.
 """
 
+import mmap
 import os
 import struct
 from dataclasses import dataclass, field
@@ -157,10 +158,14 @@ def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            magic = file.read(len(MAGIC))
-            found = None if magic == MAGIC else _read_legacy(path, magic + file.read())
-    except OSError as error:
-        raise errors.FileAccessError(f"{path}: {error.strerror or error}") from error
+            found = None
+            if file.read(len(MAGIC)) != MAGIC:
+                # mapped: whatever else somebody names here may be larger than the memory
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    found = _read_legacy(path, data)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise errors.FileAccessError(f"{path}: {reason}") from error
     if found is None:
         found = _read_gguf(path)
     found.sha256 = sha256_of(path)
@@ -204,7 +209,7 @@ def _floats(file: GGUFFile, name: str) -> Floats:
     return file.array(name).view(np.float32)
 
 
-def _read_legacy(path: Path, data: bytes) -> Imatrix:
+def _read_legacy(path: Path, data: mmap.mmap) -> Imatrix:
     """The format before GGUF: for each matrix a name, a number of calls, and means times it."""
     at = 0
 

@@ -58,12 +58,6 @@ def measure_options(
             help=f"Passes over all cases.  [default: {runs}]",
         ),
         click.option(
-            "--retention",
-            type=click.FloatRange(0, 1),
-            metavar="R",
-            help="Share of critical experts of dymoe.  [default: 0.75]",
-        ),
-        click.option(
             "--threads", type=AT_LEAST_1, metavar="N", help="Compute threads.  [default: the cores]"
         ),
         click.option(
@@ -81,6 +75,13 @@ def measure_options(
         del options[4]
     return together(*options)
 
+
+retention_option = click.option(
+    "--retention",
+    type=click.FloatRange(0, 1),
+    metavar="R",
+    help="Share of critical experts of dymoe.  [default: 0.75]",
+)
 
 prefetch_option = click.option(
     "--prefetch",
@@ -110,6 +111,7 @@ def _note(text: str) -> None:
 
 @click.group(invoke_without_command=True)
 @measure_options(routing="uniform", tokens=128, runs=2, prompt_tokens=128)
+@retention_option
 @click.pass_context
 def bench(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     """Measure this machine: upstream and every policy under memory caps.
@@ -133,6 +135,7 @@ def bench(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
 
 @bench.command()
 @measure_options(routing="zipf", tokens=96, runs=3, prompt_tokens=32)
+@retention_option
 @click.option(
     "--turns",
     type=AT_LEAST_1,
@@ -168,6 +171,7 @@ def ablation(as_json: bool, out: Path | None, **options: Any) -> None:
 
 @bench.command()
 @measure_options(routing="zipf", tokens=32, runs=2, prompt_tokens=None)
+@retention_option
 @click.option(
     "--prompts", metavar="LIST", help="Prompt lengths in tokens.  [default: 8,16,32,64,128]"
 )
@@ -249,6 +253,7 @@ def topics(as_json: bool, updates: str | None, rates: str | None, **options: Any
 
 @bench.command()
 @measure_options(routing="zipf", tokens=64, runs=2, prompt_tokens=32, caps="80")
+@retention_option
 @click.option(
     "--batches",
     metavar="LIST",

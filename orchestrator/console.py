@@ -1,6 +1,6 @@
 """The terminal: answers on stdout, all else on stderr, and no escape code in a pipe.
 
-The only place that reads NO_COLOR, TERM and XDG_STATE_HOME.
+The only place that reads NO_COLOR and TERM.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from gguf_tools.units import format_size
+from orchestrator.files import user_folder
 
 BAR_CELLS = 24
 # A bar that would be gone before it can be read only flickers.
@@ -36,12 +37,6 @@ _CONTROLS = dict.fromkeys(
 def strip_controls(text: str) -> str:
     """`text` without the characters that a terminal acts upon; newline and tab stay."""
     return text.translate(_CONTROLS)
-
-
-def state_dir() -> Path:
-    """The folder of what is kept between runs (the XDG base directory specification)."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    return Path(base if os.path.isabs(base) else Path.home() / ".local/state") / "moe-edge"
 
 
 class Console:
@@ -170,7 +165,7 @@ class Console:
         except ImportError:
             self.note("This Python has no readline: no history, no arrow keys.")
             return
-        path = state_dir() / "history"
+        path = user_folder("state") / "history"
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # What was said is nobody else's business.

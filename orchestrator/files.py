@@ -1,4 +1,7 @@
-"""Writing files so that none is ever half there."""
+"""Where a user's own files are, and writing files so that none is ever half there.
+
+The only place that reads XDG_CACHE_HOME and XDG_STATE_HOME.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gguf_tools import partial
+
+_USUAL = {"cache": ".cache", "state": ".local/state"}
+
+
+def user_folder(kind: str) -> Path:
+    """The folder of ours for files of a kind, "cache" or "state"; it need not exist. As the XDG
+    base directory specification wants it, a relative path in the environment counts as none."""
+    base = os.environ.get(f"XDG_{kind.upper()}_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / _USUAL[kind]) / "moe-edge"
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""Which experts a model used, kept between runs: dynaexq starts with the right ones high.
-
-The only place that reads XDG_CACHE_HOME for the engine.
-"""
+"""Which experts a model used, kept between runs: dynaexq starts with the right ones high."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
-from orchestrator.files import write_whole
+from orchestrator.files import user_folder, write_whole
 
 _FORMAT = "moe-edge hotness"
 _VERSION = 1
@@ -35,9 +32,7 @@ def identity(model: ExpertModel) -> str:
 
 def cached_path(model: ExpertModel) -> Path:
     """Where the user cache keeps the profile of a model."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return folder / "moe-edge" / "hotness" / f"{identity(model)[:32]}.json"
+    return user_folder("cache") / "hotness" / f"{identity(model)[:32]}.json"
 
 
 def load(path: Path, model: ExpertModel) -> np.ndarray:

@@ -78,9 +78,9 @@ def read_upstream(path: Path = PATCHES / "UPSTREAM") -> Upstream:
 
 
 def cache_dir() -> Path:
-    """The user cache folder of moe-edge; created when missing."""
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    path = Path(root).expanduser().absolute() / "moe-edge"
+    """The user cache folder of moe-edge, as orchestrator.files names it; created when missing."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    path = (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "moe-edge"
     path.mkdir(parents=True, exist_ok=True)
     return path
 

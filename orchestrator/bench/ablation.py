@@ -11,7 +11,7 @@ from orchestrator.bench.job import Part, decode, prompt, settle
 from orchestrator.bench.loop import Loop
 from orchestrator.bench.models import LOW, Note
 from orchestrator.bench.plan import REFERENCE, BenchOptions, Case, global_lru, mapped
-from orchestrator.bench.report import WIDTH, heading, mix_of, notes, percent, title, tokens_of
+from orchestrator.bench.report import WIDTH, document, mix_of, notes, percent, tokens_of
 from orchestrator.bench.rows import Result, case_row, median_ms, median_ratio
 from orchestrator.errors import ConfigError
 
@@ -135,19 +135,18 @@ _HEAD = (
 def render_ablation(report: dict[str, Any]) -> str:
     """The report of run_ablation as text."""
     options = report["options"]
-    lines = [
-        *heading(report),
+    intro = [
         f"{options['turns']} prompts of {options['prompt_tokens']} {tokens_of(report)} tokens, "
         f"each followed by its share of {options['tokens']} decode steps;",
         f"cold: one before them, into empty slots. {options['runs']} runs in turn, medians; "
         f"4/2 and 4/0 at r = {options['retention']}",
     ]
-    for cap in dict.fromkeys(row["cap"] for row in report["cases"]):
-        rows = [row for row in report["cases"] if row["cap"] == cap]
-        lines += ["", title(cap, rows), _HEAD, *(_line(row) for row in rows), *notes(rows)]
-        lines += [line for row in rows for line in _look_ahead(row)]
-    lines += ["", *(f"note: {reason}" for reason in report["skipped"])]
-    return "\n".join(lines).rstrip()
+
+    def section(rows: list[Result]) -> list[str]:
+        ahead = [line for row in rows for line in _look_ahead(row)]
+        return [_HEAD, *(_line(row) for row in rows), *notes(rows), *ahead]
+
+    return document(report, intro, section)
 
 
 def _line(row: Result) -> str:

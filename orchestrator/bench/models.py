@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from gguf_tools import synthetic, synthetic_vocab, synthetic_weights
 from gguf_tools.pack import export
 from orchestrator.bench.plan import BenchOptions
 from orchestrator.errors import MoeEdgeError
+from orchestrator.files import user_folder
 
 HIGH, LOW = "q4_k", "q2_k"
 DEMO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -22,7 +22,7 @@ Note = Callable[[str], None]
 
 def cache_folder() -> Path:
     """Where generated models are kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-edge" / "bench"
+    return user_folder("cache") / "bench"
 
 
 def build_models(options: BenchOptions, note: Note) -> tuple[Path, Path]:

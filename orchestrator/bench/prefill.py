@@ -18,7 +18,7 @@ from orchestrator.bench.job import PROMPT, Part, decode, prompt, settle
 from orchestrator.bench.loop import Loop
 from orchestrator.bench.models import Note
 from orchestrator.bench.plan import REFERENCE, BenchOptions, Case, global_lru
-from orchestrator.bench.report import WIDTH, heading, mix_of, percent, title, tokens_of
+from orchestrator.bench.report import WIDTH, document, mix_of, percent, tokens_of
 from orchestrator.bench.rows import Result, median_ms, median_ratio, named, store_figures
 from orchestrator.errors import ConfigError
 
@@ -196,24 +196,23 @@ _LONG_HEAD = (
 def render_prefill(report: dict[str, Any]) -> str:
     """The report of run_prefill as text."""
     options = report["options"]
-    lines = [
-        *heading(report),
+    intro = [
         f"each prompt of {tokens_of(report)} tokens after decode steps of another conversation, "
         f"{options['repeats']} of each length a run;",
         f"{options['runs']} runs in turn, medians; 4/2 and 4/0 at r = {options['retention']}; "
         f"x one: against one precision;",
         f"{ALL_SLOTS}: the same without the rule that a prompt passes through a part of the slots",
     ]
-    for cap in dict.fromkeys(row["cap"] for row in report["cases"]):
-        rows = [row for row in report["cases"] if row["cap"] == cap]
-        lines += ["", title(cap, rows), _HEAD]
-        lines += [line for row in rows for line in _prompt_lines(row)]
+
+    def section(rows: list[Result]) -> list[str]:
+        lines = [_HEAD, *(line for row in rows for line in _prompt_lines(row))]
         if options["long_tokens"]:
             lines += ["", f"a prompt of {options['long_tokens']} tokens in chunks of "]
             lines[-1] += f"{options['ubatch']}, with {options['tokens']} decode steps on both sides"
             lines += [_LONG_HEAD, *(_long_line(row) for row in rows if "error" not in row)]
-    lines += ["", *(f"note: {reason}" for reason in report["skipped"])]
-    return "\n".join(lines).rstrip()
+        return lines
+
+    return document(report, intro, section)
 
 
 def _name(row: Result) -> str:

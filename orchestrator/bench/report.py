@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gguf_tools.units import format_size
@@ -17,19 +18,34 @@ _HEAD = (
 def render(report: dict[str, Any]) -> str:
     """The report of bench.run as text."""
     options = report["options"]
-    lines = [
-        *heading(report),
+    intro = [
         f"{options['tokens']} decode steps with the same {tokens_of(report)} tokens for all, "
         f"{options['prompt_tokens']} before them,",
         f"{options['runs']} runs in turn, speeds from the median step; dymoe at r = "
         f"{options['retention']}",
         "bound: the slower of the managed path with everything resident, and missed bytes / reads",
     ]
+    return document(
+        report,
+        intro,
+        lambda rows: [_HEAD, *(_row(row) for row in rows), *notes(rows)],
+        ["", *_ratios(report["ratios"])],
+    )
+
+
+def document(
+    report: dict[str, Any],
+    intro: Sequence[str],
+    section: Callable[[list[dict[str, Any]]], Sequence[str]],
+    ends: Sequence[str] = (),
+) -> str:
+    """A report as text: its heading and intro, a section for the rows of each cap, the ends, and
+    what was skipped."""
+    lines = [*heading(report), *intro]
     for cap in dict.fromkeys(row["cap"] for row in report["cases"]):
         rows = [row for row in report["cases"] if row["cap"] == cap]
-        lines += ["", title(cap, rows), _HEAD, *(_row(row) for row in rows), *notes(rows)]
-    lines += ["", *_ratios(report["ratios"])]
-    lines += [f"note: {reason}" for reason in report["skipped"]]
+        lines += ["", title(cap, rows), *section(rows)]
+    lines += [*ends, "", *(f"note: {reason}" for reason in report["skipped"])]
     return "\n".join(lines).rstrip()
 
 

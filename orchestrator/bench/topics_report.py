@@ -10,7 +10,7 @@ import numpy as np
 
 from orchestrator.bench.marks import MARKS, of_slowest
 from orchestrator.bench.plan import Case
-from orchestrator.bench.report import WIDTH, heading, percent, title, tokens_of
+from orchestrator.bench.report import WIDTH, document, percent, tokens_of
 from orchestrator.bench.rows import Result, median_ratio, named, store_figures
 
 WINDOW = 16  # decode steps; the share of high experts is judged by windows
@@ -167,8 +167,7 @@ _HEAD = (
 def render_topics(report: dict[str, Any]) -> str:
     """The report of run_topics as text."""
     options = report["options"]
-    lines = [
-        *heading(report),
+    intro = [
         f"{options['switches']} changes between two topics, {options['tokens']} decode steps of "
         f"{tokens_of(report)} tokens each; then",
         f"{options['steady']} steps on one; medians of {options['runs']} runs in turn. of res.: "
@@ -178,22 +177,21 @@ def render_topics(report: dict[str, Any]) -> str:
         f"{100 - 100 * ADAPTED:.0f} % of",
         "what it comes to; promoted a minute while topics change, and on the steady text",
     ]
-    for cap in dict.fromkeys(row["cap"] for row in report["cases"]):
-        rows = [row for row in report["cases"] if row["cap"] == cap]
-        lines += ["", title(cap, rows), _HEAD, *(_line(row) for row in rows)]
+
+    def section(rows: list[Result]) -> list[str]:
         best = _best_interval(rows)
-        if best is not None:
-            lines.append(f"highest share of high: {best}")
-    lines += _slowest(report["cases"])
+        ends = [] if best is None else [f"highest share of high: {best}"]
+        return [_HEAD, *(_line(row) for row in rows), *ends]
+
+    ends = _slowest(report["cases"])
     if report["goals"]:
-        usual = report["options"]["update_steps"]
-        lines += ["", f"dynaexq, an update every {usual} steps, against its goals"]
+        usual = options["update_steps"]
+        ends += ["", f"dynaexq, an update every {usual} steps, against its goals"]
     for goal in report["goals"]:
         verdict = "met" if goal["met"] else "MISSED"
         name = f"{goal['name']} at {goal['cap']:.0%}"
-        lines.append(f"  {name:66}{goal['value']:8.2f}  {goal['goal']:>7}  {verdict}")
-    lines += ["", *(f"note: {reason}" for reason in report["skipped"])]
-    return "\n".join(lines).rstrip()
+        ends.append(f"  {name:66}{goal['value']:8.2f}  {goal['goal']:>7}  {verdict}")
+    return document(report, intro, section, ends)
 
 
 def _best_interval(rows: Sequence[Result]) -> str | None:

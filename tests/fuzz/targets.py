@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import sys
 import zipfile
 from collections.abc import Callable
@@ -28,7 +29,8 @@ from traces import random_trace
 from gguf_tools import inspect
 from gguf_tools.errors import MoeEdgeError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import GGMLType
+from gguf_tools.imatrix import Entry, ExpertImportance, Imatrix, read_imatrix, write_imatrix
+from gguf_tools.layout import DOWN, GGMLType, expert_tensor_name
 from gguf_tools.pack import export, pack
 from gguf_tools.quantize import load
 from gguf_tools.verify import verify
@@ -77,9 +79,23 @@ class Bench:
         self.opened = ExpertModel.open(packed)
         profile.save(folder / "hot.json", self.opened, np.ones((2, 2)))
         self.profile = json.loads((folder / "hot.json").read_text())
+        self.imatrix = damage.Model.read(_imatrix(self.opened, folder / "imatrix.gguf"))
         self.trace = random_trace(np.random.default_rng(0))
         write_trace(folder / "t.npz", self.trace)
         self.trace_bytes = (folder / "t.npz").read_bytes()
+
+
+def _imatrix(model: ExpertModel, path: Path) -> Path:
+    """An importance matrix of the model, as it is written after a calibration."""
+    counts = np.full(model.n_expert, 40, np.float32)
+    entries = {
+        expert_tensor_name(il, kind): Entry(np.ones(shape[0] * model.n_expert, np.float32), counts)
+        for il, shapes in zip(model.layer_ids, model.shapes, strict=True)
+        for kind, shape in enumerate(shapes)
+        if shape is not None
+    }
+    write_imatrix(path, Imatrix("i", entries, ["text"], 2, 20))
+    return path
 
 
 Target = Callable[[Bench, Random], str]
@@ -200,10 +216,48 @@ def written(bench: Bench, random: Random) -> str:
     assert not list(bench.folder.glob(".out.gguf*"))
     if out.exists():
         problems = verify(out, threads=1, ggml=_ggml()).problems
-        # values that are not finite are copied, and some keys are the source's own
-        structural = [each.text for each in problems if each.block is None]
+        # what ggml calls no number, or has no check for, is copied
+        structural = [
+            each.text
+            for each in problems
+            if each.block is None and "ggml has no check" not in each.text
+        ]
         assert not structural, structural
     return answer
+
+
+def importance(bench: Bench, random: Random) -> str:
+    """An importance matrix of either format."""
+    if random.randrange(2):
+        data = damage.damaged(bench.imatrix, random)
+    else:
+        data = _older_imatrix(bench.opened, random)
+    path = _written(bench, data, "fuzz.dat")
+
+    def work() -> None:
+        weights = ExpertImportance(read_imatrix(path), bench.opened)
+        assert np.isfinite(weights.of(0, DOWN, 0)).all() and isinstance(weights.note(), str | None)
+
+    return _answer([path, bench.opened.path], work)
+
+
+def _older_imatrix(model: ExpertModel, random: Random) -> bytes:
+    """The format before GGUF, with some numbers changed."""
+
+    def odd(value: int) -> bytes:
+        if random.randrange(24) == 23:
+            value = damage.any_number(random)
+        return struct.pack("<I", value & 0xFFFFFFFF)
+
+    names = [expert_tensor_name(il, kind) for il in model.layer_ids for kind in model.kinds(0)]
+    parts = [odd(len(names))]
+    for name in names:
+        values = np.ones(32 * model.n_expert, np.float32)
+        if random.randrange(24) == 23:
+            values[random.randrange(values.size)] = random.choice((-1, np.nan, np.inf, 1e38))
+        parts += (odd(len(name)), name.encode(), odd(3), odd(values.size), values.tobytes())
+    data = b"".join((*parts, odd(2), odd(4), b"text"))
+    return data[: random.randrange(len(data) + 1)] if random.randrange(12) == 11 else data
 
 
 def hotness(bench: Bench, random: Random) -> str:
@@ -279,5 +333,6 @@ def _ggml():
 
 
 TARGETS: dict[str, Target] = {
-    each.__name__: each for each in (header, plan, checked, pair, parts, written, hotness, trace)
+    each.__name__: each
+    for each in (header, plan, checked, pair, parts, written, importance, hotness, trace)
 }

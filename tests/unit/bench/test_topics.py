@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from orchestrator.bench import TopicOptions, render_topics, topics
 from orchestrator.bench.child import play, topic_streams
@@ -23,6 +24,7 @@ from orchestrator.bench.topics import (
     topic_cases,
 )
 from orchestrator.bench.topics_report import WINDOW, goals, topic_row, topic_rows
+from orchestrator.cli import cli
 from orchestrator.errors import ConfigError
 
 
@@ -253,3 +255,8 @@ def test_marks_tell_slow_steps_apart():
     assert found["published"] == [1.0, 0.5]
     assert found["renewed"] == [0.5, 0.5]
     assert found["read"] == [0.0, 0.0]
+
+
+def test_the_command_has_no_option_of_another_policy() -> None:
+    result = CliRunner().invoke(cli, ["bench", "topics", "--retention", "0.5"])
+    assert result.exit_code == 2 and "No such option" in result.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_engine import HOSTILE
 
-from orchestrator.console import state_dir, strip_controls
+from orchestrator.console import strip_controls
 
 
 def test_no_control_character_reaches_the_terminal():
@@ -19,17 +19,3 @@ def test_no_control_character_reaches_the_terminal():
 @pytest.mark.parametrize("text", ["Grüße, 世界 🙂\n", "فارسی می‌خواهم", "a\tb\n\nc"])
 def test_ordinary_text_stays(text):
     assert strip_controls(text) == text
-
-
-@pytest.mark.parametrize(
-    ("state_home", "expected"),
-    [
-        ("/var/state", "/var/state/moe-edge"),
-        ("", "HOME/.local/state/moe-edge"),
-        ("relative", "HOME/.local/state/moe-edge"),
-    ],
-)
-def test_the_state_folder(monkeypatch, tmp_path, state_home, expected):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_STATE_HOME", state_home)
-    assert str(state_dir()) == expected.replace("HOME", str(tmp_path))
