@@ -66,7 +66,7 @@ ONLY = {
     ),
     "lm_eval": ("orchestrator.eval.harness",),
     "huggingface_hub": ("gguf_tools.hub",),
-    "torch": ("models",),
+    "torch": ("gguf_tools.gptq", "models"),
     "transformers": ("models",),
     "safetensors": ("models",),
 }
