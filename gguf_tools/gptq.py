@@ -15,6 +15,7 @@ codes, and its error moves span by span.
 """
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,17 @@ class Factor:
     @property
     def nbytes(self) -> int:
         return 8 * self.order.size**2
+
+
+def outer_sum(parts: Iterable[Floats], device: str) -> Square:
+    """The sum of x x^T over inputs x that come in parts [rows, n], one part at least."""
+    total: Tensor = None
+    for part in parts:
+        x = torch_module().as_tensor(part, device=device)
+        product = (x.T @ x).double()
+        total = product if total is None else total.add_(product)
+    found: Square = total.cpu().numpy()
+    return found
 
 
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
