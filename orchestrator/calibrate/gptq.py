@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +23,19 @@ ROWS_AT_ONCE = 4096
 SAMPLES = 8
 # Gate and up of an expert share a factor, and its tiers do: these last that long.
 KEPT_BYTES = 1 << 30
+
+
+@contextmanager
+def computing() -> Iterator[str]:
+    """The device that torch computes on. On the CPU it uses one thread meanwhile: pack's own
+    threads share the cores. Raises QuantizeError without torch."""
+    torch = gptq.torch_module()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield gptq.default_device()
+    finally:
+        torch.set_num_threads(before)
 
 
 class Gptq:
