@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -342,25 +342,44 @@ def _jobs(
     others: list[_Dense],
     ggml: Ggml | None,
     quantizer: ExpertQuantizer | None,
-) -> Iterator[Job]:
-    """Pieces of work, each returning the bytes it wrote, in file order."""
+) -> Iterator[Job | None]:
+    """Pieces of work, each returning the bytes it wrote: layer by layer, expert by expert. With a
+    quantizer, a layer has ended before the next begins."""
     for other in others:
         yield partial(_write_dense, writer, other, ggml)
-    for matrix in matrices:
-        for target in matrix.targets:
-            if target.same is not None:
-                yield partial(_copy_tier, model, writer, target.name, target.same)
-        made = [target for target in matrix.targets if target.same is None]
-        if not made or ggml is None:
-            continue
-        n, rows = matrix.shape
-        by = quantizer or Rtn(ggml)
-        step = rows if by.whole else max(1, min(rows, RUN_WEIGHTS // n))
-        file = model.parts[matrix.source.file_index]
-        for expert in range(model.n_expert):
-            for row in range(0, rows, step):
-                run = (expert, row, min(step, rows - row))
-                yield partial(_quantize_run, file, writer, matrix, made, run, ggml, by)
+    for _, group in groupby(matrices, key=lambda matrix: matrix.layer):
+        layer = list(group)
+        for matrix in layer:
+            for target in matrix.targets:
+                if target.same is not None:
+                    yield partial(_copy_tier, model, writer, target.name, target.same)
+        if ggml is not None:
+            by = quantizer or Rtn(ggml)
+            for expert in range(model.n_expert):
+                for matrix in layer:
+                    yield from _expert_jobs(model, writer, matrix, expert, ggml, by)
+        if quantizer is not None:
+            yield None
+
+
+def _expert_jobs(
+    model: ExpertModel,
+    writer: GGUFWriter,
+    matrix: _Matrix,
+    expert: int,
+    ggml: Ggml,
+    by: ExpertQuantizer,
+) -> Iterator[Job]:
+    """The runs of rows of one expert's matrix, for the tiers that have to be made."""
+    made = [target for target in matrix.targets if target.same is None]
+    if not made:
+        return
+    n, rows = matrix.shape
+    step = rows if by.whole else max(1, min(rows, RUN_WEIGHTS // n))
+    file = model.parts[matrix.source.file_index]
+    for row in range(0, rows, step):
+        run = (expert, row, min(step, rows - row))
+        yield partial(_quantize_run, file, writer, matrix, made, run, ggml, by)
 
 
 def _write_dense(writer: GGUFWriter, other: _Dense, ggml: Ggml | None) -> int:

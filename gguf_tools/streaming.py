@@ -58,8 +58,9 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def run_all(jobs: Iterable[Job], threads: int, meter: Meter) -> None:
-    """Run all jobs on a pool, a few ahead at a time; the first error stops the rest.
+def run_all(jobs: Iterable[Job | None], threads: int, meter: Meter) -> None:
+    """Run all jobs on a pool, a few ahead at a time; the first error stops the rest. Those before
+    a None have ended before those behind it begin.
 
     The pool has ended when this returns or raises, Ctrl-C included: nobody writes to a
     file that the caller has given up.
@@ -68,8 +69,9 @@ def run_all(jobs: Iterable[Job], threads: int, meter: Meter) -> None:
     pool = ThreadPoolExecutor(threads, thread_name_prefix="pack")
     try:
         for job in jobs:
-            pending.add(pool.submit(job))
-            if len(pending) >= 2 * threads + 2:
+            if job is not None:
+                pending.add(pool.submit(job))
+            while len(pending) >= 2 * threads + 2 or (job is None and pending):
                 pending = _collect(pending, meter)
         while pending:
             pending = _collect(pending, meter)

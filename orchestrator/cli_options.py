@@ -178,8 +178,9 @@ method_options = together(
     click.option(
         "--method",
         metavar="NAME",
-        help="How experts are quantized: rtn (to the nearest), imatrix (columns weighted by "
-        "what they see in a text).  [default: rtn]",
+        help="How experts are quantized: rtn (to the nearest), imatrix (columns weighted by what "
+        "they see in a text), gptq (later columns make up for the errors of earlier ones; needs "
+        "torch).  [default: rtn]",
     ),
     click.option(
         "--calib",
@@ -235,7 +236,9 @@ def quantizer(
             opened = open_quantizer(chosen, source, progress, notes.append)
             method = stack.enter_context(opened)
         print_notes(notes)
+        notes.clear()
         yield method
+    print_notes(notes)
 
 
 def chosen_method(threads: int | None, options: dict[str, Any]) -> Method:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from gguf_tools.experts import ExpertModel
@@ -14,13 +15,14 @@ from gguf_tools.process import default_threads
 from gguf_tools.quantize import load, parse_types
 from orchestrator.calibrate.capture import Capture, Progress
 from orchestrator.calibrate.gather import gather
+from orchestrator.calibrate.gptq import Gptq, computing
 from orchestrator.calibrate.measure import Run
 from orchestrator.calibrate.text import MAX_TOKENS, read_calibration
 from orchestrator.errors import ConfigError
 from orchestrator.losses import LossTable, save
 
-RTN, IMATRIX = "rtn", "imatrix"
-METHODS = (RTN, IMATRIX)
+RTN, IMATRIX, GPTQ = "rtn", "imatrix", "gptq"
+METHODS = (RTN, IMATRIX, GPTQ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class Method:
             raise ConfigError(f"{option} does nothing for --method rtn: choose imatrix")
         if name == IMATRIX and (self.calib is None) == (self.imatrix is None):
             raise ConfigError("--method imatrix needs either --calib TEXT or --imatrix FILE")
+        if name == GPTQ and (self.calib is None or self.imatrix is not None):
+            raise ConfigError("--method gptq needs --calib TEXT, and takes no --imatrix")
 
 
 @contextmanager
@@ -61,6 +65,13 @@ def open_quantizer(
     if method.chosen == RTN:
         yield None
         return
+    if method.chosen == GPTQ:
+        with gptq_of(method, source, progress) as quantizer:
+            yield quantizer
+            weak = quantizer.note()
+        if weak:
+            note(weak)
+        return
     with ExpertModel.open(source) as model:
         if method.imatrix is not None:
             imatrix = read_imatrix(method.imatrix)
@@ -72,6 +83,19 @@ def open_quantizer(
     if weak:
         note(weak)
     yield ByImportance(load(), importance, calibration)
+
+
+@contextmanager
+def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
+    """GPTQ over the text of a method's calibration, read while layers are asked for."""
+    if method.calib is None:
+        raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
+    with computing() as device, Capture(source, threads=method.threads) as capture:
+        calibration = read_calibration(capture, method.calib, method.tokens)
+        with closing(capture.layers(calibration.windows, progress=progress)) as layers:
+            # The first pass over the text, while its progress is shown.
+            first = next(layers)
+            yield Gptq(load(), chain([first], layers), calibration.summary(), device)
 
 
 def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:

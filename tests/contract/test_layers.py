@@ -77,6 +77,8 @@ ONLY = {
     "huggingface_hub": ("gguf_tools.hub",),
     "torch": ("gguf_tools.convert", "gguf_tools.upstream", "models"),
     "transformers": ("gguf_tools.upstream", "models"),
+    "torch": ("gguf_tools.gptq", "models"),
+    "transformers": ("models",),
     "safetensors": ("models",),
 }
 

@@ -1,0 +1,89 @@
+"""Where the codes are: ggml's blocks taken apart, put together again, and read by ggml."""
+
+import numpy as np
+import pytest
+
+from gguf_tools.codes import CODINGS, code_values, put_codes
+from gguf_tools.layout import BLOCK, TIER_TYPES, GGMLType
+from gguf_tools.quantize import Ggml, load
+
+GROUPED = {GGMLType.IQ2_S, GGMLType.IQ3_S, GGMLType.IQ3_XXS}
+FLOATS = {GGMLType.F32, GGMLType.F16, GGMLType.BF16}
+
+
+@pytest.fixture(scope="module")
+def ggml() -> Ggml:
+    return load()
+
+
+def encoded(ggml: Ggml, ggml_type: GGMLType) -> np.ndarray:
+    """Blocks [96, bytes] of weights of very different sizes."""
+    rng = np.random.default_rng(5)
+    block = BLOCK[ggml_type]
+    values = rng.standard_normal((96, block.weights)) * rng.lognormal(0, 2, (96, 1))
+    return ggml.quantize(ggml_type, values.astype(np.float32)).reshape(96, block.bytes)
+
+
+def codes_of(ggml: Ggml, ggml_type: GGMLType, blocks: np.ndarray) -> np.ndarray:
+    """The codes in blocks, found by trying all of them."""
+    coding = CODINGS[ggml_type]
+    target = ggml.dequantize(ggml_type, blocks.reshape(-1), BLOCK[ggml_type].weights)
+    found = np.full(target.shape, -1)
+    trial = blocks.copy()
+    for code in range(coding.first, coding.last + 1):
+        put_codes(ggml_type, trial, np.full(target.shape, code, np.uint8))
+        values = ggml.dequantize(ggml_type, trial.reshape(-1), target.shape[1])
+        found[values == target] = code
+    assert found.min() >= 0
+    return found.astype(np.uint8)
+
+
+def test_every_tier_has_its_codes_known_or_a_reason_not_to() -> None:
+    assert set(CODINGS) | GROUPED | FLOATS == set(TIER_TYPES)
+
+
+@pytest.mark.parametrize("ggml_type", CODINGS, ids=lambda each: each.tier_name)
+def test_the_same_codes_give_the_same_values(ggml: Ggml, ggml_type: GGMLType) -> None:
+    blocks = encoded(ggml, ggml_type)
+    again = blocks.copy()
+    put_codes(ggml_type, again, codes_of(ggml, ggml_type, blocks))
+    width = BLOCK[ggml_type].weights
+    np.testing.assert_array_equal(
+        ggml.dequantize(ggml_type, again.reshape(-1), width),
+        ggml.dequantize(ggml_type, blocks.reshape(-1), width),
+    )
+
+
+@pytest.mark.parametrize("ggml_type", CODINGS, ids=lambda each: each.tier_name)
+def test_codes_are_read_back_by_ggml_as_foretold(ggml: Ggml, ggml_type: GGMLType) -> None:
+    """Codes by chance, one for each weight: a code in another's place would show."""
+    coding, block = CODINGS[ggml_type], BLOCK[ggml_type]
+    blocks = encoded(ggml, ggml_type)
+
+    def decode(data: np.ndarray) -> np.ndarray:
+        return ggml.dequantize(ggml_type, data, block.weights)
+
+    values = code_values(ggml_type, blocks, decode)
+    codes = np.random.default_rng(6).integers(
+        coding.first, coding.last + 1, (len(blocks), block.weights), dtype=np.uint8
+    )
+    put_codes(ggml_type, blocks, codes)
+    found = decode(blocks.reshape(-1))
+    at = codes.astype(np.int64) - coding.first
+    if coding.even:
+        expected = values[0] + at * (values[1] - values[0]) / (coding.last - coding.first)
+        tolerance = 1e-5 * np.abs(values).max()
+    else:
+        expected, tolerance = np.take_along_axis(values, at[None], 0)[0], 0.0
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+    assert ggml.is_valid(ggml_type, blocks.reshape(-1))
+    assert codes.min() == coding.first and codes.max() == coding.last
+
+
+def test_scales_stay_as_they_are(ggml: Ggml) -> None:
+    blocks = encoded(ggml, GGMLType.Q2_K)
+    before = blocks.copy()
+    put_codes(GGMLType.Q2_K, blocks, np.full((96, 256), 2, np.uint8))
+    np.testing.assert_array_equal(blocks[:, :16], before[:, :16])
+    np.testing.assert_array_equal(blocks[:, 80:], before[:, 80:])
+    assert (blocks[:, 16:80] == 0b10101010).all()
