@@ -33,7 +33,10 @@ _FILE_TYPE = {"F32": "ALL_F32", "F16": "MOSTLY_F16"}
 # transformers' own class where the checkpoints were published with their makers' one.
 _OTHER_NAMES = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
 # What a class implies, and its configuration leaves out when transformers writes it.
-_IMPLIED = {"DeepseekV3ForCausalLM": {"scoring_func": "sigmoid"}}
+_IMPLIED = {
+    name: {"scoring_func": "sigmoid"}
+    for name in ("DeepseekV3ForCausalLM", "Dots1ForCausalLM", "MiniMaxM2ForCausalLM")
+}
 _UNPROCESSED = re.compile(r"Unprocessed experts: \['([^']+)'")
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 _modules: dict[str, ModuleType] = {}
