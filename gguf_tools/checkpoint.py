@@ -77,6 +77,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{folder}: no tokenizer: tokenizer.json or tokenizer.model is missing"
         )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            _read_json(folder / name, "")
     nbytes = sum(part.stat().st_size for part in parts)
     dtype = weights.most_common(1)[0][0] if weights else ""
     return Checkpoint(folder, _architecture(folder, config), dtype, nbytes)

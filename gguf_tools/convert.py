@@ -9,8 +9,7 @@ import os
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -26,7 +25,7 @@ from .pack import PackReport, pack
 from .quantize import Ggml, load, parse_tiers
 from .reader import GGUFFile, TensorInfo
 from .streaming import Progress
-from .upstream import Description, describe
+from .upstream import Description, describe, one_torch_thread
 from .writer import GGUFWriter
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -63,18 +62,31 @@ def convert(
     parse_tiers(tiers)
     checkpoint = open_checkpoint(Path(src))
     ggml = load()
-    description = describe(checkpoint, title=title, trust_remote_code=trust_remote_code)
-    with CheckpointFile(checkpoint, description, ggml) as file, _one_thread_each():
-        try:
-            model = ExpertModel.of_parts([file])
-        except NotMoEError:
-            raise NotMoEError(
-                f"{checkpoint.folder}: {checkpoint.architecture} has no experts: not a"
-                " Mixture-of-Experts model"
-            ) from None
-        report = pack(model, dst, tiers, dense=dense, progress=progress, threads=threads, ggml=ggml)
+    # Our threads are as many as the cores: torch shall not start others in each of them.
+    with one_torch_thread():
+        description = describe(checkpoint, title=title, trust_remote_code=trust_remote_code)
+        with CheckpointFile(checkpoint, description, ggml) as file:
+            report = pack(
+                _opened(file, checkpoint),
+                dst,
+                tiers,
+                dense=dense,
+                progress=progress,
+                threads=threads,
+                ggml=ggml,
+            )
     report.seconds = time.monotonic() - started
     return report
+
+
+def _opened(file: GGUFFile, checkpoint: Checkpoint) -> ExpertModel:
+    try:
+        return ExpertModel.of_parts([file])
+    except NotMoEError:
+        raise NotMoEError(
+            f"{checkpoint.folder}: {checkpoint.architecture} has no experts: not a"
+            " Mixture-of-Experts model"
+        ) from None
 
 
 class CheckpointFile(GGUFFile):
@@ -169,16 +181,3 @@ class CheckpointFile(GGUFFile):
             return self._ggml.quantize(info.type, array)
         except QuantizeError as error:
             raise QuantizeError(f"{self.path}: tensor {info.name}: {error}") from None
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Our threads are as many as the cores: torch shall not start others in each of them."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

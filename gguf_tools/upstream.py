@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -32,7 +33,11 @@ _FILE_TYPE = {"F32": "ALL_F32", "F16": "MOSTLY_F16"}
 # transformers' own class where the checkpoints were published with their makers' one.
 _OTHER_NAMES = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
 # What a class implies, and its configuration leaves out when transformers writes it.
-_IMPLIED = {"DeepseekV3ForCausalLM": {"scoring_func": "sigmoid"}}
+_IMPLIED = {
+    name: {"scoring_func": "sigmoid"}
+    for name in ("DeepseekV3ForCausalLM", "Dots1ForCausalLM", "MiniMaxM2ForCausalLM")
+}
+_UNPROCESSED = re.compile(r"Unprocessed experts: \['([^']+)'")
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 _modules: dict[str, ModuleType] = {}
 
@@ -63,6 +68,21 @@ def folder() -> Path:
     if not (path / "conversion" / "__init__.py").is_file():
         raise ConvertError("the converter comes with our llama_cpp package: run `make build`")
     return path
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """torch computes on the calling thread alone; ConvertError where there is no torch."""
+    try:
+        import torch
+    except ImportError:
+        raise ConvertError(MISSING_LIBRARIES) from None
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def describe(
@@ -238,6 +258,8 @@ def _sentences(checkpoint: Checkpoint, base: Any) -> Iterator[None]:
 
 def _explained(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
+    if match := _UNPROCESSED.match(text):
+        return f"experts are missing: {match[1]} is there, but not all of its layer"
     if "pre-tokenizer was not recognized" in text:
         return "its tokenizer splits text by rules that llama.cpp does not know"
     if "trust_remote_code" in text:

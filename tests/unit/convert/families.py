@@ -215,6 +215,39 @@ FAMILIES = {
         as_llama_cpp,
     ),
     "deepseek-moe": Family("DeepseekForCausalLM", {}, "llama3"),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        {
+            "moe_intermediate_size": 96,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+        "qwen2",
+    ),
+    # All experts of a layer in one tensor, and gate and up in one.
+    "granite-moe": Family(
+        "GraniteMoeForCausalLM",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+        },
+        "neox",
+    ),
+    "minimax-m2": Family(
+        "MiniMaxM2ForCausalLM",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
+        "qwen2",
+    ),
 }
 
 

@@ -1,0 +1,48 @@
+"""`kill -9` at any moment of a conversion: a file with the final name is whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra `convert`")
+pytest.importorskip("transformers", reason="needs the extra `convert`")
+
+from killing import calls_of, killed, moments
+
+from gguf_tools.convert import convert
+from gguf_tools.verify import verify
+
+from . import families
+
+# Upstream's converter and torch come before the first byte: most moments shall be behind it.
+OURS = tuple(
+    f"gguf_tools.{name}" for name in ("convert", "lazy", "pack", "partial", "streaming", "writer")
+)
+
+
+def test_killed_at_twenty_moments(tmp_path: Path) -> None:
+    families.write_checkpoint("qwen3-moe", tmp_path / "hf")
+    out = tmp_path / "out" / "model.gguf"
+    out.parent.mkdir()
+
+    def work() -> None:
+        convert(tmp_path / "hf", out, ["f16", "q8_0"], threads=2)
+
+    work()  # loads what a child should not have to
+    whole = out.read_bytes()
+    total = calls_of(work, *OURS)
+    died = 0
+    for at in moments(total, 20, seed=3):
+        out.unlink(missing_ok=True)
+        died += killed(work, at, *OURS)
+        if out.exists():
+            assert out.read_bytes() == whole
+            assert verify(out, threads=1).problems == []
+        assert len(os.listdir(out.parent)) <= 2, "leftovers of earlier runs are still there"
+    assert died >= 15
+    work()
+    assert os.listdir(out.parent) == [out.name]
+    assert out.read_bytes() == whole
