@@ -135,6 +135,22 @@ class CStats(ctypes.Structure):
     ]
 
 
+class CDeviceInfo(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char * 128),
+        ("free_bytes", ctypes.c_uint64),
+        ("total_bytes", ctypes.c_uint64),
+    ]
+
+
+class CBandwidths(ctypes.Structure):
+    _fields_ = [
+        ("pinned_bytes_per_s", ctypes.c_double),
+        ("pageable_bytes_per_s", ctypes.c_double),
+        ("round_trip_us", ctypes.c_double),
+    ]
+
+
 class CMemory(ctypes.Structure):
     _fields_ = [
         ("weights", ctypes.c_uint64 * 2),
@@ -154,6 +170,8 @@ STRUCT_BYTES = {
     CPrefetch: 8,
     CDecision: 32,
     CStats: 384,
+    CDeviceInfo: 144,
+    CBandwidths: 24,
     CMemory: 48,
 }
 

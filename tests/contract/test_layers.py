@@ -75,10 +75,8 @@ ONLY = {
     ),
     "lm_eval": ("orchestrator.eval.harness",),
     "huggingface_hub": ("gguf_tools.hub",),
-    "torch": ("gguf_tools.upstream", "models"),
+    "torch": ("gguf_tools.gptq", "gguf_tools.upstream", "models"),
     "transformers": ("gguf_tools.upstream", "models"),
-    "torch": ("gguf_tools.gptq", "models"),
-    "transformers": ("models",),
     "safetensors": ("models",),
 }
 
