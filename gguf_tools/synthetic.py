@@ -7,8 +7,10 @@ known. Equal arguments give equal bytes.
 Routing: every token embedding holds one constant direction c beside its random part, and
 the router row of expert e is b_e * c plus a random row orthogonal to c. So its logit is
 b_e plus noise that differs per token: b = 0 uses all experts alike, and other b give any
-skew. Each layer adds little to the residual stream (RESIDUAL_POWER), as in trained models,
-so the router of the next layer can be predicted from this layer's input.
+skew. With "topics" each half of the vocabulary has a direction of its own, orthogonal to the
+other's, and so a Zipf distribution over the experts of its own. Each layer adds little to the
+residual stream (RESIDUAL_POWER), as in trained models, so the router of the next layer can be
+predicted from this layer's input.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from .layout import (
 from .synthetic_vocab import TOKEN_TYPE, bpe, spm
 from .writer import GGUFWriter
 
-ROUTINGS = ("uniform", "zipf")
+ROUTINGS = ("uniform", "zipf", "topics")
 RESIDUAL_POWER = 0.1  # variance that one layer adds, in units of the embedding's
 CONSTANT_POWER = 0.125  # share of the constant direction, in the same units
 ROUTER_SPREAD = 1.5  # standard deviation of the router logits over tokens
@@ -176,7 +178,7 @@ class _Builder:
         self.shape, self.tiers, self.seed = shape, tiers, seed
         s = shape
         use = np.full(s.n_expert, s.n_expert_used / s.n_expert)
-        if routing == "zipf":
+        if routing != "uniform":
             use = sw.zipf_use(s.n_expert, s.n_expert_used, zipf_s)
             self.bias = sw.router_bias(use, s.n_expert_used)
             self.constant_power = CONSTANT_POWER
@@ -185,8 +187,16 @@ class _Builder:
             self.constant_power = 0.0
         # Balanced signs: a LayerNorm that subtracts the mean leaves the direction alone.
         signs = np.where(np.arange(s.n_embd) % 2 == 0, 1.0, -1.0)
-        np.random.default_rng([seed, 1]).shuffle(signs)
-        self.direction = signs / math.sqrt(s.n_embd)
+        rng = np.random.default_rng([seed, 1])
+        rng.shuffle(signs)
+        directions = [signs]
+        if routing == "topics":  # another sign for half of each sign: orthogonal, and balanced too
+            other = signs.copy()
+            for sign in (1.0, -1.0):
+                same = np.flatnonzero(signs == sign)
+                other[rng.permutation(same)[: len(same) // 2]] = -sign
+            directions.append(other)
+        self.directions = np.stack(directions) / math.sqrt(s.n_embd)  # of each part of the tokens
 
     def tensors(self) -> Iterator[_Tensor]:
         s = self.shape
@@ -246,9 +256,11 @@ class _Builder:
 
         def chunks() -> Iterator[sw.Bytes]:
             values = self._rng(name).standard_normal((s.n_vocab, s.n_embd), dtype=np.float32)
-            values += (math.sqrt(self.constant_power * s.n_embd) * self.direction).astype(
-                np.float32
-            )
+            constant = math.sqrt(self.constant_power * s.n_embd)
+            each = s.n_vocab // len(self.directions)
+            for part, direction in enumerate(self.directions):
+                end = None if part + 1 == len(self.directions) else (part + 1) * each
+                values[part * each : end] += (constant * direction).astype(np.float32)
             yield sw.encode(GGMLType.Q8_0, values.reshape(-1))
 
         return _Tensor(name, (s.n_embd, s.n_vocab), GGMLType.Q8_0, chunks)
@@ -337,12 +349,14 @@ class _Builder:
         random_power = 1 + RESIDUAL_POWER * il
         rms = math.sqrt(random_power + self.constant_power)
         rows = rng.standard_normal((s.n_expert, s.n_embd))
-        rows -= np.outer(rows @ self.direction, self.direction)
+        for direction in self.directions:
+            rows -= np.outer(rows @ direction, direction)
         rows *= ROUTER_SPREAD / math.sqrt(s.n_embd) * rms / math.sqrt(random_power)
         if self.constant_power:
             constant = math.sqrt(self.constant_power * s.n_embd) / rms
-            bias = ROUTER_SPREAD * rng.permutation(self.bias) / constant
-            rows += np.outer(bias, self.direction)
+            for direction in self.directions:
+                bias = ROUTER_SPREAD * rng.permutation(self.bias) / constant
+                rows += np.outer(bias, direction)
         return self._values(name, (s.n_embd, s.n_expert), GGMLType.F32, rows)
 
 

@@ -31,7 +31,8 @@ def measure_options(
         click.option(
             "--routing",
             metavar="KIND",
-            help="How a random-weight model uses its experts: uniform, zipf.  [default: "
+            help="How a random-weight model uses its experts: uniform, zipf, or topics: zipf, and "
+            "other experts for the other half of the vocabulary.  [default: "
             f"{routing}]",
         ),
         click.option(
@@ -213,7 +214,7 @@ def prefill(as_json: bool, prompts: str | None, **options: Any) -> None:
 
 
 @bench.command()
-@measure_options(routing="zipf", tokens=256, runs=2, prompt_tokens=32, caps="80")
+@measure_options(routing="topics", tokens=256, runs=2, prompt_tokens=32, caps="80")
 @click.option(
     "--switches", type=AT_LEAST_1, metavar="N", help="Changes of the topic.  [default: 4]"
 )

@@ -8,17 +8,15 @@ from typing import Any
 
 import numpy as np
 
-# The bit of each name is 1 << its place.
-MARKS = ("published", "renewed", "read", "paged in", "preempted")
+# What is counted of a step: experts that changed their version before it, whether the policy
+# renewed its hot sets after it, microseconds of reads that ended in it, pages that the process
+# touched for the first time, and how often one of its threads had to leave its core.
+MARKS = ("published", "renewed", "read us", "page faults", "preempted")
 
 
 class Marks:
-    """Marks of one step after the other: start() before a part's first step, take() after each.
-
-    published: versions of experts changed before the step; renewed: the policy renewed its hot
-    sets after it; read: a read in the background ended; paged in: the process touched memory that
-    was not there; preempted: a thread of it had to leave its core.
-    """
+    """Counts of one step after the other: start() before a part's first step, take() after
+    each."""
 
     def __init__(self, engine: Any) -> None:
         """engine: orchestrator.engine.Engine, in managed mode."""
@@ -28,11 +26,10 @@ class Marks:
     def start(self) -> None:
         self._last = self._now()
 
-    def take(self) -> int:
-        """The bits of the step since the last call."""
+    def take(self) -> list[int]:
+        """[len(MARKS)], since the last call."""
         last, self._last = self._last, self._now()
-        more = (now > before for now, before in zip(self._last, last, strict=True))
-        return sum(1 << place for place, happened in enumerate(more) if happened)
+        return [now - before for now, before in zip(self._last, last, strict=True)]
 
     def _now(self) -> tuple[int, ...]:
         stats, usage = self._engine.store.stats(), resource.getrusage(resource.RUSAGE_SELF)
@@ -45,13 +42,13 @@ class Marks:
         )
 
 
-def of_slowest(steps_ms: Sequence[float], marks: Sequence[int], share: float) -> dict[str, Any]:
-    """By name of a mark, the part of the slowest steps that has it, and of all: [slow, all].
+def of_slowest(
+    steps_ms: Sequence[float], marks: Sequence[Sequence[int]], share: float
+) -> dict[str, list[float]]:
+    """By name of a mark, its mean over the slowest steps, and over all: [slow, all].
     share: how many of the steps are the slowest."""
     n = max(1, round(share * len(steps_ms)))
     slow = np.argsort(-np.asarray(steps_ms), kind="stable")[:n]
-    bits = np.asarray(marks)
-    return {
-        name: [float((bits[slow] >> place & 1).mean()), float((bits >> place & 1).mean())]
-        for place, name in enumerate(MARKS)
-    }
+    counts = np.asarray(marks, float)
+    means = zip(counts[slow].mean(axis=0).tolist(), counts.mean(axis=0).tolist(), strict=True)
+    return {name: list(pair) for name, pair in zip(MARKS, means, strict=True)}

@@ -23,13 +23,13 @@ class TopicOptions(BenchOptions):
     """Conversations of `tokens` decode steps, in turn about one topic and another, `switches`
     changes in all; then one of `steady` steps that stays with its topic. The topics of a trained
     model are kinds of its conversations; a random one gets tokens of one half of its vocabulary or
-    the other.
+    the other, which with the routing "topics" use different experts most.
 
     updates: intervals of dynaexq in decode steps, a case each. rates: what its transitions may
     read, in MiB a second, 0 for no limit, a case each at the usual interval. Raises ConfigError.
     """
 
-    routing: str = "zipf"
+    routing: str = "topics"
     caps: tuple[float, ...] = (0.8,)
     tokens: int = 256
     prompt_tokens: int = 32

@@ -53,8 +53,8 @@ def topic_row(switches: int, case: Case, runs: Sequence[Result], limit_bytes: in
     the routed experts that were high in them, steady_high in their second halves. adapted: decode
     steps after a change of topic until a window has ADAPTED of that, the mean over the changes.
     promotions: per minute, while the topic changes and on the steady text; waited_ms and
-    demand_bytes: over all parts of all runs. slowest: the marks of the slowest steps of all runs
-    and of all steps.
+    demand_bytes: over all parts of all runs. slowest: means of the marks of the slowest steps of
+    all runs, and of all steps.
     """
     row: Result = {
         "name": case.name,
@@ -220,11 +220,11 @@ def _slowest(rows: Sequence[Result]) -> list[str]:
         return []
     lines = [
         "",
-        f"what happened in the slowest {100 * SLOWEST:.0f} % of the steps, and in all, in %",
+        f"what happened in the slowest {100 * SLOWEST:.0f} % of the steps, and in all, on average",
         f"{'':28}" + "".join(f"{name:>14}" for name in MARKS),
     ]
     for row in marked:
         name = row["name"] if row["cap"] is None else f"{row['name']} at {row['cap']:.0%}"
-        cells = (f"{100 * slow:.0f}, {100 * every:.0f}" for slow, every in row["slowest"].values())
+        cells = (f"{slow:.3g}, {every:.3g}" for slow, every in row["slowest"].values())
         lines.append(f"{name:28}" + "".join(f"{cell:>14}" for cell in cells))
     return lines
