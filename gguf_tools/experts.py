@@ -30,7 +30,6 @@ from .layout import (
     KEY_FALLBACKS,
     KEY_TIERS,
     KINDS,
-    MAX_TIERS,
     TIER_MARK,
     UP,
     GGMLType,
@@ -388,20 +387,6 @@ def _tiers(
 def _join(high: ExpertModel, low: ExpertModel) -> ExpertModel:
     """The high model with the tiers of ``low`` below its own; raises MismatchError."""
     check_pair(high, low)
-    if len(high.tiers) + len(low.tiers) > MAX_TIERS:
-        raise errors.MismatchError(
-            f"{low.path}: {len(low.tiers)} tiers on top of {len(high.tiers)}; at most {MAX_TIERS}"
-        )
-    if low.tiers[0].bpw == high.tiers[-1].bpw:
-        raise errors.MismatchError(
-            f"{low.path}: the same precision as {high.path}, {low.tiers[0].bpw:.2f} bits per"
-            " weight; --low adds a lower one"
-        )
-    if low.tiers[0].bpw > high.tiers[-1].bpw:
-        raise errors.MismatchError(
-            f"{low.path}: {low.tiers[0].bpw:.2f} bits per weight, not below the"
-            f" {high.tiers[-1].bpw:.2f} of {high.path}; swap the two files"
-        )
     taken = {tier.name for tier in high.tiers}
     high.tiers += [
         tier._replace(name=f"{tier.name}-low") if tier.name in taken else tier for tier in low.tiers

@@ -364,6 +364,10 @@ def _sentences(repo: str, revision: str | None) -> Iterator[None]:
             f"{repo}: no such model at {constants.ENDPOINT}, or a private one: check the name, or"
             f" {login}"
         ) from error
+    except hub.DisabledRepoError as error:
+        raise HubError(
+            f"{repo}: disabled at {constants.ENDPOINT}: nobody can download it"
+        ) from error
     except hub.RevisionNotFoundError as error:
         raise HubError(f"{repo}: no revision {revision}") from error
     except hub.LocalEntryNotFoundError as error:

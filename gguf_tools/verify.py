@@ -19,7 +19,7 @@ from . import layout
 from .errors import GGUFError
 from .experts import ExpertModel
 from .hparams import MAX_LAYERS, announced_tiers, routed_blocks
-from .layout import BLOCK, expert_tensor_name, parse_expert_name
+from .layout import BLOCK, GGMLType, expert_tensor_name, parse_expert_name
 from .process import default_threads
 from .quantize import Ggml, load, native_stderr_hidden
 from .reader import GGUFFile, TensorInfo, architecture, open_model
@@ -100,6 +100,7 @@ def verify(
             report.files += [part.path for part in parts]
             for part in parts:
                 report.problems += _layout_problems(part)
+            report.problems += _foreign_problems(parts)
             report.problems += _model_problems(parts, report)
         if low is not None and not report.problems:
             report.problems += _pair_problems(models[0], models[1], report)
@@ -148,6 +149,41 @@ def _layout_problems(part: GGUFFile) -> Iterator[Problem]:
                 str(part.path),
                 offset=last,
             )
+
+
+def _foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
+    """A part of another quantization. Its header cannot tell: parts but the first say nothing of
+    the model, and names, shapes and counts are equal. So: none of its expert matrices, of any
+    kind, has a type that this kind has in another part."""
+    types = [_expert_types(part) for part in parts]
+    for index, (part, own) in enumerate(zip(parts, types, strict=True)):
+        others: dict[tuple[int, str | None], set[GGMLType]] = {}
+        for found in types[:index] + types[index + 1 :]:
+            for key, each in found.items():
+                others.setdefault(key, set()).update(each)
+        shared = [key for key in own if key in others]
+        if len(parts) == 2 and index == 0:  # of two, one finding is enough
+            continue
+        if len(shared) > 1 and all(own[key].isdisjoint(others[key]) for key in shared):
+            have, rest = (
+                ", ".join(sorted({each.tier_name for key in shared for each in found[key]}))
+                for found in (own, others)
+            )
+            yield Problem(
+                f"{part.path}: a part of another quantization? Its experts are {have}, those of the"
+                f" other parts {rest}",
+                str(part.path),
+            )
+
+
+def _expert_types(part: GGUFFile) -> dict[tuple[int, str | None], set[GGMLType]]:
+    """ggml types by matrix kind and tier."""
+    types: dict[tuple[int, str | None], set[GGMLType]] = {}
+    for info in part.tensors.values():
+        parsed = parse_expert_name(info.name)
+        if parsed is not None:
+            types.setdefault((parsed.kind, parsed.tier), set()).add(info.type)
+    return types
 
 
 def _holds_data(part: GGUFFile, start: int, end: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import shlex
 from collections.abc import Iterable
@@ -93,7 +94,7 @@ def verify(
 )
 @click.option("--revision", metavar="R", help="Branch, tag or commit.  [default: main]")
 def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
-    """Download a model from the Hugging Face Hub, as OWNER/NAME.
+    """Download a model from the Hugging Face Hub, as OWNER/NAME or OWNER/NAME/FILE.
 
     It goes into the cache of huggingface_hub (HF_HOME); an interrupted download goes on where
     it ended. HF_TOKEN or `hf auth login` opens what needs it.
@@ -101,17 +102,27 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
     from gguf_tools import hub
     from gguf_tools.hub_choice import PREFIX
 
-    found = hub.plan(repo.removeprefix(PREFIX), include, revision)
+    owner, _, rest = repo.removeprefix(PREFIX).partition("/")
+    name, _, wanted = rest.partition("/")
+    patterns = (*include, glob.escape(wanted)) if wanted else include
+    found = hub.plan(f"{owner}/{name}" if rest else owner, patterns, revision)
     note(found.summary())
-    with progress_bar("Downloading") as progress:
-        paths = hub.fetch(found, progress)
+    try:
+        with progress_bar("Downloading") as progress:
+            paths = hub.fetch(found, progress)
+    except KeyboardInterrupt:
+        note("Interrupted: what is here stays, and the same command goes on from there.")
+        raise
     for path in paths:
         click.echo(strip_controls(str(path)))
     for file in found.files:
         if file.name in found.models:
             click.echo(strip_controls(f"moe-edge chat -m {shlex.quote(str(file.path))}"))
     if not found.models:
-        note("No GGUF among them: a checkpoint has to be converted before it can run.")
+        note("No GGUF among them: a checkpoint has to be converted before it can run, as by")
+        target = f"{name or owner}.gguf"
+        folder = found.folder / "snapshots" / found.commit
+        note(f"moe-edge convert --tiers q4_k,q2_k {shlex.quote(str(folder))} {shlex.quote(target)}")
 
 
 def print_report(report: PackReport) -> None:

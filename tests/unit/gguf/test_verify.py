@@ -20,7 +20,7 @@ from gguf_split import split
 
 from gguf_tools import synthetic
 from gguf_tools.errors import QuantizeError
-from gguf_tools.layout import BLOCK, GGMLType
+from gguf_tools.layout import BLOCK, DOWN, GGMLType
 from gguf_tools.pack import export, pack
 from gguf_tools.quantize import native_stderr_hidden
 from gguf_tools.reader import GGUFFile
@@ -100,6 +100,26 @@ def test_parts_are_checked(packed, tmp_path, ggml):
     assert texts(paths[0], ggml) == [
         f"{paths[1]}: part 2 of 3 is missing; all parts of {paths[0].name} belong in one folder"
     ]
+
+
+@pytest.mark.parametrize("n_parts", [2, 3])
+def test_a_part_of_another_quantization(two_files, tmp_path, ggml, n_parts):
+    """Same names, shapes and counts; the first part alone says what the model is."""
+    high, low = (split(path, tmp_path / path.stem, n_parts, name="model") for path in two_files)
+    assert texts(high[0], ggml) == texts(low[0], ggml) == []
+    high[1].write_bytes(low[1].read_bytes())
+    assert texts(high[0], ggml) == [
+        f"{high[1]}: a part of another quantization? Its experts are q2_k, those of the other"
+        " parts q4_k"
+    ]
+
+
+def test_parts_may_differ_in_some_matrices(tmp_path, ggml):
+    """As in a mixed quantization, which keeps more bits for some layers' down matrices."""
+    tensors = model_tensors(layers=[0])
+    tensors += model_tensors(layers=[1], types={DOWN: GGMLType.F32})[1:]
+    path = write_model(tmp_path / "m.gguf", tensors)
+    assert texts(split(path, tmp_path / "parts", 2)[0], ggml) == []
 
 
 @pytest.mark.parametrize("value", [NAN_HALF, INF_HALF])

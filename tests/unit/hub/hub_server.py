@@ -25,6 +25,7 @@ class Repo:
     revisions: tuple[str, ...] = ("main",)
     token: str | None = None  # private: only with it
     gated: bool = False  # listed for everybody, files only with the token
+    disabled: bool = False
 
 
 @dataclass
@@ -127,6 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.fail(401 if repo else 404, "RepoNotFound")
         elif repo.gated and not known and not listing:
             self.fail(403, "GatedRepo")
+        elif repo.disabled:
+            self.fail(403, message="Access to this resource is disabled.")
         elif revision not in (*repo.revisions, repo.commit):
             self.fail(404, "RevisionNotFound")
         else:

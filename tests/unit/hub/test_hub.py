@@ -141,7 +141,11 @@ def test_a_checkpoint(server):
     server.repos["o/n"] = Repo({**wanted, **rest})
     result = pull("o/n")
     assert [Path(line).name for line in result.stdout.splitlines()] == sorted(wanted)
-    assert "converted" in result.stderr
+    *_, advice, command = result.stderr.splitlines()
+    assert advice.endswith("a checkpoint has to be converted before it can run, as by")
+    words = shlex.split(command)
+    assert words[:2] == ["moe-edge", "convert"] and words[-1] == "n.gguf"
+    assert sorted(os.listdir(words[-2])) == sorted(wanted)
     server.repos["o/n"] = Repo({"README.md": b"x"})
     assert refused("o/n") == "o/n: neither a GGUF nor safetensors; it holds README.md"
 
@@ -253,6 +257,37 @@ def test_missing_private_and_gated(server, monkeypatch):
     assert pull("o/gated").exit_code == 0
     sent_to_cdn = {auth for _, path, _, auth in server.seen if path.startswith("/cdn/")}
     assert sent_to_cdn == {None}  # another host never sees the token
+
+
+def test_a_disabled_repository(server):
+    server.repos["o/n"] = Repo({"m.gguf": noise(1)}, disabled=True)
+    assert refused("o/n") == f"o/n: disabled at {server.url}: nobody can download it"
+
+
+def test_one_file_by_its_path(server):
+    """As -m takes it, so that a name can be pasted from one command into the other."""
+    files = {f"sub/m-[{quant}].gguf": noise(i, 2000) for i, quant in enumerate(("Q2", "Q4"))}
+    server.repos["o/n"] = Repo(files)
+    for name in ("o/n/sub/m-[Q4].gguf", "hf:o/n/sub/m-[Q4].gguf"):
+        path, _ = pull(name).stdout.splitlines()
+        assert Path(path).read_bytes() == files["sub/m-[Q4].gguf"]
+    assert refused("o/n/m-Q9.gguf").startswith(
+        "o/n: nothing matches m-Q9.gguf; it holds sub/m-[Q2]"
+    )
+
+
+def test_ctrl_c_says_that_nothing_is_lost(server, monkeypatch):
+    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "fetch", stop)
+    result = pull("o/n")
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == (
+        "Interrupted: what is here stays, and the same command goes on from there."
+    )
 
 
 def test_revisions(server):
