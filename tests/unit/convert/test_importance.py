@@ -21,7 +21,7 @@ from gguf_tools.quantize import load
 
 from . import families
 
-NAME = "qwen3moe"
+NAME = "qwen3-moe"
 
 
 def imatrix_of(model: ExpertModel) -> Imatrix:
