@@ -21,6 +21,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .errors import ConvertError, NotMoEError, QuantizeError
 from .experts import ExpertModel
 from .layout import GGMLType, parse_expert_name, row_bytes
+from .methods import ByImportance
 from .pack import PackReport, pack
 from .quantize import Ggml, load, parse_tiers
 from .reader import GGUFFile, TensorInfo
@@ -43,6 +44,7 @@ def convert(
     *,
     title: str | None = None,
     dense: str | None = None,
+    imatrix: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     threads: int | None = None,
@@ -52,29 +54,35 @@ def convert(
 
     Tiers are quantized from the checkpoint's own values. Other tensors get the type that
     upstream's converter gives them in a model of the checkpoint's type; ``dense`` names
-    another one for matrices among them. ``title`` names the model, where the folder's name and
+    another one for matrices among them. ``imatrix``: an importance matrix of llama.cpp that
+    weighs the columns of experts. ``title`` names the model, where the folder's name and
     its README do not. ``progress`` gets the finished share, 0 to 1.
 
     Raises CheckpointError, ConvertError and GGUFError, each one sentence; on any exception,
     Ctrl-C included, nothing is left behind.
     """
     started = time.monotonic()
-    parse_tiers(tiers)
+    parse_tiers(tiers, imatrix is not None)
     checkpoint = open_checkpoint(Path(src))
     ggml = load()
     # Our threads are as many as the cores: torch shall not start others in each of them.
     with one_torch_thread():
         description = describe(checkpoint, title=title, trust_remote_code=trust_remote_code)
         with CheckpointFile(checkpoint, description, ggml) as file:
+            model = _opened(file, checkpoint)
+            by = None if imatrix is None else ByImportance.of_file(imatrix, model, ggml)
             report = pack(
-                _opened(file, checkpoint),
+                model,
                 dst,
                 tiers,
                 dense=dense,
+                quantizer=by,
                 progress=progress,
                 threads=threads,
                 ggml=ggml,
             )
+    weak = by.note() if by else None
+    report.warnings += [weak] if weak else []
     report.seconds = time.monotonic() - started
     return report
 

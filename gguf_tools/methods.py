@@ -1,16 +1,12 @@
 """How the weights of an expert become blocks: what ``pack`` calls for each matrix."""
 
+import os
 from typing import Protocol
 
+from .experts import ExpertModel
+from .imatrix import ExpertImportance, Imatrix, read_imatrix
 from .layout import GGMLType
 from .quantize import Blocks, Floats, Ggml
-
-
-class Importance(Protocol):
-    """How much each column of an expert's matrix matters."""
-
-    def of(self, layer: int, kind: int, expert: int) -> Floats:
-        """Mean of the squared inputs, float32 [row length]."""
 
 
 class ExpertQuantizer(Protocol):
@@ -64,10 +60,25 @@ class ByImportance:
     whole = False
     has_importance = True
 
-    def __init__(self, ggml: Ggml, importance: Importance, calibration: str) -> None:
+    def __init__(
+        self, ggml: Ggml, imatrix: Imatrix, model: ExpertModel, calibration: str | None = None
+    ) -> None:
+        """calibration: None: what the imatrix says. Raises MismatchError where it is another
+        model's."""
         self.ggml = ggml
-        self.importance = importance
-        self.calibration = calibration
+        self.importance = ExpertImportance(imatrix, model)
+        self.calibration = calibration or imatrix.summary()
+
+    @classmethod
+    def of_file(
+        cls, path: str | os.PathLike[str], model: ExpertModel, ggml: Ggml
+    ) -> "ByImportance":
+        """With a file of llama.cpp; raises GGUFError."""
+        return cls(ggml, read_imatrix(path), model)
+
+    def note(self) -> str | None:
+        """A sentence on the experts that saw too few tokens, None where there is none."""
+        return self.importance.note()
 
     def quantize(
         self, layer: int, kind: int, expert: int, values: Floats, ggml_type: GGMLType

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from orchestrator.cli_files import AT_LEAST_1, note, print_report, tier_names
+from orchestrator.cli_files import AT_LEAST_1, FILE, note, print_report, tier_names
+from orchestrator.cli_options import quantizer
 from orchestrator.console import progress_bar
 
 
@@ -25,6 +26,12 @@ from orchestrator.console import progress_bar
     help="Type of the matrices that are not experts.  [default: the checkpoint's]",
 )
 @click.option(
+    "--imatrix",
+    type=FILE,
+    metavar="FILE",
+    help="Weigh the columns of experts by this importance matrix of llama.cpp.",
+)
+@click.option(
     "--trust-remote-code",
     is_flag=True,
     help="Run code that the checkpoint brings for its tokenizer.",
@@ -35,13 +42,15 @@ def convert(
     target: Path,
     tiers: str,
     dense: str | None,
+    imatrix: Path | None,
     trust_remote_code: bool,
     threads: int | None,
 ) -> None:
     """Write the experts of a checkpoint in several precisions into one file.
 
     SRC is a folder of Hugging Face's transformers, or hf:OWNER/NAME[@REVISION]. A GGUF is packed
-    as `moe-edge pack` does.
+    as `moe-edge pack` does. Methods that read a text need a model that runs: convert to f16 first,
+    then pack that.
     """
     from gguf_tools.convert import convert as run
     from gguf_tools.hub import resolve_checkpoint
@@ -54,7 +63,16 @@ def convert(
         path, title = resolve_checkpoint(source, note, lambda: progress_bar("Downloading"))
     with progress_bar("Converting") as progress:
         if path.is_file() and path.suffix == ".gguf":
-            report = pack(path, target, names, dense=dense, progress=progress, threads=threads)
+            with quantizer(path, threads, {"imatrix": imatrix}) as chosen:
+                report = pack(
+                    path,
+                    target,
+                    names,
+                    dense=dense,
+                    quantizer=chosen,
+                    progress=progress,
+                    threads=threads,
+                )
         else:
             report = run(
                 path,
@@ -62,6 +80,7 @@ def convert(
                 names,
                 title=title,
                 dense=dense,
+                imatrix=imatrix,
                 trust_remote_code=trust_remote_code,
                 progress=progress,
                 threads=threads,

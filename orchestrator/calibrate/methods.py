@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import ExpertImportance, Imatrix, read_imatrix, write_imatrix
+from gguf_tools.imatrix import ExpertImportance, Imatrix, write_imatrix
 from gguf_tools.methods import ByImportance, ExpertQuantizer, Rtn
 from gguf_tools.process import default_threads
 from gguf_tools.quantize import load, parse_types
@@ -74,15 +74,14 @@ def open_quantizer(
         return
     with ExpertModel.open(source) as model:
         if method.imatrix is not None:
-            imatrix = read_imatrix(method.imatrix)
-            calibration = imatrix.summary()
+            by = ByImportance.of_file(method.imatrix, model, load())
         else:
             imatrix, calibration = calibrated(method, model, progress)
-        importance = ExpertImportance(imatrix, model)
-    weak = importance.note()
+            by = ByImportance(load(), imatrix, model, calibration)
+    weak = by.note()
     if weak:
         note(weak)
-    yield ByImportance(load(), importance, calibration)
+    yield by
 
 
 @contextmanager
