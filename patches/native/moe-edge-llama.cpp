@@ -435,9 +435,9 @@ void moe_edge_get_memory(void * context, moe_edge_memory * out) {
     *out = {};
     for (const auto & [type, taken] : llama_get_memory_breakdown(static_cast<llama_context *>(context))) {
         const int where = !ggml_backend_buft_is_host(type) && type != moe_edge_buffer_type();
-        out->weights[where] += taken.mb.model;
-        out->cache[where]   += taken.mb.context;
-        out->scratch[where] += taken.mb.compute;
+        out->weights[where] += taken.model;
+        out->cache[where]   += taken.context;
+        out->scratch[where] += taken.compute;
     }
 }
 
