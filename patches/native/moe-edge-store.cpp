@@ -39,12 +39,16 @@ template <typename... Args> [[noreturn]] void refuse(const char * fmt, Args... a
 
 void ops_begin(moe_edge_matrix * m, const int32_t * experts, int32_t n) { m->store->begin(*m, experts, n); }
 int32_t ops_next(moe_edge_matrix * m, moe_edge_ready * out) { return m->store->next(*m, out); }
-void ops_release(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n) { m->store->release(*m, ready, n); }
+void ops_release(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) {
+    m->store->release(*m, ready, n, after);
+}
+void ops_wait(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n) { m->store->wait(*m, ready, n); }
+bool ops_fixed(moe_edge_matrix * m) { return m->store->fixed(); }
 
 // The order in which a layer computes its kinds: the activation's first operand is gate.
 constexpr int32_t KIND_RANK[MOE_EDGE_N_KINDS] = { /* up */ 1, /* gate */ 0, /* gate_up */ 0, /* down */ 2 };
 
-const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release };
+const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release, ops_wait, ops_fixed };
 
 // First field of moe_edge_read_key.
 constexpr int32_t DEMAND = 0, AHEAD = 1, TRANSITION = 2;
@@ -256,6 +260,13 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
         }
         at += group.slot_bytes * group.n_slots;
     }
+    for (auto & of_layer : matrices) {
+        for (auto & m : of_layer) {
+            for (int32_t t = 0; t < n_tiers; t++) {
+                m.base.push_back(has_kind(m.layer, m.kind) ? pools[slices[m.layer][m.kind][t].group].memory : nullptr);
+            }
+        }
+    }
 }
 
 // ---- slots
@@ -355,11 +366,17 @@ void moe_edge_store::drop_tier(int32_t cell) {
     auto & c    = cells[cell];
     auto & pool = pool_of(cell, c.tier);
     stats.prefetch_wasted += pool.slots[c.slot].prefetched;
-    matrices[layer_of(cell)][kind_of(cell)].table[expert_of(cell)] = {};
+    set_entry(cell, {});
     list_remove(pool, c.slot);
     give_slot(pool, c.slot);
     c.tier = NO_TIER;
     c.slot = -1;
+}
+
+void moe_edge_store::set_entry(int32_t cell, const moe_edge_entry & entry) {
+    auto & m = matrices[layer_of(cell)][kind_of(cell)];
+    m.table[expert_of(cell)] = entry;
+    m.version++;
 }
 
 void moe_edge_store::evict(int32_t cell) {
@@ -506,8 +523,7 @@ void moe_edge_store::publish(int32_t cell) {
     c.background   = false;
     pool.slots[c.slot].prefetched = c.ahead && !c.pinned();
     list_insert(pool, c.slot);
-    matrices[layer_of(cell)][kind_of(cell)].table[expert_of(cell)] =
-        { pool.memory + c.slot * pool.slot_bytes + offset % MOE_EDGE_BLOCK, s.type };
+    set_entry(cell, { pool.memory + c.slot * pool.slot_bytes + offset % MOE_EDGE_BLOCK, s.type, 0 });
     update_resident(cell);
 
     if (c.pinned() && !c.satisfied()) {
@@ -1072,10 +1088,10 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
         for (const int32_t cell : op.remaining) {
             const auto & c = cells[cell];
             if (c.want == MOE_EDGE_SKIP) {
-                out[n++] = { nullptr, expert_of(cell), -1 };
+                out[n++] = { nullptr, expert_of(cell), -1, 0 };
             } else if (c.satisfied()) {
                 const auto & entry = m.table[expert_of(cell)];
-                out[n++] = { entry.data, expert_of(cell), entry.type };
+                out[n++] = { entry.data, expert_of(cell), entry.type, entry.ticket };
                 stats.computed[phase][c.tier]++;
             } else {
                 op.remaining[keep++] = cell;
@@ -1093,12 +1109,21 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
     }
 }
 
-void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n) {
+void moe_edge_store::wait(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n) {
+    for (int32_t i = 0; m.device && i < n; i++) {
+        m.device->wait(ready[i].ticket);
+    }
+}
+
+void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) {
     std::lock_guard<std::mutex> lock(mutex);
     n_decided -= n;
     for (int32_t i = 0; i < n; i++) {
         const int32_t cell = cell_index(m.layer, m.kind, ready[i].expert);
         cells[cell].decided = false;
+        if (ready[i].data && after != 0) {
+            pool_of(cell, cells[cell].tier).slots[cells[cell].slot].after = after;
+        }
         if (cells[cell].arrived()) {
             settle(cell);
         }
@@ -1414,13 +1439,14 @@ int moe_edge_use(moe_edge_store * store, int32_t layer, int32_t kind, const int3
         if (n < 0) {
             return -1;
         }
+        store->wait(m, ready.data(), n);
         for (int32_t i = 0; visit && i < n; i++) {
             const auto & r = ready[i];
             const auto of_type = std::find(m.types.begin(), m.types.end(), r.type);
             const int32_t tier = r.data ? of_type - m.types.begin() : MOE_EDGE_SKIP;
             visit(r.expert, tier, r.type, r.data, r.data ? store->slices[layer][kind][tier].expert_bytes : 0, user);
         }
-        store->release(m, ready.data(), n);
+        store->release(m, ready.data(), n, 0);
         left -= n;
     }
     return 0;

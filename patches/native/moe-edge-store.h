@@ -46,6 +46,7 @@ struct moe_edge_slot {
     bool     listed     = false;
     bool     prefetched = false;  // read ahead and not used yet
     bool     passing    = false;  // loaded for passing requests alone
+    moe_edge_ticket after = 0;    // of the last reader: what is copied here next comes behind it
 };
 
 struct moe_edge_cell {
@@ -127,7 +128,9 @@ struct moe_edge_store {
     // executor side
     void    begin(moe_edge_matrix & m, const int32_t * experts, int32_t n);
     int32_t next(moe_edge_matrix & m, moe_edge_ready * out);
-    void    release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n);
+    void    release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
+    void    wait(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n);
+    bool    fixed() const { return tables_fixed; }
 
     int32_t warm(const moe_edge_prefetch_item * list, int32_t n,
                  void (*progress)(int32_t, int32_t, void *), void * user);
@@ -223,6 +226,7 @@ struct moe_edge_store {
     void    settle(int32_t cell);
     void    publish(int32_t cell);
     void    drop_tier(int32_t cell);
+    void    set_entry(int32_t cell, const moe_edge_entry & entry);
     void    evict(int32_t cell);
     void    list_remove(moe_edge_pool & pool, int32_t slot);
     void    list_insert(moe_edge_pool & pool, int32_t slot);
@@ -249,6 +253,7 @@ struct moe_edge_store {
     bool                        transiting = false;   // an I/O thread is on one, or waits for transition_at
     int32_t                     transition_seq = 0;
     int64_t                 n_decided = 0;  // cells with `decided`
+    bool                    tables_fixed = false;  // until the next step
     bool                    stopping = false;
     std::atomic<bool>       failed { false };
     std::string             failure;
