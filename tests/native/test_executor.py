@@ -17,6 +17,7 @@ from patches.upstream import PATCHES
 from .conftest import HERE, run_program
 
 NATIVE = PATCHES / "native"
+STORE = [NATIVE / f"moe-edge-{room}.cpp" for room in ("store", "store-c", "transitions", "check")]
 # Read when the tests are collected: while one runs, its environment is a clean one.
 SLOW = bool(os.environ.get("CI") or os.environ.get("MOE_EDGE_SLOW"))
 
@@ -47,7 +48,7 @@ def test_store_under_stress(
     byte is the byte on disk, and every invariant holds at every instant."""
     program = compile_native(
         f"store_stress_{sanitizer[:3]}",
-        [HERE / "store_stress.cpp", NATIVE / "moe-edge-store.cpp"],
+        [HERE / "store_stress.cpp", *STORE],
         "-std=c++17",
         f"-fsanitize={sanitizer}",
         "-DMOE_EDGE_PART_BYTES=8192",
