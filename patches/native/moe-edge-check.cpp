@@ -33,6 +33,10 @@ std::string moe_edge_store::check() {
             if (complete == loading || complete != s.listed) {
                 return format("group %zu, slot %zu: its cell does not own it", g, i);
             }
+            // in this order: both only ever turn true
+            if (host && loading && c.copied && device->passed(c.ticket) && !device->passed(s.behind)) {
+                return format("group %zu, slot %zu: a copy overtook what it comes behind", g, i);
+            }
         }
         if (owned + pool.free.size() != pool.slots.size()) {
             return format("group %zu: %zu owned and %zu free of %zu slots", g, owned, pool.free.size(), pool.slots.size());
@@ -58,12 +62,15 @@ std::string moe_edge_store::check() {
         if (!valid) {
             return format("layer %d, %s, expert %d: the table does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
         }
+        if (host && c.loading != NO_TIER && (c.copied ? c.host_slot >= 0 || c.ticket == 0 : c.cached && c.host_slot < 0)) {
+            return format("layer %d, %s, expert %d: its load and its host slot do not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
+        }
         if (c.background && (c.loading == NO_TIER || c.tier == NO_TIER)) {
             return format("layer %d, %s, expert %d: in transition from nothing or to nothing", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
         }
-        if (c.queued() != (c.loading != NO_TIER && reads.count(read_key(i)) > 0)) {
+        if (c.queued() != (c.loading != NO_TIER && queue_of(c).count(read_key(i)) > 0)) {
             return format("layer %d, %s, expert %d: the read queue does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
         }
     }
-    return {};
+    return host ? host->check() : std::string();
 }

@@ -20,7 +20,7 @@ enum moe_edge_lane {
     MOE_EDGE_N_LANES       = 2,
 };
 
-// Any thread may call. What fails after it was accepted (a lost device) shows in error().
+// Any thread may call; the store calls copy with its lock held. What fails after it was accepted (a lost device) shows in error().
 struct moe_edge_device {
     virtual ~moe_edge_device() = default;
 
@@ -46,11 +46,12 @@ struct moe_edge_device {
     // Empty, or why the device is lost; every ticket counts as passed then.
     virtual std::string error() = 0;
 
-    // A step of a store on this device begins: no op of it runs. matrices: all of the store's,
-    // whose tables change for nobody until this returns. fixed: nor will they before the next
-    // boundary, every entry's ticket has passed, and ops may run without begin, next and release.
-    // An executor that keeps tables on the device brings those of another version up to date.
-    // Must not call the store.
+    // A step of a store on this device begins; no op of it is called now. matrices: all of the
+    // store's, whose tables change for nobody until this returns. fixed: nor will they before the
+    // next boundary, every entry's ticket has passed, and ops may run without begin, next and
+    // release. An executor that keeps tables on the device then brings those of another version up
+    // to date; before it returns, what the step before still runs on the device without having
+    // said so to release must be done, since slots that it reads may be free now. Must not call the store.
     virtual void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) {
         (void) matrices;
         (void) n;

@@ -2,22 +2,26 @@
 
 #include "moe-edge-util.h"
 
+#include "ggml.h"
+
 #include <algorithm>
-
-namespace {
-
-void write_error(char * err, size_t size, const std::string & sentence) {
-    if (err && size > 0) {
-        snprintf(err, size, "%s", sentence.c_str());
-    }
-}
-
-}  // namespace
 
 int32_t moe_edge_abi_version(void) { return MOE_EDGE_ABI_VERSION; }
 
 uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t expert_bytes) {
     return block_ceil(offset + expert_bytes) - block_floor(offset);
+}
+
+uint64_t moe_edge_device_slot_bytes(int32_t type, uint64_t expert_bytes, int64_t n_cols) {
+    constexpr int64_t ROW_PADDING = 512;  // MATRIX_ROW_PADDING of ggml-cuda: its kernels take rows in such steps
+    if (type < 0 || type >= GGML_TYPE_COUNT || ggml_blck_size((ggml_type) type) == 0) {
+        return 0;
+    }
+    const auto t = static_cast<ggml_type>(type);
+    const bool quantized = ggml_is_quantized(t);
+    const uint64_t past  = quantized && n_cols % ROW_PADDING != 0 ? ggml_row_size(t, ROW_PADDING - n_cols % ROW_PADDING) : 0;
+    const uint64_t unit  = quantized ? ggml_type_size(t) : MOE_EDGE_DEVICE_ALIGN;
+    return (expert_bytes + past + unit - 1) / unit * unit;
 }
 
 moe_edge_store * moe_edge_store_create(const moe_edge_config * config, char * err, size_t err_size) {
@@ -102,7 +106,7 @@ int moe_edge_use(moe_edge_store * store, int32_t layer, int32_t kind, const int3
         if (n < 0) {
             return -1;
         }
-        store->wait(m, ready.data(), n);
+        store->wait(ready.data(), n);
         for (int32_t i = 0; visit && i < n; i++) {
             const auto & r = ready[i];
             const auto of_type = std::find(m.types.begin(), m.types.end(), r.type);

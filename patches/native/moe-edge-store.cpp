@@ -20,7 +20,7 @@ int32_t ops_next(moe_edge_matrix * m, moe_edge_ready * out) { return m->store->n
 void ops_release(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) {
     m->store->release(*m, ready, n, after);
 }
-void ops_wait(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n) { m->store->wait(*m, ready, n); }
+void ops_wait(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n) { m->store->wait(ready, n); }
 bool ops_fixed(moe_edge_matrix * m) { return m->store->fixed(); }
 
 // The order in which a layer computes its kinds: the activation's first operand is gate.
@@ -94,9 +94,13 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     decision = { tier_out.data(), passing_out.data(), prefetch_out.data(), 0, 0 };
 
     stats.budget_bytes = config.budget_bytes;
+    device = static_cast<moe_edge_device *>(config.device);
     try {
         open_files(config);
         make_pools(config);
+        if (device) {
+            open_device(config);
+        }
         if (config.flags & MOE_EDGE_SIMULATED) {
             simulation = std::make_unique<moe_edge_simulation>(config.n_io_threads);
         }
@@ -117,10 +121,24 @@ void moe_edge_store::close_all() {
         stopping = true;
     }
     work_cv.notify_all();
+    copy_cv.notify_all();
     for (auto & t : threads) {
         t.join();
     }
-    if (memory) {
+    if (copy_thread.joinable()) {
+        copy_thread.join();
+    }
+    for (const auto & pool : pools) {
+        for (const auto & slot : pool.slots) {
+            if (slot.after != 0) {
+                device->wait(slot.after);
+            }
+        }
+    }
+    host.reset();
+    if (memory && device) {
+        device->release(memory);
+    } else if (memory) {
         munmap(memory, memory_bytes);
     }
     for (auto & file : files) {
@@ -182,11 +200,11 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
     uint64_t total = 0;
     for (int32_t g = 0; g < config.n_groups; g++) {
         const auto & group = config.groups[g];
-        if (group.n_slots < 1 || group.slot_bytes == 0 || group.slot_bytes % MOE_EDGE_BLOCK != 0 ||
-            group.slot_bytes > UINT64_MAX / group.n_slots - total) {
+        if (group.n_slots < 1 || group.slot_bytes == 0 || (!device && group.slot_bytes % MOE_EDGE_BLOCK != 0) ||
+            group.slot_bytes > (UINT64_MAX - MOE_EDGE_DEVICE_ALIGN - total) / group.n_slots) {
             refuse("store: group %d: needs at least one slot, of a multiple of %d bytes", g, (int) MOE_EDGE_BLOCK);
         }
-        total += group.slot_bytes * group.n_slots;
+        total += pool_bytes(group);
     }
     if (total > config.budget_bytes) {
         refuse("store: the slots take %llu bytes, more than the budget of %llu",
@@ -205,6 +223,20 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
                 }
                 pool.kind = k;
                 pool.tier = t;
+                if (device) {
+                    // the padding behind a slice is never written: no longer slice may have lain there
+                    if (pool.type < 0) {
+                        pool.type        = s.type;
+                        pool.slice_bytes = s.expert_bytes;
+                    }
+                    const uint64_t slot_bytes = config.groups[s.group].slot_bytes;
+                    if (pool.type != s.type || pool.slice_bytes != s.expert_bytes || slot_bytes < s.expert_bytes ||
+                        slot_bytes % ggml_type_size((ggml_type) s.type) != 0) {
+                        refuse("store: group %d: on a device all slices have one type and size, and slots whole blocks (layer %d, %s, tier %d)",
+                            s.group, il[l], KIND_NAMES[k], t);
+                    }
+                    continue;
+                }
                 for (int32_t e = 0; e < n_expert; e++) {
                     if (config.groups[s.group].slot_bytes < moe_edge_slot_bytes(s.offset + e*s.expert_bytes, s.expert_bytes)) {
                         refuse("store: group %d: a slot of %llu bytes is too small for layer %d, %s, tier %d", s.group,
@@ -214,18 +246,13 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
             }
         }
     }
-    // One region for all pools, in huge pages where the system has them: direct reads then
-    // pin a few pages each instead of hundreds, and no pool is rounded up by itself.
-    memory_bytes = total + HUGE_PAGE;
-    const int access = config.flags & MOE_EDGE_SIMULATED ? PROT_NONE : PROT_READ | PROT_WRITE;
-    memory = mmap(nullptr, memory_bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) {
-        memory = nullptr;
-        refuse("store: no memory for slots of %llu bytes: %s", (unsigned long long) total, strerror(errno));
+    char * at = device ? static_cast<char *>(device->alloc(total)) : map_pools(total, config.flags);
+    if (device) {
+        memory = at;
+        if (!at) {
+            refuse("store: %s has no memory for slots of %llu bytes", device->name().c_str(), (unsigned long long) total);
+        }
     }
-    madvise(memory, memory_bytes, MADV_HUGEPAGE);
-    madvise(memory, memory_bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not go together
-    char * at = reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
     for (int32_t g = 0; g < config.n_groups; g++) {
         auto & pool = pools[g];
         const auto & group = config.groups[g];
@@ -236,7 +263,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
         for (int32_t i = group.n_slots; i-- > 0;) {
             pool.free.push_back(i);
         }
-        at += group.slot_bytes * group.n_slots;
+        at += pool_bytes(group);
     }
     for (auto & of_layer : matrices) {
         for (auto & m : of_layer) {
@@ -245,6 +272,27 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
             }
         }
     }
+}
+
+// What a group takes of the budget.
+uint64_t moe_edge_store::pool_bytes(const moe_edge_group & group) const {
+    const uint64_t bytes = group.slot_bytes * group.n_slots;
+    return device ? (bytes + MOE_EDGE_DEVICE_ALIGN - 1) / MOE_EDGE_DEVICE_ALIGN * MOE_EDGE_DEVICE_ALIGN : bytes;
+}
+
+char * moe_edge_store::map_pools(uint64_t total, int32_t flags) {
+    // One region for all pools, in huge pages where the system has them: direct reads then
+    // pin a few pages each instead of hundreds, and no pool is rounded up by itself.
+    memory_bytes = total + HUGE_PAGE;
+    const int access = flags & MOE_EDGE_SIMULATED ? PROT_NONE : PROT_READ | PROT_WRITE;
+    memory = mmap(nullptr, memory_bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        memory = nullptr;
+        refuse("store: no memory for slots of %llu bytes: %s", (unsigned long long) total, strerror(errno));
+    }
+    madvise(memory, memory_bytes, MADV_HUGEPAGE);
+    madvise(memory, memory_bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not go together
+    return reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
 }
 
 // ---- slots
@@ -316,7 +364,7 @@ int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool ahead, bool passing
             slot = oldest(false);
         }
         if (slot < 0) {
-            return -1;
+            return !ahead && revoke(pool) ? take_slot(pool, ahead, passing) : -1;
         }
         evict(pool.slots[slot].cell);
         pool.free.pop_back();
@@ -334,7 +382,10 @@ void moe_edge_store::set_passing(moe_edge_pool & pool, int32_t slot, bool passin
 
 void moe_edge_store::give_slot(moe_edge_pool & pool, int32_t slot) {
     set_passing(pool, slot, false);
-    pool.slots[slot] = {};
+    moe_edge_slot fresh;
+    fresh.after  = pool.slots[slot].after;
+    fresh.behind = pool.slots[slot].behind;
+    pool.slots[slot] = fresh;
     pool.free.push_back(slot);
     stats.slot_bytes_in_use -= pool.slot_bytes;
 }
@@ -344,6 +395,9 @@ void moe_edge_store::drop_tier(int32_t cell) {
     auto & c    = cells[cell];
     auto & pool = pool_of(cell, c.tier);
     stats.prefetch_wasted += pool.slots[c.slot].prefetched;
+    if (host && !pool.slots[c.slot].passing) {
+        host->touch(slice_id(cell, c.tier));
+    }
     set_entry(cell, {});
     list_remove(pool, c.slot);
     give_slot(pool, c.slot);
@@ -355,6 +409,7 @@ void moe_edge_store::set_entry(int32_t cell, const moe_edge_entry & entry) {
     auto & m = matrices[layer_of(cell)][kind_of(cell)];
     m.table[expert_of(cell)] = entry;
     m.version++;
+    table_changes++;
 }
 
 void moe_edge_store::evict(int32_t cell) {
@@ -422,30 +477,42 @@ bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead, bool passi
     c.ahead_seq    = c.background ? transition_seq++ : ahead ? ahead_seq++ : 0;
     c.broken       = false;
     c.abandoned    = false;
-    c.parts        = std::max<uint64_t>(1, (slice_of(cell, tier).expert_bytes + MOE_EDGE_PART / 2) / MOE_EDGE_PART);
+    c.cut          = false;
+    c.copied       = false;
+    c.ticket       = 0;
+    c.host_slot    = host ? host->find(slice_id(cell, tier), passing) : -1;
+    c.cached       = c.host_slot >= 0;
+    c.parts        = c.cached ? 1 : std::max<uint64_t>(1, (slice_of(cell, tier).expert_bytes + MOE_EDGE_PART / 2) / MOE_EDGE_PART);
     c.started      = 0;
     c.finished     = 0;
-    reads.insert(read_key(cell));
+    queue_of(c).insert(read_key(cell));
     return true;
 }
 
 // A read that has not started is taken back.
 void moe_edge_store::cancel_read(int32_t cell) {
     auto & c = cells[cell];
-    reads.erase(read_key(cell));
+    queue_of(c).erase(read_key(cell));
     stats.prefetch_cancelled += c.ahead;
     discard_load(cell);
 }
 
-// The slot of a read that comes to nothing goes to whoever waits for one.
-void moe_edge_store::discard_load(int32_t cell) {
+// Gives the slot of a read that comes to nothing back.
+void moe_edge_store::free_load(int32_t cell) {
     auto & c    = cells[cell];
     auto & pool = pool_of(cell, c.loading);
     const int32_t slot = c.loading_slot;
+    drop_host(cell);
     c.loading      = NO_TIER;
     c.loading_slot = -1;
     c.background   = false;
     give_slot(pool, slot);
+}
+
+// The same, and it goes to whoever waits for one.
+void moe_edge_store::discard_load(int32_t cell) {
+    auto & pool = pool_of(cell, cells[cell].loading);
+    free_load(cell);
     serve_waiting(pool);
 }
 
@@ -462,6 +529,9 @@ void moe_edge_store::load_or_wait(int32_t cell) {
 // replaces; the promotion then waits for release(), and a transition for the next step.
 void moe_edge_store::settle(int32_t cell) {
     auto & c = cells[cell];
+    if (host && !c.copied && !c.broken && !c.abandoned) {
+        transfer(cell);
+    }
     if (c.background) {
         return;
     }
@@ -501,7 +571,7 @@ void moe_edge_store::publish(int32_t cell) {
     c.background   = false;
     pool.slots[c.slot].prefetched = c.ahead && !c.pinned();
     list_insert(pool, c.slot);
-    set_entry(cell, { pool.memory + c.slot * pool.slot_bytes + offset % MOE_EDGE_BLOCK, s.type, 0 });
+    set_entry(cell, { pool.memory + c.slot * pool.slot_bytes + (device ? 0 : offset % MOE_EDGE_BLOCK), s.type, c.ticket });
     update_resident(cell);
 
     if (c.pinned() && !c.satisfied()) {
@@ -556,7 +626,8 @@ moe_edge_read moe_edge_store::start_read() {
     const int32_t cell = std::get<3>(*reads.begin());
     auto & c = cells[cell];
     auto & pool = pool_of(cell, c.loading);
-    const moe_edge_read read = { cell, c.loading, c.started++, c.parts, c.background, pool.memory + c.loading_slot * pool.slot_bytes };
+    char * to = host ? host->data(c.host_slot) : pool.memory + c.loading_slot * pool.slot_bytes;
+    const moe_edge_read read = { cell, c.loading, c.started++, c.parts, c.background, to };
     const uint64_t bytes = slice_of(cell, read.tier).expert_bytes;
     if (read.part == 0) {
         (c.background ? stats.transition_bytes : c.ahead ? stats.prefetch_bytes[phase] : stats.demand_bytes[phase]) += bytes;
@@ -582,6 +653,9 @@ void moe_edge_store::finish_read(const moe_edge_read & read, const std::string &
         drop_rest(read.cell);
     }
     if (c.arrived()) {
+        if (host && !c.broken && !c.cut) {
+            host->complete(c.host_slot, pool_of(read.cell, c.loading).slots[c.loading_slot].passing);
+        }
         settle(read.cell);
         done_cv.notify_all();
     }
@@ -602,6 +676,9 @@ void moe_edge_store::io_loop() {
                 transiting = false;
                 continue;
             }
+        }
+        if (host && !reserve_host(lock)) {
+            continue;
         }
         const moe_edge_read read = start_read();
 
@@ -626,6 +703,17 @@ uint64_t moe_edge_store::clock_us() const { return simulation ? simulation->now(
 // Not for transitions: the thread that is on them goes on by itself, and waking the others
 // for each op would cost compute time.
 void moe_edge_store::wake() {
+    while (!unserved.empty()) {
+        moe_edge_pool & pool = *unserved.back();
+        unserved.pop_back();
+        serve_waiting(pool);
+    }
+    while (!copies.empty() && std::get<0>(*copies.begin()) == DEMAND) {
+        start_copy();
+    }
+    if (!copies.empty()) {
+        copy_cv.notify_one();
+    }
     if (!simulation) {
         if (urgent()) {
             work_cv.notify_all();
@@ -659,8 +747,9 @@ uint64_t moe_edge_store::wait_done(std::unique_lock<std::mutex> & lock, int ms) 
 void moe_edge_store::drop_rest(int32_t cell) {
     auto & c = cells[cell];
     if (c.queued()) {
-        reads.erase(read_key(cell));
+        queue_of(c).erase(read_key(cell));
         c.parts = c.started;
+        c.cut   = true;
     }
 }
 
@@ -671,7 +760,7 @@ void moe_edge_store::begin_step(int32_t new_phase) {
     phase = new_phase == MOE_EDGE_DECODE ? MOE_EDGE_DECODE : MOE_EDGE_PREFILL;
     event.phase = phase;
     event.step++;
-    if (reads.empty()) {
+    if (reads.empty() && copies.empty()) {
         ahead_seq = 0;
     }
     failed = false;
@@ -681,6 +770,11 @@ void moe_edge_store::begin_step(int32_t new_phase) {
     }
     transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
         [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
+    if (device) {
+        check_device();
+        fix_tables();
+        device->step_boundary(all_matrices.data(), all_matrices.size(), tables_fixed);
+    }
 }
 
 // The step before was cut off: nothing of it is needed any more.
@@ -775,6 +869,7 @@ void moe_edge_store::apply(int32_t layer, const int32_t * experts, const uint8_t
     std::lock_guard<std::mutex> lock(mutex);
     if (check_layer(layer, MOE_EDGE_N_KINDS, experts, n)) {
         const std::vector<uint8_t> defaults(n, default_tier);
+        directed |= tiers != nullptr;
         apply_locked(layer, MOE_EDGE_N_KINDS, experts, tiers ? tiers : defaults.data(), passing, n);
     }
 }
@@ -843,9 +938,9 @@ void moe_edge_store::ask(int32_t cell) {
         if (!good_enough && c.started == 0) {
             cancel_read(cell);
         } else if (c.queued()) {
-            reads.erase(read_key(cell));
+            queue_of(c).erase(read_key(cell));
             c.ahead = c.background = false;
-            reads.insert(read_key(cell));
+            queue_of(c).insert(read_key(cell));
         } else {
             c.ahead = c.background = false;
             if (c.arrived()) {  // a transition that waited for the next step
@@ -872,6 +967,9 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
             }
         }
     };
+    if (tables_fixed) {
+        return;  // all of it is there
+    }
     // what is predicted and resident must not make room for what is predicted and absent
     n_lists++;
     for (int32_t i = n; i-- > 0;) {
@@ -897,10 +995,12 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
 // Reads ahead for a layer that has now chosen otherwise.
 void moe_edge_store::cancel_stale(int32_t layer) {
     std::vector<int32_t> stale;
-    for (auto it = reads.lower_bound({ AHEAD, 0, 0, 0 }); it != reads.end() && std::get<0>(*it) == AHEAD; ++it) {
-        const int32_t cell = std::get<3>(*it);
-        if (layer_of(cell) == layer && !cells[cell].pinned()) {
-            stale.push_back(cell);
+    for (const auto * queue : { &reads, &copies }) {
+        for (auto it = queue->lower_bound({ AHEAD, 0, 0, 0 }); it != queue->end() && std::get<0>(*it) == AHEAD; ++it) {
+            const int32_t cell = std::get<3>(*it);
+            if (layer_of(cell) == layer && !cells[cell].pinned()) {
+                stale.push_back(cell);
+            }
         }
     }
     for (const int32_t cell : stale) {
@@ -943,6 +1043,9 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
     std::unique_lock<std::mutex> lock(mutex);
     auto & op = ops[m.layer * MOE_EDGE_N_KINDS + m.kind];
     for (;;) {
+        if (device) {
+            check_device();
+        }
         if (aborted()) {
             return -1;
         }
@@ -966,16 +1069,26 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
             op.waited = true;
             return n;
         }
+        const uint64_t before = table_changes;
         serve_waiting(m);
         wake();
+        if (table_changes != before) {
+            continue;  // the host tier had something
+        }
         stats.wait_us[phase] += wait_done(lock, 50);  // cancel() cannot take the lock to notify
     }
 }
 
-void moe_edge_store::wait(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n) {
-    for (int32_t i = 0; m.device && i < n; i++) {
-        m.device->wait(ready[i].ticket);
+void moe_edge_store::wait(const moe_edge_ready * ready, int32_t n) {
+    if (!device || std::all_of(ready, ready + n, [this](const moe_edge_ready & r) { return device->passed(r.ticket); })) {
+        return;
     }
+    const uint64_t t0 = now_us();
+    for (int32_t i = 0; i < n; i++) {
+        device->wait(ready[i].ticket);
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    stats.copy_wait_us[phase] += now_us() - t0;
 }
 
 void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) {
@@ -984,7 +1097,7 @@ void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, 
     for (int32_t i = 0; i < n; i++) {
         const int32_t cell = cell_index(m.layer, m.kind, ready[i].expert);
         cells[cell].decided = false;
-        if (ready[i].data && after != 0) {
+        if (device && ready[i].data && after != 0) {
             pool_of(cell, cells[cell].tier).slots[cells[cell].slot].after = after;
         }
         if (cells[cell].arrived()) {
@@ -1113,6 +1226,9 @@ void moe_edge_store::fail(const std::string & sentence) {
 
 const char * moe_edge_store::error() {
     std::lock_guard<std::mutex> lock(mutex);
+    if (device) {
+        check_device();
+    }
     return failed ? failure.c_str() : nullptr;
 }
 
@@ -1133,5 +1249,7 @@ void moe_edge_store::reset_stats() {
     fresh.slot_bytes_in_use = stats.slot_bytes_in_use;
     fresh.slot_bytes_peak   = stats.slot_bytes_in_use;
     fresh.direct_io         = stats.direct_io;
+    fresh.host_bytes        = stats.host_bytes;
+    fresh.host_pinned       = stats.host_pinned;
     stats = fresh;
 }

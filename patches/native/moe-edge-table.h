@@ -31,8 +31,8 @@ struct moe_edge_ready {
 struct moe_edge_matrix;
 
 // Called by one thread of an op, in this order: begin once, then next and release in
-// turn until every expert given to begin was released. An op may call next again before it
-// releases what the last call gave.
+// turn until every expert given to begin was released: what an op holds may be the very slots
+// that the rest of it waits for.
 struct moe_edge_ops {
     // experts: distinct. Asks for whatever is not resident and keeps the rest resident.
     void (*begin)(moe_edge_matrix * m, const int32_t * experts, int32_t n);

@@ -66,7 +66,7 @@ bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const int32_t cell = cell_index(t.layer, k, t.expert);
         if (cells[cell].background) {
-            if (!cells[cell].arrived()) {
+            if (!landed(cell)) {
                 return false;
             }
             broken |= cells[cell].broken;
@@ -81,6 +81,35 @@ bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     for (const int32_t cell : moving) {
         broken ? discard_load(cell) : publish(cell);
     }
+    return true;
+}
+
+// Takes back one transition that holds a slot of this pool, for a token that needs the slot: its
+// matrices keep their old version, which may then be evicted. False if there is none. A part that
+// is being read gives its slot back when it is done.
+bool moe_edge_store::revoke(const moe_edge_pool & pool) {
+    const auto held = std::find_if(pool.slots.begin(), pool.slots.end(),
+        [this](const moe_edge_slot & s) { return s.cell >= 0 && cells[s.cell].background; });
+    if (held == pool.slots.end()) {
+        return false;
+    }
+    const int32_t of = held->cell;
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        const int32_t cell = cell_index(layer_of(of), k, expert_of(of));
+        auto & c = cells[cell];
+        if (!c.background) {
+            continue;
+        }
+        drop_rest(cell);
+        c.background = false;
+        c.abandoned  = true;
+        if (c.arrived()) {
+            // who waits is served when the caller, who may be doing that, is done
+            unserved.push_back(&pool_of(cell, c.loading));
+            free_load(cell);
+        }
+    }
+    stats.transitions_failed++;
     return true;
 }
 
@@ -100,9 +129,10 @@ void moe_edge_store::get_states(uint8_t * out) {
     for (const auto & t : transitions) {
         bool complete = true, better = false;
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
-            const auto & c = cells[cell_index(t.layer, k, t.expert)];
+            const int32_t cell = cell_index(t.layer, k, t.expert);
+            const auto & c = cells[cell];
             if (c.background) {
-                complete &= c.arrived() && !c.broken;
+                complete &= landed(cell) && !c.broken;
                 better   |= c.loading < c.tier;
             }
         }
@@ -113,6 +143,9 @@ void moe_edge_store::get_states(uint8_t * out) {
 
 void moe_edge_store::take_counts(uint32_t * out) {
     std::lock_guard<std::mutex> lock(mutex);
+    if (device) {
+        device->counts(down_matrices.data(), down_matrices.size(), counts.data());
+    }
     std::copy(counts.begin(), counts.end(), out);
     std::fill(counts.begin(), counts.end(), 0);
 }

@@ -30,6 +30,12 @@ template <typename... Args> [[noreturn]] void refuse(const char * fmt, Args... a
     throw std::runtime_error(format(fmt, args...));
 }
 
+inline void write_error(char * err, size_t size, const std::string & sentence) {
+    if (err && size > 0) {
+        snprintf(err, size, "%s", sentence.c_str());
+    }
+}
+
 }  // namespace moe_edge
 
 using namespace moe_edge;
