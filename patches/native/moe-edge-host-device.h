@@ -16,8 +16,8 @@
 // in the place of kernels. The CPU executor reads its memory where it lies, so that all of a
 // device store can be tried on a machine without a GPU.
 //
-// max_delay_us > 0, for tests: a copy first overwrites where it goes, then takes up to this long;
-// who does not wait for tickets meets poison, and lanes overtake each other at random.
+// max_delay_us > 0, for tests: a copy first overwrites where it goes, and some take up to this long
+// then; who does not wait for tickets meets poison, and lanes overtake each other at random.
 struct moe_edge_host_device : moe_edge_device {
     explicit moe_edge_host_device(int32_t max_delay_us = 0);
     ~moe_edge_host_device() override;

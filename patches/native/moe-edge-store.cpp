@@ -197,14 +197,15 @@ void moe_edge_store::open_files(const moe_edge_config & config) {
 
 void moe_edge_store::make_pools(const moe_edge_config & config) {
     pools.resize(config.n_groups);
-    uint64_t total = 0;
+    uint64_t total = 0, padding = 0;
     for (int32_t g = 0; g < config.n_groups; g++) {
         const auto & group = config.groups[g];
         if (group.n_slots < 1 || group.slot_bytes == 0 || (!device && group.slot_bytes % MOE_EDGE_BLOCK != 0) ||
             group.slot_bytes > (UINT64_MAX - MOE_EDGE_DEVICE_ALIGN - total) / group.n_slots) {
             refuse("store: group %d: needs at least one slot, of a multiple of %d bytes", g, (int) MOE_EDGE_BLOCK);
         }
-        total += pool_bytes(group);
+        total   += group.slot_bytes * group.n_slots;
+        padding += pool_bytes(group) - group.slot_bytes * group.n_slots;
     }
     if (total > config.budget_bytes) {
         refuse("store: the slots take %llu bytes, more than the budget of %llu",
@@ -246,7 +247,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
             }
         }
     }
-    char * at = device ? static_cast<char *>(device->alloc(total)) : map_pools(total, config.flags);
+    char * at = device ? static_cast<char *>(device->alloc(total + padding)) : map_pools(total, config.flags);
     if (device) {
         memory = at;
         if (!at) {
@@ -274,7 +275,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
     }
 }
 
-// What a group takes of the budget.
+// What a group takes, up to where the next one starts.
 uint64_t moe_edge_store::pool_bytes(const moe_edge_group & group) const {
     const uint64_t bytes = group.slot_bytes * group.n_slots;
     return device ? (bytes + MOE_EDGE_DEVICE_ALIGN - 1) / MOE_EDGE_DEVICE_ALIGN * MOE_EDGE_DEVICE_ALIGN : bytes;

@@ -104,7 +104,7 @@ struct moe_edge_config {
     void *   device;          // of moe_edge_device_find(): slots are in its memory, host memory and the
                               // files behind it; NULL: slots are in host memory
     uint64_t budget_bytes;    // sum of slot_bytes*n_slots must not exceed it; on a device each group
-                              // counts as a multiple of MOE_EDGE_DEVICE_ALIGN
+                              // starts at a multiple of MOE_EDGE_DEVICE_ALIGN, which comes on top
     uint64_t host_bytes;      // budget of the host memory behind a device: slices on their way, and
                               // those kept for the next time; moe_edge_host_least_bytes() at least
     int32_t  n_files;

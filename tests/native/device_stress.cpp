@@ -115,7 +115,7 @@ moe_edge_store * open_store(const expert_file & file, moe_edge_device & device, 
     for (size_t g = 0; g < groups.size(); g++) {
         const int32_t t = g % TIERS;
         groups[g] = { moe_edge_device_slot_bytes(TYPES[t], BYTES[t], 256), t == 0 ? slots_hi : slots_lo, 0 };
-        config.budget_bytes += (groups[g].slot_bytes * groups[g].n_slots + MOE_EDGE_DEVICE_ALIGN - 1) / MOE_EDGE_DEVICE_ALIGN * MOE_EDGE_DEVICE_ALIGN;
+        config.budget_bytes += groups[g].slot_bytes * groups[g].n_slots;
     }
     const char * path = file.path.c_str();
     config.files         = &path;

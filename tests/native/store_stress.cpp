@@ -87,13 +87,10 @@ moe_edge_store * open_store(const model_file & file, bool quotas, int32_t slots_
     for (size_t g = 0; g < groups.size(); g++) {
         const int32_t t = g % TIERS;
         groups[g] = { moe_edge_slot_bytes(4095, BYTES[t]), t == 0 ? slots_hi : slots_lo, 0 };
-        uint64_t bytes = groups[g].slot_bytes * groups[g].n_slots;
         if (device) {
             groups[g].slot_bytes = moe_edge_device_slot_bytes(t == 0 ? TYPE_Q4_K : TYPE_Q2_K, BYTES[t], 256);
-            bytes = groups[g].slot_bytes * groups[g].n_slots;
-            bytes = (bytes + MOE_EDGE_DEVICE_ALIGN - 1) / MOE_EDGE_DEVICE_ALIGN * MOE_EDGE_DEVICE_ALIGN;
         }
-        total += bytes;
+        total += groups[g].slot_bytes * groups[g].n_slots;
     }
     const char * path = file.path.c_str();
     moe_edge_config config = {};
