@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 MAX_TIERS = 4
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -49,7 +49,9 @@ class CConfig(ctypes.Structure):
         ("files", ctypes.POINTER(ctypes.c_char_p)),
         ("layers", ctypes.POINTER(CLayer)),
         ("groups", ctypes.POINTER(CGroup)),
+        ("device", ctypes.c_void_p),
         ("budget_bytes", ctypes.c_uint64),
+        ("host_bytes", ctypes.c_uint64),
         ("n_files", ctypes.c_int32),
         ("n_layers", ctypes.c_int32),
         ("n_groups", ctypes.c_int32),
@@ -111,6 +113,9 @@ class CStats(ctypes.Structure):
         ("demand_bytes", ctypes.c_uint64 * 2),
         ("prefetch_bytes", ctypes.c_uint64 * 2),
         ("wait_us", ctypes.c_uint64 * 2),
+        ("host_hits", ctypes.c_uint64 * 2),
+        ("copy_bytes", ctypes.c_uint64 * 2),
+        ("copy_wait_us", ctypes.c_uint64 * 2),
         ("callback_us", ctypes.c_uint64 * 2),
         ("callbacks", ctypes.c_uint64 * 2),
         ("routed", (ctypes.c_uint64 * (MAX_TIERS + 1)) * 2),
@@ -130,8 +135,9 @@ class CStats(ctypes.Structure):
         ("transitions_rejected", ctypes.c_uint64),
         ("transitions_failed", ctypes.c_uint64),
         ("transition_bytes", ctypes.c_uint64),
+        ("host_bytes", ctypes.c_uint64),
         ("direct_io", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("host_pinned", ctypes.c_int32),
     ]
 
 
@@ -165,11 +171,11 @@ STRUCT_BYTES = {
     CSlices: 32,
     CGroup: 16,
     CLayer: 8 + N_KINDS * MAX_TIERS * 32,
-    CConfig: 80,
+    CConfig: 96,
     CEvent: 88,
     CPrefetch: 8,
     CDecision: 32,
-    CStats: 384,
+    CStats: 440,
     CDeviceInfo: 144,
     CBandwidths: 24,
     CMemory: 48,
@@ -191,6 +197,21 @@ _STORE = ctypes.c_void_p
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_abi_version": (ctypes.c_int32, []),
     "moe_edge_slot_bytes": (ctypes.c_uint64, [ctypes.c_uint64, ctypes.c_uint64]),
+    "moe_edge_device_slot_bytes": (
+        ctypes.c_uint64,
+        [ctypes.c_int32, ctypes.c_uint64, ctypes.c_int64],
+    ),
+    "moe_edge_host_least_bytes": (ctypes.c_uint64, [ctypes.POINTER(CConfig)]),
+    "moe_edge_device_find": (
+        ctypes.c_void_p,
+        [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t],
+    ),
+    "moe_edge_device_describe": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(CDeviceInfo)]),
+    "moe_edge_device_buffer_type": (ctypes.c_void_p, [ctypes.c_void_p]),
+    "moe_edge_device_measure": (
+        ctypes.c_int,
+        [ctypes.c_void_p, ctypes.c_uint64, ctypes.POINTER(CBandwidths)],
+    ),
     "moe_edge_store_create": (
         _STORE,
         [ctypes.POINTER(CConfig), ctypes.c_char_p, ctypes.c_size_t],

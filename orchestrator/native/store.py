@@ -159,6 +159,10 @@ class Store:
         """Allocates pools and starts I/O threads. Raises NativeError with the store's reason."""
         config, keep_alive = _c_config(spec)
         message = ctypes.create_string_buffer(_ERROR_BYTES)
+        if spec.device is not None:
+            config.device = library.device_find(spec.device.encode(), message, _ERROR_BYTES)
+            if not config.device:
+                raise NativeError(_text(message.value))
         handle = library.store_create(ctypes.byref(config), message, _ERROR_BYTES)
         del keep_alive
         if not handle:
@@ -421,6 +425,7 @@ def _c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
         layers=layers,
         groups=groups,
         budget_bytes=spec.budget_bytes,
+        host_bytes=spec.host_bytes,
         n_files=len(spec.files),
         n_layers=len(spec.layers),
         n_groups=len(spec.groups),

@@ -147,13 +147,13 @@ class mul_mat_id {
             if (shared->last_wave) {
                 // the last thread to leave gives the slots back; no barrier needed
                 if (shared->threads_done.fetch_add(1) == params->nth - 1) {
-                    m->ops->release(m, ready, shared->n_ready);
+                    m->ops->release(m, ready, shared->n_ready, 0);
                 }
                 return;
             }
             ggml_barrier(params->threadpool);
             if (params->ith == 0) {
-                m->ops->release(m, ready, shared->n_ready);
+                m->ops->release(m, ready, shared->n_ready, 0);
                 next_wave();
             }
             ggml_barrier(params->threadpool);
@@ -200,6 +200,9 @@ class mul_mat_id {
 
     void next_wave() {
         const int32_t n = m->ops->next(m, ready);
+        if (m->device && n > 0) {
+            m->ops->wait(m, ready, n);
+        }
         remaining -= std::max(n, 0);
         shared->next_unit.store(0, std::memory_order_relaxed);
         shared->n_ready   = n;

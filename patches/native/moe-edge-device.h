@@ -7,8 +7,11 @@
 #include <cstdint>
 #include <string>
 
-// A point in the work of a device. 0 has always passed; larger ones of one lane pass in order.
+// A point in the work of a device, on one of its lanes or on an executor's stream. 0 has always
+// passed; larger ones of one lane pass in order, and tickets are never used twice.
 using moe_edge_ticket = uint64_t;
+
+struct moe_edge_matrix;
 
 // Copies of one lane run in order. Demand copies never queue behind prefetch copies.
 enum moe_edge_lane {
@@ -17,14 +20,14 @@ enum moe_edge_lane {
     MOE_EDGE_N_LANES       = 2,
 };
 
-// Any thread may call. What fails after it was accepted (a lost device) shows in error().
+// Any thread may call; the store calls copy with its lock held. What fails after it was accepted (a lost device) shows in error().
 struct moe_edge_device {
     virtual ~moe_edge_device() = default;
 
     virtual std::string name() const = 0;
     virtual void memory(uint64_t * free, uint64_t * total) const = 0;
 
-    // Memory of the device, aligned to 256 bytes; null where it does not fit.
+    // Memory of the device, zeroed, aligned to 256 bytes; null where it does not fit.
     virtual void * alloc(uint64_t bytes) = 0;
     virtual void   release(void * memory) = 0;
 
@@ -42,4 +45,25 @@ struct moe_edge_device {
 
     // Empty, or why the device is lost; every ticket counts as passed then.
     virtual std::string error() = 0;
+
+    // A step of a store on this device begins; no op of it is called now. matrices: all of the
+    // store's, whose tables change for nobody until this returns. fixed: nor will they before the
+    // next boundary, every entry's ticket has passed, and ops may run without begin, next and
+    // release. An executor that keeps tables on the device then brings those of another version up
+    // to date; before it returns, what the step before still runs on the device without having
+    // said so to release must be done, since slots that it reads may be free now. Must not call the store.
+    virtual void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) {
+        (void) matrices;
+        (void) n;
+        (void) fixed;
+    }
+
+    // Adds to out [n, n_expert] the tokens that were routed to the experts of these matrices since
+    // the last call, and forgets them. False where nobody counts on the device. Must not call the store.
+    virtual bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) {
+        (void) matrices;
+        (void) n;
+        (void) out;
+        return false;
+    }
 };

@@ -1,4 +1,5 @@
 #include "moe-edge-llama.h"
+#include "moe-edge-devices.h"
 #include "moe-edge-store.h"
 
 #include "llama-ext.h"
@@ -362,7 +363,7 @@ int refuse(char * err, size_t err_size, const char * fmt, const char * a, const 
 }  // namespace
 
 bool moe_edge_is_placeholder(const ggml_tensor * tensor) {
-    return tensor->buffer && ggml_backend_buffer_get_type(tensor->buffer) == moe_edge_buffer_type();
+    return tensor->buffer && moe_edge_is_placeholder_type(ggml_backend_buffer_get_type(tensor->buffer));
 }
 
 void moe_edge_attention_hook(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k, ggml_tensor * bias,
@@ -416,8 +417,8 @@ int moe_edge_store_bind(moe_edge_store * store, int32_t layer, int32_t kind, voi
     if (!store->has_matrix(layer, kind, nullptr, 0)) {
         return refuse(err, err_size, "%s: the store has no such layer or kind%s", tensor->name);
     }
-    if (!moe_edge_is_placeholder(tensor)) {
-        return refuse(err, err_size, "%s was not loaded into the buffer type of moe_edge_buffer_type()%s", tensor->name);
+    if (!tensor->buffer || ggml_backend_buffer_get_type(tensor->buffer) != moe_edge_placeholder_type(store->device)) {
+        return refuse(err, err_size, "%s was not loaded into the buffer type of the store's experts%s", tensor->name);
     }
     for (int32_t t = 0; t < store->n_tiers; t++) {
         const auto & s = store->slices[layer][kind][t];

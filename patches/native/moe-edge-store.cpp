@@ -1,12 +1,10 @@
 #include "moe-edge-store.h"
+#include "moe-edge-util.h"
 
 #include "ggml.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
 #include <cstring>
-#include <stdexcept>
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -17,34 +15,18 @@ namespace {
 
 constexpr uint64_t HUGE_PAGE = 2 << 20;
 
-const char * const KIND_NAMES[MOE_EDGE_N_KINDS] = { "up", "gate", "gate_up", "down" };
-
-uint64_t now_us() {
-    using namespace std::chrono;
-    return duration_cast<microseconds>(steady_clock::now().time_since_epoch()).count();
-}
-
-uint64_t block_floor(uint64_t n) { return n / MOE_EDGE_BLOCK * MOE_EDGE_BLOCK; }
-uint64_t block_ceil(uint64_t n) { return block_floor(n + MOE_EDGE_BLOCK - 1); }
-
-template <typename... Args> std::string format(const char * fmt, Args... args) {
-    char buf[1024];
-    snprintf(buf, sizeof(buf), fmt, args...);
-    return buf;
-}
-
-template <typename... Args> [[noreturn]] void refuse(const char * fmt, Args... args) {
-    throw std::runtime_error(format(fmt, args...));
-}
-
 void ops_begin(moe_edge_matrix * m, const int32_t * experts, int32_t n) { m->store->begin(*m, experts, n); }
 int32_t ops_next(moe_edge_matrix * m, moe_edge_ready * out) { return m->store->next(*m, out); }
-void ops_release(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n) { m->store->release(*m, ready, n); }
+void ops_release(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) {
+    m->store->release(*m, ready, n, after);
+}
+void ops_wait(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n) { m->store->wait(ready, n); }
+bool ops_fixed(moe_edge_matrix * m) { return m->store->fixed(); }
 
 // The order in which a layer computes its kinds: the activation's first operand is gate.
 constexpr int32_t KIND_RANK[MOE_EDGE_N_KINDS] = { /* up */ 1, /* gate */ 0, /* gate_up */ 0, /* down */ 2 };
 
-const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release };
+const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release, ops_wait, ops_fixed };
 
 // First field of moe_edge_read_key.
 constexpr int32_t DEMAND = 0, AHEAD = 1, TRANSITION = 2;
@@ -112,9 +94,13 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     decision = { tier_out.data(), passing_out.data(), prefetch_out.data(), 0, 0 };
 
     stats.budget_bytes = config.budget_bytes;
+    device = static_cast<moe_edge_device *>(config.device);
     try {
         open_files(config);
         make_pools(config);
+        if (device) {
+            open_device(config);
+        }
         if (config.flags & MOE_EDGE_SIMULATED) {
             simulation = std::make_unique<moe_edge_simulation>(config.n_io_threads);
         }
@@ -135,10 +121,24 @@ void moe_edge_store::close_all() {
         stopping = true;
     }
     work_cv.notify_all();
+    copy_cv.notify_all();
     for (auto & t : threads) {
         t.join();
     }
-    if (memory) {
+    if (copy_thread.joinable()) {
+        copy_thread.join();
+    }
+    for (const auto & pool : pools) {
+        for (const auto & slot : pool.slots) {
+            if (slot.after != 0) {
+                device->wait(slot.after);
+            }
+        }
+    }
+    host.reset();
+    if (memory && device) {
+        device->release(memory);
+    } else if (memory) {
         munmap(memory, memory_bytes);
     }
     for (auto & file : files) {
@@ -197,14 +197,15 @@ void moe_edge_store::open_files(const moe_edge_config & config) {
 
 void moe_edge_store::make_pools(const moe_edge_config & config) {
     pools.resize(config.n_groups);
-    uint64_t total = 0;
+    uint64_t total = 0, padding = 0;
     for (int32_t g = 0; g < config.n_groups; g++) {
         const auto & group = config.groups[g];
-        if (group.n_slots < 1 || group.slot_bytes == 0 || group.slot_bytes % MOE_EDGE_BLOCK != 0 ||
-            group.slot_bytes > UINT64_MAX / group.n_slots - total) {
+        if (group.n_slots < 1 || group.slot_bytes == 0 || (!device && group.slot_bytes % MOE_EDGE_BLOCK != 0) ||
+            group.slot_bytes > (UINT64_MAX - MOE_EDGE_DEVICE_ALIGN - total) / group.n_slots) {
             refuse("store: group %d: needs at least one slot, of a multiple of %d bytes", g, (int) MOE_EDGE_BLOCK);
         }
-        total += group.slot_bytes * group.n_slots;
+        total   += group.slot_bytes * group.n_slots;
+        padding += pool_bytes(group) - group.slot_bytes * group.n_slots;
     }
     if (total > config.budget_bytes) {
         refuse("store: the slots take %llu bytes, more than the budget of %llu",
@@ -223,6 +224,20 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
                 }
                 pool.kind = k;
                 pool.tier = t;
+                if (device) {
+                    // the padding behind a slice is never written: no longer slice may have lain there
+                    if (pool.type < 0) {
+                        pool.type        = s.type;
+                        pool.slice_bytes = s.expert_bytes;
+                    }
+                    const uint64_t slot_bytes = config.groups[s.group].slot_bytes;
+                    if (pool.type != s.type || pool.slice_bytes != s.expert_bytes || slot_bytes < s.expert_bytes ||
+                        slot_bytes % ggml_type_size((ggml_type) s.type) != 0) {
+                        refuse("store: group %d: on a device all slices have one type and size, and slots whole blocks (layer %d, %s, tier %d)",
+                            s.group, il[l], KIND_NAMES[k], t);
+                    }
+                    continue;
+                }
                 for (int32_t e = 0; e < n_expert; e++) {
                     if (config.groups[s.group].slot_bytes < moe_edge_slot_bytes(s.offset + e*s.expert_bytes, s.expert_bytes)) {
                         refuse("store: group %d: a slot of %llu bytes is too small for layer %d, %s, tier %d", s.group,
@@ -232,18 +247,13 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
             }
         }
     }
-    // One region for all pools, in huge pages where the system has them: direct reads then
-    // pin a few pages each instead of hundreds, and no pool is rounded up by itself.
-    memory_bytes = total + HUGE_PAGE;
-    const int access = config.flags & MOE_EDGE_SIMULATED ? PROT_NONE : PROT_READ | PROT_WRITE;
-    memory = mmap(nullptr, memory_bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) {
-        memory = nullptr;
-        refuse("store: no memory for slots of %llu bytes: %s", (unsigned long long) total, strerror(errno));
+    char * at = device ? static_cast<char *>(device->alloc(total + padding)) : map_pools(total, config.flags);
+    if (device) {
+        memory = at;
+        if (!at) {
+            refuse("store: %s has no memory for slots of %llu bytes", device->name().c_str(), (unsigned long long) total);
+        }
     }
-    madvise(memory, memory_bytes, MADV_HUGEPAGE);
-    madvise(memory, memory_bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not go together
-    char * at = reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
     for (int32_t g = 0; g < config.n_groups; g++) {
         auto & pool = pools[g];
         const auto & group = config.groups[g];
@@ -254,8 +264,36 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
         for (int32_t i = group.n_slots; i-- > 0;) {
             pool.free.push_back(i);
         }
-        at += group.slot_bytes * group.n_slots;
+        at += pool_bytes(group);
     }
+    for (auto & of_layer : matrices) {
+        for (auto & m : of_layer) {
+            for (int32_t t = 0; t < n_tiers; t++) {
+                m.base.push_back(has_kind(m.layer, m.kind) ? pools[slices[m.layer][m.kind][t].group].memory : nullptr);
+            }
+        }
+    }
+}
+
+// What a group takes, up to where the next one starts.
+uint64_t moe_edge_store::pool_bytes(const moe_edge_group & group) const {
+    const uint64_t bytes = group.slot_bytes * group.n_slots;
+    return device ? (bytes + MOE_EDGE_DEVICE_ALIGN - 1) / MOE_EDGE_DEVICE_ALIGN * MOE_EDGE_DEVICE_ALIGN : bytes;
+}
+
+char * moe_edge_store::map_pools(uint64_t total, int32_t flags) {
+    // One region for all pools, in huge pages where the system has them: direct reads then
+    // pin a few pages each instead of hundreds, and no pool is rounded up by itself.
+    memory_bytes = total + HUGE_PAGE;
+    const int access = flags & MOE_EDGE_SIMULATED ? PROT_NONE : PROT_READ | PROT_WRITE;
+    memory = mmap(nullptr, memory_bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        memory = nullptr;
+        refuse("store: no memory for slots of %llu bytes: %s", (unsigned long long) total, strerror(errno));
+    }
+    madvise(memory, memory_bytes, MADV_HUGEPAGE);
+    madvise(memory, memory_bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not go together
+    return reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
 }
 
 // ---- slots
@@ -327,7 +365,7 @@ int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool ahead, bool passing
             slot = oldest(false);
         }
         if (slot < 0) {
-            return -1;
+            return !ahead && revoke(pool) ? take_slot(pool, ahead, passing) : -1;
         }
         evict(pool.slots[slot].cell);
         pool.free.pop_back();
@@ -345,7 +383,10 @@ void moe_edge_store::set_passing(moe_edge_pool & pool, int32_t slot, bool passin
 
 void moe_edge_store::give_slot(moe_edge_pool & pool, int32_t slot) {
     set_passing(pool, slot, false);
-    pool.slots[slot] = {};
+    moe_edge_slot fresh;
+    fresh.after  = pool.slots[slot].after;
+    fresh.behind = pool.slots[slot].behind;
+    pool.slots[slot] = fresh;
     pool.free.push_back(slot);
     stats.slot_bytes_in_use -= pool.slot_bytes;
 }
@@ -355,11 +396,21 @@ void moe_edge_store::drop_tier(int32_t cell) {
     auto & c    = cells[cell];
     auto & pool = pool_of(cell, c.tier);
     stats.prefetch_wasted += pool.slots[c.slot].prefetched;
-    matrices[layer_of(cell)][kind_of(cell)].table[expert_of(cell)] = {};
+    if (host && !pool.slots[c.slot].passing) {
+        host->touch(slice_id(cell, c.tier));
+    }
+    set_entry(cell, {});
     list_remove(pool, c.slot);
     give_slot(pool, c.slot);
     c.tier = NO_TIER;
     c.slot = -1;
+}
+
+void moe_edge_store::set_entry(int32_t cell, const moe_edge_entry & entry) {
+    auto & m = matrices[layer_of(cell)][kind_of(cell)];
+    m.table[expert_of(cell)] = entry;
+    m.version++;
+    table_changes++;
 }
 
 void moe_edge_store::evict(int32_t cell) {
@@ -427,30 +478,42 @@ bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead, bool passi
     c.ahead_seq    = c.background ? transition_seq++ : ahead ? ahead_seq++ : 0;
     c.broken       = false;
     c.abandoned    = false;
-    c.parts        = std::max<uint64_t>(1, (slice_of(cell, tier).expert_bytes + MOE_EDGE_PART / 2) / MOE_EDGE_PART);
+    c.cut          = false;
+    c.copied       = false;
+    c.ticket       = 0;
+    c.host_slot    = host ? host->find(slice_id(cell, tier), passing) : -1;
+    c.cached       = c.host_slot >= 0;
+    c.parts        = c.cached ? 1 : std::max<uint64_t>(1, (slice_of(cell, tier).expert_bytes + MOE_EDGE_PART / 2) / MOE_EDGE_PART);
     c.started      = 0;
     c.finished     = 0;
-    reads.insert(read_key(cell));
+    queue_of(c).insert(read_key(cell));
     return true;
 }
 
 // A read that has not started is taken back.
 void moe_edge_store::cancel_read(int32_t cell) {
     auto & c = cells[cell];
-    reads.erase(read_key(cell));
+    queue_of(c).erase(read_key(cell));
     stats.prefetch_cancelled += c.ahead;
     discard_load(cell);
 }
 
-// The slot of a read that comes to nothing goes to whoever waits for one.
-void moe_edge_store::discard_load(int32_t cell) {
+// Gives the slot of a read that comes to nothing back.
+void moe_edge_store::free_load(int32_t cell) {
     auto & c    = cells[cell];
     auto & pool = pool_of(cell, c.loading);
     const int32_t slot = c.loading_slot;
+    drop_host(cell);
     c.loading      = NO_TIER;
     c.loading_slot = -1;
     c.background   = false;
     give_slot(pool, slot);
+}
+
+// The same, and it goes to whoever waits for one.
+void moe_edge_store::discard_load(int32_t cell) {
+    auto & pool = pool_of(cell, cells[cell].loading);
+    free_load(cell);
     serve_waiting(pool);
 }
 
@@ -467,6 +530,9 @@ void moe_edge_store::load_or_wait(int32_t cell) {
 // replaces; the promotion then waits for release(), and a transition for the next step.
 void moe_edge_store::settle(int32_t cell) {
     auto & c = cells[cell];
+    if (host && !c.copied && !c.broken && !c.abandoned) {
+        transfer(cell);
+    }
     if (c.background) {
         return;
     }
@@ -506,8 +572,7 @@ void moe_edge_store::publish(int32_t cell) {
     c.background   = false;
     pool.slots[c.slot].prefetched = c.ahead && !c.pinned();
     list_insert(pool, c.slot);
-    matrices[layer_of(cell)][kind_of(cell)].table[expert_of(cell)] =
-        { pool.memory + c.slot * pool.slot_bytes + offset % MOE_EDGE_BLOCK, s.type };
+    set_entry(cell, { pool.memory + c.slot * pool.slot_bytes + (device ? 0 : offset % MOE_EDGE_BLOCK), s.type, c.ticket });
     update_resident(cell);
 
     if (c.pinned() && !c.satisfied()) {
@@ -562,7 +627,8 @@ moe_edge_read moe_edge_store::start_read() {
     const int32_t cell = std::get<3>(*reads.begin());
     auto & c = cells[cell];
     auto & pool = pool_of(cell, c.loading);
-    const moe_edge_read read = { cell, c.loading, c.started++, c.parts, c.background, pool.memory + c.loading_slot * pool.slot_bytes };
+    char * to = host ? host->data(c.host_slot) : pool.memory + c.loading_slot * pool.slot_bytes;
+    const moe_edge_read read = { cell, c.loading, c.started++, c.parts, c.background, to };
     const uint64_t bytes = slice_of(cell, read.tier).expert_bytes;
     if (read.part == 0) {
         (c.background ? stats.transition_bytes : c.ahead ? stats.prefetch_bytes[phase] : stats.demand_bytes[phase]) += bytes;
@@ -588,6 +654,9 @@ void moe_edge_store::finish_read(const moe_edge_read & read, const std::string &
         drop_rest(read.cell);
     }
     if (c.arrived()) {
+        if (host && !c.broken && !c.cut) {
+            host->complete(c.host_slot, pool_of(read.cell, c.loading).slots[c.loading_slot].passing);
+        }
         settle(read.cell);
         done_cv.notify_all();
     }
@@ -608,6 +677,9 @@ void moe_edge_store::io_loop() {
                 transiting = false;
                 continue;
             }
+        }
+        if (host && !reserve_host(lock)) {
+            continue;
         }
         const moe_edge_read read = start_read();
 
@@ -632,6 +704,17 @@ uint64_t moe_edge_store::clock_us() const { return simulation ? simulation->now(
 // Not for transitions: the thread that is on them goes on by itself, and waking the others
 // for each op would cost compute time.
 void moe_edge_store::wake() {
+    while (!unserved.empty()) {
+        moe_edge_pool & pool = *unserved.back();
+        unserved.pop_back();
+        serve_waiting(pool);
+    }
+    while (!copies.empty() && std::get<0>(*copies.begin()) == DEMAND) {
+        start_copy();
+    }
+    if (!copies.empty()) {
+        copy_cv.notify_one();
+    }
     if (!simulation) {
         if (urgent()) {
             work_cv.notify_all();
@@ -665,8 +748,9 @@ uint64_t moe_edge_store::wait_done(std::unique_lock<std::mutex> & lock, int ms) 
 void moe_edge_store::drop_rest(int32_t cell) {
     auto & c = cells[cell];
     if (c.queued()) {
-        reads.erase(read_key(cell));
+        queue_of(c).erase(read_key(cell));
         c.parts = c.started;
+        c.cut   = true;
     }
 }
 
@@ -677,7 +761,7 @@ void moe_edge_store::begin_step(int32_t new_phase) {
     phase = new_phase == MOE_EDGE_DECODE ? MOE_EDGE_DECODE : MOE_EDGE_PREFILL;
     event.phase = phase;
     event.step++;
-    if (reads.empty()) {
+    if (reads.empty() && copies.empty()) {
         ahead_seq = 0;
     }
     failed = false;
@@ -687,6 +771,11 @@ void moe_edge_store::begin_step(int32_t new_phase) {
     }
     transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
         [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
+    if (device) {
+        check_device();
+        fix_tables();
+        device->step_boundary(all_matrices.data(), all_matrices.size(), tables_fixed);
+    }
 }
 
 // The step before was cut off: nothing of it is needed any more.
@@ -781,6 +870,7 @@ void moe_edge_store::apply(int32_t layer, const int32_t * experts, const uint8_t
     std::lock_guard<std::mutex> lock(mutex);
     if (check_layer(layer, MOE_EDGE_N_KINDS, experts, n)) {
         const std::vector<uint8_t> defaults(n, default_tier);
+        directed |= tiers != nullptr;
         apply_locked(layer, MOE_EDGE_N_KINDS, experts, tiers ? tiers : defaults.data(), passing, n);
     }
 }
@@ -849,9 +939,9 @@ void moe_edge_store::ask(int32_t cell) {
         if (!good_enough && c.started == 0) {
             cancel_read(cell);
         } else if (c.queued()) {
-            reads.erase(read_key(cell));
+            queue_of(c).erase(read_key(cell));
             c.ahead = c.background = false;
-            reads.insert(read_key(cell));
+            queue_of(c).insert(read_key(cell));
         } else {
             c.ahead = c.background = false;
             if (c.arrived()) {  // a transition that waited for the next step
@@ -878,6 +968,9 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
             }
         }
     };
+    if (tables_fixed) {
+        return;  // all of it is there
+    }
     // what is predicted and resident must not make room for what is predicted and absent
     n_lists++;
     for (int32_t i = n; i-- > 0;) {
@@ -903,10 +996,12 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
 // Reads ahead for a layer that has now chosen otherwise.
 void moe_edge_store::cancel_stale(int32_t layer) {
     std::vector<int32_t> stale;
-    for (auto it = reads.lower_bound({ AHEAD, 0, 0, 0 }); it != reads.end() && std::get<0>(*it) == AHEAD; ++it) {
-        const int32_t cell = std::get<3>(*it);
-        if (layer_of(cell) == layer && !cells[cell].pinned()) {
-            stale.push_back(cell);
+    for (const auto * queue : { &reads, &copies }) {
+        for (auto it = queue->lower_bound({ AHEAD, 0, 0, 0 }); it != queue->end() && std::get<0>(*it) == AHEAD; ++it) {
+            const int32_t cell = std::get<3>(*it);
+            if (layer_of(cell) == layer && !cells[cell].pinned()) {
+                stale.push_back(cell);
+            }
         }
     }
     for (const int32_t cell : stale) {
@@ -922,121 +1017,6 @@ void moe_edge_store::cancel_stale(int32_t layer) {
             }
         }
     }
-}
-
-// ---- transitions
-
-bool moe_edge_store::transits(const moe_edge_prefetch_item & t) {
-    return std::any_of(transitions.begin(), transitions.end(),
-        [&](const moe_edge_prefetch_item & other) { return other.layer == t.layer && other.expert == t.expert; });
-}
-
-// Starts a transition if every matrix has a free slot to go to.
-bool moe_edge_store::admit(const moe_edge_prefetch_item & t) {
-    if (exact_tiers || transits(t)) {
-        return false;
-    }
-    std::vector<int32_t> moving;
-    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
-        if (has_kind(t.layer, k)) {
-            const int32_t cell = cell_index(t.layer, k, t.expert);
-            const auto & c = cells[cell];
-            const auto & pool = pool_of(cell, t.tier);
-            if (c.tier == NO_TIER || c.loading != NO_TIER || (c.tier != t.tier && (pool.free.empty() || !pool.waiting.empty()))) {
-                return false;
-            }
-            if (c.tier != t.tier) {
-                moving.push_back(cell);
-            }
-        }
-    }
-    for (const int32_t cell : moving) {
-        cells[cell].background = true;
-        try_load(cell, t.tier, false, false);
-    }
-    return !moving.empty();
-}
-
-int32_t moe_edge_store::transition(const moe_edge_prefetch_item * list, int32_t n) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const bool known = std::all_of(list, list + n, [this](const moe_edge_prefetch_item & t) {
-        return t.layer >= 0 && t.layer < n_layers && t.expert >= 0 && t.expert < n_expert && t.tier < n_tiers;
-    });
-    if (!known) {
-        return -1;
-    }
-    int32_t admitted = 0;
-    for (int32_t i = 0; i < n; i++) {
-        if (admit(list[i])) {
-            transitions.push_back(list[i]);
-            admitted++;
-        }
-    }
-    stats.transitions_rejected += n - admitted;
-    if (admitted > 0) {
-        work_cv.notify_one();
-        wake();
-    }
-    return admitted;
-}
-
-// At a step boundary, where no op reads an expert: whether this transition has come to its end.
-// Its matrices become visible together, or, if a read failed, none of them.
-bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
-    std::vector<int32_t> moving;  // without those that a token has asked for meanwhile
-    bool broken = false;
-    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
-        const int32_t cell = cell_index(t.layer, k, t.expert);
-        if (cells[cell].background) {
-            if (!cells[cell].arrived()) {
-                return false;
-            }
-            broken |= cells[cell].broken;
-            moving.push_back(cell);
-        }
-    }
-    if (broken) {
-        stats.transitions_failed++;
-    } else if (!moving.empty()) {
-        (t.tier < cells[moving[0]].tier ? stats.experts_promoted : stats.experts_demoted)++;
-    }
-    for (const int32_t cell : moving) {
-        broken ? discard_load(cell) : publish(cell);
-    }
-    return true;
-}
-
-void moe_edge_store::set_transition_rate(uint64_t bytes_per_s) {
-    std::lock_guard<std::mutex> lock(mutex);
-    transition_rate = bytes_per_s;
-    transition_at   = 0;
-    work_cv.notify_all();
-    wake();
-}
-
-void moe_edge_store::get_states(uint8_t * out) {
-    std::lock_guard<std::mutex> lock(mutex);
-    std::transform(resident.begin(), resident.end(), out, [](uint8_t tier) {
-        return tier == MOE_EDGE_ABSENT ? MOE_EDGE_STATE_ABSENT : tier == 0 ? MOE_EDGE_STATE_HI : MOE_EDGE_STATE_LO;
-    });
-    for (const auto & t : transitions) {
-        bool complete = true, better = false;
-        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
-            const auto & c = cells[cell_index(t.layer, k, t.expert)];
-            if (c.background) {
-                complete &= c.arrived() && !c.broken;
-                better   |= c.loading < c.tier;
-            }
-        }
-        out[(size_t) t.layer * n_expert + t.expert] =
-            complete ? MOE_EDGE_STATE_EVICTING : better ? MOE_EDGE_STATE_PROMOTING : MOE_EDGE_STATE_DEMOTING;
-    }
-}
-
-void moe_edge_store::take_counts(uint32_t * out) {
-    std::lock_guard<std::mutex> lock(mutex);
-    std::copy(counts.begin(), counts.end(), out);
-    std::fill(counts.begin(), counts.end(), 0);
 }
 
 // ---- executor
@@ -1064,6 +1044,9 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
     std::unique_lock<std::mutex> lock(mutex);
     auto & op = ops[m.layer * MOE_EDGE_N_KINDS + m.kind];
     for (;;) {
+        if (device) {
+            check_device();
+        }
         if (aborted()) {
             return -1;
         }
@@ -1072,10 +1055,10 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
         for (const int32_t cell : op.remaining) {
             const auto & c = cells[cell];
             if (c.want == MOE_EDGE_SKIP) {
-                out[n++] = { nullptr, expert_of(cell), -1 };
+                out[n++] = { nullptr, expert_of(cell), -1, 0 };
             } else if (c.satisfied()) {
                 const auto & entry = m.table[expert_of(cell)];
-                out[n++] = { entry.data, expert_of(cell), entry.type };
+                out[n++] = { entry.data, expert_of(cell), entry.type, entry.ticket };
                 stats.computed[phase][c.tier]++;
             } else {
                 op.remaining[keep++] = cell;
@@ -1087,18 +1070,37 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
             op.waited = true;
             return n;
         }
+        const uint64_t before = table_changes;
         serve_waiting(m);
         wake();
+        if (table_changes != before) {
+            continue;  // the host tier had something
+        }
         stats.wait_us[phase] += wait_done(lock, 50);  // cancel() cannot take the lock to notify
     }
 }
 
-void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n) {
+void moe_edge_store::wait(const moe_edge_ready * ready, int32_t n) {
+    if (!device || std::all_of(ready, ready + n, [this](const moe_edge_ready & r) { return device->passed(r.ticket); })) {
+        return;
+    }
+    const uint64_t t0 = now_us();
+    for (int32_t i = 0; i < n; i++) {
+        device->wait(ready[i].ticket);
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    stats.copy_wait_us[phase] += now_us() - t0;
+}
+
+void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) {
     std::lock_guard<std::mutex> lock(mutex);
     n_decided -= n;
     for (int32_t i = 0; i < n; i++) {
         const int32_t cell = cell_index(m.layer, m.kind, ready[i].expert);
         cells[cell].decided = false;
+        if (device && ready[i].data && after != 0) {
+            pool_of(cell, cells[cell].tier).slots[cells[cell].slot].after = after;
+        }
         if (cells[cell].arrived()) {
             settle(cell);
         }
@@ -1225,6 +1227,9 @@ void moe_edge_store::fail(const std::string & sentence) {
 
 const char * moe_edge_store::error() {
     std::lock_guard<std::mutex> lock(mutex);
+    if (device) {
+        check_device();
+    }
     return failed ? failure.c_str() : nullptr;
 }
 
@@ -1245,208 +1250,7 @@ void moe_edge_store::reset_stats() {
     fresh.slot_bytes_in_use = stats.slot_bytes_in_use;
     fresh.slot_bytes_peak   = stats.slot_bytes_in_use;
     fresh.direct_io         = stats.direct_io;
+    fresh.host_bytes        = stats.host_bytes;
+    fresh.host_pinned       = stats.host_pinned;
     stats = fresh;
-}
-
-std::string moe_edge_store::check() {
-    std::lock_guard<std::mutex> lock(mutex);
-    uint64_t in_use = 0;
-    for (size_t g = 0; g < pools.size(); g++) {
-        const auto & pool = pools[g];
-        size_t listed = 0;
-        int32_t before = -1;
-        for (int32_t i = pool.newest; i >= 0; i = pool.slots[i].older) {
-            if (!pool.slots[i].listed || pool.slots[i].newer != before || ++listed > pool.slots.size()) {
-                return format("group %zu: the LRU list is broken at slot %d", g, i);
-            }
-            before = i;
-        }
-        if (pool.oldest != before) {
-            return format("group %zu: the LRU list does not end at its oldest slot", g);
-        }
-        size_t owned = 0;
-        int32_t n_passing = 0;
-        for (size_t i = 0; i < pool.slots.size(); i++) {
-            const auto & s = pool.slots[i];
-            n_passing += s.passing;
-            if (s.cell < 0) {
-                continue;
-            }
-            owned++;
-            const auto & c = cells[s.cell];
-            const bool complete = c.tier != NO_TIER && c.slot == (int32_t) i && slice_of(s.cell, c.tier).group == (int32_t) g;
-            const bool loading  = c.loading != NO_TIER && c.loading_slot == (int32_t) i && slice_of(s.cell, c.loading).group == (int32_t) g;
-            if (complete == loading || complete != s.listed) {
-                return format("group %zu, slot %zu: its cell does not own it", g, i);
-            }
-        }
-        if (owned + pool.free.size() != pool.slots.size()) {
-            return format("group %zu: %zu owned and %zu free of %zu slots", g, owned, pool.free.size(), pool.slots.size());
-        }
-        if (!pool.waiting.empty() && !pool.free.empty()) {
-            return format("group %zu: a cell waits for a slot while one is free", g);
-        }
-        if (n_passing != pool.n_passing) {
-            return format("group %zu: %d passing slots, %d counted", g, n_passing, pool.n_passing);
-        }
-        in_use += owned * pool.slot_bytes;
-    }
-    if (in_use != stats.slot_bytes_in_use || stats.slot_bytes_peak > stats.budget_bytes) {
-        return format("%llu slot bytes in use, %llu counted, peak %llu, budget %llu", (unsigned long long) in_use,
-            (unsigned long long) stats.slot_bytes_in_use, (unsigned long long) stats.slot_bytes_peak,
-            (unsigned long long) stats.budget_bytes);
-    }
-    for (int32_t i = 0; i < (int32_t) cells.size(); i++) {
-        const auto & c = cells[i];
-        const auto & entry = matrices[layer_of(i)][kind_of(i)].table[expert_of(i)];
-        const bool valid = c.tier == NO_TIER ? entry.data == nullptr
-            : entry.data != nullptr && entry.type == slice_of(i, c.tier).type && pool_of(i, c.tier).slots[c.slot].cell == i;
-        if (!valid) {
-            return format("layer %d, %s, expert %d: the table does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
-        }
-        if (c.background && (c.loading == NO_TIER || c.tier == NO_TIER)) {
-            return format("layer %d, %s, expert %d: in transition from nothing or to nothing", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
-        }
-        if (c.queued() != (c.loading != NO_TIER && reads.count(read_key(i)) > 0)) {
-            return format("layer %d, %s, expert %d: the read queue does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
-        }
-    }
-    return {};
-}
-
-// ---- C interface
-
-namespace {
-
-void write_error(char * err, size_t size, const std::string & sentence) {
-    if (err && size > 0) {
-        snprintf(err, size, "%s", sentence.c_str());
-    }
-}
-
-}  // namespace
-
-int32_t moe_edge_abi_version(void) { return MOE_EDGE_ABI_VERSION; }
-
-uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t expert_bytes) {
-    return block_ceil(offset + expert_bytes) - block_floor(offset);
-}
-
-moe_edge_store * moe_edge_store_create(const moe_edge_config * config, char * err, size_t err_size) {
-    try {
-        return new moe_edge_store(*config);
-    } catch (const std::exception & e) {
-        write_error(err, err_size, e.what());
-        return nullptr;
-    }
-}
-
-void moe_edge_store_free(moe_edge_store * store) {
-    if (store && store->detach) {
-        store->detach();
-    }
-    delete store;
-}
-
-const moe_edge_event * moe_edge_store_event(moe_edge_store * store) { return &store->event; }
-
-moe_edge_decision * moe_edge_store_decision(moe_edge_store * store) { return &store->decision; }
-
-void moe_edge_set_callback(moe_edge_store * store, moe_edge_route_cb cb, void * user, int32_t default_tier) {
-    store->callback      = cb;
-    store->callback_user = user;
-    store->default_tier  = default_tier >= 0 && default_tier < store->n_tiers ? default_tier : 0;
-}
-
-void moe_edge_begin_step(moe_edge_store * store, int32_t phase) { store->begin_step(phase); }
-
-const char * moe_edge_error(moe_edge_store * store) { return store->error(); }
-
-bool moe_edge_abort(void * store) { return static_cast<moe_edge_store *>(store)->aborted(); }
-
-void moe_edge_cancel(moe_edge_store * store, int32_t on) { store->cancel(on != 0); }
-
-void moe_edge_get_stats(moe_edge_store * store, moe_edge_stats * out) { store->get_stats(out); }
-
-void moe_edge_get_resident(moe_edge_store * store, uint8_t * out) { store->get_resident(out); }
-
-void moe_edge_reset_stats(moe_edge_store * store) { store->reset_stats(); }
-
-int32_t moe_edge_warm(moe_edge_store * store, const moe_edge_prefetch_item * list, int32_t n,
-                      void (*progress)(int32_t, int32_t, void *), void * user) {
-    return store->warm(list, n, progress, user);
-}
-
-int moe_edge_check(moe_edge_store * store, char * err, size_t err_size) {
-    const std::string broken = store->check();
-    write_error(err, err_size, broken);
-    return broken.empty() ? 0 : -1;
-}
-
-void moe_edge_prefetch(moe_edge_store * store, const moe_edge_prefetch_item * list, int32_t n) { store->prefetch(list, n); }
-
-int32_t moe_edge_transition(moe_edge_store * store, const moe_edge_prefetch_item * list, int32_t n) {
-    return store->transition(list, n);
-}
-
-void moe_edge_set_transition_rate(moe_edge_store * store, uint64_t bytes_per_s) { store->set_transition_rate(bytes_per_s); }
-
-void moe_edge_get_states(moe_edge_store * store, uint8_t * out) { store->get_states(out); }
-
-void moe_edge_take_counts(moe_edge_store * store, uint32_t * out) { store->take_counts(out); }
-
-int moe_edge_apply(moe_edge_store * store, int32_t layer, const int32_t * ids, const uint8_t * tiers,
-                   const uint8_t * passing, int32_t n_ids) {
-    store->apply(layer, ids, tiers, passing, n_ids);
-    return store->error() ? -1 : 0;
-}
-
-int moe_edge_use(moe_edge_store * store, int32_t layer, int32_t kind, const int32_t * ids, int32_t n_ids,
-                 void (*visit)(int32_t, int32_t, int32_t, const void *, uint64_t, void *), void * user) {
-    if (!store->has_matrix(layer, kind, ids, n_ids)) {
-        return -1;
-    }
-    auto & m = store->matrices[layer][kind];
-    std::vector<moe_edge_ready> ready(n_ids);
-    store->begin(m, ids, n_ids);
-    for (int32_t left = n_ids; left > 0;) {
-        const int32_t n = store->next(m, ready.data());
-        if (n < 0) {
-            return -1;
-        }
-        for (int32_t i = 0; visit && i < n; i++) {
-            const auto & r = ready[i];
-            const auto of_type = std::find(m.types.begin(), m.types.end(), r.type);
-            const int32_t tier = r.data ? of_type - m.types.begin() : MOE_EDGE_SKIP;
-            visit(r.expert, tier, r.type, r.data, r.data ? store->slices[layer][kind][tier].expert_bytes : 0, user);
-        }
-        store->release(m, ready.data(), n);
-        left -= n;
-    }
-    return 0;
-}
-
-void moe_edge_sim_speed(moe_edge_store * store, uint64_t bytes_per_s, uint64_t latency_us) {
-    store->simulate_speed(bytes_per_s, latency_us);
-}
-
-uint64_t moe_edge_sim_advance(moe_edge_store * store, uint64_t ns) { return store->simulate_compute(ns); }
-
-int moe_edge_sim_route(moe_edge_store * store, int32_t layer, int32_t n_tokens, int32_t n_ahead,
-                       int32_t has_importance) {
-    return store->simulate_route(layer, n_tokens, n_ahead, has_importance != 0) ? 0 : -1;
-}
-
-int moe_edge_sim_use(moe_edge_store * store, int32_t layer, int32_t kind, const int32_t * ids, int32_t n_ids, uint64_t ns) {
-    struct graph {
-        moe_edge_store * store;
-        uint64_t         ns;
-    } graph = { store, ns };
-    const auto compute = [](int32_t, int32_t, int32_t, const void * data, uint64_t, void * user) {
-        const auto & g = *static_cast<struct graph *>(user);
-        if (data) {
-            g.store->simulate_compute(g.ns);
-        }
-    };
-    return moe_edge_use(store, layer, kind, ids, n_ids, compute, &graph);
 }

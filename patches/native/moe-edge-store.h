@@ -7,9 +7,14 @@
 //
 // All fields are guarded by one mutex. Weight bytes are read without it: a slot is
 // either being filled by one I/O thread, or complete and pinned by the op that reads it.
+//
+// Where the slots are on a device, the I/O threads fill slots of the host tier, and a load ends
+// with one copy, which is enqueued as soon as its bytes are there. From then on the slot counts
+// as complete: who reads it waits for the copy's ticket, in the order of the device.
 
 #pragma once
 
+#include "moe-edge-host-tier.h"
 #include "moe-edge-table.h"
 #include "moe-edge-transport.h"
 
@@ -46,6 +51,8 @@ struct moe_edge_slot {
     bool     listed     = false;
     bool     prefetched = false;  // read ahead and not used yet
     bool     passing    = false;  // loaded for passing requests alone
+    moe_edge_ticket after  = 0;   // of the last copy to here, or of the last reader since then
+    moe_edge_ticket behind = 0;   // what that copy had to wait for
 };
 
 struct moe_edge_cell {
@@ -59,11 +66,16 @@ struct moe_edge_cell {
     bool     background   = false;    // its read is a transition's: published at a step boundary
     bool     broken       = false;    // a part of its read failed
     bool     abandoned    = false;    // its read goes on to the end of a part and is thrown away
+    bool     cut          = false;    // and some of its parts are never read
+    bool     cached       = false;    // the host tier has the bytes: there is only a copy to make
+    bool     copied       = false;    // on a device: its copy is enqueued
     uint16_t parts        = 0;        // of its read; each is one call to the disk
     uint16_t started      = 0;
     uint16_t finished     = 0;
     int32_t  slot         = -1;
     int32_t  loading_slot = -1;
+    int32_t  host_slot    = -1;       // held by the load
+    moe_edge_ticket ticket = 0;       // of the load's copy
     int32_t  ahead_seq    = 0;        // order of prefetch reads, and of transitions
     uint64_t predicted    = 0;        // number of the last prefetch list that it stood in
 
@@ -81,6 +93,8 @@ struct moe_edge_pool {
     char *   memory     = nullptr;
     int32_t  kind       = -1;
     int32_t  tier       = -1;
+    int32_t  type       = -1;     // on a device: of all its slices
+    uint64_t slice_bytes = 0;     // and their size
     int32_t  newest     = -1;
     int32_t  oldest     = -1;
     int32_t  n_passing  = 0;      // slots that passing loads hold
@@ -127,7 +141,9 @@ struct moe_edge_store {
     // executor side
     void    begin(moe_edge_matrix & m, const int32_t * experts, int32_t n);
     int32_t next(moe_edge_matrix & m, moe_edge_ready * out);
-    void    release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n);
+    void    release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
+    void    wait(const moe_edge_ready * ready, int32_t n);
+    bool    fixed() const { return tables_fixed; }
 
     int32_t warm(const moe_edge_prefetch_item * list, int32_t n,
                  void (*progress)(int32_t, int32_t, void *), void * user);
@@ -145,6 +161,7 @@ struct moe_edge_store {
     // fixed after construction
     int32_t n_layers, n_expert, n_expert_used, n_tiers, max_tokens, n_ahead, importance_window;
     bool    exact_tiers;
+    moe_edge_device * device = nullptr;  // whose memory the slots are in; null: the host's
     std::vector<int32_t> il;  // [n_layers] the model's layer numbers
     std::vector<std::array<std::array<moe_edge_slices, MOE_EDGE_MAX_TIERS>, MOE_EDGE_N_KINDS>> slices;
     std::vector<std::array<moe_edge_matrix, MOE_EDGE_N_KINDS>> matrices;  // [n_layers]
@@ -182,6 +199,9 @@ struct moe_edge_store {
 
     void    open_files(const moe_edge_config & config);
     void    make_pools(const moe_edge_config & config);
+    uint64_t pool_bytes(const moe_edge_group & group) const;
+    char *  map_pools(uint64_t total, int32_t flags);
+    void    open_device(const moe_edge_config & config);
     void    close_all();
     void    io_loop();
     void    simulate_until(uint64_t ns);
@@ -190,6 +210,18 @@ struct moe_edge_store {
     std::string name_of(int32_t cell, int32_t tier) const;
 
     // below: with the mutex held
+    // copies from the host tier (moe-edge-staging.cpp)
+    int32_t slice_id(int32_t cell, int32_t tier) const { return cell * n_tiers + tier; }
+    std::set<moe_edge_read_key> & queue_of(const moe_edge_cell & c) { return c.cached ? copies : reads; }
+    void    copy_loop();
+    void    start_copy();
+    void    transfer(int32_t cell);
+    bool    landed(int32_t cell) const;
+    bool    reserve_host(std::unique_lock<std::mutex> & lock);
+    void    drop_host(int32_t cell);
+    void    check_device();
+    void    fix_tables();
+
     moe_edge_read start_read();
     void    finish_read(const moe_edge_read & read, const std::string & why, uint64_t took_us);
     void    wake();  // there may be reads to start
@@ -209,11 +241,13 @@ struct moe_edge_store {
     bool    transits(const moe_edge_prefetch_item & t);
     bool    admit(const moe_edge_prefetch_item & t);
     bool    conclude(const moe_edge_prefetch_item & t);
+    bool    revoke(const moe_edge_pool & pool);
     bool    urgent() const;  // a read that is no transition's is in the queue
     bool    may_transit() const;
     uint64_t clock_us() const;
     void    cancel_read(int32_t cell);
     void    drop_rest(int32_t cell);
+    void    free_load(int32_t cell);
     void    discard_load(int32_t cell);
     int32_t take_slot(moe_edge_pool & pool, bool ahead, bool passing);
     void    set_passing(moe_edge_pool & pool, int32_t slot, bool passing);
@@ -223,6 +257,7 @@ struct moe_edge_store {
     void    settle(int32_t cell);
     void    publish(int32_t cell);
     void    drop_tier(int32_t cell);
+    void    set_entry(int32_t cell, const moe_edge_entry & entry);
     void    evict(int32_t cell);
     void    list_remove(moe_edge_pool & pool, int32_t slot);
     void    list_insert(moe_edge_pool & pool, int32_t slot);
@@ -243,12 +278,25 @@ struct moe_edge_store {
     std::set<moe_edge_read_key> reads;   // with parts that are not started
     std::vector<std::thread>    threads;
     std::unique_ptr<moe_edge_simulation> simulation;  // in the place of the threads
+    std::unique_ptr<moe_edge_host_tier> host;          // with a device only
+    std::vector<int32_t>        size_classes;          // of the host tier: [layer, kind, tier]
+    std::set<moe_edge_read_key> copies;                // loads that only need a copy, not enqueued yet
+    std::deque<std::pair<moe_edge_ticket, uint64_t>> ahead_copies;  // tickets, bytes: copies that nobody waits for
+    uint64_t                    ahead_copy_bytes = 0;  // sum of them
+    std::condition_variable     copy_cv;               // the copy thread waits for copies
+    std::thread                 copy_thread;
+    std::vector<moe_edge_matrix *> all_matrices, down_matrices;
+    bool                        directed = false;      // a front end decides by apply()
     std::vector<moe_edge_prefetch_item> transitions;  // under way
+    std::vector<moe_edge_pool *> unserved;            // that revoked transitions gave slots back to
     uint64_t                    transition_rate = 0;  // bytes per second, 0: no limit
     uint64_t                    transition_at   = 0;  // when their next part may be read, now_us()
     bool                        transiting = false;   // an I/O thread is on one, or waits for transition_at
     int32_t                     transition_seq = 0;
     int64_t                 n_decided = 0;  // cells with `decided`
+    bool                    tables_fixed = false;  // until the next step
+    uint64_t                table_changes = 0;     // of all matrices
+    uint64_t                fixed_changes = 0;     // how many there were when the tables were last found fixed
     bool                    stopping = false;
     std::atomic<bool>       failed { false };
     std::string             failure;

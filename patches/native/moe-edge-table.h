@@ -4,37 +4,49 @@
 
 #pragma once
 
+#include "moe-edge-device.h"
 #include "moe-edge.h"
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
-// The stable handle: data is null until complete bytes of this tier are in memory.
+// The stable handle: data is null until complete bytes of this tier are in memory. On a device
+// they are complete in its own order: whoever waits for the ticket there, reads them.
 struct moe_edge_entry {
-    const void * data = nullptr;
-    int32_t      type = -1;  // enum ggml_type of data
+    const void *    data   = nullptr;
+    int32_t         type   = -1;  // enum ggml_type of data
+    moe_edge_ticket ticket = 0;   // of the copy that brings the bytes
 };
 
 // One expert that may be computed now.
 struct moe_edge_ready {
-    const void * data;    // null: skip, the expert's rows are zero
-    int32_t      expert;
-    int32_t      type;
+    const void *    data;    // null: skip, the expert's rows are zero
+    int32_t         expert;
+    int32_t         type;
+    moe_edge_ticket ticket;  // to be waited for before data is read
 };
 
 struct moe_edge_matrix;
 
 // Called by one thread of an op, in this order: begin once, then next and release in
-// turn until every expert given to begin was released.
+// turn until every expert given to begin was released: what an op holds may be the very slots
+// that the rest of it waits for.
 struct moe_edge_ops {
     // experts: distinct. Asks for whatever is not resident and keeps the rest resident.
     void (*begin)(moe_edge_matrix * m, const int32_t * experts, int32_t n);
     // Blocks until at least one more expert is complete; returns how many were written
     // to out (all that are ready), or -1 when the step failed.
     int32_t (*next)(moe_edge_matrix * m, moe_edge_ready * out);
-    // The bytes of these experts are no longer read by any thread.
-    void (*release)(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n);
+    // The bytes of these experts are read by nobody once `after` has passed: a ticket that the
+    // executor recorded behind its last reader, 0 if it has read them already.
+    void (*release)(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
+    // For executors that read on the host: blocks until the tickets of these have passed.
+    void (*wait)(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n);
+    // Whether the table can only change at a step boundary, and all of it is there: an op may read
+    // it without the calls above. The same from one step boundary to the next.
+    bool (*fixed)(moe_edge_matrix * m);
 };
 
 struct moe_edge_matrix {
@@ -44,4 +56,10 @@ struct moe_edge_matrix {
     int32_t                     kind  = 0;
     std::vector<int32_t>        types;   // enum ggml_type of each tier
     std::vector<moe_edge_entry> table;   // [n_expert]
+    uint64_t                    version = 0;        // changes whenever the table does
+    moe_edge_device *           device  = nullptr;  // whose memory it points to; null: the host's
+    // [n_tiers] the start of the memory that holds this tier's slots: on a device, an expert lies
+    // a whole number of the type's blocks behind it.
+    std::vector<const char *>   base;
+    std::shared_ptr<void>       executor;  // what an executor keeps of it; goes with the store
 };

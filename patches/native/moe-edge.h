@@ -26,13 +26,14 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 5
+#define MOE_EDGE_ABI_VERSION 6
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
 #define MOE_EDGE_MAX_TIERS    4
 #define MOE_EDGE_MAX_AHEAD    4
 #define MOE_EDGE_MAX_PREFETCH 1024
+#define MOE_EDGE_DEVICE_ALIGN 256
 #define MOE_EDGE_SKIP         255  // tier of an expert that contributes nothing
 #define MOE_EDGE_ABSENT       254  // residency: no tier of this expert is in memory
 
@@ -82,7 +83,8 @@ struct moe_edge_slices {
 
 // A slot group: slots of one size that evict each other in least-recently-used
 // order. Layers may share a group or have one each; matrix kinds and tiers may not
-// share. slot_bytes must be at least moe_edge_slot_bytes() of every slice in it.
+// share. slot_bytes must be at least moe_edge_slot_bytes() of every slice in it. On a device
+// all slices of a group have one type and one size, and slot_bytes is moe_edge_device_slot_bytes().
 struct moe_edge_group {
     uint64_t slot_bytes;
     int32_t  n_slots;
@@ -99,7 +101,12 @@ struct moe_edge_config {
     const char * const *           files;
     const struct moe_edge_layer *  layers;
     const struct moe_edge_group *  groups;
-    uint64_t budget_bytes;    // sum of slot_bytes*n_slots must not exceed it
+    void *   device;          // of moe_edge_device_find(): slots are in its memory, host memory and the
+                              // files behind it; NULL: slots are in host memory
+    uint64_t budget_bytes;    // sum of slot_bytes*n_slots must not exceed it; on a device each group
+                              // starts at a multiple of MOE_EDGE_DEVICE_ALIGN, which comes on top
+    uint64_t host_bytes;      // budget of the host memory behind a device: slices on their way, and
+                              // those kept for the next time; moe_edge_host_least_bytes() at least
     int32_t  n_files;
     int32_t  n_layers;
     int32_t  n_groups;
@@ -174,6 +181,9 @@ struct moe_edge_stats {
     uint64_t demand_bytes[2];      // read because a token needed them
     uint64_t prefetch_bytes[2];
     uint64_t wait_us[2];           // compute threads waited for I/O
+    uint64_t host_hits[2];         // loads of a device whose slice was in host memory
+    uint64_t copy_bytes[2];        // copied to a device
+    uint64_t copy_wait_us[2];      // threads of the host waited for copies, to read what they bring
     uint64_t callback_us[2];       // inside the route callback
     uint64_t callbacks[2];
     uint64_t routed[2][MOE_EDGE_MAX_TIERS + 1];  // experts by decided tier; last: skip
@@ -191,10 +201,11 @@ struct moe_edge_stats {
     uint64_t experts_promoted;     // transitions published, by direction
     uint64_t experts_demoted;
     uint64_t transitions_rejected; // no free slot, or the expert is not resident or under way already
-    uint64_t transitions_failed;   // the read failed; the old version stayed
+    uint64_t transitions_failed;   // the read failed, or a token needed the slot; the old version stayed
     uint64_t transition_bytes;     // read in the background
+    uint64_t host_bytes;           // host memory behind the device, all of it allocated at the start
     int32_t  direct_io;            // 1 if every file is read with O_DIRECT
-    int32_t  reserved;
+    int32_t  host_pinned;          // 1 if the memory behind host_bytes is pinned
 };
 
 MOE_EDGE_API int32_t moe_edge_abi_version(void);
@@ -202,6 +213,36 @@ MOE_EDGE_API int32_t moe_edge_abi_version(void);
 // Bytes a slot needs for a slice of this length at this file offset: direct reads
 // cover whole 4096-byte blocks.
 MOE_EDGE_API uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t expert_bytes);
+
+// Bytes that a slice takes on a device: what kernels may read behind its end is part of it. A
+// multiple of the type's block bytes. n_cols: the length of a row. 0 for a type that ggml does not have.
+MOE_EDGE_API uint64_t moe_edge_device_slot_bytes(int32_t type, uint64_t expert_bytes, int64_t n_cols);
+
+// The smallest host_bytes that works with this configuration.
+MOE_EDGE_API uint64_t moe_edge_host_least_bytes(const struct moe_edge_config * config);
+
+struct moe_edge_device_info {
+    char     name[128];
+    uint64_t free_bytes;
+    uint64_t total_bytes;
+};
+
+struct moe_edge_bandwidths {
+    double  pinned_bytes_per_s;    // host to device; 0 where pinning is refused
+    double  pageable_bytes_per_s;
+    double  round_trip_us;         // a copy of few bytes, until the host knows that it is done
+};
+
+// A device of this process by name: "cuda0", "cuda1", ... or "host", main memory in the place of a
+// device, "host:DELAY" with copies that take up to DELAY microseconds; both for tests. It lives as
+// long as the process. NULL, with one sentence in err, if there is none.
+MOE_EDGE_API void * moe_edge_device_find(const char * name, char * err, size_t err_size);
+MOE_EDGE_API int moe_edge_device_describe(void * device, struct moe_edge_device_info * out);
+// As moe_edge_buffer_type, for a store on this device.
+MOE_EDGE_API void * moe_edge_device_buffer_type(void * device);
+// By copies of bytes bytes; takes as much device memory and twice as much of the host's. 0, or -1
+// where there is not enough or the device is lost.
+MOE_EDGE_API int moe_edge_device_measure(void * device, uint64_t bytes, struct moe_edge_bandwidths * out);
 
 // NULL on failure, with one sentence in err.
 MOE_EDGE_API struct moe_edge_store * moe_edge_store_create(
@@ -277,7 +318,7 @@ MOE_EDGE_API void moe_edge_prefetch(
 // no op waits for them. A transition is admitted where every pool has a free slot for its
 // matrices now; the expert keeps its old version until a step boundary finds the new one
 // complete, all matrices at once, and is not evicted meanwhile. A read that fails leaves the old
-// version, and counts. kinds and passing are ignored. Returns how many were admitted, -1 for
+// version, and counts; so does a token that could not go on without a slot that a transition holds. kinds and passing are ignored. Returns how many were admitted, -1 for
 // an index that the model does not have.
 MOE_EDGE_API int32_t moe_edge_transition(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
@@ -295,7 +336,8 @@ MOE_EDGE_API void moe_edge_take_counts(struct moe_edge_store * store, uint32_t *
 // The store without a model: what the hook (apply) and the executor (use) do for one
 // layer. For tests and other front ends. ids: distinct experts; tiers: one per id,
 // NULL for the default tier; passing: 0 or 1 per id, NULL for none. After apply, every kind of the layer must be used once.
-// Several threads may do this at once, each on its own layer.
+// Several threads may do this at once, each on its own layer. visit gets memory of the device
+// where the store is on one, once its bytes are there.
 MOE_EDGE_API int moe_edge_apply(struct moe_edge_store * store, int32_t layer,
         const int32_t * ids, const uint8_t * tiers, const uint8_t * passing, int32_t n_ids);
 MOE_EDGE_API int moe_edge_use(struct moe_edge_store * store, int32_t layer, int32_t kind,

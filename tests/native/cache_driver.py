@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gguf_tools.layout import BLOCK, GGMLType, pad
 from orchestrator.events import Phase
 from orchestrator.native import Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch
@@ -21,6 +22,9 @@ TYPES = (8, 12, 11, 10)  # q8_0, q4_K, q3_K, q2_K
 # while it runs.
 EXPERT_BYTES = (90_001, 60_001, 40_001, 20_001)
 SLOT_BYTES = tuple((n + 2 * 4096) // 4096 * 4096 for n in EXPERT_BYTES)
+DEVICE_SLOT_BYTES = tuple(
+    pad(n, BLOCK[GGMLType(each)].bytes) for n, each in zip(EXPERT_BYTES, TYPES, strict=True)
+)
 STUCK_S = 20.0
 
 
@@ -75,6 +79,8 @@ def make_store(library: Library, file: ExpertFile, tiers: tuple[int, ...], layou
         direct_io=False,
         n_passing=(layout.n_passing,) * len(sizes),
         exact_tiers=layout.exact_tiers,
+        device=layout.device,
+        host_bytes=layout.host_bytes,
     )
     return Store.create(library, spec)
 
@@ -83,7 +89,7 @@ class Driver:
     """Plain calls on one store; fails where an op gets other bytes than those of its tier."""
 
     def __init__(self, library: Library, file: ExpertFile, tiers: tuple[int, ...], layout: Layout):
-        self.file, self.tiers = file, tiers
+        self.file, self.tiers, self.layout = file, tiers, layout
         self.store = make_store(library, file, tiers, layout)
         self.native = library
 
@@ -133,10 +139,11 @@ class Driver:
     def counts(self) -> dict[str, int]:
         """The statistics under the model's names."""
         stats = self.store.stats()
+        by_phase = ["requests", "hits"]
+        if self.layout.device is None:  # else as far as the host's cache has them not
+            by_phase += ["demand_bytes", "prefetch_bytes"]
         seen = {
-            f"{name}[{phase}]": getattr(stats, name)[phase]
-            for name in ("requests", "hits", "demand_bytes", "prefetch_bytes")
-            for phase in Phase
+            f"{name}[{phase}]": getattr(stats, name)[phase] for name in by_phase for phase in Phase
         }
         for phase in Phase:
             for tier in range(len(self.tiers)):
@@ -148,6 +155,7 @@ class Driver:
         for name in ("prefetch_cancelled", "slot_bytes_peak", "slot_bytes_in_use"):
             seen[name] = getattr(stats, name)
         assert stats.slot_bytes_in_use <= stats.slot_bytes_peak <= stats.budget_bytes
+        assert stats.host_bytes <= self.layout.host_bytes
         return seen
 
 

@@ -43,6 +43,10 @@ class Layout:
     io_threads: int
     n_passing: int = 1  # slots of a pool that passing reads may take from the others
     exact_tiers: bool = False  # a request drops a better copy: no reuse, to measure quality
+    # Slots are on a device, with a cache of slices in host memory behind it: what that has does
+    # not queue for the disk, so that any load may be the next one, and none need read bytes.
+    device: str | None = None
+    host_bytes: int = 0
 
     def pool(self, cell: Cell, tier: int) -> Pool:
         return (-1 if self.shared else cell[0], cell[1], tier)
@@ -238,7 +242,9 @@ class Cache:
         steps: list[Callable[[Cache], None]] = [
             partial(Cache.arrive, cell=cell) for cell in running
         ]
-        if queued and len(running) < self.layout.io_threads:
+        if self.layout.device is not None:
+            steps += [partial(Cache.begin_read, cell=cell) for cell in queued]
+        elif queued and len(running) < self.layout.io_threads:
             first = min(queued, key=self.turn_of)
             steps.append(partial(Cache.begin_read, cell=first))
         return steps
@@ -246,6 +252,8 @@ class Cache:
     def begin_read(self, cell: Cell) -> None:
         read = self.reads[cell]
         self.reads[cell] = read._replace(stage=RUNNING)
+        if self.layout.device is not None:
+            return
         bytes_read = self.layout.expert_bytes[read.tier]
         self.count_phase("prefetch_bytes" if read.ahead else "demand_bytes", bytes_read)
 

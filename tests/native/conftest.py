@@ -23,6 +23,9 @@ from patches.upstream import (
 )
 
 HERE = Path(__file__).parent
+# Where slots may be: the host's memory, or a device whose copies take up to 100 us and poison
+# where they go before.
+DEVICES = (None, "host:100")
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,14 @@
 // Checks that every byte an op sees is the byte on disk, that the budget and all other
 // invariants hold at every instant, and that read errors end in an error.
 //
-//   store_stress DIR SECONDS SEED
+//   store_stress DIR SECONDS SEED [DELAY]
+//
+// With DELAY the slots are on a device, whose copies take up to that many microseconds and
+// poison where they go before.
 //
 // Prints one line of counts; exit status 1 and a sentence on the first violation.
 
+#include "moe-edge-host-device.h"
 #include "moe-edge.h"
 
 #include <algorithm>
@@ -14,6 +18,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <string>
@@ -31,6 +36,7 @@ constexpr int32_t TIERS   = 2;
 constexpr uint64_t BYTES[TIERS] = { 20000, 9000 };
 constexpr int32_t TYPE_Q4_K = 12;
 constexpr int32_t TYPE_Q2_K = 10;
+std::unique_ptr<moe_edge_host_device> device;  // null: slots in host memory
 const int32_t KINDS[] = { MOE_EDGE_UP, MOE_EDGE_GATE, MOE_EDGE_DOWN };
 
 [[noreturn]] void die(const std::string & sentence) {
@@ -81,6 +87,9 @@ moe_edge_store * open_store(const model_file & file, bool quotas, int32_t slots_
     for (size_t g = 0; g < groups.size(); g++) {
         const int32_t t = g % TIERS;
         groups[g] = { moe_edge_slot_bytes(4095, BYTES[t]), t == 0 ? slots_hi : slots_lo, 0 };
+        if (device) {
+            groups[g].slot_bytes = moe_edge_device_slot_bytes(t == 0 ? TYPE_Q4_K : TYPE_Q2_K, BYTES[t], 256);
+        }
         total += groups[g].slot_bytes * groups[g].n_slots;
     }
     const char * path = file.path.c_str();
@@ -99,6 +108,8 @@ moe_edge_store * open_store(const model_file & file, bool quotas, int32_t slots_
     config.n_ahead       = 1;
     config.n_io_threads  = 3;
     config.flags         = flags;
+    config.device        = device.get();
+    config.host_bytes    = device ? moe_edge_host_least_bytes(&config) + slots_lo * 100000 : 0;
     char err[512];
     moe_edge_store * store = moe_edge_store_create(&config, err, sizeof(err));
     if (!store) {
@@ -196,11 +207,12 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
     }
     moe_edge_stats s;
     moe_edge_get_stats(store, &s);
-    if (s.slot_bytes_peak > s.budget_bytes || s.hits[1] > s.requests[1] || rounds == 0 || skipped == 0) {
+    if (s.slot_bytes_peak > s.budget_bytes || s.hits[1] > s.requests[1] || rounds == 0 || skipped == 0 ||
+        (device != nullptr) != (s.copy_bytes[1] > 0 && s.host_bytes > 0)) {
         die("the statistics contradict themselves");
     }
-    printf("%s hi %d lo %d: %lld rounds, %llu requests, %llu hits, %llu promotions, %llu evictions, prefetch %llu used %llu wasted %llu cancelled\n",
-        quotas ? "quotas" : "global", slots_hi, slots_lo, (long long) rounds, (unsigned long long) s.requests[1],
+    printf("%s hi %d lo %d: %lld rounds, %llu host hits, %llu requests, %llu hits, %llu promotions, %llu evictions, prefetch %llu used %llu wasted %llu cancelled\n",
+        quotas ? "quotas" : "global", slots_hi, slots_lo, (long long) rounds, (unsigned long long) s.host_hits[1], (unsigned long long) s.requests[1],
         (unsigned long long) s.hits[1], (unsigned long long) s.promotions, (unsigned long long) s.evictions,
         (unsigned long long) s.prefetch_used, (unsigned long long) s.prefetch_wasted, (unsigned long long) s.prefetch_cancelled);
     moe_edge_store_free(store);
@@ -420,8 +432,11 @@ void run_truncated(const std::string & dir) {
 }  // namespace
 
 int main(int argc, char ** argv) {
-    if (argc != 4) {
-        die("usage: store_stress DIR SECONDS SEED");
+    if (argc != 4 && argc != 5) {
+        die("usage: store_stress DIR SECONDS SEED [DELAY]");
+    }
+    if (argc == 5) {
+        device = std::make_unique<moe_edge_host_device>(atoi(argv[4]));
     }
     const double   seconds = atof(argv[2]);
     const unsigned seed    = atoi(argv[3]);

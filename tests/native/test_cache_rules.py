@@ -33,6 +33,7 @@ from orchestrator.llama import Bindings
 from orchestrator.native import Library
 
 from .cache_driver import (
+    DEVICE_SLOT_BYTES,
     EXPERT_BYTES,
     KINDS,
     N_EXPERT,
@@ -42,6 +43,7 @@ from .cache_driver import (
     model_counts,
 )
 from .cache_model import GRAPH_ORDER, SKIP, Caches, Item, Layout
+from .conftest import DEVICES
 
 # Read when the tests are collected: while one runs, its environment is a clean one.
 SLOW = bool(os.environ.get("MOE_EDGE_SLOW"))
@@ -55,9 +57,14 @@ SITUATIONS = (
 MAX_STATES = 100 if not SLOW else 400  # that the model follows
 
 
+# Bytes of the host's cache behind a device: little more than what reads need, or everything.
+HOST_BYTES = (1 << 20, 32 << 20)
+
+
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout]:
+def layouts(draw: st.DrawFn, device: str | None = None) -> tuple[tuple[int, ...], Layout]:
     """Which tiers of the file are in use, and a layout of few slots; offsets are filled in."""
+    sizes = SLOT_BYTES if device is None else DEVICE_SLOT_BYTES
     tiers = tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=4))))
     n_layers = draw(st.integers(1, len(KINDS)))
     return tiers, Layout(
@@ -66,12 +73,14 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout]:
         n_tiers=len(tiers),
         shared=draw(st.booleans()),
         n_slots=tuple(draw(st.sampled_from((1, 2, 1, 2, 3, 4))) for _ in tiers),
-        slot_bytes=tuple(SLOT_BYTES[tier] for tier in tiers),
+        slot_bytes=tuple(sizes[tier] for tier in tiers),
         expert_bytes=tuple(EXPERT_BYTES[tier] for tier in tiers),
         offsets={},
         io_threads=draw(st.sampled_from((1, 1, 1, 2))),
         n_passing=draw(st.integers(0, 2)),
         exact_tiers=draw(st.sampled_from((False, False, False, True))),
+        device=device,
+        host_bytes=draw(st.sampled_from(HOST_BYTES)),
     )
 
 
@@ -80,6 +89,7 @@ class CacheRules(RuleBasedStateMachine):
 
     library: Library
     file: ExpertFile
+    device: str | None
     driver: Driver
     model: Caches
     met: Counter[str]  # over all examples: which situations came up
@@ -93,9 +103,9 @@ class CacheRules(RuleBasedStateMachine):
         self.left: list[int] = []  # kinds of the routed layer that are not computed yet
         self.last: dict[str, int] = {}
 
-    @initialize(layout=layouts(), phase=st.sampled_from(Phase))
-    def make(self, layout: tuple[tuple[int, ...], Layout], phase: Phase) -> None:
-        self.tiers, self.layout = layout
+    @initialize(data=st.data(), phase=st.sampled_from(Phase))
+    def make(self, data: st.DataObject, phase: Phase) -> None:
+        self.tiers, self.layout = data.draw(layouts(self.device))
         self.open_store()
         self.begin_step(phase)
 
@@ -213,6 +223,7 @@ class CacheRules(RuleBasedStateMachine):
         raise AssertionError(message)
 
     def close_store(self) -> None:
+        self.met["host hits"] += sum(self.driver.store.stats().host_hits)
         self.driver.store.close()
         self.met.update(self.last)
         self.met["lost"] += self.model.lost
@@ -300,10 +311,12 @@ def test_the_one_asked_for_longest_ago_goes(driver: Driver) -> None:
     assert not hits(driver, 1, HIGH, met_in=HIGH)
 
 
-def test_cache_rules(library: Library, file: ExpertFile) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_cache_rules(library: Library, file: ExpertFile, device: str | None) -> None:
     met: Counter[str] = Counter()
     failures: list[str] = []
     attributes = {"library": library, "file": file, "met": met, "failures": failures}
+    attributes["device"] = device
     try:
         run_state_machine_as_test(
             type("Here", (CacheRules,), attributes),
@@ -317,5 +330,5 @@ def test_cache_rules(library: Library, file: ExpertFile) -> None:
     except Flaky as error:
         # The same requests at other moments of the disk's work: the first finding counts.
         raise AssertionError(f"seen once, not seen again: {failures[:1]}") from error
-    for situation in SITUATIONS:
+    for situation in (*SITUATIONS, *(["host hits"] if device else [])):
         assert met[situation] > 0, f"no example came to: {situation}"

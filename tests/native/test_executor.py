@@ -17,6 +17,9 @@ from patches.upstream import PATCHES
 from .conftest import HERE, run_program
 
 NATIVE = PATCHES / "native"
+STORE_ROOMS = ("store", "store-c", "transitions", "check", "staging", "host-tier", "host-device")
+STORE = [NATIVE / f"moe-edge-{room}.cpp" for room in STORE_ROOMS]
+SANITIZERS = ("thread", "address,undefined")
 # Read when the tests are collected: while one runs, its environment is a clean one.
 SLOW = bool(os.environ.get("CI") or os.environ.get("MOE_EDGE_SLOW"))
 
@@ -39,24 +42,46 @@ def test_mixed_tiers_against_references(
     assert "150 cases" in run_program(program, tmp_path)
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_store_under_stress(
-    compile_native: Callable[..., Path], tmp_path: Path, sanitizer: str
-) -> None:
-    """Threads, pools of one slot, promotions, skips, prefetches and a truncated file: every
-    byte is the byte on disk, and every invariant holds at every instant."""
-    program = compile_native(
-        f"store_stress_{sanitizer[:3]}",
-        [HERE / "store_stress.cpp", NATIVE / "moe-edge-store.cpp"],
-        "-std=c++17",
-        f"-fsanitize={sanitizer}",
-        "-DMOE_EDGE_PART_BYTES=8192",
-        libraries=("ggml-base",),
+@pytest.fixture(scope="module", params=SANITIZERS)
+def compile_stress(
+    request: pytest.FixtureRequest, compile_native: Callable[..., Path]
+) -> Callable[[str], Path]:
+    """compile_stress(name): NAME.cpp with the store's own sources, under a sanitizer."""
+    name = request.param.partition(",")[0]
+    flags = ("-std=c++17", f"-fsanitize={request.param}", "-DMOE_EDGE_PART_BYTES=8192")
+    libraries = ("ggml-base",)
+    store = compile_native(
+        f"store_{name}.so", STORE, *flags, "-shared", "-fPIC", libraries=libraries
     )
-    output = run_program(program, tmp_path, 1, 7)
-    assert output.count("rounds") == 4
-    for end in ("bytes stayed", "nothing waited", "without a hook: done", "store recovered"):
-        assert end in output
+
+    def compile_program(program: str) -> Path:
+        sources = [HERE / f"{program}.cpp", store]
+        return compile_native(f"{program}_{name}", sources, *flags, libraries=libraries)
+
+    return compile_program
+
+
+def test_store_under_stress(compile_stress: Callable[[str], Path], tmp_path: Path) -> None:
+    """Threads, pools of one slot, promotions, skips, prefetches and a truncated file: every
+    byte is the byte on disk, and every invariant holds at every instant; in host memory, and on
+    a device."""
+    program = compile_stress("store_stress")
+    for device in ([], [100]):
+        output = run_program(program, tmp_path, 1, 7, *device)
+        assert output.count("rounds") == 4
+        for end in ("bytes stayed", "nothing waited", "without a hook: done", "store recovered"):
+            assert end in output
+
+
+def test_an_executor_that_never_waits(
+    compile_stress: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """10,000 steps of swaps, computing and skips on a device, in its order alone: late copies,
+    poisoned slots, no wrong row; then under fixed tables; then the device is lost."""
+    output = run_program(compile_stress("device_stress"), tmp_path, 10_000, 3)
+    assert output.count("none wrong") == 2
+    assert "brought up to date" in output
+    assert "lost device: reported" in output
 
 
 def test_model_without_python(

@@ -22,16 +22,19 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gguf_tools.layout import DOWN, GATE, UP
+from gguf_tools.layout import BLOCK, DOWN, GATE, UP, GGMLType, pad
 from orchestrator.events import ExpertState, Phase
 from orchestrator.llama import Bindings
 from orchestrator.native import Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB
 
+from .conftest import DEVICES
+
 pytestmark = pytest.mark.usefixtures("library_folder")
 
 N_LAYERS, N_EXPERT, KINDS = 2, 5, (UP, GATE, DOWN)
 EXPERT_BYTES, TYPES = (20000, 9000), (12, 10)  # q4_k, q2_k by number only: nothing computes
+HOST_BYTES = 1 << 20  # behind a device: more than all slices take
 HIGH, LOW = 0, 1
 UNDER_WAY = (ExpertState.PROMOTING, ExpertState.DEMOTING)
 HELD = 1  # byte per second: after one part, nothing arrives
@@ -56,9 +59,12 @@ class ExpertFile:
         start = self.offset[layer, kind, tier] + EXPERT_BYTES[tier] * expert
         return self.data[start : start + EXPERT_BYTES[tier]]
 
-    def spec(self, n_high: int, n_low: int) -> StoreSpec:
+    def spec(self, n_high: int, n_low: int, device: str | None) -> StoreSpec:
         """Pools that both layers share, one for each kind and tier."""
         sizes = [8192 * 3, 8192 * 2]
+        if device is not None:
+            blocks = [BLOCK[GGMLType(each)].bytes for each in TYPES]
+            sizes = [pad(n, block) for n, block in zip(EXPERT_BYTES, blocks, strict=True)]
         groups = [(sizes[tier], (n_high, n_low)[tier]) for _ in KINDS for tier in (HIGH, LOW)]
         layers = []
         for layer in range(N_LAYERS):
@@ -85,15 +91,24 @@ class ExpertFile:
             max_tokens=4,
             n_ahead=0,
             n_io_threads=3,
+            device=device,
+            host_bytes=HOST_BYTES,
         )
 
 
 class Driver:
     """A store, and the part of the graph."""
 
-    def __init__(self, file: ExpertFile, library: Library, n_high: int, n_low: int) -> None:
+    def __init__(
+        self,
+        file: ExpertFile,
+        library: Library,
+        n_high: int,
+        n_low: int,
+        device: str | None = None,
+    ) -> None:
         self.file = file
-        self.store = Store.create(library, file.spec(n_high, n_low))
+        self.store = Store.create(library, file.spec(n_high, n_low, device))
         self.store.set_route(None, LOW)
 
     def warm(self, high: set[tuple[int, int]]) -> None:
@@ -158,9 +173,16 @@ def expert_file(tmp_path_factory: pytest.TempPathFactory) -> ExpertFile:
     return ExpertFile(tmp_path_factory.mktemp("transitions") / "experts.bin")
 
 
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str | None:
+    """Whose memory the slots are in: the host's, or a device's with late copies."""
+    name: str | None = request.param
+    return name
+
+
 @pytest.fixture
-def driver(expert_file: ExpertFile, library: Library) -> Iterator[Driver]:
-    made = Driver(expert_file, library, n_high=4, n_low=8)
+def driver(expert_file: ExpertFile, library: Library, device: str | None) -> Iterator[Driver]:
+    made = Driver(expert_file, library, n_high=4, n_low=8, device=device)
     made.warm({(layer, expert) for layer in range(N_LAYERS) for expert in (0, 1)})
     yield made
     made.store.close()
@@ -238,9 +260,11 @@ def test_a_rate_is_kept(driver: Driver) -> None:
     assert took_s >= (read - EXPERT_BYTES[LOW]) / rate  # the first part needs no wait
 
 
-def test_a_failed_read_leaves_the_old_version(library: Library, tmp_path: Path) -> None:
+def test_a_failed_read_leaves_the_old_version(
+    library: Library, tmp_path: Path, device: str | None
+) -> None:
     file = ExpertFile(tmp_path / "cut.bin")
-    driver = Driver(file, library, n_high=4, n_low=8)
+    driver = Driver(file, library, n_high=4, n_low=8, device=device)
     driver.warm({(layer, expert) for layer in range(N_LAYERS) for expert in (0, 1)})
     with driver.store as store:
         os.truncate(file.path, file.offset[1, GATE, LOW])
@@ -259,11 +283,11 @@ def test_a_failed_read_leaves_the_old_version(library: Library, tmp_path: Path) 
 
 
 def test_a_token_does_not_lose_an_expert_in_transition(
-    expert_file: ExpertFile, library: Library
+    expert_file: ExpertFile, library: Library, device: str | None
 ) -> None:
     """A policy that also asks for tiers: its demand takes over a promotion under way, and what is
     in transition is not evicted for others."""
-    driver = Driver(expert_file, library, n_high=2, n_low=10)
+    driver = Driver(expert_file, library, n_high=2, n_low=10, device=device)
     driver.warm(set())
     with driver.store as store:
         store.set_transition_rate(HELD)
@@ -275,6 +299,28 @@ def test_a_token_does_not_lose_an_expert_in_transition(
         driver.arrive()
         store.set_route(None, LOW)
         assert step(driver)[1] == {HIGH}
+        store.check()
+
+
+def test_a_token_that_needs_the_slot_takes_it(
+    expert_file: ExpertFile, library: Library, device: str | None
+) -> None:
+    """Transitions hold every high slot, and a token cannot go on without one: it does not wait
+    for the next step, which would never come."""
+    driver = Driver(expert_file, library, n_high=2, n_low=10, device=device)
+    driver.warm(set())
+    with driver.store as store:
+        store.set_transition_rate(HELD)
+        store.begin_step(Phase.DECODE)
+        assert store.transition([(0, 0, HIGH), (0, 1, HIGH)]) == 2
+        store.set_route(None, HIGH)
+        driver.apply(1, [2, 3])
+        assert driver.use(1, [2, 3]) == {2: {HIGH}, 3: {HIGH}}
+        store.check()
+        assert store.stats().transitions_failed == 2
+        store.set_transition_rate(0)
+        store.begin_step(Phase.DECODE)
+        assert store.states()[0].tolist() == [ExpertState.LO] * N_EXPERT
         store.check()
 
 
@@ -296,11 +342,12 @@ class Interleavings(RuleBasedStateMachine):
 
     file: ExpertFile
     library: Library
+    device: str | None
     n_high, n_low = 3, 9  # two in reserve
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(self.file, self.library, self.n_high, self.n_low)
+        self.driver = Driver(self.file, self.library, self.n_high, self.n_low, self.device)
         high = {(0, 0), (0, 1), (1, 0)}
         self.driver.warm(high)
         everyone = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
@@ -402,11 +449,12 @@ class Evictions(RuleBasedStateMachine):
 
     file: ExpertFile
     library: Library
+    device: str | None
     n_high, n_low = 2, 5
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(self.file, self.library, self.n_high, self.n_low)
+        self.driver = Driver(self.file, self.library, self.n_high, self.n_low, self.device)
         self.driver.store.warm([(0, 0, HIGH), (0, 1, LOW), (0, 2, LOW), (1, 0, LOW)])
         self.driver.store.reset_stats()
         self.under_way: dict[tuple[int, int], tuple[int, int]] = {}  # (from, to)
@@ -473,9 +521,13 @@ class Evictions(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("rules", [Interleavings, Evictions])
 def test_every_interleaving(
-    rules: type[RuleBasedStateMachine], expert_file: ExpertFile, library: Library
+    rules: type[RuleBasedStateMachine],
+    expert_file: ExpertFile,
+    library: Library,
+    device: str | None,
 ) -> None:
-    machine = type("Machine", (rules,), {"file": expert_file, "library": library})
+    given = {"file": expert_file, "library": library, "device": device}
+    machine = type("Machine", (rules,), given)
     run_state_machine_as_test(
         machine,
         settings=settings(

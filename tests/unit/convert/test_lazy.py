@@ -25,7 +25,11 @@ class Files:
     def __init__(self, folder: Path, base: Any, gguf: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         shapes: dict[str, tuple[int, ...]] = {f"e{e}": (ROWS, N) for e in range(N_EXPERT)}
-        shapes |= {"fused": (N_EXPERT, 2 * ROWS, N), "swapped": (N_EXPERT, N, ROWS), "dense": (9, N)}
+        shapes |= {
+            "fused": (N_EXPERT, 2 * ROWS, N),
+            "swapped": (N_EXPERT, N, ROWS),
+            "dense": (9, N),
+        }
         tensors = {
             name: torch.randn(shape, generator=generator).bfloat16()
             for name, shape in shapes.items()

@@ -1,0 +1,156 @@
+#include "moe-edge-devices.h"
+#include "moe-edge-host-device.h"
+#include "moe-edge-util.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+
+namespace {
+
+struct known_device {
+    moe_edge_device *          device = nullptr;
+    ggml_backend_buffer_type_t placeholders = nullptr;
+    std::unique_ptr<moe_edge_device> owned = nullptr;  // CUDA devices belong to their backend
+};
+
+struct known_devices {
+    std::mutex mutex;
+    std::map<std::string, known_device> by_name;
+};
+
+// Never destroyed: what still runs when the process ends may point to them.
+known_devices & known = *new known_devices;
+
+// The number behind a prefix, up to 9 digits; -1 if that is not all there is.
+int32_t number_behind(const std::string & name, const std::string & prefix) {
+    const std::string digits = name.compare(0, prefix.size(), prefix) == 0 ? name.substr(prefix.size()) : "";
+    const bool number = !digits.empty() && digits.size() <= 9 && digits.find_first_not_of("0123456789") == std::string::npos;
+    return number ? std::stoi(digits) : -1;
+}
+
+known_device open_device(const std::string & name) {
+    const int32_t delay = name == "host" ? 0 : number_behind(name, "host:");
+    if (delay >= 0) {
+        auto host = std::make_unique<moe_edge_host_device>(delay);
+        auto * device = host.get();
+        return { device, static_cast<ggml_backend_buffer_type_t>(moe_edge_buffer_type()), std::move(host) };
+    }
+    const int32_t index = number_behind(name, "cuda");
+    if (index < 0) {
+        refuse("there is no device '%s': known are cuda0, cuda1, ... and host", name.c_str());
+    }
+    ggml_backend_reg_t reg = ggml_backend_reg_by_name("CUDA");
+    if (!reg) {
+        refuse("device %s: this build has no CUDA: run `make build GPU=cuda`", name.c_str());
+    }
+    using find_device = moe_edge_device * (*)(int);
+    using find_type   = ggml_backend_buffer_type_t (*)(int);
+    const auto device_of = reinterpret_cast<find_device>(ggml_backend_reg_get_proc_address(reg, "moe_edge_device"));
+    const auto type_of   = reinterpret_cast<find_type>(ggml_backend_reg_get_proc_address(reg, "moe_edge_buffer_type"));
+    const int32_t n = ggml_backend_reg_dev_count(reg);
+    if (index >= n || !device_of || !type_of) {
+        refuse("device %s: %d CUDA devices are usable here", name.c_str(), device_of && type_of ? n : 0);
+    }
+    known_device found;
+    found.device       = device_of(index);
+    found.placeholders = type_of(index);
+    if (!found.device || !found.placeholders) {
+        refuse("device %s: it cannot be opened", name.c_str());
+    }
+    return found;
+}
+
+// Seconds of a copy of bytes bytes, the best of three; negative when the device fails.
+double copy_seconds(moe_edge_device & device, void * to, const void * from, uint64_t bytes) {
+    double best = -1.0;
+    for (int i = 0; i < 3; i++) {
+        const auto t0 = std::chrono::steady_clock::now();
+        const moe_edge_ticket ticket = device.copy(MOE_EDGE_LANE_DEMAND, to, from, bytes, 0);
+        device.wait(ticket);
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - t0;
+        if (ticket == 0 || !device.error().empty()) {
+            return -1.0;
+        }
+        best = best < 0.0 ? took.count() : std::min(best, took.count());
+    }
+    return best;
+}
+
+}  // namespace
+
+bool moe_edge_is_placeholder_type(ggml_backend_buffer_type_t type) {
+    if (type == moe_edge_buffer_type()) {
+        return true;
+    }
+    std::lock_guard<std::mutex> lock(known.mutex);
+    return std::any_of(known.by_name.begin(), known.by_name.end(),
+        [type](const auto & each) { return each.second.placeholders == type; });
+}
+
+ggml_backend_buffer_type_t moe_edge_placeholder_type(const moe_edge_device * device) {
+    std::lock_guard<std::mutex> lock(known.mutex);
+    for (const auto & [name, each] : known.by_name) {
+        if (each.device == device) {
+            return each.placeholders;
+        }
+    }
+    return static_cast<ggml_backend_buffer_type_t>(moe_edge_buffer_type());
+}
+
+void * moe_edge_device_find(const char * name, char * err, size_t err_size) {
+    std::lock_guard<std::mutex> lock(known.mutex);
+    const auto it = known.by_name.find(name);
+    if (it != known.by_name.end()) {
+        return it->second.device;
+    }
+    try {
+        return known.by_name.emplace(name, open_device(name)).first->second.device;
+    } catch (const std::exception & e) {
+        write_error(err, err_size, e.what());
+        return nullptr;
+    }
+}
+
+int moe_edge_device_describe(void * device, moe_edge_device_info * out) {
+    const auto & d = *static_cast<moe_edge_device *>(device);
+    *out = {};
+    snprintf(out->name, sizeof(out->name), "%s", d.name().c_str());
+    d.memory(&out->free_bytes, &out->total_bytes);
+    return 0;
+}
+
+void * moe_edge_device_buffer_type(void * device) {
+    return moe_edge_placeholder_type(static_cast<moe_edge_device *>(device));
+}
+
+int moe_edge_device_measure(void * device, uint64_t bytes, moe_edge_bandwidths * out) {
+    auto & d = *static_cast<moe_edge_device *>(device);
+    *out = {};
+    bool pinned = false;
+    void * to = d.alloc(bytes);
+    char * page_locked = d.alloc_host(bytes, &pinned);
+    std::unique_ptr<char[]> pageable(new (std::nothrow) char[bytes]);
+    bool ok = bytes > 0 && to && page_locked && pageable;
+    if (ok) {
+        memset(page_locked, 1, bytes);
+        memset(pageable.get(), 1, bytes);
+        const double locked = copy_seconds(d, to, page_locked, bytes);
+        const double plain  = copy_seconds(d, to, pageable.get(), bytes);
+        const double few    = copy_seconds(d, to, page_locked, std::min<uint64_t>(bytes, 64));
+        ok = locked > 0.0 && plain > 0.0 && few > 0.0;
+        if (ok) {
+            out->pinned_bytes_per_s   = pinned ? bytes / locked : 0.0;
+            out->pageable_bytes_per_s = bytes / plain;
+            out->round_trip_us        = few * 1e6;
+        }
+    }
+    if (to) {
+        d.release(to);
+    }
+    if (page_locked) {
+        d.release_host(page_locked);
+    }
+    return ok ? 0 : -1;
+}

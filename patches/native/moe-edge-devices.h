@@ -1,0 +1,12 @@
+// The devices of this process, and the buffer types that their placeholders have.
+
+#pragma once
+
+#include "moe-edge-device.h"
+
+#include "ggml-backend.h"
+
+// Whether tensors of this buffer type are placeholders for experts.
+bool moe_edge_is_placeholder_type(ggml_backend_buffer_type_t type);
+// That of a store on this device; null: one in main memory.
+ggml_backend_buffer_type_t moe_edge_placeholder_type(const moe_edge_device * device);

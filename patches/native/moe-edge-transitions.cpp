@@ -1,0 +1,151 @@
+// Transitions: experts that change their version in the background, at step boundaries.
+
+#include "moe-edge-util.h"
+
+#include <algorithm>
+
+bool moe_edge_store::transits(const moe_edge_prefetch_item & t) {
+    return std::any_of(transitions.begin(), transitions.end(),
+        [&](const moe_edge_prefetch_item & other) { return other.layer == t.layer && other.expert == t.expert; });
+}
+
+// Starts a transition if every matrix has a free slot to go to.
+bool moe_edge_store::admit(const moe_edge_prefetch_item & t) {
+    if (exact_tiers || transits(t)) {
+        return false;
+    }
+    std::vector<int32_t> moving;
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        if (has_kind(t.layer, k)) {
+            const int32_t cell = cell_index(t.layer, k, t.expert);
+            const auto & c = cells[cell];
+            const auto & pool = pool_of(cell, t.tier);
+            if (c.tier == NO_TIER || c.loading != NO_TIER || (c.tier != t.tier && (pool.free.empty() || !pool.waiting.empty()))) {
+                return false;
+            }
+            if (c.tier != t.tier) {
+                moving.push_back(cell);
+            }
+        }
+    }
+    for (const int32_t cell : moving) {
+        cells[cell].background = true;
+        try_load(cell, t.tier, false, false);
+    }
+    return !moving.empty();
+}
+
+int32_t moe_edge_store::transition(const moe_edge_prefetch_item * list, int32_t n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const bool known = std::all_of(list, list + n, [this](const moe_edge_prefetch_item & t) {
+        return t.layer >= 0 && t.layer < n_layers && t.expert >= 0 && t.expert < n_expert && t.tier < n_tiers;
+    });
+    if (!known) {
+        return -1;
+    }
+    int32_t admitted = 0;
+    for (int32_t i = 0; i < n; i++) {
+        if (admit(list[i])) {
+            transitions.push_back(list[i]);
+            admitted++;
+        }
+    }
+    stats.transitions_rejected += n - admitted;
+    if (admitted > 0) {
+        work_cv.notify_one();
+        wake();
+    }
+    return admitted;
+}
+
+// At a step boundary, where no op reads an expert: whether this transition has come to its end.
+// Its matrices become visible together, or, if a read failed, none of them.
+bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
+    std::vector<int32_t> moving;  // without those that a token has asked for meanwhile
+    bool broken = false;
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        const int32_t cell = cell_index(t.layer, k, t.expert);
+        if (cells[cell].background) {
+            if (!landed(cell)) {
+                return false;
+            }
+            broken |= cells[cell].broken;
+            moving.push_back(cell);
+        }
+    }
+    if (broken) {
+        stats.transitions_failed++;
+    } else if (!moving.empty()) {
+        (t.tier < cells[moving[0]].tier ? stats.experts_promoted : stats.experts_demoted)++;
+    }
+    for (const int32_t cell : moving) {
+        broken ? discard_load(cell) : publish(cell);
+    }
+    return true;
+}
+
+// Takes back one transition that holds a slot of this pool, for a token that needs the slot: its
+// matrices keep their old version, which may then be evicted. False if there is none. A part that
+// is being read gives its slot back when it is done.
+bool moe_edge_store::revoke(const moe_edge_pool & pool) {
+    const auto held = std::find_if(pool.slots.begin(), pool.slots.end(),
+        [this](const moe_edge_slot & s) { return s.cell >= 0 && cells[s.cell].background; });
+    if (held == pool.slots.end()) {
+        return false;
+    }
+    const int32_t of = held->cell;
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        const int32_t cell = cell_index(layer_of(of), k, expert_of(of));
+        auto & c = cells[cell];
+        if (!c.background) {
+            continue;
+        }
+        drop_rest(cell);
+        c.background = false;
+        c.abandoned  = true;
+        if (c.arrived()) {
+            // who waits is served when the caller, who may be doing that, is done
+            unserved.push_back(&pool_of(cell, c.loading));
+            free_load(cell);
+        }
+    }
+    stats.transitions_failed++;
+    return true;
+}
+
+void moe_edge_store::set_transition_rate(uint64_t bytes_per_s) {
+    std::lock_guard<std::mutex> lock(mutex);
+    transition_rate = bytes_per_s;
+    transition_at   = 0;
+    work_cv.notify_all();
+    wake();
+}
+
+void moe_edge_store::get_states(uint8_t * out) {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::transform(resident.begin(), resident.end(), out, [](uint8_t tier) {
+        return tier == MOE_EDGE_ABSENT ? MOE_EDGE_STATE_ABSENT : tier == 0 ? MOE_EDGE_STATE_HI : MOE_EDGE_STATE_LO;
+    });
+    for (const auto & t : transitions) {
+        bool complete = true, better = false;
+        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+            const int32_t cell = cell_index(t.layer, k, t.expert);
+            const auto & c = cells[cell];
+            if (c.background) {
+                complete &= landed(cell) && !c.broken;
+                better   |= c.loading < c.tier;
+            }
+        }
+        out[(size_t) t.layer * n_expert + t.expert] =
+            complete ? MOE_EDGE_STATE_EVICTING : better ? MOE_EDGE_STATE_PROMOTING : MOE_EDGE_STATE_DEMOTING;
+    }
+}
+
+void moe_edge_store::take_counts(uint32_t * out) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (device) {
+        device->counts(down_matrices.data(), down_matrices.size(), counts.data());
+    }
+    std::copy(counts.begin(), counts.end(), out);
+    std::fill(counts.begin(), counts.end(), 0);
+}

@@ -1,0 +1,375 @@
+// A store on a device under an executor that never waits on the host: like kernels on a stream,
+// what it computes runs later, in the order of the device alone. Copies are late, overtake each
+// other, and poison where they go; every row must be made of the bytes on disk all the same.
+//
+//   device_stress DIR STEPS SEED
+//
+// Prints a line for each part; exit status 1 and a sentence on the first violation.
+
+#include "moe-edge-host-device.h"
+#include "moe-edge-store.h"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <random>
+
+namespace {
+
+constexpr int32_t  LAYERS = 3, EXPERTS = 8, USED = 3, TIERS = 2;
+constexpr uint64_t BYTES[TIERS] = { 14400, 8400 };  // whole blocks, as slices of a model are
+constexpr int32_t  TYPES[TIERS] = { 12, 10 };       // Q4_K, Q2_K by number: nothing is computed
+const int32_t      KINDS[] = { MOE_EDGE_GATE, MOE_EDGE_UP, MOE_EDGE_DOWN };  // in the graph's order
+
+[[noreturn]] void die(const std::string & sentence) {
+    fprintf(stderr, "device_stress: %s\n", sentence.c_str());
+    exit(1);
+}
+
+uint64_t slice_seed(int32_t layer, int32_t kind, int32_t tier, int32_t expert) {
+    return ((((uint64_t) layer * 4 + kind) * 4 + tier) * 64 + expert) * 1000003;
+}
+
+unsigned char byte_at(uint64_t seed, uint64_t i) {
+    const uint64_t x = seed + i * 2654435761u;
+    return (x >> 7) ^ (x >> 23) ^ x;
+}
+
+// What a row would be: every byte of the weights goes into it.
+uint64_t row_of(const unsigned char * weights, uint64_t bytes) {
+    uint64_t row = 0;
+    for (uint64_t i = 0; i < bytes; i++) {
+        row = row * 31 + weights[i];
+    }
+    return row;
+}
+
+struct expert_file {
+    std::string path;
+    moe_edge_layer layers[LAYERS] = {};
+    uint64_t rows[LAYERS][MOE_EDGE_N_KINDS][TIERS][EXPERTS];
+
+    explicit expert_file(const std::string & dir) : path(dir + "/device.bin") {
+        FILE * f = fopen(path.c_str(), "wb");
+        if (!f) {
+            die("cannot write " + path);
+        }
+        std::vector<unsigned char> bytes(100);
+        fwrite(bytes.data(), 1, bytes.size(), f);  // slices do not start on a block
+        for (int32_t l = 0; l < LAYERS; l++) {
+            layers[l].il = l;
+            for (const int32_t k : KINDS) {
+                for (int32_t t = 0; t < TIERS; t++) {
+                    layers[l].slices[k][t] = { (uint64_t) ftell(f), BYTES[t], 0, TYPES[t], k * TIERS + t, 0 };
+                    for (int32_t e = 0; e < EXPERTS; e++) {
+                        bytes.resize(BYTES[t]);
+                        for (uint64_t i = 0; i < BYTES[t]; i++) {
+                            bytes[i] = byte_at(slice_seed(l, k, t, e), i);
+                        }
+                        rows[l][k][t][e] = row_of(bytes.data(), bytes.size());
+                        fwrite(bytes.data(), 1, bytes.size(), f);
+                    }
+                }
+            }
+        }
+        fclose(f);
+    }
+};
+
+// Keeps tables of its own, as an executor does that runs without asking the store.
+struct table_device : moe_edge_host_device {
+    using moe_edge_host_device::moe_edge_host_device;
+
+    std::vector<moe_edge_entry> tables[LAYERS][MOE_EDGE_N_KINDS];
+    uint64_t version[LAYERS][MOE_EDGE_N_KINDS] = {};
+    uint64_t uploads = 0;
+    bool     fixed   = false;
+    moe_edge_ticket last = 0;  // of what was submitted
+
+    void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool tables_fixed) override {
+        wait(last);
+        fixed = tables_fixed;
+        for (int32_t i = 0; fixed && i < n; i++) {
+            const auto & m = *matrices[i];
+            if (version[m.layer][m.kind] != m.version) {
+                version[m.layer][m.kind] = m.version;
+                tables[m.layer][m.kind]  = m.table;
+                uploads++;
+            }
+        }
+    }
+
+    bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override {
+        for (int32_t i = 0; i < n; i++) {
+            out[(size_t) matrices[i]->layer * EXPERTS + 1] += 7;
+        }
+        return true;
+    }
+};
+
+moe_edge_store * open_store(const expert_file & file, moe_edge_device & device, int32_t slots_hi, int32_t slots_lo, uint64_t host_more) {
+    std::vector<moe_edge_group> groups(MOE_EDGE_N_KINDS * TIERS);
+    moe_edge_config config = {};
+    for (size_t g = 0; g < groups.size(); g++) {
+        const int32_t t = g % TIERS;
+        groups[g] = { moe_edge_device_slot_bytes(TYPES[t], BYTES[t], 256), t == 0 ? slots_hi : slots_lo, 0 };
+        config.budget_bytes += groups[g].slot_bytes * groups[g].n_slots;
+    }
+    const char * path = file.path.c_str();
+    config.files         = &path;
+    config.layers        = file.layers;
+    config.groups        = groups.data();
+    config.device        = &device;
+    config.n_files       = 1;
+    config.n_layers      = LAYERS;
+    config.n_groups      = groups.size();
+    config.n_tiers       = TIERS;
+    config.n_expert      = EXPERTS;
+    config.n_expert_used = USED;
+    config.max_tokens    = 8;
+    config.n_io_threads  = 2;
+    config.host_bytes    = moe_edge_host_least_bytes(&config) + host_more;
+    char err[512];
+    moe_edge_store * store = moe_edge_store_create(&config, err, sizeof(err));
+    if (!store) {
+        die(err);
+    }
+    config.host_bytes = moe_edge_host_least_bytes(&config) - 1;
+    if (moe_edge_store_create(&config, err, sizeof(err)) || !strstr(err, std::to_string(config.host_bytes + 1).c_str())) {
+        die("a host tier that is too small was not refused with the size that works");
+    }
+    return store;
+}
+
+void check(moe_edge_store * store) {
+    char err[512];
+    if (moe_edge_check(store, err, sizeof(err)) != 0) {
+        die(err);
+    }
+}
+
+struct counters {
+    std::atomic<int64_t> rows { 0 }, wrong { 0 };
+};
+
+// Submits the row of an expert.
+moe_edge_ticket compute(moe_edge_host_device & device, const expert_file & file, const moe_edge_matrix & m, const moe_edge_ready & r,
+                        counters & count) {
+    const int32_t tier = r.type == TYPES[0] ? 0 : 1;
+    const uint64_t expected = file.rows[m.layer][m.kind][tier][r.expert];
+    const auto * weights = static_cast<const unsigned char *>(r.data);
+    if ((static_cast<const char *>(r.data) - m.base[tier]) % (tier == 0 ? 144 : 84) != 0) {
+        die("an expert does not lie on a whole block of its pool");
+    }
+    return device.submit([&count, weights, tier, expected] {
+        count.rows++;
+        count.wrong += row_of(weights, BYTES[tier]) != expected;
+    }, { r.ticket });
+}
+
+// One op as a kernel executor runs it: waves, no wait on the host. False when the step was cut off.
+bool run_op(moe_edge_store * store, table_device & device, const expert_file & file, int32_t layer, int32_t kind,
+            const std::vector<int32_t> & ids, counters & count) {
+    auto & m = store->matrices[layer][kind];
+    std::vector<moe_edge_ready> ready(ids.size());
+    m.ops->begin(&m, ids.data(), ids.size());
+    for (size_t left = ids.size(); left > 0;) {
+        const int32_t n = m.ops->next(&m, ready.data());
+        if (n < 0) {
+            return false;
+        }
+        for (int32_t i = 0; i < n; i++) {
+            if (ready[i].data) {
+                device.last = compute(device, file, m, ready[i], count);
+            }
+        }
+        m.ops->release(&m, ready.data(), n, device.last);
+        left -= n;
+    }
+    return true;
+}
+
+// Random steps over slots too few for them: swaps by requests, by prefetches and by transitions,
+// skips, and steps that are cut off.
+void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t slots_hi, int32_t slots_lo, uint64_t host_more) {
+    table_device device(150);
+    moe_edge_store * store = open_store(file, device, slots_hi, slots_lo, host_more);
+    std::mt19937 random(seed);
+    counters count;
+    int64_t asked = 0, skipped = 0, cut = 0, transitions = 0;
+    for (int32_t step = 0; step < steps; step++) {
+        moe_edge_begin_step(store, random() % 4 == 0 ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE);
+        const int32_t layer = random() % LAYERS;
+        std::vector<int32_t> ids;
+        std::vector<uint8_t> tiers, passing;
+        for (int32_t e = 0; e < EXPERTS; e++) {
+            if (random() % 3 == 0) {
+                const uint8_t choice[] = { 0, 1, 1, MOE_EDGE_SKIP };
+                ids.push_back(e);
+                tiers.push_back(choice[random() % 4]);
+                passing.push_back(random() % 4 == 0);
+                skipped += tiers.back() == MOE_EDGE_SKIP;
+            }
+        }
+        moe_edge_prefetch_item items[3];
+        for (auto & item : items) {
+            item = { (int16_t) (random() % LAYERS), (int16_t) (random() % EXPERTS), (uint8_t) (random() % TIERS), 0, (int16_t) (random() % 2) };
+        }
+        if (random() % 2 == 0) {
+            moe_edge_prefetch(store, items, 3);
+        } else {
+            transitions += moe_edge_transition(store, items, 3);
+        }
+        if (moe_edge_apply(store, layer, ids.data(), tiers.data(), passing.data(), ids.size()) != 0) {
+            die(moe_edge_error(store));
+        }
+        const bool cancel = random() % 16 == 0;
+        for (const int32_t k : KINDS) {
+            moe_edge_cancel(store, cancel && k == MOE_EDGE_UP);
+            if (run_op(store, device, file, layer, k, ids, count)) {
+                asked += ids.size();
+            } else if (moe_edge_error(store)) {
+                die(moe_edge_error(store));
+            } else {
+                cut++;
+                break;
+            }
+        }
+        moe_edge_cancel(store, 0);
+        if (step % 8 == 0) {
+            check(store);
+        }
+    }
+    moe_edge_stats s;
+    moe_edge_get_stats(store, &s);
+    device.wait(device.last);
+    if (count.wrong != 0) {
+        die(std::to_string(count.wrong) + " wrong rows of " + std::to_string(count.rows));
+    }
+    const uint64_t host_hits = s.host_hits[0] + s.host_hits[1];
+    if (count.rows == 0 || skipped == 0 || cut == 0 || transitions == 0 || host_hits == 0 || s.evictions == 0 || s.promotions == 0 ||
+        s.copy_wait_us[0] + s.copy_wait_us[1] != 0 || s.slot_bytes_peak > s.budget_bytes) {
+        die("a situation did not come up, or the host waited for a copy");
+    }
+    moe_edge_store_free(store);
+    printf("steps: %d, %lld rows, none wrong, %lld skipped, %lld cut off, %llu host hits, %llu evictions, %llu transitions\n", steps,
+        (long long) count.rows, (long long) skipped, (long long) cut, (unsigned long long) host_hits, (unsigned long long) s.evictions,
+        (unsigned long long) (s.experts_promoted + s.experts_demoted));
+}
+
+// Everything resident, nobody decides during a step: ops run from tables of their own, without a
+// word to the store, while versions change in the background.
+void run_fixed(const expert_file & file, int32_t steps, unsigned seed) {
+    table_device device(100);
+    moe_edge_store * store = open_store(file, device, 5, LAYERS * EXPERTS + 2, 1 << 20);
+    moe_edge_set_callback(store, nullptr, nullptr, 1);
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);
+    if (device.fixed) {
+        die("tables of nothing count as fixed");
+    }
+    std::vector<moe_edge_prefetch_item> all;
+    for (int16_t l = 0; l < LAYERS; l++) {
+        for (int16_t e = 0; e < EXPERTS; e++) {
+            all.push_back({ l, e, 1, 0, 0 });
+        }
+    }
+    if (moe_edge_warm(store, all.data(), all.size(), nullptr, nullptr) != (int32_t) all.size()) {
+        die("the warm start failed");
+    }
+    std::mt19937 random(seed);
+    counters count;
+    for (int32_t step = 0; step < steps; step++) {
+        moe_edge_begin_step(store, MOE_EDGE_DECODE);
+        const auto & any = store->matrices[0][MOE_EDGE_UP];
+        if (!device.fixed || !any.ops->fixed(const_cast<moe_edge_matrix *>(&any))) {
+            die("every expert is there, and the tables are not fixed");
+        }
+        moe_edge_prefetch_item items[4];
+        for (auto & item : items) {
+            item = all[random() % all.size()];
+            item.tier = random() % TIERS;
+        }
+        moe_edge_transition(store, items, 4);
+        moe_edge_prefetch(store, items, 4);  // there is nothing to read ahead
+        for (int32_t l = 0; l < LAYERS; l++) {
+            for (const int32_t k : KINDS) {
+                const auto & m = store->matrices[l][k];
+                for (int32_t e = 0; e < EXPERTS; e++) {
+                    const auto & entry = device.tables[l][k][e];
+                    device.last = compute(device, file, m, { entry.data, e, entry.type, entry.ticket }, count);
+                }
+            }
+        }
+        check(store);
+    }
+    device.wait(device.last);
+    moe_edge_stats s;
+    moe_edge_get_stats(store, &s);
+    if (count.wrong != 0) {
+        die(std::to_string(count.wrong) + " wrong rows from fixed tables");
+    }
+    if (s.experts_promoted == 0 || s.experts_demoted == 0 || s.evictions != 0 || s.requests[1] != 0 ||
+        device.uploads <= (uint64_t) LAYERS * 3) {
+        die("versions did not change under fixed tables");
+    }
+    std::vector<uint32_t> counts(LAYERS * EXPERTS);
+    moe_edge_take_counts(store, counts.data());
+    if (counts[1] != 7 || counts[0] != 0 || counts[EXPERTS + 1] != 7) {
+        die("the device's counts did not arrive");
+    }
+    const uint8_t high = 0;
+    const int32_t id = 2;
+    moe_edge_apply(store, 0, &id, &high, nullptr, 1);
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);
+    if (device.fixed) {
+        die("a front end decides, and the tables count as fixed");
+    }
+    moe_edge_store_free(store);
+    printf("fixed: %d steps, %llu tables brought up to date, %llu promoted, %llu demoted\n", steps, (unsigned long long) device.uploads,
+        (unsigned long long) s.experts_promoted, (unsigned long long) s.experts_demoted);
+}
+
+// A device that is lost while a step runs: one sentence, no hang, and the store can be freed.
+void run_lost(const expert_file & file) {
+    table_device device(200);
+    moe_edge_store * store = open_store(file, device, 2, 2, 0);
+    counters count;
+    std::vector<int32_t> ids(EXPERTS);
+    std::iota(ids.begin(), ids.end(), 0);
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);
+    std::thread other([&] { device.lose("it fell off the bus"); });
+    for (int i = 0; i < 1000; i++) {
+        if (!run_op(store, device, file, i % LAYERS, MOE_EDGE_UP, ids, count)) {
+            break;
+        }
+    }
+    other.join();
+    const char * error = moe_edge_error(store);
+    if (!error || !strstr(error, "fell off the bus")) {
+        die(std::string("a lost device was not reported: ") + (error ? error : "no error"));
+    }
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);
+    if (!moe_edge_error(store) || run_op(store, device, file, 0, MOE_EDGE_UP, ids, count)) {
+        die("a lost device works again");
+    }
+    moe_edge_store_free(store);
+    printf("lost device: reported\n");
+}
+
+}  // namespace
+
+int main(int argc, char ** argv) {
+    if (argc != 4) {
+        die("usage: device_stress DIR STEPS SEED");
+    }
+    const expert_file file(argv[1]);
+    const int32_t  steps = atoi(argv[2]);
+    const unsigned seed  = atoi(argv[3]);
+    run_steps(file, steps / 2, seed, 4, 3, 0);
+    run_steps(file, steps - steps / 2, seed + 1, 1, 1, 300000);
+    run_fixed(file, std::max(40, steps / 50), seed);
+    run_lost(file);
+    return 0;
+}
