@@ -64,7 +64,6 @@ def test_without_a_gpu_there_is_one_sentence():
         run_gpu(GpuOptions(device="cuda63"))
 
 
-@pytest.mark.usefixtures("bench_cache")
 def test_every_case_runs_on_the_host_device(real_engine):
     options = GpuOptions(
         quick=True, device="host", caps=(0.6,), tokens=8, warmup=1, prompt_tokens=16, runs=1
