@@ -215,27 +215,34 @@ moe_edge_ticket moe_edge_cuda_device::copy(int32_t lane_index, void * to, const 
         return 0;
     }
     lane & l = lanes[lane_index];
-    const bool direct = is_pinned(from);
-    {
-        std::lock_guard<std::mutex> lock(l.mutex);
-        if (!direct || !l.jobs.empty() || l.recorded < l.issued) {
-            const uint64_t number = ++l.issued;
-            l.jobs.push_back({ to, from, bytes, after });
-            if (!l.pageable.joinable()) {
-                l.pageable = std::thread([this, &l] { run_jobs(l); });
-            }
-            l.changed.notify_all();
-            return ticket_of(l, number);
-        }
+    const bool direct = is_pinned(from) && is_recorded(after);
+    if (direct) {
+        order(l.stream, after);
     }
-    order(l.stream, after);
     std::lock_guard<std::mutex> lock(l.mutex);
     const uint64_t number = ++l.issued;
-    if (!check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, l.stream), "a copy to it failed") ||
-        !record_on(l, number)) {
-        return 0;
+    if (direct && l.recorded + 1 == number) {
+        if (!check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, l.stream), "a copy to it failed") ||
+            !record_on(l, number)) {
+            return 0;
+        }
+        return ticket_of(l, number);
     }
+    l.jobs.push_back({ to, from, bytes, after });
+    if (!l.pageable.joinable()) {
+        l.pageable = std::thread([this, &l] { run_jobs(l); });
+    }
+    l.changed.notify_all();
     return ticket_of(l, number);
+}
+
+bool moe_edge_cuda_device::is_recorded(moe_edge_ticket ticket) {
+    if (ticket == 0 || lost) {
+        return true;
+    }
+    lane & l = lane_of(ticket);
+    std::lock_guard<std::mutex> lock(l.mutex);
+    return (ticket << 8 >> 8) <= l.recorded;
 }
 
 void moe_edge_cuda_device::run_jobs(lane & l) {

@@ -77,7 +77,8 @@ class moe_edge_cuda_device : public moe_edge_device {
         uint64_t                 recorded = 0;
         uint64_t                 passed   = 0;
         std::deque<job>          jobs;     // of the thread below
-        std::thread              pageable; // the driver blocks who copies from memory that is not pinned
+        std::thread              pageable; // the driver blocks who copies from memory that is not pinned,
+                                           // and order() who waits for a copy that is still with such a thread
     };
 
     explicit moe_edge_cuda_device(int index);
@@ -92,6 +93,7 @@ class moe_edge_cuda_device : public moe_edge_device {
     bool record_on(lane & l, uint64_t number);
     bool has_passed(lane & l, uint64_t number);
 
+    bool is_recorded(moe_edge_ticket ticket);
     void run_jobs(lane & l);
     bool is_pinned(const void * memory);
     bool make_tables(moe_edge_matrix * const * matrices, int32_t n);

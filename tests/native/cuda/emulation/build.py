@@ -96,9 +96,7 @@ def build_backend(
         name: store / f"{Path(name).stem}-{_digest([*common, tree[name]])[:20]}.o" for name in names
     }
     engine = HERE / "emulation.cpp"
-    objects["emulation.cpp"] = (
-        store / f"emulation-{_digest([*common, engine.read_text()])[:20]}.o"
-    )
+    objects["emulation.cpp"] = store / f"emulation-{_digest([*common, engine.read_text()])[:20]}.o"
     missing = [name for name, path in objects.items() if not path.exists()]
     if missing:
         with tempfile.TemporaryDirectory(prefix="moe-edge-emulation-") as folder:

@@ -239,6 +239,8 @@ void run_block(std::mt19937_64 & random) {
     }
 }
 
+std::atomic<uint64_t> pinned_limit { UINT64_MAX };  // bytes of one allocation
+
 std::mutex counts_lock;
 std::map<std::string, uint64_t> launch_counts;
 
@@ -603,6 +605,7 @@ __attribute__((visibility("default"))) uint64_t moe_emu_launches(const char * ke
     const auto it = moe_emu::launch_counts.find(kernel);
     return it == moe_emu::launch_counts.end() ? 0 : it->second;
 }
+__attribute__((visibility("default"))) void moe_emu_limit_pinned(uint64_t bytes) { moe_emu::pinned_limit = bytes; }
 __attribute__((visibility("default"))) uint64_t moe_emu_peak_bytes() { return moe_emu::the().most_used; }
 }
 
@@ -737,7 +740,7 @@ cudaError_t cudaFree(void * memory) {
 }
 
 cudaError_t cudaMallocHost(void ** memory, size_t bytes) {
-    *memory = bytes ? aligned_alloc(4096, (bytes + 4095) / 4096 * 4096) : nullptr;
+    *memory = bytes && bytes <= pinned_limit ? aligned_alloc(4096, (bytes + 4095) / 4096 * 4096) : nullptr;
     if (bytes && !*memory) {
         return failed(cudaErrorMemoryAllocation);
     }
@@ -882,6 +885,10 @@ cudaError_t cudaGraphExecUpdate(cudaGraphExec_t e, cudaGraph_t g, cudaGraphNode_
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
     stream * on = resolve(s);
+    {
+        std::lock_guard<std::mutex> counting(counts_lock);
+        launch_counts["cudaGraphLaunch"]++;
+    }
     for (const task & t : e->tasks) {
         on->add(t);
     }
