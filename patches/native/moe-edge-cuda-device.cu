@@ -375,15 +375,22 @@ bool moe_edge_cuda_device::make_tables(moe_edge_matrix * const * matrices, int32
 }
 
 void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) {
-    if (!fixed || !start() || !make_tables(matrices, n)) {
-        for (int32_t i = 0; i < n; i++) {
-            if (moe_edge_cuda_table * t = moe_edge_cuda_table_of(*matrices[i])) {
-                t->usable = false;
-            }
+    bool changed = !fixed;
+    bool in_use  = false;
+    for (int32_t i = 0; i < n; i++) {
+        if (moe_edge_cuda_table * t = moe_edge_cuda_table_of(*matrices[i])) {
+            changed = changed || t->version != matrices[i]->version;
+            in_use  = in_use || t->usable;
+            t->usable = false;
         }
+    }
+    // ops of the last step may still read what the tables said, and have told nobody
+    if (changed && in_use && make_current()) {
+        check(cudaDeviceSynchronize(), "its work failed");
+    }
+    if (!fixed || !start() || !make_tables(matrices, n)) {
         return;
     }
-    bool idle = false;
     for (int32_t i = 0; i < n; i++) {
         const moe_edge_matrix & m = *matrices[i];
         moe_edge_cuda_table & t = *moe_edge_cuda_table_of(m);
@@ -392,8 +399,6 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
             t.version = m.version;
             t.reached = moe_edge_plan_table(m.table, m.types, m.base, entries);
             if (t.reached && entries != t.host) {
-                // nothing of the last step may read the table while it changes
-                idle = idle || check(cudaDeviceSynchronize(), "its work failed");
                 check(cudaMemcpy(t.entries, entries.data(), entries.size() * sizeof(int32_t), cudaMemcpyHostToDevice),
                       "a table cannot be copied to it");
             }

@@ -264,18 +264,9 @@ class product {
     }
 
     // Asks the store for the experts that tokens were routed to; next() then tells where they are.
-    void begin() {
-        std::vector<int32_t> host(n_slots*n_tokens);
-        CUDA_CHECK(cudaMemcpy2DAsync(host.data(), n_slots*sizeof(int32_t), ids->data, ids->nb[1], n_slots*sizeof(int32_t),
-                                     n_tokens, cudaMemcpyDeviceToHost, stream));
-        CUDA_CHECK(cudaStreamSynchronize(stream));
-        std::sort(host.begin(), host.end());
-        host.erase(std::unique(host.begin(), host.end()), host.end());
-        begin(host);
-    }
+    void begin() { begin(routed_experts()); }
 
-    void begin(const std::vector<int32_t> & routed_experts) {
-        experts   = routed_experts;
+    void begin(const std::vector<int32_t> & experts) {
         remaining = experts.size();
         m->ops->begin(m, experts.data(), remaining);
     }
@@ -342,7 +333,34 @@ class product {
         return true;
     }
 
-    const std::vector<int32_t> & routed_experts() const { return experts; }
+    // The distinct ones, which the host has to read back. The products of a layer share their ids:
+    // they are read for the first of them. (A layer's down is its last.)
+    const std::vector<int32_t> & routed_experts() const {
+        struct reading {
+            const void * store = nullptr;
+            const void * ids   = nullptr;
+            int32_t      layer = -1;
+            uint32_t     kinds = 0;
+            std::vector<int32_t> experts;
+        };
+        static thread_local reading last;
+        const uint32_t kind = 1u << m->kind;
+        const uint32_t down = 1u << MOE_EDGE_DOWN;
+        if (last.store != m->store || last.ids != ids->data || last.layer != m->layer || last.kinds & (kind | down)) {
+            last.experts.resize(n_slots*n_tokens);
+            CUDA_CHECK(cudaMemcpy2DAsync(last.experts.data(), n_slots*sizeof(int32_t), ids->data, ids->nb[1],
+                                         n_slots*sizeof(int32_t), n_tokens, cudaMemcpyDeviceToHost, stream));
+            CUDA_CHECK(cudaStreamSynchronize(stream));
+            std::sort(last.experts.begin(), last.experts.end());
+            last.experts.erase(std::unique(last.experts.begin(), last.experts.end()), last.experts.end());
+            last.kinds = 0;
+        }
+        last.store = m->store;
+        last.ids   = ids->data;
+        last.layer = m->layer;
+        last.kinds |= kind;
+        return last.experts;
+    }
 
   private:
     static bool by_expert(const moe_edge_ready & a, const moe_edge_ready & b) { return a.expert < b.expert; }
@@ -598,7 +616,6 @@ class product {
     const int64_t          n_tokens;
 
     ggml_cuda_pool_alloc<char>  y;  // x as q8_1, once a class needs it
-    std::vector<int32_t>        experts;
     std::vector<moe_edge_ready> ready;      // not yet computed
     int32_t                     remaining = 0;  // experts that are not ready yet
 };
@@ -683,7 +700,7 @@ int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, g
         return 3;
     }
     gates.begin();
-    ups.begin(gates.routed_experts());
+    ups.begin();
     if (gates.next() && gates.complete() && ups.next() && ups.complete() && ups.run_fused(gates, glu)) {
         return 3;
     }
