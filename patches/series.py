@@ -28,6 +28,12 @@ ALLOWED_FILES = frozenset(
     for name in (
         "ggml/src/ggml-cpu/CMakeLists.txt",
         "ggml/src/ggml-cpu/ggml-cpu.cpp",
+        "ggml/src/ggml-cuda/CMakeLists.txt",
+        "ggml/src/ggml-cuda/common.cuh",
+        "ggml/src/ggml-cuda/ggml-cuda.cu",
+        "ggml/src/ggml-cuda/mmq.cu",
+        "ggml/src/ggml-cuda/mmq.cuh",
+        "ggml/src/ggml-cuda/mmvq.cu",
         "src/CMakeLists.txt",
         "src/llama-graph.cpp",
         "src/llama-model-loader.cpp",

@@ -1,0 +1,453 @@
+#include "moe-edge-cuda-device.h"
+#include "moe-edge-launch.h"
+
+#include "../ggml/src/ggml-cuda/common.cuh"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace {
+
+constexpr size_t   RING       = 512;   // tickets of a lane that may be under way
+constexpr uint64_t HOST_ALIGN = 4096;
+
+// Reads and resets, so that no token is lost whose op is still running.
+__global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) {
+    const int32_t i = blockIdx.x*blockDim.x + threadIdx.x;
+    if (i < n) {
+        out[i] = atomicExch(counts + i, 0u);
+    }
+}
+
+}  // namespace
+
+moe_edge_cuda_table * moe_edge_cuda_table_of(const moe_edge_matrix & m) {
+    return static_cast<moe_edge_cuda_table *>(m.executor.get());
+}
+
+moe_edge_cuda_device * moe_edge_cuda_device::get(int index) {
+    static std::mutex guard;
+    static moe_edge_cuda_device * devices[GGML_CUDA_MAX_DEVICES] = {};
+    std::lock_guard<std::mutex> lock(guard);
+    if (index < 0 || index >= ggml_cuda_info().device_count) {
+        return nullptr;
+    }
+    if (!devices[index]) {
+        devices[index] = new moe_edge_cuda_device(index);
+    }
+    return devices[index];
+}
+
+moe_edge_cuda_device::moe_edge_cuda_device(int index)
+    : index(index), physical(ggml_cuda_info().devices[index].physical_device) {}
+
+bool moe_edge_cuda_device::check(cudaError_t status, const char * what) {
+    if (status == cudaSuccess) {
+        return true;
+    }
+    (void) cudaGetLastError();
+    std::lock_guard<std::mutex> lock(mutex);
+    if (failure.empty()) {
+        failure = "CUDA device " + std::to_string(index) + " is lost: " + what + ": " + cudaGetErrorString(status) +
+                  "; start the program again, or run it without a GPU";
+    }
+    lost = true;
+    return false;
+}
+
+bool moe_edge_cuda_device::make_current() {
+    return check(cudaSetDevice(physical), "it cannot be selected");
+}
+
+bool moe_edge_cuda_device::start() {
+    if (lost || !make_current()) {
+        return false;
+    }
+    cudaError_t status = cudaSuccess;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (started) {
+            return true;
+        }
+        started = true;
+        int least    = 0;
+        int greatest = 0;
+        status = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+        for (int i = 0; i < MOE_EDGE_N_LANES && status == cudaSuccess; i++) {
+            status = cudaStreamCreateWithPriority(&lanes[i].stream, cudaStreamNonBlocking,
+                                                  i == MOE_EDGE_LANE_DEMAND ? greatest : least);
+        }
+    }
+    return check(status, "its copy streams cannot be made");
+}
+
+std::string moe_edge_cuda_device::name() const {
+    cudaDeviceProp properties = {};
+    if (cudaGetDeviceProperties(&properties, physical) != cudaSuccess) {
+        (void) cudaGetLastError();
+        return "CUDA" + std::to_string(index);
+    }
+    return properties.name;
+}
+
+void moe_edge_cuda_device::memory(uint64_t * free, uint64_t * total) const {
+    size_t free_bytes  = 0;
+    size_t total_bytes = 0;
+    if (cudaSetDevice(physical) != cudaSuccess || cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) {
+        (void) cudaGetLastError();
+    }
+    *free  = free_bytes;
+    *total = total_bytes;
+}
+
+void * moe_edge_cuda_device::alloc(uint64_t bytes) {
+    if (!start()) {
+        return nullptr;
+    }
+    void * memory = nullptr;
+    if (cudaMalloc(&memory, bytes) != cudaSuccess) {
+        (void) cudaGetLastError();  // it does not fit, which loses nothing
+        return nullptr;
+    }
+    // what kernels read past the end of a slice must not be a NaN
+    if (!check(cudaMemset(memory, 0, bytes), "its memory cannot be cleared") ||
+        !check(cudaDeviceSynchronize(), "its memory cannot be cleared")) {
+        return nullptr;
+    }
+    return memory;
+}
+
+void moe_edge_cuda_device::release(void * memory) {
+    if (memory && make_current()) {
+        check(cudaFree(memory), "its memory cannot be given back");
+    }
+}
+
+char * moe_edge_cuda_device::alloc_host(uint64_t bytes, bool * is_pinned) {
+    *is_pinned = false;
+    bytes = (bytes + HOST_ALIGN - 1) / HOST_ALIGN * HOST_ALIGN;
+    void * memory = nullptr;
+    if (start()) {
+        if (cudaHostAlloc(&memory, bytes, cudaHostAllocPortable) == cudaSuccess) {
+            std::lock_guard<std::mutex> lock(mutex);
+            pinned[static_cast<char *>(memory)] = bytes;
+            *is_pinned = true;
+            return static_cast<char *>(memory);
+        }
+        (void) cudaGetLastError();
+    }
+    memory = std::aligned_alloc(HOST_ALIGN, bytes);
+    if (memory) {
+        std::lock_guard<std::mutex> lock(mutex);
+        pageable[static_cast<char *>(memory)] = bytes;
+    }
+    return static_cast<char *>(memory);
+}
+
+void moe_edge_cuda_device::release_host(char * memory) {
+    bool was_pinned;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        was_pinned = pinned.erase(memory) > 0;
+        pageable.erase(memory);
+    }
+    if (!was_pinned) {
+        std::free(memory);
+    } else if (make_current()) {
+        check(cudaFreeHost(memory), "host memory cannot be given back");
+    }
+}
+
+bool moe_edge_cuda_device::is_pinned(const void * memory) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto * at = static_cast<const char *>(memory);
+    auto after = pinned.upper_bound(at);
+    if (after == pinned.begin()) {
+        return false;
+    }
+    --after;
+    return at < after->first + after->second;
+}
+
+bool moe_edge_cuda_device::has_passed(lane & l, uint64_t number) {
+    if (number <= l.passed || lost) {
+        return true;
+    }
+    if (number > l.recorded) {
+        return false;
+    }
+    const cudaError_t status = cudaEventQuery(l.events[number % RING]);
+    if (status == cudaErrorNotReady) {
+        return false;
+    }
+    if (check(status, "a query of its work failed")) {
+        l.passed = number;
+    }
+    return true;
+}
+
+bool moe_edge_cuda_device::record_on(lane & l, uint64_t number) {
+    if (l.events.empty()) {
+        l.events.resize(RING);
+        for (cudaEvent_t & event : l.events) {
+            if (!check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "an event cannot be made")) {
+                l.events.clear();
+                return false;
+            }
+        }
+    }
+    if (number > RING && l.passed < number - RING) {
+        if (!check(cudaEventSynchronize(l.events[number % RING]), "its work failed")) {
+            return false;
+        }
+        l.passed = number - RING;
+    }
+    if (!check(cudaEventRecord(l.events[number % RING], l.stream), "an event cannot be recorded")) {
+        return false;
+    }
+    l.recorded = number;
+    return true;
+}
+
+moe_edge_ticket moe_edge_cuda_device::copy(int32_t lane_index, void * to, const void * from, uint64_t bytes,
+                                           moe_edge_ticket after) {
+    if (!start()) {
+        return 0;
+    }
+    lane & l = lanes[lane_index];
+    const bool direct = is_pinned(from) && is_recorded(after);
+    if (direct) {
+        order(l.stream, after);
+    }
+    std::lock_guard<std::mutex> lock(l.mutex);
+    const uint64_t number = ++l.issued;
+    if (direct && l.recorded + 1 == number) {
+        if (!check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, l.stream), "a copy to it failed") ||
+            !record_on(l, number)) {
+            return 0;
+        }
+        return ticket_of(l, number);
+    }
+    l.jobs.push_back({ to, from, bytes, after });
+    if (!l.pageable.joinable()) {
+        l.pageable = std::thread([this, &l] { run_jobs(l); });
+    }
+    l.changed.notify_all();
+    return ticket_of(l, number);
+}
+
+bool moe_edge_cuda_device::is_recorded(moe_edge_ticket ticket) {
+    if (ticket == 0 || lost) {
+        return true;
+    }
+    lane & l = lane_of(ticket);
+    std::lock_guard<std::mutex> lock(l.mutex);
+    return (ticket << 8 >> 8) <= l.recorded;
+}
+
+void moe_edge_cuda_device::run_jobs(lane & l) {
+    if (!make_current()) {
+        return;
+    }
+    std::unique_lock<std::mutex> lock(l.mutex);
+    for (;;) {
+        l.changed.wait(lock, [&] { return !l.jobs.empty(); });
+        const job j = l.jobs.front();
+        lock.unlock();
+        order(l.stream, j.after);
+        const bool copied = !lost && check(
+            cudaMemcpyAsync(j.to, j.from, j.bytes, cudaMemcpyHostToDevice, l.stream), "a copy to it failed");
+        lock.lock();
+        l.jobs.pop_front();
+        if (!copied || !record_on(l, l.recorded + 1)) {
+            l.recorded = l.issued;
+            l.jobs.clear();
+        }
+        l.changed.notify_all();
+    }
+}
+
+moe_edge_ticket moe_edge_cuda_device::record(cudaStream_t stream) {
+    if (!start()) {
+        return 0;
+    }
+    int at = MOE_EDGE_N_LANES;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        while (at < n_lanes && lanes[at].stream != stream) {
+            at++;
+        }
+        if (at == n_lanes && at < (int) lanes.size()) {
+            lanes[at].stream = stream;
+            n_lanes++;
+        }
+    }
+    if (at == (int) lanes.size()) {
+        // more streams than lanes: nothing to order later if it is all done now
+        check(cudaStreamSynchronize(stream), "its work failed");
+        return 0;
+    }
+    lane & l = lanes[at];
+    std::lock_guard<std::mutex> lock(l.mutex);
+    const uint64_t number = ++l.issued;
+    return record_on(l, number) ? ticket_of(l, number) : 0;
+}
+
+void moe_edge_cuda_device::order(cudaStream_t stream, moe_edge_ticket ticket) {
+    if (ticket == 0) {
+        return;
+    }
+    lane & l = lane_of(ticket);
+    const uint64_t number = ticket << 8 >> 8;
+    if (l.stream == stream) {
+        return;
+    }
+    std::unique_lock<std::mutex> lock(l.mutex);
+    l.changed.wait(lock, [&] { return lost || l.recorded >= number; });
+    // with the mutex held: the event must not come to stand for a later ticket before it is waited for
+    if (!has_passed(l, number)) {
+        check(cudaStreamWaitEvent(stream, l.events[number % RING], 0), "an event cannot be waited for");
+    }
+}
+
+bool moe_edge_cuda_device::passed(moe_edge_ticket ticket) {
+    if (ticket == 0 || lost) {
+        return true;
+    }
+    lane & l = lane_of(ticket);
+    std::lock_guard<std::mutex> lock(l.mutex);
+    return has_passed(l, ticket << 8 >> 8);
+}
+
+void moe_edge_cuda_device::wait(moe_edge_ticket ticket) {
+    if (passed(ticket) || !make_current()) {
+        return;
+    }
+    lane & l = lane_of(ticket);
+    const uint64_t number = ticket << 8 >> 8;
+    cudaEvent_t event;
+    {
+        std::unique_lock<std::mutex> lock(l.mutex);
+        l.changed.wait(lock, [&] { return lost || l.recorded >= number; });
+        if (has_passed(l, number)) {
+            return;
+        }
+        event = l.events[number % RING];
+    }
+    // should the event stand for a later ticket by now, this one has passed before it
+    check(cudaEventSynchronize(event), "its work failed");
+}
+
+std::string moe_edge_cuda_device::error() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return failure;
+}
+
+bool moe_edge_cuda_device::make_tables(moe_edge_matrix * const * matrices, int32_t n) {
+    if (n == 0 || moe_edge_cuda_table_of(*matrices[0])) {
+        return n > 0;
+    }
+    size_t n_words = 0;
+    for (int32_t i = 0; i < n; i++) {
+        n_words += matrices[i]->table.size() * (matrices[i]->kind == MOE_EDGE_DOWN ? 4 : 2);
+    }
+    void * memory = alloc(n_words * sizeof(int32_t));
+    if (!memory) {
+        return false;
+    }
+    const std::shared_ptr<void> owner(memory, [this](void * p) { release(p); });
+    // counts first, in the order of the layers, and a copy of them: they are read in one piece
+    auto * counts = static_cast<uint32_t *>(memory);
+    auto * entries = static_cast<int32_t *>(memory) + n_words;
+    for (int32_t i = 0; i < n; i++) {
+        moe_edge_matrix & m = *matrices[i];
+        auto table = std::make_shared<moe_edge_cuda_table>();
+        table->memory = owner;
+        if (m.kind == MOE_EDGE_DOWN) {
+            table->counts = counts;
+            counts += m.table.size();
+        }
+        entries -= 2*m.table.size();
+        table->entries = entries;
+        m.executor = table;
+    }
+    return true;
+}
+
+void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) {
+    bool changed = !fixed;
+    bool in_use  = false;
+    for (int32_t i = 0; i < n; i++) {
+        if (moe_edge_cuda_table * t = moe_edge_cuda_table_of(*matrices[i])) {
+            changed = changed || t->version != matrices[i]->version;
+            in_use  = in_use || t->usable;
+            t->usable = false;
+        }
+    }
+    // ops of the last step may still read what the tables said, and have told nobody
+    if (changed && in_use && make_current()) {
+        check(cudaDeviceSynchronize(), "its work failed");
+    }
+    if (!fixed || !start() || !make_tables(matrices, n)) {
+        return;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        const moe_edge_matrix & m = *matrices[i];
+        moe_edge_cuda_table & t = *moe_edge_cuda_table_of(m);
+        if (t.version != m.version || t.host.empty()) {
+            std::vector<int32_t> entries;
+            t.version = m.version;
+            t.reached = moe_edge_plan_table(m.table, m.types, m.base, entries);
+            if (t.reached && entries != t.host) {
+                check(cudaMemcpy(t.entries, entries.data(), entries.size() * sizeof(int32_t), cudaMemcpyHostToDevice),
+                      "a table cannot be copied to it");
+            }
+            t.host.swap(entries);
+        }
+        t.usable = t.reached && !lost;
+    }
+    // ops that are fused rely on gate and up of an expert being of one tier
+    for (int32_t i = 0; i < n; i++) {
+        for (int32_t j = i + 1; j < n && matrices[j]->layer == matrices[i]->layer; j++) {
+            if (matrices[i]->kind != MOE_EDGE_DOWN && matrices[j]->kind != MOE_EDGE_DOWN &&
+                !moe_edge_cuda_same_tiers(*matrices[i], *matrices[j])) {
+                moe_edge_cuda_table_of(*matrices[i])->usable = false;
+                moe_edge_cuda_table_of(*matrices[j])->usable = false;
+            }
+        }
+    }
+}
+
+bool moe_edge_cuda_same_tiers(const moe_edge_matrix & a, const moe_edge_matrix & b) {
+    const std::vector<int32_t> & tiers = moe_edge_cuda_table_of(a)->host;
+    return tiers.size() == moe_edge_cuda_table_of(b)->host.size() &&
+        std::equal(tiers.begin(), tiers.begin() + tiers.size()/2, moe_edge_cuda_table_of(b)->host.begin());
+}
+
+bool moe_edge_cuda_device::counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) {
+    const moe_edge_cuda_table * first = n > 0 ? moe_edge_cuda_table_of(*matrices[0]) : nullptr;
+    if (!first || !start()) {
+        return false;
+    }
+    const size_t n_expert = matrices[0]->table.size();
+    const size_t total    = n_expert * n;
+    for (int32_t i = 0; i < n; i++) {
+        if (moe_edge_cuda_table_of(*matrices[i])->counts != first->counts + i*n_expert) {
+            return false;
+        }
+    }
+    // [n, n_expert] and as much to copy them to
+    std::vector<uint32_t> read(total);
+    uint32_t * copied = first->counts + total;
+    const cudaStream_t stream = lanes[MOE_EDGE_LANE_DEMAND].stream;
+    take_counts<<<(total + 255) / 256, 256, 0, stream>>>(first->counts, copied, (int32_t) total);
+    if (!check(cudaMemcpyAsync(read.data(), copied, total * sizeof(uint32_t), cudaMemcpyDeviceToHost, stream),
+               "counts cannot be read back") ||
+        !check(cudaStreamSynchronize(stream), "counts cannot be read back")) {
+        return false;
+    }
+    for (size_t i = 0; i < total; i++) {
+        out[i] += read[i];
+    }
+    return true;
+}

@@ -1,0 +1,113 @@
+// Memory of one CUDA device for experts, copies to it, and the tickets that order both with what
+// the executor launches. Inside libggml-cuda only; the store sees a moe_edge_device.
+
+#pragma once
+
+#include "moe-edge-table.h"
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+// What stays on the device of a matrix whose table is fixed for a step (moe_edge_matrix.executor).
+struct moe_edge_cuda_table {
+    std::shared_ptr<void> memory;             // of all tables of the store
+    int32_t *             entries = nullptr;  // on the device, see moe_edge_plan_table
+    uint32_t *            counts  = nullptr;  // on the device, [n_expert]; the down matrix only
+    std::vector<int32_t>  host;               // entries as they were copied
+    uint64_t              version = 0;
+    bool                  reached = false;    // entries could say where all of them are
+    bool                  usable  = false;    // in this step; else its ops ask the store
+};
+
+moe_edge_cuda_table * moe_edge_cuda_table_of(const moe_edge_matrix & m);  // null without one
+
+// Whether every expert has the same tier in both, going by the tables on the device.
+bool moe_edge_cuda_same_tiers(const moe_edge_matrix & a, const moe_edge_matrix & b);
+
+class moe_edge_cuda_device : public moe_edge_device {
+  public:
+    // Null where there is no such device; the same object each time, never destroyed.
+    static moe_edge_cuda_device * get(int index);
+
+    std::string name() const override;
+    void memory(uint64_t * free, uint64_t * total) const override;
+    void * alloc(uint64_t bytes) override;
+    void   release(void * memory) override;
+    char * alloc_host(uint64_t bytes, bool * pinned) override;
+    void   release_host(char * memory) override;
+    moe_edge_ticket copy(int32_t lane, void * to, const void * from, uint64_t bytes, moe_edge_ticket after) override;
+    bool passed(moe_edge_ticket ticket) override;
+    void wait(moe_edge_ticket ticket) override;
+    std::string error() override;
+    void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) override;
+    bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override;
+
+    // A ticket for all that was launched on this stream so far. 0 once the device is lost.
+    moe_edge_ticket record(cudaStream_t stream);
+    // What is launched on this stream from now on runs after the ticket has passed.
+    void order(cudaStream_t stream, moe_edge_ticket ticket);
+
+  private:
+    struct job {
+        void *          to;
+        const void *    from;
+        uint64_t        bytes;
+        moe_edge_ticket after;
+    };
+
+    // Work in the order of one stream. Tickets 1, 2, ... of a lane share a ring of events: the
+    // event of a ticket is used again only when the ticket has passed.
+    struct lane {
+        std::mutex               mutex;
+        std::condition_variable  changed;
+        cudaStream_t             stream   = nullptr;
+        std::vector<cudaEvent_t> events;
+        uint64_t                 issued   = 0;
+        uint64_t                 recorded = 0;
+        uint64_t                 passed   = 0;
+        std::deque<job>          jobs;     // of the thread below
+        std::thread              pageable; // the driver blocks who copies from memory that is not pinned,
+                                           // and order() who waits for a copy that is still with such a thread
+    };
+
+    explicit moe_edge_cuda_device(int index);
+    bool start();  // on first use: streams; false if the device is lost
+    bool make_current();
+    bool check(cudaError_t status, const char * what);
+    lane & lane_of(moe_edge_ticket ticket) { return lanes[(ticket >> 56) - 1]; }
+    moe_edge_ticket ticket_of(const lane & l, uint64_t number) const {
+        return ((uint64_t) (&l - lanes.data()) + 1) << 56 | number;
+    }
+    // with the lane's mutex held
+    bool record_on(lane & l, uint64_t number);
+    bool has_passed(lane & l, uint64_t number);
+
+    bool is_recorded(moe_edge_ticket ticket);
+    void run_jobs(lane & l);
+    bool is_pinned(const void * memory);
+    bool make_tables(moe_edge_matrix * const * matrices, int32_t n);
+
+    const int index;
+    const int physical;
+
+    std::mutex               mutex;  // of what follows
+    bool                     started = false;
+    std::string              failure;
+    std::map<const char *, uint64_t> pinned;
+    std::map<const char *, uint64_t> pageable;
+    std::atomic<bool>        lost { false };
+    std::atomic<int>         n_lanes { MOE_EDGE_N_LANES };
+
+    std::array<lane, 16>     lanes;  // of copies, then one for each stream that an executor records on
+};

@@ -1,0 +1,720 @@
+#include "moe-edge-cuda.h"
+#include "moe-edge-cuda-device.h"
+#include "moe-edge-launch.h"
+
+#include "../ggml/src/ggml-cuda/common.cuh"
+#include "../ggml/src/ggml-cuda/convert.cuh"
+#include "../ggml/src/ggml-cuda/mmid.cuh"
+#include "../ggml/src/ggml-cuda/mmq.cuh"
+#include "../ggml/src/ggml-cuda/mmvq.cuh"
+#include "../ggml/src/ggml-cuda/quantize.cuh"
+
+#include "ggml-backend-impl.h"
+#include "ggml-cuda.h"
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+namespace {
+
+constexpr int      REMAP_THREADS = 128;
+constexpr int64_t  VEC_TOKENS    = 8;         // float types: up to here, a warp for each number of the result
+constexpr uint64_t WAVE_BYTES    = 16 << 20;  // experts whose copies are under way are computed in such portions
+constexpr size_t   PLACEHOLDER   = 128;       // bytes that a managed tensor takes
+
+// ---- kernels
+
+struct routed_ids {
+    const int32_t * ids;     // [n_slots, n_tokens]
+    int64_t         stride;  // of a token
+    int             n_slots;
+    int             n_tokens;
+};
+
+struct result_rows {
+    float * rows;  // null: leave them alone
+    int64_t n;     // numbers in a row
+    int64_t slot_stride;
+    int64_t token_stride;
+};
+
+// A block each (slot, token). Writes its id for every class: `value` for its own, -1 for the others.
+__device__ void write_ids(const routed_ids routed, const int n_classes, const int own, const int32_t value,
+                          const bool skipped, int32_t * out, const result_rows dst) {
+    const int slot  = blockIdx.x % routed.n_slots;
+    const int token = blockIdx.x / routed.n_slots;
+    for (int c = threadIdx.x; c < n_classes; c += blockDim.x) {
+        out[(int64_t) c*routed.n_slots*routed.n_tokens + blockIdx.x] = c == own ? value : -1;
+    }
+    if (skipped && dst.rows) {
+        float * row = dst.rows + slot*dst.slot_stride + token*dst.token_stride;
+        for (int64_t i = threadIdx.x; i < dst.n; i += blockDim.x) {
+            row[i] = 0.0f;
+        }
+    }
+}
+
+// Experts that are not in the list belong to another launch: -1 everywhere.
+// units: [list.n] the list's, for kernels that read them from memory
+__global__ void remap_list(const moe_edge_launch_list list, const routed_ids routed, int32_t * out,
+                           int32_t * units, const result_rows dst) {
+    __shared__ int found;
+    if (threadIdx.x == 0) {
+        found = -1;
+    }
+    __syncthreads();
+    const int32_t id = routed.ids[(blockIdx.x / routed.n_slots)*routed.stride + blockIdx.x % routed.n_slots];
+    for (int i = threadIdx.x; i < list.n; i += blockDim.x) {
+        if (list.expert[i] == id) {
+            found = i;
+        }
+        if (blockIdx.x == 0) {
+            units[i] = list.unit[i];
+        }
+    }
+    __syncthreads();
+    const int at = found;
+    int own = 0;
+    while (own < list.n_classes && at >= list.first[own + 1]) {
+        own++;
+    }
+    const bool indexed = list.indexed >> own & 1;
+    write_ids(routed, list.n_classes, at < 0 ? -1 : own, at < 0 ? -1 : indexed ? at - list.first[own] : list.unit[at],
+              at >= list.first[list.n_classes], out, dst);
+}
+
+// The same from a table in memory, see moe_edge_plan_table; a class is a tier, its index the expert.
+__global__ void remap_table(const int32_t * table, const int n_expert, const int n_tiers, const uint32_t indexed,
+                            const routed_ids routed, int32_t * out, const result_rows dst, uint32_t * counts) {
+    const int32_t id   = routed.ids[(blockIdx.x / routed.n_slots)*routed.stride + blockIdx.x % routed.n_slots];
+    const int32_t tier = table[id];
+    const bool by_index = tier >= 0 && (indexed >> tier & 1);
+    write_ids(routed, n_tiers, tier, by_index ? id : table[n_expert + id], tier < 0, out, dst);
+    if (counts && threadIdx.x == 0) {
+        atomicAdd(counts + id, 1u);
+    }
+}
+
+struct float_product {
+    const char *  base;  // experts lie moe_edge_unit_bytes from each other
+    const float * x;
+    float *       dst;
+    int64_t       n_cols;  // numbers in a row of weights
+    int64_t       n_rows;
+    int64_t       x_slot;  // strides, in numbers
+    int64_t       x_token;
+    int           x_slots;
+    int64_t       dst_slot;
+    int64_t       dst_token;
+};
+
+constexpr int FLOAT_UNIT = 256;  // bytes
+
+// A warp each (weight row, slot, token).
+template <typename T>
+__global__ void float_vec(const float_product p, const int32_t * ids) {
+    const int64_t row   = (int64_t) blockIdx.x*blockDim.y + threadIdx.y;
+    const int     slot  = blockIdx.y;
+    const int     token = blockIdx.z;
+    const int32_t unit  = ids[token*gridDim.y + slot];
+    if (unit < 0 || row >= p.n_rows) {
+        return;
+    }
+    const T * w = (const T *) (p.base + (int64_t) unit*FLOAT_UNIT) + row*p.n_cols;
+    const float * x = p.x + slot % p.x_slots*p.x_slot + token*p.x_token;
+    float sum = 0.0f;
+    for (int64_t i = threadIdx.x; i < p.n_cols; i += WARP_SIZE) {
+        sum += ggml_cuda_cast<float>(w[i])*x[i];
+    }
+    sum = warp_reduce_sum<WARP_SIZE>(sum);
+    if (threadIdx.x == 0) {
+        p.dst[slot*p.dst_slot + token*p.dst_token + row] = sum;
+    }
+}
+
+constexpr int TILE_ROWS    = 64;
+constexpr int TILE_COLS    = 32;  // activations
+constexpr int TILE_DEPTH   = 32;
+constexpr int TILE_THREADS = 256;
+constexpr int TILE_SIDE    = 16;  // threads along either side of a tile
+
+// A block each (rows, activations, expert of the class); see mm_ids_helper for the three indices.
+template <typename T>
+__global__ void float_tiles(const float_product p, const int32_t * units, const int32_t * x_rows,
+                            const int32_t * dst_rows, const int32_t * bounds) {
+    const int first = bounds[blockIdx.z] + blockIdx.y*TILE_COLS;
+    const int last  = min(bounds[blockIdx.z + 1], first + TILE_COLS);
+    if (first >= last) {
+        return;
+    }
+    __shared__ float w_tile[TILE_DEPTH][TILE_ROWS + 1];
+    __shared__ float x_tile[TILE_DEPTH][TILE_COLS + 1];
+
+    constexpr int per_row = TILE_ROWS / TILE_SIDE;
+    constexpr int per_col = TILE_COLS / TILE_SIDE;
+    const int64_t row0 = (int64_t) blockIdx.x*TILE_ROWS;
+    const int     r0   = threadIdx.x % TILE_SIDE;
+    const int     c0   = threadIdx.x / TILE_SIDE;
+    const T * w = (const T *) (p.base + (int64_t) units[blockIdx.z]*FLOAT_UNIT);
+
+    float sum[per_row][per_col] = {};
+    for (int64_t depth = 0; depth < p.n_cols; depth += TILE_DEPTH) {
+        for (int i = threadIdx.x; i < TILE_ROWS*TILE_DEPTH; i += TILE_THREADS) {
+            const int64_t row = row0 + i / TILE_DEPTH;
+            const int64_t col = depth + i % TILE_DEPTH;
+            w_tile[i % TILE_DEPTH][i / TILE_DEPTH] =
+                row < p.n_rows && col < p.n_cols ? ggml_cuda_cast<float>(w[row*p.n_cols + col]) : 0.0f;
+        }
+        for (int i = threadIdx.x; i < TILE_COLS*TILE_DEPTH; i += TILE_THREADS) {
+            const int     at  = first + i / TILE_DEPTH;
+            const int64_t col = depth + i % TILE_DEPTH;
+            x_tile[i % TILE_DEPTH][i / TILE_DEPTH] =
+                at < last && col < p.n_cols ? p.x[x_rows[at]*p.x_slot + col] : 0.0f;
+        }
+        __syncthreads();
+        for (int d = 0; d < TILE_DEPTH; d++) {
+            for (int r = 0; r < per_row; r++) {
+                for (int c = 0; c < per_col; c++) {
+                    sum[r][c] += w_tile[d][r0 + r*TILE_SIDE]*x_tile[d][c0 + c*TILE_SIDE];
+                }
+            }
+        }
+        __syncthreads();
+    }
+    for (int r = 0; r < per_row; r++) {
+        for (int c = 0; c < per_col; c++) {
+            const int64_t row = row0 + r0 + r*TILE_SIDE;
+            const int     at  = first + c0 + c*TILE_SIDE;
+            if (row < p.n_rows && at < last) {
+                p.dst[dst_rows[at]*p.dst_slot + row] = sum[r][c];
+            }
+        }
+    }
+}
+
+// ---- one product
+
+enum class path { vec_q, mat_q, floats };
+
+// A launch for one class: which experts, and where each routed row finds its own.
+struct class_launch {
+    int32_t         type;
+    const char *    base;
+    int64_t         n_experts;   // that ids of mat_q and floats are places among
+    const int32_t * ids;         // [n_slots, n_tokens]
+    const int32_t * units;       // [n_experts]
+    const char *    gate = nullptr;      // base of the gates that are fused in
+    const int32_t * gate_ids = nullptr;
+};
+
+class product {
+  public:
+    product(ggml_backend_cuda_context & ctx, ggml_tensor * op)
+        : ctx(ctx), w(op->src[0]), x(op->src[1]), ids(op->src[2]), dst(op),
+          m(static_cast<moe_edge_matrix *>(w->extra)), stream(ctx.stream()),
+          cc(ggml_cuda_info().devices[ctx.device].cc), n_slots(ids->ne[0]), n_tokens(ids->ne[1]), y(ctx.pool()) {
+        if (!m) {
+            GGML_ABORT("moe-edge: %s is computed before moe_edge_store_attach", w->name);
+        }
+        device = moe_edge_cuda_device::get(ctx.device);
+        if (m->device != device) {
+            GGML_ABORT("moe-edge: %s is computed on another device than its store's", w->name);
+        }
+        GGML_ASSERT(x->type == GGML_TYPE_F32 && dst->type == GGML_TYPE_F32);
+        GGML_ASSERT(ids->nb[0] == sizeof(int32_t) && x->nb[0] == sizeof(float) && x->ne[3] == 1);
+        GGML_ASSERT(x->nb[2] % x->nb[1] == 0 && dst->nb[2] == n_slots*dst->nb[1]);
+    }
+
+    path path_of(int32_t t) const {
+        const auto type = static_cast<ggml_type>(t);
+        if (!ggml_is_quantized(type)) {
+            return path::floats;
+        }
+        if (n_tokens <= get_mmvq_mmid_max_batch(type, cc)) {
+            return path::vec_q;
+        }
+        // its answer for one token: what is faster with more, cuBLAS, would have to wait for the ids
+        return ggml_cuda_should_use_mmq(type, cc, 1, w->ne[2]) ? path::mat_q : path::vec_q;
+    }
+
+    // Whether rows of all tiers can be computed with those of a gate in one launch.
+    bool fuses_with(const product & gate) const {
+        return cc > GGML_CUDA_CC_PASCAL && m->types == gate.m->types &&
+            std::all_of(m->types.begin(), m->types.end(), [&](int32_t t) {
+                return ggml_is_quantized((ggml_type) t) && n_tokens <= get_mmvq_mmid_max_batch((ggml_type) t, cc);
+            });
+    }
+
+    const moe_edge_cuda_table * table() const { return usable_table(*m); }
+
+    static const moe_edge_cuda_table * usable_table(const moe_edge_matrix & m) {
+        const moe_edge_cuda_table * t = moe_edge_cuda_table_of(m);
+        return t && t->usable && m.ops->fixed(const_cast<moe_edge_matrix *>(&m)) ? t : nullptr;
+    }
+
+    // Everything is where the table on the device says: no host has to know who was routed to whom.
+    void run_table(const moe_edge_cuda_table & t) { run_table(t, nullptr); }
+
+    // The same with the gate, whose table has the same tiers, fused in.
+    void run_table_fused(const moe_edge_cuda_table & t, const product & gate, ggml_tensor * glu) {
+        dst = glu;
+        run_table(t, &gate);
+    }
+
+    // Asks the store for the experts that tokens were routed to; next() then tells where they are.
+    void begin() { begin(routed_experts()); }
+
+    void begin(const std::vector<int32_t> & experts) {
+        remaining = experts.size();
+        m->ops->begin(m, experts.data(), remaining);
+    }
+
+    // More experts that may be computed, at least one. False when the step failed.
+    bool next() {
+        const size_t had = ready.size();
+        ready.resize(had + remaining);
+        const int32_t n = m->ops->next(m, ready.data() + had);
+        ready.resize(had + std::max(n, 0));
+        remaining -= std::max(n, 0);
+        return n >= 0;
+    }
+
+    bool complete() const { return remaining == 0; }
+
+    // Computes all that begin() was given: what is there, then the rest as it arrives.
+    void run_waves() {
+        quantize();
+        for (;;) {
+            run_ready();
+            if (complete() || !next()) {
+                return;
+            }
+        }
+    }
+
+    // Both products of the same experts are complete. False, and nothing is done, where a type differs.
+    bool run_fused(product & gate, ggml_tensor * glu) {
+        std::sort(ready.begin(), ready.end(), by_expert);
+        std::sort(gate.ready.begin(), gate.ready.end(), by_expert);
+        for (size_t i = 0; i < ready.size(); i++) {
+            const moe_edge_ready & a = ready[i];
+            const moe_edge_ready & b = gate.ready[i];
+            if (!a.data != !b.data || (a.data && a.type != b.type)) {
+                return false;
+            }
+        }
+        dst = glu;
+        quantize();
+        for (const bool there : { true, false }) {  // what is in memory goes first
+            std::vector<moe_edge_launch_item> items;
+            std::vector<moe_edge_ready> ups, gates;
+            for (size_t i = 0; i < ready.size(); i++) {
+                const moe_edge_ready & a = ready[i];
+                const moe_edge_ready & b = gate.ready[i];
+                if (there ? device->passed(a.ticket) && device->passed(b.ticket) : a.expert >= 0) {
+                    items.push_back({ a.expert, a.type, static_cast<const char *>(a.data), static_cast<const char *>(b.data) });
+                    ups.push_back(a);
+                    gates.push_back(b);
+                    ready[i].expert = -1;
+                }
+            }
+            if (items.empty()) {
+                continue;
+            }
+            order(ups);
+            order(gates);
+            launch(std::move(items), true);
+            const moe_edge_ticket after = device->record(stream);
+            release(ups, after);
+            gate.release(gates, after);
+        }
+        return true;
+    }
+
+    // The distinct ones, which the host has to read back. The products of a layer share their ids:
+    // they are read for the first of them. (A layer's down is its last.)
+    const std::vector<int32_t> & routed_experts() const {
+        struct reading {
+            const void * store = nullptr;
+            const void * ids   = nullptr;
+            int32_t      layer = -1;
+            uint32_t     kinds = 0;
+            std::vector<int32_t> experts;
+        };
+        static thread_local reading last;
+        const uint32_t kind = 1u << m->kind;
+        const uint32_t down = 1u << MOE_EDGE_DOWN;
+        if (last.store != m->store || last.ids != ids->data || last.layer != m->layer || last.kinds & (kind | down)) {
+            last.experts.resize(n_slots*n_tokens);
+            CUDA_CHECK(cudaMemcpy2DAsync(last.experts.data(), n_slots*sizeof(int32_t), ids->data, ids->nb[1],
+                                         n_slots*sizeof(int32_t), n_tokens, cudaMemcpyDeviceToHost, stream));
+            CUDA_CHECK(cudaStreamSynchronize(stream));
+            std::sort(last.experts.begin(), last.experts.end());
+            last.experts.erase(std::unique(last.experts.begin(), last.experts.end()), last.experts.end());
+            last.kinds = 0;
+        }
+        last.store = m->store;
+        last.ids   = ids->data;
+        last.layer = m->layer;
+        last.kinds |= kind;
+        return last.experts;
+    }
+
+  private:
+    static bool by_expert(const moe_edge_ready & a, const moe_edge_ready & b) { return a.expert < b.expert; }
+
+    void run_table(const moe_edge_cuda_table & t, const product * gate) {
+        quantize();
+        const int32_t n_tiers = m->types.size();
+        uint32_t indexed = 0;
+        for (int32_t tier = 0; tier < n_tiers; tier++) {
+            indexed |= (uint32_t) by_index(m->types[tier]) << tier;
+        }
+        const int64_t n_ids = n_slots*n_tokens;
+        ggml_cuda_pool_alloc<int32_t> remapped(ctx.pool(), n_tiers*n_ids);
+        ggml_cuda_pool_alloc<int32_t> gate_remapped(ctx.pool(), gate ? n_tiers*n_ids : 1);
+        remap_table<<<n_ids, REMAP_THREADS, 0, stream>>>(
+            t.entries, w->ne[2], n_tiers, indexed, routed(), remapped.get(), result(), t.counts);
+        if (gate) {
+            remap_table<<<n_ids, REMAP_THREADS, 0, stream>>>(
+                gate->table()->entries, w->ne[2], n_tiers, indexed, routed(), gate_remapped.get(), result_rows{}, nullptr);
+        }
+        CUDA_CHECK(cudaGetLastError());
+        for (int32_t tier = 0; tier < n_tiers; tier++) {
+            if (m->base[tier]) {
+                class_launch c = { m->types[tier], m->base[tier], w->ne[2], remapped.get() + tier*n_ids, t.entries + w->ne[2] };
+                if (gate) {
+                    c.gate     = gate->m->base[tier];
+                    c.gate_ids = gate_remapped.get() + tier*n_ids;
+                }
+                run_class(c);
+            }
+        }
+    }
+
+    bool by_index(int32_t type) const {
+        const path p = path_of(type);
+        return p == path::mat_q || (p == path::floats && n_tokens > VEC_TOKENS);
+    }
+
+    routed_ids routed() const {
+        return { static_cast<const int32_t *>(ids->data), (int64_t) (ids->nb[1] / sizeof(int32_t)), (int) n_slots, (int) n_tokens };
+    }
+
+    result_rows result() const {
+        return { static_cast<float *>(dst->data), dst->ne[0], (int64_t) (dst->nb[1] / sizeof(float)),
+                 (int64_t) (dst->nb[2] / sizeof(float)) };
+    }
+
+    void order(const std::vector<moe_edge_ready> & list) {
+        for (const moe_edge_ready & r : list) {
+            device->order(stream, r.ticket);
+        }
+    }
+
+    void release(const std::vector<moe_edge_ready> & list, moe_edge_ticket after) {
+        m->ops->release(m, list.data(), list.size(), after);
+    }
+
+    // What is in memory goes first; the rest in portions, in the order of their copies.
+    void run_ready() {
+        std::vector<moe_edge_ready> list;
+        list.swap(ready);
+        const auto there = std::stable_partition(list.begin(), list.end(), [&](const moe_edge_ready & r) {
+            return device->passed(r.ticket);
+        });
+        std::stable_sort(there, list.end(), [](const moe_edge_ready & a, const moe_edge_ready & b) {
+            return a.ticket < b.ticket;
+        });
+        run_wave({ list.begin(), there });
+        std::vector<moe_edge_ready> wave;
+        uint64_t bytes = 0;
+        for (auto r = there; r != list.end(); ++r) {
+            wave.push_back(*r);
+            bytes += w->ne[1]*ggml_row_size((ggml_type) r->type, w->ne[0]);
+            if (bytes >= WAVE_BYTES || r + 1 == list.end()) {
+                run_wave(wave);
+                wave.clear();
+                bytes = 0;
+            }
+        }
+    }
+
+    void run_wave(const std::vector<moe_edge_ready> & wave) {
+        if (wave.empty()) {
+            return;
+        }
+        order(wave);
+        std::vector<moe_edge_launch_item> items;
+        for (const moe_edge_ready & r : wave) {
+            items.push_back({ r.expert, r.type, static_cast<const char *>(r.data) });
+        }
+        launch(std::move(items), false);
+        release(wave, device->record(stream));
+    }
+
+    void launch(std::vector<moe_edge_launch_item> items, bool fused) {
+        for (moe_edge_launch & l : moe_edge_plan_launches(std::move(items))) {
+            const int32_t n_classes = l.list.n_classes;
+            for (int32_t c = 0; c < n_classes; c++) {
+                l.list.indexed |= (uint32_t) by_index(l.classes[c].type) << c;
+            }
+            const int64_t n_ids = n_slots*n_tokens;
+            ggml_cuda_pool_alloc<int32_t> remapped(ctx.pool(), std::max<int64_t>(n_classes*n_ids, 1));
+            ggml_cuda_pool_alloc<int32_t> units(ctx.pool(), MOE_EDGE_LAUNCH_EXPERTS);
+            ggml_cuda_pool_alloc<int32_t> gate_remapped(ctx.pool(), fused ? std::max<int64_t>(n_classes*n_ids, 1) : 1);
+            remap_list<<<n_ids, REMAP_THREADS, 0, stream>>>(l.list, routed(), remapped.get(), units.get(), result());
+            if (fused) {
+                remap_list<<<n_ids, REMAP_THREADS, 0, stream>>>(
+                    l.gate, routed(), gate_remapped.get(), units.get(), result_rows{});
+            }
+            CUDA_CHECK(cudaGetLastError());
+            for (int32_t i = 0; i < n_classes; i++) {
+                const moe_edge_launch_class & k = l.classes[i];
+                class_launch c = { k.type, k.base, k.n, remapped.get() + i*n_ids, units.get() + k.first };
+                if (fused) {
+                    c.gate     = k.gate;
+                    c.gate_ids = gate_remapped.get() + i*n_ids;
+                }
+                run_class(c);
+            }
+        }
+    }
+
+    // The weights of a class as upstream's host functions expect them: experts a block apart.
+    ggml_tensor weights_of(const class_launch & c, const char * base) const {
+        ggml_tensor t = *w;
+        t.type  = static_cast<ggml_type>(c.type);
+        t.data  = const_cast<char *>(base);
+        t.extra = nullptr;
+        t.ne[2] = c.n_experts;
+        t.nb[0] = ggml_type_size(t.type);
+        t.nb[1] = ggml_row_size(t.type, t.ne[0]);
+        t.nb[2] = t.nb[0];
+        t.nb[3] = t.nb[0];
+        return t;
+    }
+
+    ggml_tensor ids_of(const int32_t * data, const moe_edge_cuda_ids & extra) const {
+        ggml_tensor t = *ids;
+        t.data  = const_cast<int32_t *>(data);
+        t.extra = const_cast<moe_edge_cuda_ids *>(&extra);
+        t.nb[1] = n_slots*sizeof(int32_t);
+        t.nb[2] = t.nb[1]*n_tokens;
+        t.nb[3] = t.nb[2];
+        return t;
+    }
+
+    void run_class(const class_launch & c) {
+        switch (path_of(c.type)) {
+            case path::vec_q:  run_vec_q(c);  break;
+            case path::mat_q:  run_mat_q(c);  break;
+            case path::floats: run_floats(c); break;
+        }
+    }
+
+    size_t padded_row() const { return GGML_PAD(x->ne[0], MATRIX_ROW_PADDING); }
+
+    size_t quantized_token() const { return x->ne[1]*padded_row()*sizeof(block_q8_1)/QK8_1; }
+
+    // Once for all classes and waves: vec_q has one layout for all types. Before anything else is
+    // taken from the pool, which wants its memory back in reverse order.
+    void quantize() {
+        const bool wanted = std::any_of(m->types.begin(), m->types.end(), [&](int32_t t) {
+            return path_of(t) == path::vec_q;
+        });
+        if (!wanted) {
+            return;
+        }
+        y.alloc(n_tokens*quantized_token());
+        quantize_row_q8_1_cuda(static_cast<const float *>(x->data), nullptr, y.get(), static_cast<ggml_type>(m->types[0]),
+            x->ne[0], x->nb[1]/sizeof(float), x->nb[2]/sizeof(float), x->nb[3]/sizeof(float), padded_row(),
+            x->ne[1], x->ne[2], 1, stream);
+    }
+
+    // As many tokens at once as upstream's kernel takes of this type.
+    void run_vec_q(const class_launch & c) {
+        const int64_t step = get_mmvq_mmid_max_batch(static_cast<ggml_type>(c.type), cc);
+        for (int64_t t = 0; t < n_tokens; t += step) {
+            const int64_t n = std::min(step, n_tokens - t);
+            moe_edge_cuda_ids extra;
+            extra.y    = y.get() + t*quantized_token();
+            extra.gate = c.gate_ids ? c.gate_ids + t*n_slots : nullptr;
+            const ggml_tensor weights = weights_of(c, c.base);
+            ggml_tensor part_ids = ids_of(c.ids + t*n_slots, extra);
+            ggml_tensor part_x   = *x;
+            ggml_tensor part_dst = *dst;
+            part_x.data   = static_cast<char *>(x->data) + t*x->nb[2];
+            part_dst.data = static_cast<char *>(dst->data) + t*dst->nb[2];
+            part_ids.ne[1] = part_x.ne[2] = part_dst.ne[2] = n;
+            if (!c.gate) {
+                ggml_cuda_mul_mat_vec_q(ctx, &weights, &part_x, &part_ids, &part_dst);
+                continue;
+            }
+            const ggml_tensor gate = weights_of(c, c.gate);
+            ggml_cuda_mm_fusion_args_host fusion{};
+            fusion.gate      = &gate;
+            fusion.glu_op    = ggml_get_glu_op(dst);
+            fusion.glu_limit = ggml_get_op_params_f32(dst, 3);
+            ggml_cuda_mul_mat_vec_q(ctx, &weights, &part_x, &part_ids, &part_dst, &fusion);
+        }
+    }
+
+    void run_mat_q(const class_launch & c) {
+        moe_edge_cuda_ids extra;
+        extra.offsets = c.units;
+        const ggml_tensor weights = weights_of(c, c.base);
+        const ggml_tensor new_ids = ids_of(c.ids, extra);
+        ggml_cuda_mul_mat_q(ctx, &weights, x, &new_ids, dst);
+    }
+
+    void run_floats(const class_launch & c) {
+        switch (c.type) {
+            case GGML_TYPE_F32:  return run_floats_as<float>(c);
+            case GGML_TYPE_F16:  return run_floats_as<half>(c);
+            case GGML_TYPE_BF16: return run_floats_as<nv_bfloat16>(c);
+            default: GGML_ABORT("moe-edge: %s has a tier of a type that CUDA does not compute", w->name);
+        }
+    }
+
+    template <typename T> void run_floats_as(const class_launch & c) {
+        const float_product p = {
+            c.base, static_cast<const float *>(x->data), static_cast<float *>(dst->data), w->ne[0], w->ne[1],
+            (int64_t) (x->nb[1]/sizeof(float)), (int64_t) (x->nb[2]/sizeof(float)), (int) x->ne[1],
+            (int64_t) (dst->nb[1]/sizeof(float)), (int64_t) (dst->nb[2]/sizeof(float)),
+        };
+        if (n_tokens <= VEC_TOKENS) {
+            constexpr int rows = 4;
+            const dim3 blocks((w->ne[1] + rows - 1)/rows, n_slots, n_tokens);
+            float_vec<T><<<blocks, dim3(WARP_SIZE, rows), 0, stream>>>(p, c.ids);
+            CUDA_CHECK(cudaGetLastError());
+            return;
+        }
+        const int64_t n_ids = n_slots*n_tokens;
+        ggml_cuda_pool_alloc<int32_t> x_rows(ctx.pool(), n_ids);
+        ggml_cuda_pool_alloc<int32_t> dst_rows(ctx.pool(), n_ids);
+        ggml_cuda_pool_alloc<int32_t> bounds(ctx.pool(), c.n_experts + 1);
+        ggml_cuda_launch_mm_ids_helper(c.ids, x_rows.get(), dst_rows.get(), bounds.get(), c.n_experts, n_tokens, n_slots,
+                                       x->ne[1], n_slots, x->nb[2]/x->nb[1], false, stream);
+        const dim3 blocks((w->ne[1] + TILE_ROWS - 1)/TILE_ROWS, (n_tokens + TILE_COLS - 1)/TILE_COLS, c.n_experts);
+        float_tiles<T><<<blocks, TILE_THREADS, 0, stream>>>(p, c.units, x_rows.get(), dst_rows.get(), bounds.get());
+        CUDA_CHECK(cudaGetLastError());
+    }
+
+    ggml_backend_cuda_context & ctx;
+    const ggml_tensor *    w;
+    const ggml_tensor *    x;
+    const ggml_tensor *    ids;
+    ggml_tensor *          dst;
+    moe_edge_matrix *      m;
+    moe_edge_cuda_device * device;
+    cudaStream_t           stream;
+    const int              cc;
+    const int64_t          n_slots;
+    const int64_t          n_tokens;
+
+    ggml_cuda_pool_alloc<char>  y;  // x as q8_1, once a class needs it
+    std::vector<moe_edge_ready> ready;      // not yet computed
+    int32_t                     remaining = 0;  // experts that are not ready yet
+};
+
+// ---- placeholders
+
+ggml_backend_buffer_type buffer_types[GGML_CUDA_MAX_DEVICES];
+
+void refuse_data(ggml_backend_buffer_t, ggml_tensor * tensor, const void *, size_t, size_t) {
+    GGML_ABORT("moe-edge: %s is a placeholder and takes no data", tensor->name);
+}
+
+void refuse_read(ggml_backend_buffer_t, const ggml_tensor * tensor, void *, size_t, size_t) {
+    GGML_ABORT("moe-edge: %s is a placeholder and holds no data", tensor->name);
+}
+
+// A buffer of upstream's, so that its checks see one of theirs.
+ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(ggml_backend_cuda_buffer_type(buft - buffer_types), size);
+    if (buffer) {
+        buffer->buft             = buft;
+        buffer->iface.set_tensor = refuse_data;
+        buffer->iface.get_tensor = refuse_read;
+        buffer->iface.cpy_tensor = nullptr;
+    }
+    return buffer;
+}
+
+size_t placeholder_size(ggml_backend_buffer_type_t, const ggml_tensor *) { return PLACEHOLDER; }
+
+ggml_backend_buffer_type_t buffer_type(int index) {
+    static std::mutex guard;
+    std::lock_guard<std::mutex> lock(guard);
+    if (index < 0 || index >= ggml_cuda_info().device_count) {
+        return nullptr;
+    }
+    ggml_backend_buffer_type & buft = buffer_types[index];
+    if (!buft.device) {
+        // with upstream's name and context it is a CUDA buffer type wherever upstream asks
+        buft = *ggml_backend_cuda_buffer_type(index);
+        buft.iface.alloc_buffer   = alloc_buffer;
+        buft.iface.get_alloc_size = placeholder_size;
+    }
+    return &buft;
+}
+
+moe_edge_device * device_of(int index) { return moe_edge_cuda_device::get(index); }
+
+}  // namespace
+
+bool moe_edge_cuda_is_managed(const ggml_tensor * weights) {
+    return weights && weights->buffer && weights->buffer->buft >= buffer_types &&
+        weights->buffer->buft < buffer_types + GGML_CUDA_MAX_DEVICES;
+}
+
+bool moe_edge_cuda_needs_sync(const ggml_tensor * dst) {
+    const auto * m = static_cast<const moe_edge_matrix *>(dst->src[0]->extra);
+    return !m || !product::usable_table(*m);
+}
+
+void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    product p(ctx, dst);
+    if (const moe_edge_cuda_table * table = p.table()) {
+        p.run_table(*table);
+        return;
+    }
+    p.begin();
+    p.run_waves();
+}
+
+int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, ggml_tensor * up, ggml_tensor * glu) {
+    if (!moe_edge_cuda_is_managed(gate->src[0]) || !moe_edge_cuda_is_managed(up->src[0])) {
+        return 0;
+    }
+    product gates(ctx, gate);
+    product ups(ctx, up);
+    if (!ups.fuses_with(gates)) {
+        return 0;
+    }
+    if (ups.table() && gates.table()) {
+        ups.run_table_fused(*ups.table(), gates, glu);
+        return 3;
+    }
+    gates.begin();
+    ups.begin();
+    if (gates.next() && gates.complete() && ups.next() && ups.complete() && ups.run_fused(gates, glu)) {
+        return 3;
+    }
+    gates.run_waves();
+    ups.run_waves();
+    return 2;
+}
+
+void * moe_edge_cuda_proc_address(const char * name) {
+    if (strcmp(name, "moe_edge_device") == 0) {
+        return reinterpret_cast<void *>(device_of);
+    }
+    if (strcmp(name, "moe_edge_buffer_type") == 0) {
+        return reinterpret_cast<void *>(buffer_type);
+    }
+    return nullptr;
+}

@@ -1,0 +1,162 @@
+// What the CUDA executor launches for a set of experts. Its kernels find an expert by the number
+// of blocks between it and a base, so experts of one type that such a number reaches from one base
+// are a class, and each class is one launch of a kernel for its type. No CUDA in here.
+
+#pragma once
+
+#include "ggml.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+constexpr int32_t MOE_EDGE_LAUNCH_EXPERTS = 256;
+constexpr int32_t MOE_EDGE_LAUNCH_CLASSES = 8;
+
+// Kernels count blocks in 32 bits, those within an expert too: none has as many as are left out.
+constexpr uint64_t MOE_EDGE_REACH_UNITS = INT32_MAX - (1 << 26);
+
+// Experts lie whole units from each other: blocks, or what float slices are rounded up to.
+inline int64_t moe_edge_unit_bytes(int32_t type) {
+    return ggml_is_quantized((ggml_type) type) ? (int64_t) ggml_type_size((ggml_type) type) : 256;
+}
+
+struct moe_edge_launch_item {
+    int32_t      expert;
+    int32_t      type;
+    const char * data;            // null: skipped
+    const char * gate = nullptr;  // the same expert's gate, of the same type, where it is fused in
+};
+
+struct moe_edge_launch_class {
+    int32_t      type  = -1;
+    int32_t      first = 0;  // of its experts in the list
+    int32_t      n     = 0;
+    const char * base  = nullptr;
+    const char * gate  = nullptr;
+};
+
+// Goes to a kernel by value: no table has to be copied ahead of it.
+struct moe_edge_launch_list {
+    int32_t  n_classes = 0;
+    int32_t  n         = 0;
+    uint32_t indexed   = 0;  // bit c: ids of class c are places in it, not units
+    int32_t  first[MOE_EDGE_LAUNCH_CLASSES + 1] = {};  // last: experts that are skipped
+    int32_t  expert[MOE_EDGE_LAUNCH_EXPERTS];
+    int32_t  unit[MOE_EDGE_LAUNCH_EXPERTS];            // from the class's base
+};
+
+struct moe_edge_launch {
+    moe_edge_launch_list list;
+    moe_edge_launch_list gate;  // the same experts; unused where nothing is fused
+    moe_edge_launch_class classes[MOE_EDGE_LAUNCH_CLASSES];
+};
+
+inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_launch_item> items) {
+    const auto place = [](const moe_edge_launch_item & e) {
+        const uint64_t unit = e.data ? moe_edge_unit_bytes(e.type) : 1;
+        // skipped ones last
+        return std::make_tuple(e.data == nullptr, e.type, (uintptr_t) e.data % unit, (uintptr_t) e.gate % unit,
+                               (uintptr_t) e.data);
+    };
+    std::sort(items.begin(), items.end(), [&](const moe_edge_launch_item & a, const moe_edge_launch_item & b) {
+        return place(a) < place(b);
+    });
+
+    std::vector<moe_edge_launch> launches;
+    const char * gate_end = nullptr;  // of the class being filled
+    for (const moe_edge_launch_item & e : items) {
+        moe_edge_launch * l = launches.empty() ? nullptr : &launches.back();
+        if (!l || l->list.n == MOE_EDGE_LAUNCH_EXPERTS) {
+            launches.emplace_back();
+            l = &launches.back();
+        }
+        if (e.data) {
+            const uint64_t unit  = moe_edge_unit_bytes(e.type);
+            const uint64_t reach = MOE_EDGE_REACH_UNITS * unit;
+            moe_edge_launch_class * c = l->list.n_classes > 0 ? &l->classes[l->list.n_classes - 1] : nullptr;
+            const char * gate_low  = c ? std::min(c->gate, e.gate) : e.gate;
+            const char * gate_high = c ? std::max(gate_end, e.gate) : e.gate;
+            const bool fits = c && c->type == e.type && ((uintptr_t) e.data - (uintptr_t) c->base) % unit == 0 &&
+                ((uintptr_t) e.gate - (uintptr_t) gate_low) % unit == 0 &&
+                ((uintptr_t) c->gate - (uintptr_t) gate_low) % unit == 0 &&
+                (uint64_t) (e.data - c->base) <= reach && (uint64_t) (gate_high - gate_low) <= reach;
+            if (!fits) {
+                if (l->list.n_classes == MOE_EDGE_LAUNCH_CLASSES) {
+                    launches.emplace_back();
+                    l = &launches.back();
+                }
+                c = &l->classes[l->list.n_classes++];
+                *c = { e.type, l->list.n, 0, e.data, e.gate };
+                gate_low = gate_high = e.gate;
+            }
+            c->gate  = gate_low;
+            gate_end = gate_high;
+            c->n++;
+        }
+        l->list.expert[l->list.n] = e.expert;
+        l->list.n++;
+    }
+
+    // bases are known now
+    size_t at = 0;
+    for (moe_edge_launch & l : launches) {
+        for (int32_t c = 0; c < l.list.n_classes; c++) {
+            l.list.first[c] = l.classes[c].first;
+        }
+        const int32_t n_used = l.list.n_classes == 0 ? 0
+            : l.classes[l.list.n_classes - 1].first + l.classes[l.list.n_classes - 1].n;
+        l.list.first[l.list.n_classes] = n_used;
+        l.gate = l.list;
+        int32_t c = 0;
+        for (int32_t i = 0; i < l.list.n; i++, at++) {
+            const moe_edge_launch_item & e = items[at];
+            if (i >= n_used) {
+                l.list.unit[i] = l.gate.unit[i] = -1;
+                continue;
+            }
+            while (i >= l.list.first[c + 1]) {
+                c++;
+            }
+            const int64_t unit = moe_edge_unit_bytes(e.type);
+            l.list.unit[i] = (int32_t) ((e.data - l.classes[c].base) / unit);
+            l.gate.unit[i] = (int32_t) ((e.gate - l.classes[c].gate) / unit);
+        }
+    }
+    return launches;
+}
+
+// The table of one matrix as it lies on the device, where every tier is a class of its own:
+// [n_expert] tier of each expert, -1 skipped, then [n_expert] units from the tier's base. False
+// where the units of a tier do not reach an expert. types and base: [n_tiers].
+template <typename Entry>
+bool moe_edge_plan_table(const std::vector<Entry> & entries, const std::vector<int32_t> & types,
+                         const std::vector<const char *> & base, std::vector<int32_t> & out) {
+    const size_t n = entries.size();
+    out.assign(2*n, -1);
+    for (size_t e = 0; e < n; e++) {
+        const auto * data = static_cast<const char *>(entries[e].data);
+        if (!data) {
+            continue;
+        }
+        // two tiers may be of one type: then whichever memory it is in
+        bool found = false;
+        for (size_t t = 0; t < types.size() && !found; t++) {
+            const uint64_t unit = moe_edge_unit_bytes(types[t]);
+            if (types[t] != entries[e].type || t >= base.size() || !base[t] || data < base[t]) {
+                continue;
+            }
+            const uint64_t bytes = data - base[t];
+            found = bytes % unit == 0 && bytes <= MOE_EDGE_REACH_UNITS * unit;
+            if (found) {
+                out[e]     = (int32_t) t;
+                out[n + e] = (int32_t) (bytes / unit);
+            }
+        }
+        if (!found) {
+            return false;
+        }
+    }
+    return true;
+}

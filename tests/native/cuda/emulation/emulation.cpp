@@ -1,0 +1,1027 @@
+// The engine behind cuda_runtime.h.
+//
+// Kernels: a block's threads are fibers that switch only where threads meet (__syncthreads,
+// warp operations), in an order that changes from launch to launch. Reported with the kernel's
+// name, and the process ends: threads that meet nobody, lanes of a warp that meet in different
+// operations, more threads or shared memory than a GPU has.
+//
+// Memory: fresh memory and shared memory hold NaNs. Upstream's kernels read past the end of
+// what they work on, by less than SLACK; there are NaNs too, and behind them a page that nobody
+// may touch. Writes before or past an allocation are found when it is freed. Copies are checked
+// against the allocations they name.
+//
+// Streams: a thread and a queue each. Copies from pinned memory read it when they run, others
+// when they are asked for, as CUDA does. With MOE_EMU_DELAY_US=N a stream sleeps at random, up
+// to N microseconds a task, so that an order that nobody asked for does not come by itself.
+//
+//   MOE_EMU_SEED=N    order of fibers and delays (default 1)
+//   MOE_EMU_VRAM=N    device memory in bytes (default 4 GiB)
+//   MOE_EMU_CC=NNN    compute capability (default MOE_EMU_DEFAULT_CC)
+
+#include "cublas_v2.h"
+#include "cuda_bf16.h"
+#include "cuda_runtime.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <csignal>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#ifndef MOE_EMU_DEFAULT_CC
+#define MOE_EMU_DEFAULT_CC 890
+#endif
+
+uint3 threadIdx, blockIdx;
+dim3  blockDim, gridDim;
+
+namespace moe_emu {
+
+namespace {
+
+constexpr int    WARP        = 32;
+constexpr int    MAX_THREADS = 1024;
+constexpr size_t STACK       = 256 << 10;
+constexpr size_t MAX_SHARED  = 160 << 10;
+constexpr size_t SLACK       = 64 << 10;
+constexpr unsigned char POISON = 0xff, CANARY = 0xa5;
+
+uint64_t setting(const char * name, uint64_t otherwise) {
+    const char * text = getenv(name);
+    return text ? strtoull(text, nullptr, 10) : otherwise;
+}
+
+std::atomic<uint64_t> delay_us{ setting("MOE_EMU_DELAY_US", 0) };
+
+std::mt19937_64 seeded() {
+    static std::atomic<uint64_t> n{ 0 };
+    return std::mt19937_64(setting("MOE_EMU_SEED", 1) * 1000003 + n++);
+}
+
+// ---- fibers ----
+
+enum state : uint8_t { READY, IN_WARP, IN_BLOCK, DONE };
+
+struct fiber {
+    uint3  thread;
+    void * stack_pointer;
+    state  now;
+};
+
+struct warp {
+    unsigned int alive = 0, arrived = 0, mask = 0, met = 0;
+    int          kind = 0;
+    unsigned char given[WARP][WARP_VALUE];
+    unsigned char seen[WARP][WARP_VALUE];
+};
+
+std::mutex   device;  // one kernel at a time
+const char * kernel_name = "";
+fiber        fibers[MAX_THREADS];
+warp         warps[MAX_THREADS / WARP];
+char *       stacks;
+int          n_threads, n_alive, n_in_block, current, votes, votes_before;
+void *       scheduler;
+std::function<void()> * body;
+alignas(1024) unsigned char shared_memory[MAX_SHARED];
+
+[[noreturn]] void fail(const char * what) {
+    fprintf(stderr, "emulated GPU: kernel %s, block (%u, %u, %u), thread %d of %d: %s\n", kernel_name,
+        blockIdx.x, blockIdx.y, blockIdx.z, current, n_threads, what);
+    abort();
+}
+
+#if defined(__x86_64__)
+// Saves what a call must keep and swaps stacks.
+extern "C" void moe_emu_switch(void ** from, void * to);
+asm(R"(
+    .text
+    .type moe_emu_switch, @function
+    .local moe_emu_switch
+moe_emu_switch:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov  %rsp, (%rdi)
+    mov  %rsi, %rsp
+    pop  %r15
+    pop  %r14
+    pop  %r13
+    pop  %r12
+    pop  %rbx
+    pop  %rbp
+    ret
+    .size moe_emu_switch, . - moe_emu_switch
+)");
+
+void * fresh_stack(char * top, void (*entry)()) {
+    auto ** p = reinterpret_cast<void **>(top);
+    *--p = nullptr;  // keeps the stack aligned as after a call
+    *--p = reinterpret_cast<void *>(entry);
+    for (int i = 0; i < 6; i++) {
+        *--p = nullptr;
+    }
+    return p;
+}
+#else
+ucontext_t contexts[MAX_THREADS + 1];
+
+void moe_emu_switch(void ** from, void * to) {
+    auto index = [](void * p) { return p == nullptr ? MAX_THREADS : static_cast<int>(static_cast<ucontext_t *>(p) - contexts); };
+    (void) from;
+    static int running = MAX_THREADS;
+    const int old = running;
+    running = index(to);
+    swapcontext(&contexts[old], &contexts[running]);
+}
+
+void * fresh_stack(char * top, void (*entry)()) {
+    ucontext_t & c = contexts[(top - stacks) / STACK - 1];
+    getcontext(&c);
+    c.uc_stack.ss_sp   = top - STACK + 4096;
+    c.uc_stack.ss_size = STACK - 4096;
+    c.uc_link          = nullptr;
+    makecontext(&c, entry, 0);
+    return &c;
+}
+#endif
+
+void yield() {
+    moe_emu_switch(&fibers[current].stack_pointer, scheduler);
+}
+
+void finish_block_barrier() {
+    if (n_in_block == 0 || n_in_block < n_alive) {
+        return;
+    }
+    for (int i = 0; i < n_threads; i++) {
+        if (fibers[i].now == IN_BLOCK) {
+            fibers[i].now = READY;
+        }
+    }
+    n_in_block   = 0;
+    votes_before = votes;
+    votes        = 0;
+}
+
+void finish_warp(warp & w, int first) {
+    if (w.arrived == 0 || (w.mask & w.alive) != w.arrived) {
+        return;
+    }
+    memcpy(w.seen, w.given, sizeof(w.seen));
+    for (int i = 0; i < WARP; i++) {
+        if (w.arrived >> i & 1) {
+            fibers[first + i].now = READY;
+        } else {
+            memset(w.seen[i], POISON, WARP_VALUE);
+        }
+    }
+    w.met     = w.arrived;
+    w.arrived = 0;
+}
+
+void fiber_main() {
+    (*body)();
+    fibers[current].now = DONE;
+    warp & w = warps[current / WARP];
+    w.alive &= ~(1u << current % WARP);
+    n_alive--;
+    finish_warp(w, current / WARP * WARP);
+    finish_block_barrier();
+    yield();
+    abort();
+}
+
+void run_block(std::mt19937_64 & random) {
+    n_alive    = n_threads;
+    n_in_block = votes = 0;
+    for (int i = 0; i < n_threads; i += WARP) {
+        warp & w  = warps[i / WARP];
+        const int lanes = std::min(WARP, n_threads - i);
+        w.alive   = lanes == WARP ? ~0u : (1u << lanes) - 1;
+        w.arrived = 0;
+    }
+    for (int i = 0; i < n_threads; i++) {
+        fibers[i].now           = READY;
+        fibers[i].stack_pointer = fresh_stack(stacks + (i + 1) * STACK, fiber_main);
+    }
+    const int  start    = static_cast<int>(random() % n_threads);
+    const bool backward = random() & 1;
+    while (n_alive > 0) {
+        bool ran = false;
+        for (int i = 0; i < n_threads; i++) {
+            const int j = (start + (backward ? n_threads - i : i)) % n_threads;
+            if (fibers[j].now == READY) {
+                ran     = true;
+                current   = j;
+                threadIdx = fibers[j].thread;
+                moe_emu_switch(&scheduler, fibers[j].stack_pointer);
+            }
+        }
+        if (!ran) {
+            fail("threads wait for others that never come");
+        }
+    }
+}
+
+std::atomic<uint64_t> pinned_limit { UINT64_MAX };  // bytes of one allocation
+
+std::mutex counts_lock;
+std::map<std::string, uint64_t> launch_counts;
+
+void run_kernel(const char * name, dim3 grid, dim3 block, size_t shared, std::function<void()> & thread) {
+    std::lock_guard<std::mutex> lock(device);
+    static std::mt19937_64 random = seeded();
+    kernel_name = name;
+    n_threads   = static_cast<int>(block.x * block.y * block.z);
+    current     = 0;
+    if (n_threads < 1 || n_threads > MAX_THREADS || shared > MAX_SHARED || grid.y > 65535 || grid.z > 65535 || grid.x * grid.y * grid.z == 0) {
+        fail("impossible launch");
+    }
+    if (!stacks) {
+        stacks = static_cast<char *>(mmap(nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+        for (int i = 0; i < MAX_THREADS; i++) {
+            mprotect(stacks + i * STACK, 4096, PROT_NONE);
+        }
+    }
+    {
+        std::lock_guard<std::mutex> counting(counts_lock);
+        launch_counts[name]++;
+    }
+    body = &thread;
+    for (int i = 0; i < n_threads; i++) {
+        fibers[i].thread = { i % block.x, i / block.x % block.y, i / (block.x * block.y) };
+    }
+    blockDim = block;
+    gridDim  = grid;
+    for (unsigned int z = 0; z < grid.z; z++) {
+        for (unsigned int y = 0; y < grid.y; y++) {
+            for (unsigned int x = 0; x < grid.x; x++) {
+                memset(shared_memory, POISON, shared);
+                memset(shared_memory + shared, CANARY, MAX_SHARED - shared > 64 ? 64 : MAX_SHARED - shared);
+                blockIdx = { x, y, z };
+                run_block(random);
+                for (size_t i = shared; i < std::min(shared + 64, MAX_SHARED); i++) {
+                    if (shared_memory[i] != CANARY) {
+                        fail("wrote past its shared memory");
+                    }
+                }
+            }
+        }
+    }
+    kernel_name = "";
+}
+
+}  // namespace
+
+void * dynamic_shared() { return shared_memory; }
+
+int lane() { return current % WARP; }
+
+void barrier() { barrier_count(0); }
+
+int barrier_count(int predicate) {
+    votes += predicate;
+    n_in_block++;
+    fibers[current].now = IN_BLOCK;
+    finish_block_barrier();
+    if (fibers[current].now != READY) {
+        yield();
+    }
+    return votes_before;
+}
+
+warp_values meet(int kind, unsigned int mask, const void * value, size_t bytes) {
+    warp & w = warps[current / WARP];
+    const int lane = current % WARP;
+    if (!(mask >> lane & 1)) {
+        fail("a lane takes part in a warp operation whose mask leaves it out");
+    }
+    if (w.arrived == 0) {
+        w.kind = kind;
+        w.mask = mask;
+    } else if (w.kind != kind || w.mask != mask) {
+        fail("lanes of a warp meet in different operations");
+    }
+    memcpy(w.given[lane], value ? value : "", bytes);
+    w.arrived |= 1u << lane;
+    fibers[current].now = IN_WARP;
+    finish_warp(w, current / WARP * WARP);
+    if (fibers[current].now != READY) {
+        yield();
+    }
+    return w.seen;
+}
+
+unsigned int lanes_met() { return warps[current / WARP].met; }
+
+// ---- streams and events ----
+
+struct moment {
+    std::mutex lock;
+    std::condition_variable changed;
+    uint64_t recorded = 0, passed = 0;
+    bool captured = false;  // the last record went into a graph
+    std::chrono::steady_clock::time_point at;
+
+    void wait(uint64_t n) {
+        std::unique_lock<std::mutex> held(lock);
+        changed.wait(held, [&] { return passed >= n; });
+    }
+};
+
+struct event {
+    std::shared_ptr<moment> m = std::make_shared<moment>();
+};
+
+using task = std::function<void()>;
+
+struct graph {
+    std::vector<task> tasks;
+};
+struct graph_exec {
+    std::vector<task> tasks;
+};
+
+struct stream {
+    std::mutex lock;
+    std::condition_variable changed;
+    std::deque<task> queue;
+    uint64_t asked = 0, done = 0;
+    bool stop = false;
+    std::unique_ptr<graph> capture;
+    std::thread worker{ [this] { work(); } };
+
+    void work() {
+        std::mt19937_64 random = seeded();
+        std::unique_lock<std::mutex> held(lock);
+        for (;;) {
+            changed.wait(held, [&] { return stop || !queue.empty(); });
+            if (queue.empty()) {
+                return;
+            }
+            task next = std::move(queue.front());
+            queue.pop_front();
+            held.unlock();
+            const uint64_t most = delay_us.load();
+            if (most && random() % 3 == 0) {
+                std::this_thread::sleep_for(std::chrono::microseconds(random() % most));
+            }
+            next();
+            next = nullptr;
+            held.lock();
+            done++;
+            changed.notify_all();
+        }
+    }
+
+    void add(task t) {
+        std::lock_guard<std::mutex> held(lock);
+        if (capture) {
+            capture->tasks.push_back(std::move(t));
+            return;
+        }
+        queue.push_back(std::move(t));
+        asked++;
+        changed.notify_all();
+    }
+
+    bool capturing() {
+        std::lock_guard<std::mutex> held(lock);
+        return capture != nullptr;
+    }
+
+    void drain() {
+        std::unique_lock<std::mutex> held(lock);
+        if (capture) {
+            fprintf(stderr, "emulated GPU: a stream is waited for while it is captured\n");
+            abort();
+        }
+        const uint64_t n = asked;
+        changed.wait(held, [&] { return done >= n; });
+    }
+
+    ~stream() {
+        {
+            std::lock_guard<std::mutex> held(lock);
+            stop = true;
+            changed.notify_all();
+        }
+        worker.join();
+    }
+};
+
+namespace {
+
+// Never destroyed: at the end of the process a backend may still free what it holds.
+struct world {
+    std::mutex lock;
+    std::set<stream *> streams;
+    stream * plain = nullptr;
+    stream * per_thread = nullptr;
+
+    struct allocation {
+        char * map;
+        size_t map_bytes, bytes, padded;
+    };
+    std::map<uintptr_t, allocation> memory;
+    std::map<uintptr_t, size_t> pinned;
+    size_t used = 0, total = setting("MOE_EMU_VRAM", 4ull << 30), most_used = 0;
+};
+
+world & the() {
+    static world * w = new world;
+    return *w;
+}
+
+stream * resolve(cudaStream_t s) {
+    world & w = the();
+    if (s != nullptr && s != cudaStreamLegacy && s != cudaStreamPerThread) {
+        return s;
+    }
+    std::lock_guard<std::mutex> held(w.lock);
+    stream *& which = s == cudaStreamPerThread ? w.per_thread : w.plain;
+    if (!which) {
+        which = new stream;
+        w.streams.insert(which);
+    }
+    return which;
+}
+
+void drain_all() {
+    std::vector<stream *> all;
+    {
+        std::lock_guard<std::mutex> held(the().lock);
+        all.assign(the().streams.begin(), the().streams.end());
+    }
+    for (stream * s : all) {
+        if (!s->capturing()) {
+            s->drain();
+        }
+    }
+}
+
+enum where { PAGEABLE, PINNED, ON_DEVICE, OUTSIDE };
+
+// OUTSIDE: starts in device memory and leaves it.
+where locate(const void * p, size_t bytes) {
+    world & w = the();
+    const auto at = reinterpret_cast<uintptr_t>(p);
+    std::lock_guard<std::mutex> held(w.lock);
+    auto it = w.memory.upper_bound(at);
+    if (it != w.memory.begin()) {
+        --it;
+        if (at < it->first + it->second.padded) {
+            return at + bytes <= it->first + it->second.padded ? ON_DEVICE : OUTSIDE;
+        }
+    }
+    auto host = w.pinned.upper_bound(at);
+    if (host != w.pinned.begin()) {
+        --host;
+        if (at < host->first + host->second) {
+            return at + bytes <= host->first + host->second ? PINNED : PAGEABLE;
+        }
+    }
+    return PAGEABLE;
+}
+
+[[noreturn]] void bad_copy(const char * what, const void * to, const void * from, size_t bytes) {
+    fprintf(stderr, "emulated GPU: copy of %zu bytes from %p to %p: %s\n", bytes, from, to, what);
+    abort();
+}
+
+cudaError_t copy_2d(void * to, size_t to_pitch, const void * from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind kind, cudaStream_t s) {
+    if (width == 0 || height == 0) {
+        return cudaSuccess;
+    }
+    const size_t to_bytes = to_pitch * (height - 1) + width, from_bytes = from_pitch * (height - 1) + width;
+    const where  target = locate(to, to_bytes), source = locate(from, from_bytes);
+    const bool to_device   = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+    if (target == OUTSIDE || source == OUTSIDE) {
+        bad_copy("leaves its allocation", to, from, to_bytes);
+    }
+    if (kind != cudaMemcpyDefault && (to_device != (target == ON_DEVICE) || from_device != (source == ON_DEVICE))) {
+        bad_copy("the direction does not fit the memory", to, from, to_bytes);
+    }
+    auto move = [=](const void * data, size_t pitch) {
+        for (size_t y = 0; y < height; y++) {
+            memcpy(static_cast<char *>(to) + y * to_pitch, static_cast<const char *>(data) + y * pitch, width);
+        }
+    };
+    stream * on = resolve(s);
+    if (source == PAGEABLE) {
+        auto staged = std::make_shared<std::vector<char>>(width * height);
+        for (size_t y = 0; y < height; y++) {
+            memcpy(staged->data() + y * width, static_cast<const char *>(from) + y * from_pitch, width);
+        }
+        on->add([=] { move(staged->data(), width); });
+    } else {
+        on->add([=] { move(from, from_pitch); });
+    }
+    if (target == PAGEABLE) {
+        on->drain();
+    }
+    return cudaSuccess;
+}
+
+thread_local cudaError_t last_error = cudaSuccess;
+
+cudaError_t failed(cudaError_t e) {
+    last_error = e;
+    return e;
+}
+
+// A kernel that leaves its memory: say which.
+void on_fault(int signal, siginfo_t * info, void *) {
+    char line[256];
+    const int n = snprintf(line, sizeof(line), "emulated GPU: kernel \"%s\", block (%u, %u, %u), thread %d: touched %p, which is not its memory\n",
+        kernel_name, blockIdx.x, blockIdx.y, blockIdx.z, current, info->si_addr);
+    if (kernel_name[0]) {
+        (void) !write(2, line, n);
+    }
+    ::signal(signal, SIG_DFL);
+}
+
+[[maybe_unused]] const bool watching = [] {
+    // Fibers' stacks may be what overflowed.
+    static char stack[64 << 10];
+    (void) stack;
+    struct sigaction action = {};
+    action.sa_sigaction = on_fault;
+    action.sa_flags     = SA_SIGINFO;
+    sigaction(SIGSEGV, &action, nullptr);
+    sigaction(SIGBUS, &action, nullptr);
+    return true;
+}();
+
+}  // namespace
+
+namespace {
+thread_local const char * next_name = nullptr;
+}
+
+void naming(const char * kernel) { next_name = kernel; }
+
+void launch(const char * kernel, dim3 grid, dim3 block, size_t shared, cudaStream_t s, std::function<void()> thread) {
+    if (const char * name = std::exchange(next_name, nullptr)) {
+        kernel = name;
+    }
+    resolve(s)->add([=]() mutable { run_kernel(kernel, grid, block, shared, thread); });
+}
+
+void no_ptx() {
+    fail("uses instructions that are not emulated");
+}
+
+}  // namespace moe_emu
+
+extern "C" {
+// What the link has put in the place of a function that was not compiled.
+[[noreturn]] void moe_emu_missing(const char * name) {
+    fprintf(stderr, "emulated GPU: %s was not compiled\n", name);
+    abort();
+}
+
+// For tests, found with dlsym.
+__attribute__((visibility("default"))) void moe_emu_set_delay_us(uint64_t most) { moe_emu::delay_us = most; }
+__attribute__((visibility("default"))) uint64_t moe_emu_launches(const char * kernel) {
+    std::lock_guard<std::mutex> counting(moe_emu::counts_lock);
+    const auto it = moe_emu::launch_counts.find(kernel);
+    return it == moe_emu::launch_counts.end() ? 0 : it->second;
+}
+__attribute__((visibility("default"))) void moe_emu_limit_pinned(uint64_t bytes) { moe_emu::pinned_limit = bytes; }
+__attribute__((visibility("default"))) uint64_t moe_emu_peak_bytes() { return moe_emu::the().most_used; }
+}
+
+using namespace moe_emu;
+
+// ---- errors, devices ----
+
+const char * cudaGetErrorString(cudaError_t error) {
+    switch (error) {
+        case cudaSuccess:               return "no error";
+        case cudaErrorInvalidValue:     return "invalid argument";
+        case cudaErrorMemoryAllocation: return "out of memory";
+        case cudaErrorNotReady:         return "device not ready";
+        default:                        return "error of the emulated GPU";
+    }
+}
+const char * cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(error); }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+cudaError_t cudaPeekAtLastError() { return last_error; }
+
+cudaError_t cudaGetDeviceCount(int * count) { *count = 1; return cudaSuccess; }
+cudaError_t cudaGetDevice(int * d) { *d = 0; return cudaSuccess; }
+cudaError_t cudaSetDevice(int d) { return d == 0 ? cudaSuccess : failed(cudaErrorInvalidDevice); }
+cudaError_t cudaSetDeviceFlags(unsigned int) { return cudaSuccess; }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp * p, int) {
+    *p = {};
+    const auto cc = static_cast<int>(setting("MOE_EMU_CC", MOE_EMU_DEFAULT_CC));
+    snprintf(p->name, sizeof(p->name), "emulated GPU");
+    p->totalGlobalMem         = the().total;
+    p->sharedMemPerBlock      = 48 << 10;
+    p->sharedMemPerBlockOptin = 96 << 10;
+    p->sharedMemPerMultiprocessor = 96 << 10;
+    p->warpSize               = WARP;
+    p->major                  = cc / 100;
+    p->minor                  = cc % 100 / 10;
+    p->multiProcessorCount    = 4;
+    p->maxThreadsPerBlock     = MAX_THREADS;
+    p->asyncEngineCount       = 2;
+    p->canMapHostMemory       = 1;
+    p->concurrentKernels      = 1;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr attribute, int d) {
+    cudaDeviceProp p;
+    cudaGetDeviceProperties(&p, d);
+    switch (attribute) {
+        case cudaDevAttrComputeCapabilityMajor:       *value = p.major; break;
+        case cudaDevAttrComputeCapabilityMinor:       *value = p.minor; break;
+        case cudaDevAttrMultiProcessorCount:          *value = p.multiProcessorCount; break;
+        case cudaDevAttrAsyncEngineCount:             *value = p.asyncEngineCount; break;
+        case cudaDevAttrCanMapHostMemory:             *value = 1; break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(p.sharedMemPerBlockOptin); break;
+        case cudaDevAttrCooperativeLaunch:            *value = 0; break;
+    }
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetPCIBusId(char * id, int length, int) { snprintf(id, length, "0000:00:00.0"); return cudaSuccess; }
+cudaError_t cudaDeviceGetStreamPriorityRange(int * least, int * greatest) { *least = 0; *greatest = -5; return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { drain_all(); return cudaSuccess; }
+cudaError_t cudaDeviceCanAccessPeer(int * can, int, int) { *can = 0; return cudaSuccess; }
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned int) { return failed(cudaErrorNotSupported); }
+cudaError_t cudaDeviceDisablePeerAccess(int) { return failed(cudaErrorNotSupported); }
+cudaError_t cudaDriverGetVersion(int * version) { *version = CUDART_VERSION; return cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int * version) { *version = CUDART_VERSION; return cudaSuccess; }
+
+// ---- memory ----
+
+cudaError_t cudaMemGetInfo(size_t * free, size_t * total) {
+    std::lock_guard<std::mutex> held(the().lock);
+    *free  = the().total - the().used;
+    *total = the().total;
+    return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void ** memory, size_t bytes) {
+    constexpr size_t PAGE = 4096, UNIT = 256;
+    *memory = nullptr;
+    if (bytes == 0) {
+        return cudaSuccess;
+    }
+    const size_t padded = (bytes + UNIT - 1) / UNIT * UNIT, inner = (padded + SLACK + PAGE - 1) / PAGE * PAGE;
+    world & w = the();
+    std::lock_guard<std::mutex> held(w.lock);
+    if (w.used + padded > w.total) {
+        return failed(cudaErrorMemoryAllocation);
+    }
+    const size_t all = inner + 2 * PAGE;
+    void * map = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (map == MAP_FAILED) {
+        return failed(cudaErrorMemoryAllocation);
+    }
+    char * base = static_cast<char *>(map);
+    char * data = base + PAGE + inner - padded - SLACK;
+    memset(base + PAGE, POISON, inner);
+    mprotect(base, PAGE, PROT_NONE);
+    mprotect(base + PAGE + inner, PAGE, PROT_NONE);
+    w.memory[reinterpret_cast<uintptr_t>(data)] = { base, all, bytes, padded };
+    w.used += padded;
+    w.most_used = std::max(w.most_used, w.used);
+    *memory = data;
+    return cudaSuccess;
+}
+
+cudaError_t cudaMallocManaged(void ** memory, size_t bytes) { return cudaMalloc(memory, bytes); }
+
+cudaError_t cudaFree(void * memory) {
+    if (!memory) {
+        return cudaSuccess;
+    }
+    drain_all();
+    world & w = the();
+    std::lock_guard<std::mutex> held(w.lock);
+    const auto it = w.memory.find(reinterpret_cast<uintptr_t>(memory));
+    if (it == w.memory.end()) {
+        fprintf(stderr, "emulated GPU: %p is freed, and was not allocated\n", memory);
+        abort();
+    }
+    const auto & a = it->second;
+    const auto * data = static_cast<unsigned char *>(memory);
+    auto check = [&](const unsigned char * from, const unsigned char * to, const char * side) {
+        if (!std::all_of(from, to, [](unsigned char c) { return c == POISON; })) {
+            fprintf(stderr, "emulated GPU: something wrote %s an allocation of %zu bytes\n", side, a.bytes);
+            abort();
+        }
+    };
+    check(reinterpret_cast<unsigned char *>(a.map) + 4096, data, "before");
+    check(data + a.bytes, data + a.padded + SLACK, "past");
+    w.used -= a.padded;
+    munmap(a.map, a.map_bytes);
+    w.memory.erase(it);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMallocHost(void ** memory, size_t bytes) {
+    *memory = bytes && bytes <= pinned_limit ? aligned_alloc(4096, (bytes + 4095) / 4096 * 4096) : nullptr;
+    if (bytes && !*memory) {
+        return failed(cudaErrorMemoryAllocation);
+    }
+    if (bytes) {
+        memset(*memory, POISON, bytes);
+        std::lock_guard<std::mutex> held(the().lock);
+        the().pinned[reinterpret_cast<uintptr_t>(*memory)] = bytes;
+    }
+    return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void ** memory, size_t bytes, unsigned int) { return cudaMallocHost(memory, bytes); }
+cudaError_t cudaFreeHost(void * memory) {
+    if (!memory) {
+        return cudaSuccess;
+    }
+    drain_all();
+    {
+        std::lock_guard<std::mutex> held(the().lock);
+        if (the().pinned.erase(reinterpret_cast<uintptr_t>(memory)) == 0) {
+            fprintf(stderr, "emulated GPU: host memory %p is freed, and was not allocated\n", memory);
+            abort();
+        }
+    }
+    free(memory);
+    return cudaSuccess;
+}
+cudaError_t cudaHostRegister(void * memory, size_t bytes, unsigned int) {
+    std::lock_guard<std::mutex> held(the().lock);
+    return the().pinned.emplace(reinterpret_cast<uintptr_t>(memory), bytes).second ? cudaSuccess : failed(cudaErrorHostMemoryAlreadyRegistered);
+}
+cudaError_t cudaHostUnregister(void * memory) {
+    drain_all();
+    std::lock_guard<std::mutex> held(the().lock);
+    return the().pinned.erase(reinterpret_cast<uintptr_t>(memory)) ? cudaSuccess : failed(cudaErrorHostMemoryNotRegistered);
+}
+cudaError_t cudaHostGetDevicePointer(void ** d, void * host, unsigned int) {
+    *d = host;
+    return locate(host, 1) == PINNED ? cudaSuccess : failed(cudaErrorInvalidValue);
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes * out, const void * memory) {
+    *out = {};
+    const where w = locate(memory, 1);
+    out->type = w == ON_DEVICE ? cudaMemoryTypeDevice : w == PINNED ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+    out->devicePointer = w == PAGEABLE ? nullptr : const_cast<void *>(memory);
+    out->hostPointer   = w == ON_DEVICE ? nullptr : const_cast<void *>(memory);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t bytes, cudaMemcpyKind kind, cudaStream_t s) {
+    return copy_2d(to, bytes, from, bytes, bytes, 1, kind, s);
+}
+cudaError_t cudaMemcpy(void * to, const void * from, size_t bytes, cudaMemcpyKind kind) {
+    const cudaError_t e = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
+    resolve(nullptr)->drain();
+    return e;
+}
+cudaError_t cudaMemcpy2DAsync(void * to, size_t to_pitch, const void * from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind kind, cudaStream_t s) {
+    return copy_2d(to, to_pitch, from, from_pitch, width, height, kind, s);
+}
+cudaError_t cudaMemcpyPeerAsync(void * to, int, const void * from, int, size_t bytes, cudaStream_t s) {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, s);
+}
+cudaError_t cudaMemsetAsync(void * to, int value, size_t bytes, cudaStream_t s) {
+    if (bytes && locate(to, bytes) != ON_DEVICE) {
+        bad_copy("a memset outside device memory", to, nullptr, bytes);
+    }
+    resolve(s)->add([=] { memset(to, value, bytes); });
+    return cudaSuccess;
+}
+cudaError_t cudaMemset(void * to, int value, size_t bytes) {
+    const cudaError_t e = cudaMemsetAsync(to, value, bytes, nullptr);
+    resolve(nullptr)->drain();
+    return e;
+}
+
+// ---- streams, events, graphs ----
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t * s, unsigned int) {
+    *s = new stream;
+    std::lock_guard<std::mutex> held(the().lock);
+    the().streams.insert(*s);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamCreate(cudaStream_t * s) { return cudaStreamCreateWithFlags(s, 0); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t * s, unsigned int flags, int) { return cudaStreamCreateWithFlags(s, flags); }
+cudaError_t cudaStreamDestroy(cudaStream_t s) {
+    s->drain();
+    {
+        std::lock_guard<std::mutex> held(the().lock);
+        the().streams.erase(s);
+    }
+    delete s;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t s) { resolve(s)->drain(); return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t s) {
+    stream * on = resolve(s);
+    std::lock_guard<std::mutex> held(on->lock);
+    return on->done == on->asked ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned int) {
+    stream * on = resolve(s);
+    const bool capturing = on->capturing();
+    std::lock_guard<std::mutex> held(e->m->lock);
+    if (e->m->recorded && capturing != e->m->captured) {
+        fprintf(stderr, "emulated GPU: a wait crosses the border of a capture\n");
+        abort();
+    }
+    on->add([m = e->m, n = e->m->recorded] { m->wait(n); });
+    return cudaSuccess;
+}
+cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t function, void * argument) {
+    resolve(s)->add([=] { function(argument); });
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus * status) {
+    stream * on = resolve(s);
+    *status = on->capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+    stream * on = resolve(s);
+    std::lock_guard<std::mutex> held(on->lock);
+    on->capture = std::make_unique<graph>();
+    return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t * g) {
+    stream * on = resolve(s);
+    std::lock_guard<std::mutex> held(on->lock);
+    *g = on->capture.release();
+    return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t * e, cudaGraph_t g, cudaGraphNode_t *, char *, size_t) {
+    *e = new graph_exec{ g->tasks };
+    return cudaSuccess;
+}
+cudaError_t cudaGraphExecUpdate(cudaGraphExec_t e, cudaGraph_t g, cudaGraphNode_t *, cudaGraphExecUpdateResult * result) {
+    e->tasks = g->tasks;
+    *result  = cudaGraphExecUpdateSuccess;
+    return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
+    stream * on = resolve(s);
+    {
+        std::lock_guard<std::mutex> counting(counts_lock);
+        launch_counts["cudaGraphLaunch"]++;
+    }
+    for (const task & t : e->tasks) {
+        on->add(t);
+    }
+    return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t g) { delete g; return cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) { delete e; return cudaSuccess; }
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t * e, unsigned int) { *e = new event; return cudaSuccess; }
+cudaError_t cudaEventCreate(cudaEvent_t * e) { return cudaEventCreateWithFlags(e, 0); }
+cudaError_t cudaEventDestroy(cudaEvent_t e) { delete e; return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
+    stream * on = resolve(s);
+    const bool capturing = on->capturing();
+    uint64_t n;
+    {
+        std::lock_guard<std::mutex> held(e->m->lock);
+        n = ++e->m->recorded;
+        e->m->captured = capturing;
+    }
+    on->add([m = e->m, n] {
+        std::lock_guard<std::mutex> held(m->lock);
+        m->passed = std::max(m->passed, n);
+        m->at     = std::chrono::steady_clock::now();
+        m->changed.notify_all();
+    });
+    return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t e) {
+    std::lock_guard<std::mutex> held(e->m->lock);
+    if (e->m->captured) {
+        return failed(cudaErrorStreamCaptureUnsupported);
+    }
+    return e->m->passed >= e->m->recorded ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+    uint64_t n;
+    {
+        std::lock_guard<std::mutex> held(e->m->lock);
+        n = e->m->recorded;
+    }
+    e->m->wait(n);
+    return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float * ms, cudaEvent_t from, cudaEvent_t to) {
+    *ms = std::chrono::duration<float, std::milli>(to->m->at - from->m->at).count();
+    return cudaSuccess;
+}
+
+// ---- cuBLAS: column-major C = alpha op(A) op(B) + beta C ----
+
+namespace {
+
+float load(const void * p, cudaDataType_t type, size_t i) {
+    switch (type) {
+        case CUDA_R_16F:  return static_cast<const half *>(p)[i];
+        case CUDA_R_16BF: return static_cast<const nv_bfloat16 *>(p)[i];
+        default:          return static_cast<const float *>(p)[i];
+    }
+}
+
+void store(void * p, cudaDataType_t type, size_t i, float v) {
+    switch (type) {
+        case CUDA_R_16F:  static_cast<half *>(p)[i] = half(v); break;
+        case CUDA_R_16BF: static_cast<nv_bfloat16 *>(p)[i] = nv_bfloat16(v); break;
+        default:          static_cast<float *>(p)[i] = v;
+    }
+}
+
+struct gemm {
+    cublasOperation_t op_a, op_b;
+    int m, n, k, lda, ldb, ldc;
+    cudaDataType_t type_a, type_b, type_c;
+    float alpha, beta;
+
+    void run(const void * a, const void * b, void * c) const {
+        for (int j = 0; j < n; j++) {
+            for (int i = 0; i < m; i++) {
+                double sum = 0;
+                for (int l = 0; l < k; l++) {
+                    const size_t at_a = op_a == CUBLAS_OP_N ? i + static_cast<size_t>(l) * lda : l + static_cast<size_t>(i) * lda;
+                    const size_t at_b = op_b == CUBLAS_OP_N ? l + static_cast<size_t>(j) * ldb : j + static_cast<size_t>(l) * ldb;
+                    sum += static_cast<double>(load(a, type_a, at_a)) * load(b, type_b, at_b);
+                }
+                const size_t at = i + static_cast<size_t>(j) * ldc;
+                store(c, type_c, at, static_cast<float>(alpha * sum) + (beta == 0 ? 0 : beta * load(c, type_c, at)));
+            }
+        }
+    }
+};
+
+float scale(const void * p, cublasComputeType_t compute) {
+    return load(p, compute == CUBLAS_COMPUTE_16F ? CUDA_R_16F : CUDA_R_32F, 0);
+}
+
+}  // namespace
+
+cublasStatus_t cublasCreate(cublasHandle_t * h) { *h = new moe_emu_cublas; return CUBLAS_STATUS_SUCCESS; }
+cublasStatus_t cublasDestroy(cublasHandle_t h) { delete h; return CUBLAS_STATUS_SUCCESS; }
+cublasStatus_t cublasSetStream(cublasHandle_t h, cudaStream_t s) { h->stream = s; return CUBLAS_STATUS_SUCCESS; }
+cublasStatus_t cublasSetMathMode(cublasHandle_t, cublasMath_t) { return CUBLAS_STATUS_SUCCESS; }
+
+cublasStatus_t cublasGemmEx(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k, const void * alpha,
+    const void * a, cudaDataType_t type_a, int lda, const void * b, cudaDataType_t type_b, int ldb, const void * beta,
+    void * c, cudaDataType_t type_c, int ldc, cublasComputeType_t compute, cublasGemmAlgo_t) {
+    const gemm g{ op_a, op_b, m, n, k, lda, ldb, ldc, type_a, type_b, type_c, scale(alpha, compute), scale(beta, compute) };
+    resolve(h->stream)->add([=] { g.run(a, b, c); });
+    return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasSgemm(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k, const float * alpha,
+    const float * a, int lda, const float * b, int ldb, const float * beta, float * c, int ldc) {
+    return cublasGemmEx(h, op_a, op_b, m, n, k, alpha, a, CUDA_R_32F, lda, b, CUDA_R_32F, ldb, beta, c, CUDA_R_32F, ldc, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+}
+cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k, const void * alpha,
+    const void * a, cudaDataType_t type_a, int lda, long long stride_a, const void * b, cudaDataType_t type_b, int ldb, long long stride_b, const void * beta,
+    void * c, cudaDataType_t type_c, int ldc, long long stride_c, int count, cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
+    auto size = [](cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; };
+    for (int i = 0; i < count; i++) {
+        cublasGemmEx(h, op_a, op_b, m, n, k, alpha, static_cast<const char *>(a) + i * stride_a * size(type_a), type_a, lda,
+            static_cast<const char *>(b) + i * stride_b * size(type_b), type_b, ldb, beta,
+            static_cast<char *>(c) + i * stride_c * size(type_c), type_c, ldc, compute, algorithm);
+    }
+    return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasGemmBatchedEx(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k, const void * alpha,
+    const void * const a[], cudaDataType_t type_a, int lda, const void * const b[], cudaDataType_t type_b, int ldb, const void * beta,
+    void * const c[], cudaDataType_t type_c, int ldc, int count, cublasComputeType_t compute, cublasGemmAlgo_t) {
+    const gemm g{ op_a, op_b, m, n, k, lda, ldb, ldc, type_a, type_b, type_c, scale(alpha, compute), scale(beta, compute) };
+    // The arrays of pointers are in device memory.
+    resolve(h->stream)->add([=] {
+        for (int i = 0; i < count; i++) {
+            g.run(a[i], b[i], c[i]);
+        }
+    });
+    return CUBLAS_STATUS_SUCCESS;
+}

@@ -1,0 +1,86 @@
+"""What g++ cannot parse in CUDA sources, rewritten into calls of the emulation."""
+
+from __future__ import annotations
+
+import re
+
+EXTERN_SHARED = re.compile(
+    r"extern\s+__shared__\s+(?:__align__\(\w+\)\s*)?([\w:]+(?:\s+[\w:]+)*)\s+(\w+)\s*\[\s*\]\s*;"
+)
+BEFORE_LAUNCH = re.compile(r"(?:\s|\\\n)+(?=\Z)")
+NAME_BEFORE = re.compile(r"[\w:]+$")
+# ggml's wrapper around a launch: the kernel is an argument there.
+NAMED_LAUNCH = re.compile(r"(\bggml_cuda_kernel_launch\(\s*)([A-Za-z_]\w*)(?=\s*[<,])")
+ASM = re.compile(r"\basm\s*(?:volatile\s*)?\(")
+
+
+def emulated(text: str) -> str:
+    """text of a .cu or .cuh file -> the same for g++. Line numbers stay.
+
+    kernel<<<config>>>(args)      -> moe_emu::config(config).of("kernel", [=](auto... a) { kernel(a...); })(args)
+    extern __shared__ T name[];   -> T * const name = (T *) moe_emu::dynamic_shared();
+    asm(...)                      -> moe_emu::no_ptx()
+    ggml_cuda_kernel_launch(name  -> moe_emu::naming("name"), ggml_cuda_kernel_launch(name
+    Raises ValueError where a launch cannot be understood.
+    """
+    text = EXTERN_SHARED.sub(r"\1 * const \2 = (\1 *) moe_emu::dynamic_shared();", text)
+    text = NAMED_LAUNCH.sub(r'moe_emu::naming("\2"), \1\2', _without_asm(text))
+    done, at = [], 0
+    while (start := text.find("<<<", at)) >= 0:
+        if _in_comment(text, start):
+            done.append(text[at : start + 3])
+            at = start + 3
+            continue
+        stop = text.index(">>>", start)
+        between = BEFORE_LAUNCH.search(text, at, start)
+        head = text[at : between.start()] if between else text[at:start]
+        kernel = _kernel_at_end(head)
+        config = text[start + 3 : stop]
+        label = kernel.split("<")[0]
+        done += [head[: len(head) - len(kernel)]]
+        # Inside a lambda, template arguments are deduced from the call as they are in CUDA.
+        call = f"[=](auto... moe_emu_a) {{ {kernel}(moe_emu_a...); }}"
+        done += [f'moe_emu::config({config}).of("{label}", {call})']
+        done += [between[0]] if between else []
+        at = stop + 3
+    return "".join([*done, text[at:]])
+
+
+def _kernel_at_end(head: str) -> str:
+    """The kernel's name, with its template arguments, that `head` ends with."""
+    end = len(head)
+    if head.endswith(">"):
+        depth = 0
+        while end > 0:
+            end -= 1
+            depth += {">": 1, "<": -1}.get(head[end], 0)
+            if depth == 0:
+                break
+    match = NAME_BEFORE.search(head[:end].rstrip())
+    if not match:
+        raise ValueError(f"no kernel before a launch: ...{head[-80:]}")
+    return head[match.start() :]
+
+
+def _in_comment(text: str, at: int) -> bool:
+    line = text[text.rfind("\n", 0, at) + 1 : at]
+    return "//" in line
+
+
+def _without_asm(text: str) -> str:
+    done, at = [], 0
+    for match in ASM.finditer(text):
+        if match.start() < at:
+            continue
+        depth, end, quoted = 1, match.end(), False
+        while depth:
+            char = text[end]
+            if char == '"' and text[end - 1] != "\\":
+                quoted = not quoted
+            elif not quoted:
+                depth += {"(": 1, ")": -1}.get(char, 0)
+            end += 1
+        lines = text.count("\n", match.start(), end)
+        done += [text[at : match.start()], "moe_emu::no_ptx()", "\n" * lines]
+        at = end
+    return "".join([*done, text[at:]])

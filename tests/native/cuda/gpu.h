@@ -1,0 +1,56 @@
+// The device that a test program runs on: a GPU, or an emulated one.
+
+#pragma once
+
+#include "experts.h"
+
+#include "moe-edge-device.h"
+
+#include <dlfcn.h>
+
+#include <string>
+#include <vector>
+
+struct gpu {
+    ggml_backend_t backend;
+    moe_edge_device * device;
+    ggml_backend_buffer_type_t placeholders;
+
+    explicit gpu(const char * library) {
+        ggml_backend_reg_t reg = ggml_backend_load(library);
+        if (!reg || ggml_backend_reg_dev_count(reg) == 0) {
+            die(std::string("no CUDA device with ") + library);
+        }
+        backend = ggml_backend_dev_init(ggml_backend_reg_dev_get(reg, 0), nullptr);
+        using device_of = moe_edge_device * (*) (int);
+        using type_of   = ggml_backend_buffer_type_t (*)(int);
+        device       = reinterpret_cast<device_of>(ggml_backend_reg_get_proc_address(reg, "moe_edge_device"))(0);
+        placeholders = reinterpret_cast<type_of>(ggml_backend_reg_get_proc_address(reg, "moe_edge_buffer_type"))(0);
+        handle       = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
+        count        = reinterpret_cast<uint64_t (*)(const char *)>(dlsym(handle, "moe_emu_launches"));
+        limit_pinned = reinterpret_cast<void (*)(uint64_t)>(dlsym(handle, "moe_emu_limit_pinned"));
+    }
+
+    // Only an emulated GPU counts.
+    bool counts() const { return count != nullptr; }
+
+    uint64_t launches(const char * kernel) const { return count ? count(kernel) : 0; }
+
+    // Larger pieces of host memory cannot be pinned from now on. Null on a real GPU.
+    void (*limit_pinned)(uint64_t bytes);
+
+  private:
+    void * handle;
+    uint64_t (*count)(const char *);
+};
+
+// "q4_K+q2_K"
+inline std::vector<ggml_type> parse_tiers(const std::string & tiers) {
+    std::vector<ggml_type> types;
+    for (size_t at = 0; at <= tiers.size();) {
+        const size_t end = std::min(tiers.find('+', at), tiers.size());
+        types.push_back(type_of(tiers.substr(at, end - at)));
+        at = end + 1;
+    }
+    return types;
+}
