@@ -51,6 +51,7 @@ class moe_edge_cuda_device : public moe_edge_device {
     void wait(moe_edge_ticket ticket) override;
     std::string error() override;
     void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) override;
+    bool counts_routing() const override { return true; }
     bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override;
 
     // A ticket for all that was launched on this stream so far. 0 once the device is lost.

@@ -58,6 +58,10 @@ struct moe_edge_device {
         (void) fixed;
     }
 
+    // Whether the executor counts what is routed while the tables are fixed, so that nothing has to
+    // come back from the device in the middle of a step.
+    virtual bool counts_routing() const { return false; }
+
     // Adds to out [n, n_expert] the tokens that were routed to the experts of these matrices since
     // the last call, and forgets them. False where nobody counts on the device. Must not call the store.
     virtual bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) {

@@ -381,7 +381,7 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor *
     {
         std::shared_lock<std::shared_mutex> lock(registry.mutex);
         const auto it = registry.by_router.find(gate_inp);
-        if (it == registry.by_router.end() || graph.cparams.warmup) {
+        if (it == registry.by_router.end() || graph.cparams.warmup || it->second->model->store->runs_unwatched()) {
             return weights;
         }
         found = it->second;

@@ -839,7 +839,7 @@ bool moe_edge_store::route() {
     }
     std::lock_guard<std::mutex> lock(mutex);
     const size_t first = (size_t) event.layer * n_expert;
-    for (size_t i = 0; i < (size_t) event.n_tokens * n_expert_used; i++) {
+    for (size_t i = 0; i < (size_t) event.n_tokens * n_expert_used && !runs_unwatched(); i++) {
         counts[first + ids[i]]++;
     }
     for (size_t i = 0; !callback && !exact_tiers && i < routed.size(); i++) {

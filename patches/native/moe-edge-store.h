@@ -144,6 +144,8 @@ struct moe_edge_store {
     void    release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
     void    wait(const moe_edge_ready * ready, int32_t n);
     bool    fixed() const { return tables_fixed; }
+    // A step then needs no hook: nobody decides, and the executor counts.
+    bool    runs_unwatched() const { return tables_fixed && device->counts_routing(); }
 
     int32_t warm(const moe_edge_prefetch_item * list, int32_t n,
                  void (*progress)(int32_t, int32_t, void *), void * user);
