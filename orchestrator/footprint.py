@@ -19,8 +19,10 @@ VOCAB_TOKEN_BYTES = 600
 
 
 def context_tokens(model: ExpertModel, config: Config) -> int:
-    """The context to make: what was asked for, as far as the model was trained for it."""
-    return min(config.ctx, model.context_length) if model.context_length else config.ctx
+    """The context to make: what was asked for, as far as the model was trained for it. Several
+    sequences share it, each with as much."""
+    most = model.context_length * (1 + config.sequences)
+    return min(config.ctx, most) if most else config.ctx
 
 
 def vocabulary_size(model: ExpertModel) -> int:

@@ -44,12 +44,13 @@ def decode(n: int, seconds: float, name: str = DECODE) -> Part:
     return Part(name, DECODE, n, seconds, MIN_STEPS)
 
 
-def context_tokens(parts: Sequence[Part]) -> int:
-    """Context that holds the longest conversation of these parts, in the units of the KV
-    cache."""
+def context_tokens(parts: Sequence[Part], shared: bool = True) -> int:
+    """Context that holds the longest conversation of these parts, in the units of the KV cache;
+    with all sequences that share it, or the longest of one of them."""
     longest = length = 0
     for part in parts:
-        length = part.n * max(1, part.sequences) + (length if part.kind == DECODE else 0)
+        together = max(1, part.sequences) if shared else 1
+        length = part.n * together + (length if part.kind == DECODE else 0)
         longest = max(longest, length)
     return -(-longest // 256) * 256
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.bench import disk, host
-from orchestrator.bench.job import Job
+from orchestrator.bench.job import Job, context_tokens
 from orchestrator.bench.models import DEMO_TEXT, LOW, Note, build_models
 from orchestrator.bench.plan import BenchOptions, Case
 from orchestrator.errors import ConfigError
@@ -51,9 +51,10 @@ class Loop:
         where its context does not hold what is to be measured."""
         high, low = build_models(options, note)
         model = ExpertModel.open(high, low)
-        if model.context_length and options.n_ctx > model.context_length:
+        longest = context_tokens(options.parts(), shared=False)
+        if model.context_length and longest > model.context_length:
             raise ConfigError(
-                f"what is to be measured takes a context of {options.n_ctx} tokens, the model "
+                f"what is to be measured takes a context of {longest} tokens, the model "
                 f"was made for {model.context_length}: ask for shorter prompts or fewer tokens"
             )
         return cls(options, high, low, model, note)

@@ -27,6 +27,7 @@ def test_each_batch_has_a_prompt_of_its_own():
     assert [part.sequences for part in parts] == [0, 1, 0, 3, 0, 40]
     assert (options.sequences, options.n_ubatch) == (40, 40)
     assert context_tokens(parts) == 512  # 7 + 40 * 10 cells
+    assert context_tokens(parts, shared=False) == 256
     assert BatchOptions(batches=(2,)).n_ubatch == 32
     names = [case.name for case in batch_cases(options)]
     assert names[1:] == ["lru", "dymoe 4, r=1", "dymoe 4/2", "dynaexq 4/2"]

@@ -242,6 +242,14 @@ def test_context_is_capped_by_the_model(models: dict[str, ExpertModel]) -> None:
     assert plan_for(model, ctx=512).kv_bytes == model.kv_bytes(512)
 
 
+def test_sequences_share_a_larger_context(models: dict[str, ExpertModel]) -> None:
+    """Each may be as long as the model was made for."""
+    model = models["one"]
+    most = model.context_length
+    for sequences, n_ctx in ((0, most), (1, 2 * most), (7, 4 * most)):
+        assert plan_for(model, ctx=4 * most, sequences=sequences).n_ctx == n_ctx
+
+
 def test_logits_of_all_tokens_need_more_scratch(models: dict[str, ExpertModel]) -> None:
     model = models["one"]
     one, every = plan_for(model), plan_for(model, logits_all=True)
