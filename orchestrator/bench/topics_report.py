@@ -221,10 +221,15 @@ def _slowest(rows: Sequence[Result]) -> list[str]:
     lines = [
         "",
         f"what happened in the slowest {100 * SLOWEST:.0f} % of the steps, and in all, on average",
-        f"{'':28}" + "".join(f"{name:>14}" for name in MARKS),
+        f"{'':24}" + "".join(f"{name:>15}" for name in MARKS),
     ]
     for row in marked:
         name = row["name"] if row["cap"] is None else f"{row['name']} at {row['cap']:.0%}"
-        cells = (f"{slow:.3g}, {every:.3g}" for slow, every in row["slowest"].values())
-        lines.append(f"{name:28}" + "".join(f"{cell:>14}" for cell in cells))
+        cells = (f"{_count(slow)}, {_count(every)}" for slow, every in row["slowest"].values())
+        lines.append(f"{name:24}" + "".join(f"{cell:>15}" for cell in cells))
     return lines
+
+
+def _count(value: float) -> str:
+    """A mean, with a digit behind the point where that says something."""
+    return f"{value:.0f}" if value >= 10 or value == 0 else f"{value:.2f}"

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.bench import TopicOptions, render_topics, topics
+from orchestrator.bench import TopicOptions, render_topics, topics, topics_report
 from orchestrator.bench.child import play, topic_streams
 from orchestrator.bench.job import DECODE, Job, context_tokens
-from orchestrator.bench.marks import Marks, of_slowest
+from orchestrator.bench.marks import MARKS, Marks, of_slowest
 from orchestrator.bench.models import DEMO_TEXT
 from orchestrator.bench.plan import parse_numbers
 from orchestrator.bench.topics import (
@@ -254,6 +254,14 @@ def test_marks_tell_slow_steps_apart():
     found = of_slowest([1.0, 9.0, 2.0, 8.0], [[0] * 5, [4, 0, 0, 0, 0], [0] * 5, [2] * 5], 0.5)
     assert found["published"] == [3.0, 1.5]
     assert found["read us"] == [1.0, 0.5]
+
+
+def test_large_counts_stay_in_their_columns():
+    big = {name: [123456.7, 98765.4] for name in MARKS}
+    rows = [{"name": "every 128 steps", "cap": 0.8, "slowest": big}]
+    *_, line = topics_report._slowest(rows)
+    assert line.split()[-10:] == ["123457,", "98765"] * 5
+    assert len(line) <= 100
 
 
 def test_the_command_has_no_option_of_another_policy() -> None:
