@@ -92,7 +92,7 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
         raise CheckpointError(f"{path}: is missing; it is {what}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: not a JSON object")
@@ -132,7 +132,7 @@ def _parts(folder: Path) -> list[Path]:
                 for i in range(1, int(match[4]) + 1)
             }
     for part in sorted(expected):
-        if not part.is_file():
+        if not os.path.isfile(part):  # also where such a name cannot be
             raise CheckpointError(
                 f"{part}: is missing, one of {len(expected)} files of weights; download it again"
             )
@@ -151,7 +151,7 @@ def _matrices(path: Path) -> Counter[str]:
         try:
             dtype, shape = str(entry["dtype"]), [int(each) for each in entry["shape"]]
             start, end = (int(each) for each in entry["data_offsets"])
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, OverflowError):
             raise CheckpointError(f"{where}: its header entry makes no sense") from None
         if dtype not in DTYPE_BITS:
             raise CheckpointError(f"{where}: unknown type {dtype}")
@@ -181,7 +181,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
             found = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{path}: its header is not JSON: not safetensors") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: its header is not a JSON object: not safetensors")

@@ -27,7 +27,7 @@ def pre_tokenizer(folder: Path) -> str | None:
         if rules["model"]["type"] != "BPE" or not _is_neutral(rules.get("normalizer")):
             return None
         return _known(rules.get("pre_tokenizer") or {})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,11 +165,12 @@ def load(path: Path, model: ExpertModel) -> LossTable:
 def _parse(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            text = file.read(_LARGEST_BYTES + 1)
+            # read(n) would allocate n bytes for the smallest file
+            text = file.read() if os.fstat(file.fileno()).st_size <= _LARGEST_BYTES else b""
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
-        data = json.loads(text) if len(text) <= _LARGEST_BYTES else None
+        data = json.loads(text)
     except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:

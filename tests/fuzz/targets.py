@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import struct
 import sys
 import zipfile
@@ -13,6 +14,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -27,14 +29,16 @@ from gguf_split import split
 from traces import random_trace
 
 from gguf_tools import inspect
+from gguf_tools.checkpoint import open_checkpoint
 from gguf_tools.errors import MoeEdgeError
 from gguf_tools.experts import ExpertModel
 from gguf_tools.imatrix import Entry, ExpertImportance, Imatrix, read_imatrix, write_imatrix
 from gguf_tools.layout import DOWN, GGMLType, expert_tensor_name
 from gguf_tools.pack import export, pack
+from gguf_tools.pretokenizer import pre_tokenizer
 from gguf_tools.quantize import load
 from gguf_tools.verify import verify
-from orchestrator import profile
+from orchestrator import losses, profile
 from orchestrator.config import Config
 from orchestrator.footprint import scratch_bytes
 from orchestrator.hardware import Machine
@@ -79,10 +83,54 @@ class Bench:
         self.opened = ExpertModel.open(packed)
         profile.save(folder / "hot.json", self.opened, np.ones((2, 2)))
         self.profile = json.loads((folder / "hot.json").read_text())
+        self.losses = _losses(self.opened, folder / "losses.json")
+        self.checkpoint = folder / "checkpoint"
+        self.weights = _checkpoint(self.checkpoint)
         self.imatrix = damage.Model.read(_imatrix(self.opened, folder / "imatrix.gguf"))
         self.trace = random_trace(np.random.default_rng(0))
         write_trace(folder / "t.npz", self.trace)
         self.trace_bytes = (folder / "t.npz").read_bytes()
+
+
+def _losses(model: ExpertModel, path: Path) -> Any:
+    """The JSON of a loss table."""
+    n = (model.n_layers, model.n_expert)
+    candidates = [losses.Candidate("q8_0", 8.5, True), losses.Candidate("q4_0", 4.5, True)]
+    table = losses.LossTable(
+        candidates, np.ones((*n, 2)), np.ones(n), np.ones(n, np.int64), "f16", "rtn", "text", 64
+    )
+    losses.save(path, model, table)
+    return json.loads(path.read_text())
+
+
+def _checkpoint(folder: Path) -> dict[str, Any]:
+    """A checkpoint folder with all that is looked at; the header of its weights."""
+    folder.mkdir()
+    entries = {
+        f"w{i}": {"dtype": "BF16", "shape": [4, 8], "data_offsets": [64 * i, 64 * i + 64]}
+        for i in range(3)
+    }
+    name = "model-00001-of-00001.safetensors"
+    files = {
+        "config.json": {"architectures": ["MixtralForCausalLM"], "hidden_size": 8},
+        "model.safetensors.index.json": {"weight_map": dict.fromkeys(entries, name)},
+        "tokenizer_config.json": {"model_max_length": 8},
+        "tokenizer.json": {
+            "model": {"type": "BPE"},
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated"},
+                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+                ],
+            },
+        },
+    }
+    for file, value in files.items():
+        (folder / file).write_text(json.dumps(value))
+    head = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    (folder / name).write_bytes(damage.number(len(head)) + head + bytes(192))
+    return entries
 
 
 def _imatrix(model: ExpertModel, path: Path) -> Path:
@@ -260,6 +308,39 @@ def _older_imatrix(model: ExpertModel, random: Random) -> bytes:
     return data[: random.randrange(len(data) + 1)] if random.randrange(12) == 11 else data
 
 
+def checkpoint(bench: Bench, random: Random) -> str:
+    """A checkpoint folder, one of its files damaged."""
+    folder = bench.folder / "damaged-checkpoint"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(bench.checkpoint, folder)
+    path = random.choice(sorted(folder.iterdir()))
+    if path.suffix == ".json":
+        good = json.loads(path.read_text())
+        path.write_text(damage.damaged_json(good, random), encoding="utf-8")
+    else:
+        head = damage.damaged_json(bench.weights, random).encode()
+        length = len(head) if random.randrange(8) else damage.any_number(random)
+        path.write_bytes(damage.number(length) + head + bytes(random.choice((192, 191, 0))))
+
+    def work() -> None:
+        assert open_checkpoint(folder).nbytes >= 0
+        pre_tokenizer(folder)
+
+    return _answer([folder], work)
+
+
+def losses_of_experts(bench: Bench, random: Random) -> str:
+    """A loss table."""
+    path = bench.folder / "fuzz.json"
+    path.write_text(damage.damaged_json(bench.losses, random), encoding="utf-8")
+
+    def work() -> None:
+        table = losses.load(path, bench.opened)
+        assert np.isfinite(table.filled()).all()
+
+    return _answer([path], work)
+
+
 def hotness(bench: Bench, random: Random) -> str:
     """A profile of expert use."""
     path = bench.folder / "fuzz.json"
@@ -334,5 +415,8 @@ def _ggml():
 
 TARGETS: dict[str, Target] = {
     each.__name__: each
-    for each in (header, plan, checked, pair, parts, written, importance, hotness, trace)
+    for each in (
+        *(header, plan, checked, pair, parts, written),
+        *(importance, checkpoint, losses_of_experts, hotness, trace),
+    )
 }

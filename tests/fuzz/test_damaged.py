@@ -23,7 +23,10 @@ from gguf_tools.writer import GGUFWriter, encode_value
 # A damaged file of 100 KiB; a good one takes a tenth of it.
 MOST_BYTES = 16 << 20
 NEEDS_GGML = ("checked", "pair", "parts", "written")
-ALL = ("header", "plan", "checked", "pair", "parts", "written", "importance", "hotness", "trace")
+ALL = (
+    *("header", "plan", "checked", "pair", "parts", "written"),
+    *("importance", "checkpoint", "losses_of_experts", "hotness", "trace"),
+)
 
 
 @pytest.fixture(scope="module")

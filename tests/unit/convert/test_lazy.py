@@ -12,9 +12,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the extra `convert`")
 pytest.importorskip("transformers", reason="needs the extra `convert`")
 
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # noqa: E402
 
-from gguf_tools import lazy, upstream
+from gguf_tools import lazy, upstream  # noqa: E402
 
 N_EXPERT, ROWS, N = 5, 6, 8
 

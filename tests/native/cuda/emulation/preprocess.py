@@ -17,7 +17,8 @@ ASM = re.compile(r"\basm\s*(?:volatile\s*)?\(")
 def emulated(text: str) -> str:
     """text of a .cu or .cuh file -> the same for g++. Line numbers stay.
 
-    kernel<<<config>>>(args)      -> moe_emu::config(config).of("kernel", [=](auto... a) { kernel(a...); })(args)
+    kernel<<<config>>>(args)      -> moe_emu::config(config)
+                                     .of("kernel", [=](auto... a) { kernel(a...); })(args)
     extern __shared__ T name[];   -> T * const name = (T *) moe_emu::dynamic_shared();
     asm(...)                      -> moe_emu::no_ptx()
     ggml_cuda_kernel_launch(name  -> moe_emu::naming("name"), ggml_cuda_kernel_launch(name
