@@ -31,6 +31,8 @@ from orchestrator.profile import identity
 _FORMAT = "moe-edge loss table"
 _VERSION = 1
 _LARGEST_BYTES = 256 << 20
+# No mean square of outputs comes near it, and sums of such numbers are still numbers.
+_LARGEST = 1e30
 SUFFIX = ".calib.json"
 
 
@@ -65,10 +67,11 @@ class LossTable:
     def filled(self) -> np.ndarray:
         """The losses, with the mean over the tokens of its layer for an expert without one:
         float64 [n_layers, n_expert, n_candidates], nowhere NaN."""
-        weights = self.counts[:, :, None].astype(np.float64)
-        total = np.where(weights > 0, self.loss * weights, 0).sum(axis=1, keepdims=True)
-        mean = total / np.maximum(weights.sum(axis=1, keepdims=True), 1)
-        filled: np.ndarray = np.where(weights > 0, self.loss, mean)
+        seen = self.counts[:, :, None] > 0
+        total = np.maximum(self.counts.sum(axis=1, dtype=np.float64), 1)
+        share = (self.counts / total[:, None])[:, :, None]
+        mean = (np.where(seen, self.loss, 0) * share).sum(axis=1, keepdims=True)
+        filled: np.ndarray = np.where(seen, self.loss, mean)
         return filled
 
     def render(self) -> str:
@@ -76,7 +79,8 @@ class LossTable:
         all tokens, and of the best and the worst expert."""
         lines = [f"  {'precision':>9} {'':>8}   bits     error       of the experts"]
         seen = self.counts > 0
-        tokens, power = self.counts[seen], np.maximum(self.power[seen], np.finfo(float).tiny)
+        tokens = self.counts[seen].astype(np.float64)
+        power = np.maximum(self.power[seen], 1 / _LARGEST)
         for index, (name, bits, stored) in enumerate(self.candidates):
             loss = self.loss[..., index][seen]
             whole = float((loss * tokens).sum() / (power * tokens).sum())
@@ -151,11 +155,15 @@ def load(path: Path, model: ExpertModel) -> LossTable:
     seen = table.counts > 0
     if (
         not candidates
+        or not seen.any()
         or table.counts.shape != shape
         or table.power.shape != shape
         or table.loss.shape != (*shape, len(candidates))
         or not (table.counts >= 0).all()
-        or not (np.isfinite(table.loss[seen]).all() and (table.loss[seen] >= 0).all())
+        or not all(
+            ((values[seen] >= 0) & (values[seen] <= _LARGEST)).all()
+            for values in (table.loss, table.power)
+        )
     ):
         raise _damaged(path)
     return table
@@ -163,12 +171,11 @@ def load(path: Path, model: ExpertModel) -> LossTable:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST_BYTES + 1)
+        text = path.read_bytes() if path.stat().st_size <= _LARGEST_BYTES else b""
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
-        data = json.loads(text) if len(text) <= _LARGEST_BYTES else None
+        data = json.loads(text)
     except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -34,10 +35,11 @@ from gguf_tools.layout import DOWN, GGMLType, expert_tensor_name
 from gguf_tools.pack import export, pack
 from gguf_tools.quantize import load
 from gguf_tools.verify import verify
-from orchestrator import profile
+from orchestrator import losses, profile
 from orchestrator.config import Config
 from orchestrator.footprint import scratch_bytes
 from orchestrator.hardware import Machine
+from orchestrator.losses import Candidate, LossTable
 from orchestrator.plan import make_plan
 from orchestrator.replay.file import read_trace, write_trace
 from orchestrator.replay.trace import FORMAT
@@ -80,6 +82,7 @@ class Bench:
         profile.save(folder / "hot.json", self.opened, np.ones((2, 2)))
         self.profile = json.loads((folder / "hot.json").read_text())
         self.imatrix = damage.Model.read(_imatrix(self.opened, folder / "imatrix.gguf"))
+        self.losses = _losses(self.opened, folder / "losses.json")
         self.trace = random_trace(np.random.default_rng(0))
         write_trace(folder / "t.npz", self.trace)
         self.trace_bytes = (folder / "t.npz").read_bytes()
@@ -96,6 +99,16 @@ def _imatrix(model: ExpertModel, path: Path) -> Path:
     }
     write_imatrix(path, Imatrix("i", entries, ["text"], 2, 20))
     return path
+
+
+def _losses(model: ExpertModel, path: Path) -> Any:
+    """A loss table in which one expert saw no token."""
+    counts = np.array([[3, 0], [40, 7]])
+    loss = np.where(counts[..., None] > 0, np.array([0.0, 0.25]), np.nan)
+    candidates = [Candidate("q8_0", 8.5, True), Candidate("q4_0", 4.5, True)]
+    table = LossTable(candidates, loss, loss[..., 1], counts, "r", "rtn", "text", 9)
+    losses.save(path, model, table)
+    return json.loads(path.read_text())
 
 
 Target = Callable[[Bench, Random], str]
@@ -272,6 +285,18 @@ def hotness(bench: Bench, random: Random) -> str:
     return _answer([path], work)
 
 
+def loss_table(bench: Bench, random: Random) -> str:
+    """What each expert loses in each precision."""
+    path = bench.folder / "fuzz.calib.json"
+    path.write_text(damage.damaged_json(bench.losses, random), encoding="utf-8")
+
+    def work() -> None:
+        table = losses.load(path, bench.opened)
+        assert np.isfinite(table.filled()).all() and table.render()
+
+    return _answer([path], work)
+
+
 def trace(bench: Bench, random: Random) -> str:
     """A recorded run: its arrays, its header, or bytes of the file changed."""
     what = random.randrange(3)
@@ -334,5 +359,8 @@ def _ggml():
 
 TARGETS: dict[str, Target] = {
     each.__name__: each
-    for each in (header, plan, checked, pair, parts, written, importance, hotness, trace)
+    for each in (
+        *(header, plan, checked, pair, parts, written),
+        *(importance, hotness, loss_table, trace),
+    )
 }

@@ -23,7 +23,7 @@ from gguf_tools.writer import GGUFWriter, encode_value
 # A damaged file of 100 KiB; a good one takes a tenth of it.
 MOST_BYTES = 16 << 20
 NEEDS_GGML = ("checked", "pair", "parts", "written")
-ALL = ("header", "plan", "checked", "pair", "parts", "written", "importance", "hotness", "trace")
+ALL = ("header", "plan", *NEEDS_GGML, "importance", "hotness", "loss_table", "trace")
 
 
 @pytest.fixture(scope="module")
