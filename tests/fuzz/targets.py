@@ -42,6 +42,7 @@ from orchestrator import losses, profile
 from orchestrator.config import Config
 from orchestrator.footprint import scratch_bytes
 from orchestrator.hardware import Machine
+from orchestrator.losses import Candidate, LossTable
 from orchestrator.plan import make_plan
 from orchestrator.replay.file import read_trace, write_trace
 from orchestrator.replay.trace import FORMAT
@@ -92,17 +93,6 @@ class Bench:
         self.trace_bytes = (folder / "t.npz").read_bytes()
 
 
-def _losses(model: ExpertModel, path: Path) -> Any:
-    """The JSON of a loss table."""
-    n = (model.n_layers, model.n_expert)
-    candidates = [losses.Candidate("q8_0", 8.5, True), losses.Candidate("q4_0", 4.5, True)]
-    table = losses.LossTable(
-        candidates, np.ones((*n, 2)), np.ones(n), np.ones(n, np.int64), "f16", "rtn", "text", 64
-    )
-    losses.save(path, model, table)
-    return json.loads(path.read_text())
-
-
 def _checkpoint(folder: Path) -> dict[str, Any]:
     """A checkpoint folder with all that is looked at; the header of its weights."""
     folder.mkdir()
@@ -144,6 +134,16 @@ def _imatrix(model: ExpertModel, path: Path) -> Path:
     }
     write_imatrix(path, Imatrix("i", entries, ["text"], 2, 20))
     return path
+
+
+def _losses(model: ExpertModel, path: Path) -> Any:
+    """A loss table in which one expert saw no token."""
+    counts = np.array([[3, 0], [40, 7]])
+    loss = np.where(counts[..., None] > 0, np.array([0.0, 0.25]), np.nan)
+    candidates = [Candidate("q8_0", 8.5, True), Candidate("q4_0", 4.5, True)]
+    table = LossTable(candidates, loss, loss[..., 1], counts, "r", "rtn", "text", 9)
+    losses.save(path, model, table)
+    return json.loads(path.read_text())
 
 
 Target = Callable[[Bench, Random], str]
@@ -336,7 +336,7 @@ def losses_of_experts(bench: Bench, random: Random) -> str:
 
     def work() -> None:
         table = losses.load(path, bench.opened)
-        assert np.isfinite(table.filled()).all()
+        assert np.isfinite(table.filled()).all() and table.render()
 
     return _answer([path], work)
 
