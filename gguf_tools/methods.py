@@ -16,9 +16,9 @@ class ExpertQuantizer(Protocol):
     a matrix must come in one call, else runs of them may. ``has_importance``: it serves the
     types that need an importance matrix, too.
 
-    Calls come from several threads, layer by layer in increasing order: the first of a layer
-    may come while the last of the one before still run, never later. The types of one
-    matrix are asked for one after the other, by one thread.
+    Calls come from several threads, layer by layer in increasing order: all of a layer have
+    ended before the first of the next. The types of one matrix are asked for one after the
+    other, by one thread.
     """
 
     method: str

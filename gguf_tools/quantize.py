@@ -252,8 +252,8 @@ def unusable(name: str) -> str:
         return f"unknown tier {name}: known tiers are {known}"
     if found in IMPORTANCE_TYPES:
         return (
-            f"tier {name} needs an importance matrix (--method imatrix with --calib or --imatrix);"
-            f" without one, the tiers are {known}"
+            f"tier {name} needs an importance matrix (--method imatrix or gptq with --calib TEXT,"
+            f" or --imatrix FILE); without one, the tiers are {known}"
         )
     return f"tier {name} is for special models only; known tiers are {known}"
 

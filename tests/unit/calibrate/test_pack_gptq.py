@@ -1,0 +1,216 @@
+"""GPTQ through `moe-edge pack`: what reaches the file, and experts that saw nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gguf_tools import gptq, synthetic
+from gguf_tools.errors import QuantizeError
+from gguf_tools.experts import ExpertModel
+from gguf_tools.layout import DOWN, GATE, UP, GGMLType
+from gguf_tools.pack import pack
+from gguf_tools.quantize import Ggml, load
+from orchestrator.calibrate import Capture, read_calibration
+from orchestrator.calibrate import gptq as calibrated
+from orchestrator.calibrate.compute import stored
+from orchestrator.calibrate.gptq import Gptq, computing
+from orchestrator.cli import cli
+
+TIERS = ("q8_0", "q4_k", "q2_k")
+TEXT = (
+    "The fox sat by the river and looked at the stars. It was late, and nobody came. "
+    "In the morning a boat went by with three old men, who sang. "
+)
+NOTHING = np.zeros((0, 0), np.float32)
+FACTOR = gptq.Factor(np.arange(256), NOTHING, NOTHING, NOTHING)
+
+
+@pytest.fixture
+def torch() -> object:
+    return pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
+
+
+@pytest.fixture(scope="module")
+def small(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of four experts; some of them see nothing of a text."""
+    path = tmp_path_factory.mktemp("model") / "small.gguf"
+    shape = replace(synthetic.preset("tiny-qwen3moe"), n_layer=2, n_expert=4)
+    return synthetic.write(path, shape, tiers=("f16",), routing="zipf", zipf_s=8.0, seed=1)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calib.txt"
+    path.write_text(TEXT * 6)
+    return path
+
+
+def run(*args: object):
+    return CliRunner().invoke(cli, ["pack", *map(str, args), "--threads", "1"])
+
+
+@pytest.fixture(scope="module")
+def packed(small: Path, words: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What the command writes, and what it says."""
+    pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
+    out = tmp_path_factory.mktemp("packed") / "out.gguf"
+    result = run(small, out, "--tiers", ",".join(TIERS), "--method", "gptq", "--calib", words)
+    assert result.exit_code == 0, result.output
+    return out, result.output
+
+
+def expert_bytes(model: ExpertModel, layer: int, kind: int, tier: int, expert: int) -> np.ndarray:
+    where = model.slices[layer][kind][tier]
+    assert where is not None
+    return model.parts[0].bytes_at(where.offset + expert * where.expert_bytes, where.expert_bytes)
+
+
+def test_pack_by_a_text(
+    packed: tuple[Path, str], small: Path, words: Path, ggml: Ggml, tmp_path: Path
+) -> None:
+    """Of every expert that saw tokens enough, each matrix's outputs come nearer than ggml's."""
+    (out, said), plain = packed, tmp_path / "plain.gguf"
+    assert "experts saw fewer tokens than their matrices have columns" in said
+    pack(small, plain, TIERS, ggml=ggml)
+    ratios = []
+    with (
+        ExpertModel.open(small) as source,
+        ExpertModel.open(out) as ours,
+        ExpertModel.open(plain) as theirs,
+        Capture(small, threads=1) as capture,
+    ):
+        calibration = read_calibration(capture, words)
+        assert ours.metadata["moe_edge.quantization"] == "gptq"
+        assert ours.metadata["moe_edge.calibration"] == calibration.summary()
+        for seen in capture.layers(calibration.windows):
+            for expert in np.flatnonzero(seen.counts() > 256):
+                for kind in (UP, GATE, DOWN):
+                    x = seen.inputs(kind, int(expert))
+                    full = stored(source, seen.layer, kind, int(expert), ggml)
+                    for tier, ggml_type in ((1, GGMLType.Q4_K), (2, GGMLType.Q2_K)):
+                        loss = [
+                            np.square(
+                                x @ (full - ggml.dequantize(ggml_type, blocks, full.shape[1])).T
+                            ).sum()
+                            for blocks in (
+                                expert_bytes(ours, seen.layer, kind, tier, int(expert)),
+                                expert_bytes(theirs, seen.layer, kind, tier, int(expert)),
+                            )
+                        ]
+                        ratios.append(loss[0] / loss[1])
+    assert len(ratios) >= 12 and max(ratios) < 0.7
+    assert CliRunner().invoke(cli, ["verify", str(out)]).exit_code == 0
+    shown = CliRunner().invoke(cli, ["inspect", str(out)]).output
+    assert "quantized by gptq; calibration: calib.txt" in shown
+
+
+def test_threads_and_what_is_kept_change_nothing(
+    packed: tuple[Path, str],
+    small: Path,
+    words: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three threads, and two passes over the text. Gate and up of an expert share a factor, and
+    so do its tiers, even where no more than one is kept."""
+    asked: list[int] = []
+    factorize = gptq.factorize
+
+    def counted(hessian: np.ndarray, device: str) -> gptq.Factor | None:
+        asked.append(len(hessian))
+        return factorize(hessian, device)
+
+    monkeypatch.setattr(gptq, "factorize", counted)
+    out = tmp_path / "out.gguf"
+    with computing(), Capture(small, threads=1) as capture:
+        calibration = read_calibration(capture, words)
+        layers = capture.layers(calibration.windows, spill_bytes=1)
+        pack(
+            small,
+            out,
+            TIERS,
+            quantizer=Gptq(load(), layers, calibration.summary(), "cpu"),
+            threads=3,
+        )
+    assert len(asked) == 2 * 4 * 2
+    assert out.read_bytes() == packed[0].read_bytes()
+
+
+def test_factors_beyond_a_limit_are_made_again(
+    torch: object, small: Path, words: Path, ggml: Ggml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrated, "KEPT_BYTES", 8 * 256**2)
+    asked: list[int] = []
+    monkeypatch.setattr(gptq, "factorize", lambda *args: asked.append(1) or FACTOR)
+    with computing(), Capture(small, threads=1) as capture:
+        windows = read_calibration(capture, words).windows
+        quantizer = Gptq(ggml, capture.layers(windows, [0]), "", "cpu")
+        values = np.zeros((1, 256), np.float32)
+        for kind in (UP, GATE, DOWN, GATE):
+            quantizer.quantize(0, kind, 0, values, GGMLType.F16)
+    assert len(asked) == 3
+
+
+def test_an_expert_that_saw_nothing(
+    packed: tuple[Path, str], small: Path, words: Path, ggml: Ggml
+) -> None:
+    """Its gate goes by the layer's tokens; of its down nothing is known, and ggml rounds it."""
+    with Capture(small, threads=1) as capture:
+        windows = read_calibration(capture, words).windows
+        unseen = [
+            (seen.layer, int(expert))
+            for seen in capture.layers(windows)
+            for expert in np.flatnonzero(seen.counts() == 0)
+        ]
+    assert unseen and f"({len(unseen)} saw none)" in packed[1].replace("\n", " ")
+    with ExpertModel.open(small) as source, ExpertModel.open(packed[0]) as out:
+        for layer, expert in unseen:
+            for kind in (DOWN, GATE):
+                plain = ggml.quantize(GGMLType.Q2_K, stored(source, layer, kind, expert, ggml))
+                found = expert_bytes(out, layer, kind, 2, expert)
+                assert np.array_equal(found, plain) == (kind == DOWN)
+
+
+def test_a_layer_out_of_its_turn(torch: object, small: Path, text: Path, ggml: Ggml) -> None:
+    with computing(), Capture(small, threads=1) as capture:
+        windows = read_calibration(capture, text).windows
+        quantizer = Gptq(ggml, capture.layers(windows), "", "cpu")
+        values = np.zeros((4, 256), np.float32)
+        quantizer.quantize(1, GATE, 0, values, GGMLType.Q2_K)
+        for layer in (0, 2):
+            with pytest.raises(QuantizeError, match=f"layer {layer} was not asked for in its turn"):
+                quantizer.quantize(layer, GATE, 0, values, GGMLType.Q2_K)
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    gptq.torch_module.cache_clear()
+    yield
+    gptq.torch_module.cache_clear()
+
+
+def test_without_torch(no_torch: None, small: Path, text: Path, tmp_path: Path) -> None:
+    result = run(
+        small, tmp_path / "out.gguf", "--tiers", "q8_0,q2_k", "--method", "gptq", "--calib", text
+    )
+    assert result.exit_code == 1
+    assert "gptq needs torch: install the extra" in result.output
+    assert not list(tmp_path.glob("*out.gguf*"))
+
+
+@pytest.mark.parametrize("options", [(), ("--imatrix", "TEXT"), ("--calib", "T", "--imatrix", "T")])
+def test_options_that_do_not_go_together(
+    options: tuple[str, ...], small: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.gguf"
+    result = run(small, out, "--tiers", "q8_0,q2_k", "--method", "gptq", *options)
+    assert result.exit_code == 1
+    assert "--method gptq needs --calib TEXT, and takes no --imatrix" in result.output
