@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the extra `convert`")
+pytest.importorskip("torch", reason="needs the extra `convert`")
 pytest.importorskip("transformers", reason="needs the extra `convert`")
 
+import torch
 from safetensors.torch import save_file
 
 from gguf_tools import lazy, upstream
