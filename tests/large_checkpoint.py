@@ -120,7 +120,8 @@ def measure(arguments: list[str]) -> int:
         time.sleep(0.05)
     seconds = time.monotonic() - started
     print(
-        f"{seconds:.0f} s, {computed_s:.0f} s of a core, at most {most / 2**30:.2f} GiB resident, {own / 2**30:.2f} its own"
+        f"{seconds:.0f} s, {computed_s:.0f} s of a core, at most {most / 2**30:.2f} GiB resident,"
+        f" {own / 2**30:.2f} its own"
     )
     return process.wait()
 
