@@ -18,9 +18,9 @@ import numpy as np
 
 from . import lazy
 from .checkpoint import Checkpoint, open_checkpoint
-from .errors import ConvertError, NotMoEError, QuantizeError
+from .errors import ConvertError, NotMoEError, QuantizeError, WriteError
 from .experts import ExpertModel
-from .layout import GGMLType, parse_expert_name, row_bytes
+from .layout import MANAGED_ARCHITECTURES, GGMLType, parse_expert_name, row_bytes
 from .methods import ByImportance
 from .pack import PackReport, pack
 from .quantize import Ggml, load, parse_tiers
@@ -35,6 +35,21 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 # and the one that the first of them has gone on to.
 _KEPT_WHOLE = 2
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+
+
+def check_target(
+    dst: str | os.PathLike[str], tiers: Sequence[str], has_importance: bool = False
+) -> None:
+    """Raise QuantizeError for tiers, and WriteError for a target, that ``convert`` would refuse
+    whatever the checkpoint."""
+    parse_tiers(tiers, has_importance)
+    path = Path(dst)
+    if path.is_dir():
+        raise WriteError(f"{path}: is a folder")
+    if not path.parent.is_dir():
+        raise WriteError(f"{path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise WriteError(f"{path}: {path.parent} cannot be written")
 
 
 def convert(
@@ -62,7 +77,7 @@ def convert(
     Ctrl-C included, nothing is left behind.
     """
     started = time.monotonic()
-    parse_tiers(tiers, imatrix is not None)
+    check_target(dst, tiers, imatrix is not None)
     checkpoint = open_checkpoint(Path(src))
     ggml = load()
     # Our threads are as many as the cores: torch shall not start others in each of them.
@@ -81,6 +96,11 @@ def convert(
                 threads=threads,
                 ggml=ggml,
             )
+            if file.metadata["general.architecture"] not in MANAGED_ARCHITECTURES:
+                report.warnings.append(
+                    f"{checkpoint.architecture} does not build its experts in the common way:"
+                    " such a model runs only where all of it fits the memory"
+                )
     weak = by.note() if by else None
     report.warnings += [weak] if weak else []
     report.seconds = time.monotonic() - started

@@ -24,7 +24,7 @@ from .layout import GGMLType, ValueType
 from .pretokenizer import pre_tokenizer
 from .writer import encode_value
 
-MISSING_LIBRARIES = "conversion needs torch and transformers: pip install 'moe-edge[convert]'"
+MISSING_LIBRARIES = "a conversion needs torch and transformers: run `pip install -e '.[convert]'`"
 _LIBRARIES = ("torch", "transformers", "safetensors", "sentencepiece", "tokenizers")
 # Its modules carry the names of others on PyPI, so they live in sys.modules only while they run.
 _OURS = ("conversion", "gguf")

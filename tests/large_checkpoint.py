@@ -103,21 +103,26 @@ def write_shard(path: Path, tensors: dict[str, tuple[int, ...]], seed: int) -> N
 
 
 def measure(arguments: list[str]) -> int:
-    """Run `moe-edge convert`, and print its seconds and the most memory it had: all of it, and
-    what is not a mapped file, which the system may take back."""
+    """Run `moe-edge convert`, and print its seconds, those that it computed in, and the most
+    memory it had: all of it, and what is not a mapped file, which the system may take back."""
     started = time.monotonic()
     process = subprocess.Popen([sys.executable, "-m", "orchestrator", "convert", *arguments])
     seen = psutil.Process(process.pid)
     most = own = 0
+    computed_s = 0.0
     while process.poll() is None:
         try:
-            memory = seen.memory_info()
+            memory, times = seen.memory_info(), seen.cpu_times()
         except psutil.NoSuchProcess:
             break
+        computed_s = times.user + times.system
         most, own = max(most, memory.rss), max(own, memory.rss - memory.shared)
         time.sleep(0.05)
     seconds = time.monotonic() - started
-    print(f"{seconds:.0f} s, at most {most / 2**30:.2f} GiB resident, {own / 2**30:.2f} its own")
+    print(
+        f"{seconds:.0f} s, {computed_s:.0f} s of a core, at most {most / 2**30:.2f} GiB resident,"
+        f" {own / 2**30:.2f} its own"
+    )
     return process.wait()
 
 

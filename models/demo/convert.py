@@ -2,35 +2,20 @@
 
 Runs upstream's own converter. It knows a pre-tokenizer by a hash over the tokens of a test
 text, so a newly trained vocabulary is unknown to it, whatever its rules. This wrapper looks at
-the rules instead: a tokenizer that splits as Qwen2 does is converted as `qwen2`.
+the rules instead, as `moe-edge convert` does.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
-from models.demo.tokenizer import QWEN2_SPLIT
+from gguf_tools.pretokenizer import pre_tokenizer
 
 MISSING = "conversion needs torch and transformers: python3 patches/tool.py setup --extras convert"
-
-
-def splits_like_qwen2(hf_dir: Path) -> bool:
-    """Does tokenizer.json hold byte-level BPE with Qwen2's split and nothing before it?"""
-    rules = json.loads((hf_dir / "tokenizer.json").read_text(encoding="utf-8"))
-    pre = rules.get("pre_tokenizer") or {}
-    steps = pre.get("pretokenizers", [])
-    return (
-        rules.get("normalizer") is None
-        and rules["model"]["type"] == "BPE"
-        and [s["type"] for s in steps] == ["Split", "ByteLevel"]
-        and steps[0]["pattern"] == {"Regex": QWEN2_SPLIT}
-        and not steps[1]["add_prefix_space"]
-    )
 
 
 NAME = "moe-edge demo"
@@ -52,9 +37,7 @@ def convert(hf_dir: Path, out: Path, upstream: Path, outtype: str = "f16") -> No
     known = base.TextModel.get_vocab_base_pre
 
     def get_vocab_base_pre(self: Any, tokenizer: Any) -> str:
-        if splits_like_qwen2(Path(self.dir_model)):
-            return "qwen2"
-        return str(known(self, tokenizer))
+        return pre_tokenizer(Path(self.dir_model)) or str(known(self, tokenizer))
 
     base.TextModel.get_vocab_base_pre = get_vocab_base_pre
     argv = sys.argv

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +75,12 @@ def test_bindings_load(installed: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "CPU" in done.stdout
+
+
+def test_managed_architectures_are_the_native_ones() -> None:
+    from gguf_tools.layout import MANAGED_ARCHITECTURES
+
+    source = (build.PATCHES / "native" / "moe-edge-llama.cpp").read_text()
+    listed = re.search(r"ARCHITECTURES\[\] = \{(.*?)\}", source, re.DOTALL)
+    assert listed is not None
+    assert tuple(re.findall(r'"([^"]+)"', listed[1])) == MANAGED_ARCHITECTURES

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import time
+
 import pytest
 from fake_engine import HOSTILE
 
-from orchestrator.console import strip_controls
+from gguf_tools.streaming import Meter
+from orchestrator.console import progress_bar, strip_controls
 
 
 def test_no_control_character_reaches_the_terminal():
@@ -19,3 +24,28 @@ def test_no_control_character_reaches_the_terminal():
 @pytest.mark.parametrize("text", ["Grüße, 世界 🙂\n", "فارسی می‌خواهم", "a\tb\n\nc"])
 def test_ordinary_text_stays(text):
     assert strip_controls(text) == text
+
+
+class Screen(io.StringIO):
+    """A terminal that keeps what was written to it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_of_bytes_shows_them_and_the_time_left(monkeypatch):
+    screen, now = Screen(), [100.0]
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with progress_bar("Packing") as progress:
+        meter = Meter(progress, 4 << 30)
+        for passed_s, share in ((1, 0.01), (10, 0.25), (60, 0.375), (99, 1.0)):
+            now[0] = 100 + passed_s
+            meter.add((share * (4 << 30)) - meter.done)
+    shown = [text for text in screen.getvalue().split("\r\x1b[K") if "Packing" in text]
+    assert " 25 %, 1 GiB of 4 GiB, 27 s left" in shown[0]
+    assert " 38 %, 1.5 GiB of 4 GiB, 98 s left" in shown[1]
+    assert "100 %, 4 GiB of 4 GiB\x1b[0m" in shown[2]
+    assert len(shown) == 3

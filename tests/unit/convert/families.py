@@ -227,6 +227,7 @@ FAMILIES = {
             "topk_group": 1,
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
+            "num_key_value_heads": 4,
         },
         "qwen2",
     ),

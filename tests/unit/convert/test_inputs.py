@@ -314,7 +314,7 @@ def test_no_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_target_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
-    assert "No such file or directory" in said(folder, out=tmp_path / "none" / "out.gguf")
+    assert "there is no folder" in said(folder, out=tmp_path / "none" / "out.gguf")
     (tmp_path / "taken").mkdir()
     assert "is a folder" in said(folder, out=tmp_path / "taken")
 
@@ -322,4 +322,4 @@ def test_a_target_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_is_read_only(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o555)
-    assert "Permission denied" in said(folder, out=tmp_path / "locked" / "out.gguf")
+    assert "cannot be written" in said(folder, out=tmp_path / "locked" / "out.gguf")

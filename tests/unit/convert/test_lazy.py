@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the extra `convert`")
+pytest.importorskip("torch", reason="needs the extra `convert`")
 pytest.importorskip("transformers", reason="needs the extra `convert`")
 
-from safetensors.torch import save_file  # noqa: E402
+import torch
+from safetensors.torch import save_file
 
-from gguf_tools import lazy, upstream  # noqa: E402
+from gguf_tools import lazy, upstream
 
 N_EXPERT, ROWS, N = 5, 6, 8
 

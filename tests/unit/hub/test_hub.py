@@ -383,3 +383,57 @@ def test_resolve_without_a_gguf(server):
     with pytest.raises(HubError, match=r"no GGUF model in config\.json, model\.safe"):
         module.resolve("hf:o/n", print)
     assert server.data_requests() == []
+
+
+CHECKPOINT = {
+    "config.json": b'{"architectures": ["A"]}',
+    "model.safetensors": noise(1, 3000),
+    "tokenizer.json": b"{}",
+}
+
+
+def resolved(text):
+    return module.resolve_checkpoint(text, lambda note: None)
+
+
+def test_a_checkpoint_goes_before_a_gguf(server, tmp_path):
+    server.repos["o/n"] = Repo({**CHECKPOINT, "n.gguf": noise(2)})
+    folder, name = resolved("hf:o/n")
+    assert name == "n"
+    assert {path.name for path in folder.iterdir()} == set(CHECKPOINT)
+    assert (folder / "model.safetensors").read_bytes() == CHECKPOINT["model.safetensors"]
+    server.status = 503
+    assert resolved("hf:o/n") == (folder, name)
+
+
+def test_a_revision_of_a_checkpoint(server):
+    server.repos["o/n"] = Repo(CHECKPOINT, revisions=("main", "v2"))
+    folder, _ = resolved("hf:o/n@v2")
+    assert (folder / "config.json").exists()
+    with pytest.raises(HubError, match="no revision v3"):
+        resolved("hf:o/n@v3")
+    server.status = 503
+    assert resolved("hf:o/n@v2")[0] == folder
+    with pytest.raises(HubError, match="answers 503"):
+        resolved("hf:o/n")
+
+
+def test_convert_says_what_is_wrong_with_what_it_fetched(server, tmp_path):
+    server.repos["o/n"] = Repo(CHECKPOINT)
+    words = ["convert", "hf:o/n", str(tmp_path / "out.gguf"), "--tiers"]
+    result = CliRunner().invoke(cli, [*words, "q4_k,f17"])
+    assert "unknown tier f17" in result.output
+    assert server.data_requests() == []
+    result = CliRunner().invoke(cli, [*words, "q4_k"])
+    assert result.exit_code == 1
+    assert "model.safetensors: ends inside its header" in result.output
+
+
+def test_convert_packs_a_gguf(server, tiny, tmp_path):
+    server.repos["o/n"] = Repo({"n.gguf": tiny.read_bytes()})
+    for source in ("hf:o/n", str(tiny)):
+        out = tmp_path / "out.gguf"
+        result = CliRunner().invoke(cli, ["convert", source, str(out), "--tiers", "q8_0,q2_k"])
+        assert result.exit_code == 0, result.output
+        assert "experts in q8_0" in result.output
+        out.unlink()

@@ -1,0 +1,54 @@
+"""Pre-tokenizers by their rules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gguf_tools.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, pre_tokenizer
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+WORDS = {**BYTES, "use_regex": True}
+
+
+def split(pattern: str, **changes: Any) -> dict[str, Any]:
+    first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return {"type": "Sequence", "pretokenizers": [{**first, **changes}, BYTES]}
+
+
+def rules(pre: Any, kind: str = "BPE", normalizer: Any = None) -> dict[str, Any]:
+    return {"model": {"type": kind}, "normalizer": normalizer, "pre_tokenizer": pre}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (rules(split(QWEN2_SPLIT)), "qwen2"),
+        (rules(split(QWEN2_SPLIT), normalizer={"type": "NFC"}), "qwen2"),
+        (rules(split(LLAMA3_SPLIT)), "llama-bpe"),
+        (rules(WORDS), "gpt-2"),
+        (rules(WORDS, normalizer={"type": "NFC"}), "gpt-2"),
+        (rules(BYTES), None),
+        (rules(split(r"\w+")), None),
+        (rules(split(QWEN2_SPLIT, behavior="Removed")), None),
+        (rules(split(QWEN2_SPLIT, invert=True)), None),
+        (rules(split(QWEN2_SPLIT), kind="Unigram"), None),
+        (rules(split(QWEN2_SPLIT), normalizer={"type": "Lowercase"}), None),
+        (rules({**WORDS, "add_prefix_space": True}), None),
+        (rules(None), None),
+        (rules([1]), None),
+        ([], None),
+    ],
+)
+def test_rules(content: Any, expected: str | None, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert pre_tokenizer(tmp_path) == expected
+
+
+def test_no_rules(tmp_path: Path) -> None:
+    assert pre_tokenizer(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert pre_tokenizer(tmp_path) is None
