@@ -1,0 +1,106 @@
+"""`moe-edge doctor`: what it finds here, and what it says of a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from orchestrator.config import Config
+from orchestrator.doctor import examine, render
+from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.footprint import device_shape
+from orchestrator.hardware import Device, Machine
+from orchestrator.plan import device_fixed_bytes, make_plan
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k"))
+
+
+def test_a_machine_without_a_gpu(model: Path) -> None:
+    pytest.importorskip("llama_cpp.llama_cpp")
+    health = examine(Config.build(model=model, device="cpu", threads=1))
+    assert health.gpu is None and health.copies is None
+    assert health.memory_speed > 0 and health.disk.bytes_per_s > 0
+    text = render(health)
+    assert "plain upstream path" in text and str(model) in text
+    assert json.loads(json.dumps(health.as_dict()))["gpu"] is None
+
+
+def test_what_does_not_fit_is_said_instead_of_a_plan(model: Path) -> None:
+    pytest.importorskip("llama_cpp.llama_cpp")
+    health = examine(Config.build(model=model, device="cpu", ram=1 * MIB))
+    assert health.plan is None
+    assert "smallest --ram that works" in render(health)
+
+
+def test_copies_to_a_device_are_timed(model: Path) -> None:
+    pytest.importorskip("llama_cpp.llama_cpp")
+    health = examine(Config.build(model=model, device="host", threads=1, force_managed=True))
+    assert health.gpu is not None and health.copies is not None
+    assert health.copies.pageable > 0
+    assert health.plan is not None and health.plan.device is not None
+    assert "there and back" in render(health)
+
+
+def test_vram_without_a_gpu_is_refused(model: Path) -> None:
+    pytest.importorskip("llama_cpp.llama_cpp")
+    health = examine(Config.build(model=model, device="cpu", vram=64 * MIB))
+    assert "--vram" in health.gpu_note and "GPU=cuda" in health.gpu_note
+
+
+def on_gpu(total: int, ram: int = 8 << 30) -> Machine:
+    return Machine(ram, Device("cuda0", "a card", total, total))
+
+
+def test_vram_caps_everything_there(model: Path) -> None:
+    with ExpertModel.open(model) as opened:
+        config = Config.build(model=model, ctx=256)
+        fixed = device_fixed_bytes(config, opened)
+        one_expert = device_shape(opened, (0,)).expert_slot_bytes(0, 0)
+        vram = fixed + 24 * one_expert
+        plan = make_plan(config.with_changes(vram=vram, policy="lru"), opened, on_gpu(1 << 30))
+        assert plan.slots is not None and plan.device is not None
+        assert plan.total_bytes <= plan.vram_bytes == vram
+        # what llama.cpp was seen to take beyond the estimate comes off the slots
+        less = make_plan(
+            config.with_changes(vram=vram, policy="lru"), opened, on_gpu(1 << 30), 8 * one_expert
+        )
+        assert less.slots is not None
+        assert 0 < less.slots.total_bytes <= plan.slots.total_bytes - 7 * one_expert
+        assert less.total_bytes <= vram
+        with pytest.raises(BudgetError, match="--vram .* smallest --vram that works") as caught:
+            make_plan(config.with_changes(vram=fixed), opened, on_gpu(1 << 30))
+        again = config.with_changes(vram=caught.value.needed_bytes)
+        assert make_plan(again, opened, on_gpu(1 << 30)).total_bytes <= caught.value.needed_bytes
+
+
+def test_a_card_takes_the_whole_model_where_it_fits(model: Path) -> None:
+    with ExpertModel.open(model) as opened:
+        plan = make_plan(Config.build(model=model), opened, on_gpu(8 << 30))
+        assert not plan.managed and plan.device is not None
+
+
+def test_the_host_behind_a_card_needs_room_for_reads(model: Path) -> None:
+    with ExpertModel.open(model) as opened:
+        config = Config.build(model=model, policy="lru", ram=1 * MIB)
+        with pytest.raises(BudgetError, match="beside a GPU: the smallest that works") as caught:
+            make_plan(config, opened, on_gpu(8 << 30))
+        again = config.with_changes(ram=caught.value.needed_bytes)
+        assert make_plan(again, opened, on_gpu(8 << 30)).host_bytes > 0
+
+
+def test_a_device_that_is_not_here(model: Path) -> None:
+    pytest.importorskip("llama_cpp.llama_cpp")
+    with pytest.raises(ConfigError, match="--device cuda63: "):
+        from orchestrator.engine import Engine
+
+        Engine.open(Config.build(model=model, device="cuda63"))
