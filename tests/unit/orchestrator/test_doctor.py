@@ -77,7 +77,7 @@ def test_vram_caps_everything_there(model: Path) -> None:
         assert less.slots is not None
         assert 0 < less.slots.total_bytes <= plan.slots.total_bytes - 7 * one_expert
         assert less.total_bytes <= vram
-        with pytest.raises(BudgetError, match="--vram .* smallest --vram that works") as caught:
+        with pytest.raises(BudgetError, match=r"--vram .* smallest --vram that works") as caught:
             make_plan(config.with_changes(vram=fixed), opened, on_gpu(1 << 30))
         again = config.with_changes(vram=caught.value.needed_bytes)
         assert make_plan(again, opened, on_gpu(1 << 30)).total_bytes <= caught.value.needed_bytes
