@@ -214,8 +214,9 @@ def _host_bytes(config: Config, model: ExpertModel, tiers: tuple[int, ...], ram:
     there are experts. Raises BudgetError where not even reads in flight find room."""
     fixed = process_bytes(model) + embedding_bytes(model)
     shape = model_shape(model, tiers)
-    largest = max(size for layer in shape.slots for sizes in layer for size in sizes.values())
-    in_flight = 2 * config.io_threads * largest
+    slots = {size for layer in shape.slots for sizes in layer for size in sizes.values()}
+    # every size has slots of its own, two at least
+    in_flight = max(2 * config.io_threads * max(slots), 2 * sum(slots))
     every = sum(slots_of_all(model_shape(model, (tier,))) for tier in tiers)
     if ram - fixed < in_flight:
         needed = fixed + in_flight

@@ -62,6 +62,12 @@ struct moe_edge_device {
     // come back from the device in the middle of a step.
     virtual bool counts_routing() const { return false; }
 
+    // Whether the executor has kernels for weights of this enum ggml_type.
+    virtual bool computes(int32_t type) const {
+        (void) type;
+        return true;
+    }
+
     // Adds to out [n, n_expert] the tokens that were routed to the experts of these matrices since
     // the last call, and forgets them. False where nobody counts on the device. Must not call the store.
     virtual bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) {

@@ -427,6 +427,10 @@ int moe_edge_store_bind(moe_edge_store * store, int32_t layer, int32_t kind, voi
             s.expert_bytes != ggml_row_size(type, tensor->ne[0]) * tensor->ne[1]) {
             return refuse(err, err_size, "%s: its shape does not fit the expert file's tier of type %s", tensor->name, ggml_type_name(type));
         }
+        if (store->device && !store->device->computes(s.type)) {
+            return refuse(err, err_size, "%s: the device has no kernel for the tier of type %s: choose other tiers, or --device cpu",
+                tensor->name, ggml_type_name(type));
+        }
     }
     tensor->extra = &store->matrices[layer][kind];
     return 0;

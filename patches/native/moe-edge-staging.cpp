@@ -25,19 +25,17 @@ std::vector<moe_edge_host_tier::size_class> host_classes(const moe_edge_config &
                     slot_bytes = std::max(slot_bytes, moe_edge_slot_bytes(s.offset + e * s.expert_bytes, s.expert_bytes));
                 }
                 if (slot_bytes > 0) {
-                    // one slice for each I/O thread, or parts of fewer, and as many being copied
-                    const int32_t parts = std::max<uint64_t>(1, (s.expert_bytes + MOE_EDGE_PART / 2) / MOE_EDGE_PART);
                     auto & c = by_size[slot_bytes];
                     c.slot_bytes = slot_bytes;
                     c.n_slices  += config.n_expert;
-                    c.least      = std::max({ c.least, 2, (2 * config.n_io_threads + parts - 1) / parts });
+                    c.least      = 2;  // one is read while the other one is copied
                 }
             }
         }
     }
     std::vector<moe_edge_host_tier::size_class> classes;
     for (auto & [size, c] : by_size) {
-        c.least = std::min(c.least, c.n_slices);
+        c.least = std::min(c.least, c.n_slices);  // of one expert there is nothing else to read
         classes.push_back(c);
     }
     for (size_t i = 0; class_of && i < sizes.size(); i++) {

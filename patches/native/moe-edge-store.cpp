@@ -22,11 +22,12 @@ void ops_release(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, m
 }
 void ops_wait(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n) { m->store->wait(ready, n); }
 bool ops_fixed(moe_edge_matrix * m) { return m->store->fixed(); }
+int32_t ops_routed(moe_edge_matrix * m, int32_t * out) { return m->store->routed_to(*m, out); }
 
 // The order in which a layer computes its kinds: the activation's first operand is gate.
 constexpr int32_t KIND_RANK[MOE_EDGE_N_KINDS] = { /* up */ 1, /* gate */ 0, /* gate_up */ 0, /* down */ 2 };
 
-const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release, ops_wait, ops_fixed };
+const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release, ops_wait, ops_fixed, ops_routed };
 
 // First field of moe_edge_read_key.
 constexpr int32_t DEMAND = 0, AHEAD = 1, TRANSITION = 2;
@@ -62,6 +63,7 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     matrices.resize(n_layers);
     cells.resize(n_layers * MOE_EDGE_N_KINDS * n_expert);
     ops.resize(n_layers * MOE_EDGE_N_KINDS);
+    routed_of.resize(n_layers);
     for (int32_t l = 0; l < n_layers; l++) {
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
             moe_edge_matrix & m = matrices[l][k];
@@ -846,6 +848,7 @@ bool moe_edge_store::route() {
         routed_tiers[i] = std::min(routed_tiers[i], resident[first + routed[i]]);
     }
     apply_locked(event.layer, MOE_EDGE_N_KINDS, routed.data(), routed_tiers.data(), routed_passing.data(), routed.size());
+    routed_of[event.layer] = routed;
     prefetch_locked(event.layer, prefetch_out.data(), std::min<int32_t>(decision.n_prefetch, prefetch_out.size()));
     return !failed;
 }
@@ -1038,6 +1041,19 @@ void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t
         const std::vector<uint8_t> tiers(undecided.size(), default_tier);
         apply_locked(m.layer, m.kind, undecided.data(), tiers.data(), nullptr, undecided.size());
     }
+}
+
+// Decided and not yet released, so that this is about the op that comes next, and no earlier one.
+int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto & experts = routed_of[m.layer];
+    const bool current = !experts.empty() && std::all_of(experts.begin(), experts.end(),
+        [&](int32_t e) { return cells[cell_index(m.layer, m.kind, e)].decided; });
+    if (!current) {
+        return -1;
+    }
+    std::copy(experts.begin(), experts.end(), out);
+    return experts.size();
 }
 
 int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {

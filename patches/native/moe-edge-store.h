@@ -140,6 +140,7 @@ struct moe_edge_store {
 
     // executor side
     void    begin(moe_edge_matrix & m, const int32_t * experts, int32_t n);
+    int32_t routed_to(const moe_edge_matrix & m, int32_t * out);
     int32_t next(moe_edge_matrix & m, moe_edge_ready * out);
     void    release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
     void    wait(const moe_edge_ready * ready, int32_t n);
@@ -312,5 +313,6 @@ struct moe_edge_store {
     std::vector<uint32_t>   counts;    // [n_layers, n_expert] tokens routed since take_counts
     std::vector<uint8_t>    seen;      // [n_expert] scratch of route()
     std::vector<int32_t>    routed;
+    std::vector<std::vector<int32_t>> routed_of;  // [n_layers] what the hook saw last
     std::vector<uint8_t>    routed_tiers, routed_passing;
 };

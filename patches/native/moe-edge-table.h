@@ -47,6 +47,10 @@ struct moe_edge_ops {
     // Whether the table can only change at a step boundary, and all of it is there: an op may read
     // it without the calls above. The same from one step boundary to the next.
     bool (*fixed)(moe_edge_matrix * m);
+    // The distinct experts that the route hook saw for the op that is next, into out [n_expert];
+    // their number, or -1 where there was no hook or it was bypassed. For executors that cannot
+    // read the op's ids without waiting for their device.
+    int32_t (*routed)(moe_edge_matrix * m, int32_t * out);
 };
 
 struct moe_edge_matrix {

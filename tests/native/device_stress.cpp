@@ -331,6 +331,41 @@ void run_fixed(const expert_file & file, int32_t steps, unsigned seed) {
         (unsigned long long) s.experts_promoted, (unsigned long long) s.experts_demoted);
 }
 
+// What the hook saw is there for each op of its layer once, and for no other.
+void run_routed(const expert_file & file) {
+    table_device device(50);
+    moe_edge_store * store = open_store(file, device, 4, 4, 0);
+    counters count;
+    const std::vector<int32_t> seen = { 1, 4, 6, 2 };
+    const int32_t ids[] = { 1, 4, 6, 4, 2, 1 };
+    moe_edge_begin_step(store, MOE_EDGE_PREFILL);
+    std::copy(std::begin(ids), std::end(ids), store->ids.begin());
+    store->event.layer    = 1;
+    store->event.n_tokens = 2;
+    if (!store->route()) {
+        die(moe_edge_error(store));
+    }
+    const auto routed = [&](int32_t layer, int32_t kind) {
+        auto & m = store->matrices[layer][kind];
+        std::vector<int32_t> out(EXPERTS);
+        const int32_t n = m.ops->routed(&m, out.data());
+        out.resize(std::max(n, 0));
+        return out;
+    };
+    for (const int32_t k : KINDS) {
+        const bool before = routed(1, k) == seen && routed(0, k).empty();
+        if (!before || !run_op(store, device, file, 1, k, seen, count) || !routed(1, k).empty()) {
+            die("what the hook saw is not what the op of its layer is told");
+        }
+    }
+    device.wait(device.last);
+    if (count.rows != 12 || count.wrong != 0) {
+        die("routed experts were not computed");
+    }
+    moe_edge_store_free(store);
+    printf("routed: told once\n");
+}
+
 // A device that is lost while a step runs: one sentence, no hang, and the store can be freed.
 void run_lost(const expert_file & file) {
     table_device device(200);
@@ -370,6 +405,7 @@ int main(int argc, char ** argv) {
     run_steps(file, steps / 2, seed, 4, 3, 0);
     run_steps(file, steps - steps / 2, seed + 1, 1, 1, 300000);
     run_fixed(file, std::max(40, steps / 50), seed);
+    run_routed(file);
     run_lost(file);
     return 0;
 }

@@ -17,6 +17,8 @@ from orchestrator.events import ExpertState, Phase
 from orchestrator.policy import dynaexq, versions
 from orchestrator.policy.base import ModelShape, SlotPlan
 
+from .conftest import DEVICES
+
 pytestmark = pytest.mark.usefixtures("library_folder")
 
 PROMPT = [int(t) for t in np.random.default_rng(0).integers(0, 250, 40)]
@@ -66,10 +68,14 @@ def test_all_high_is_the_high_file(both: Path, tiny_model: Callable[..., Path]) 
     np.testing.assert_array_equal(found, run(tiny_model("qwen3moe", "q4_k")))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 def test_promoting_everything(
-    both: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    both: Path,
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str | None,
 ) -> None:
-    """From the low file to the high one and back, by transitions alone."""
+    """From the low file to the high one and back, by transitions alone; also on a device."""
 
     def room_for_both(
         shape: ModelShape, _budget: int, _most: int | None
@@ -85,8 +91,8 @@ def test_promoting_everything(
         return versions._slot_plan(pools), versions.VersionPools(pools, [0] * shape.n_layers)
 
     monkeypatch.setattr(dynaexq, "resident_plan", room_for_both)
-    config = build(both, policy="dynaexq", expert_ram=PLENTY, update_steps=0)
-    with Engine.open(config) as engine:
+    options = {"policy": "dynaexq", "expert_ram": PLENTY, "update_steps": 0}
+    with Engine.open(build(both, device=device or "cpu", **options)) as engine:
         store = engine.store
         everyone = np.argwhere(store.resident() == 1).tolist()
         low = logits(engine)
@@ -99,6 +105,7 @@ def test_promoting_everything(
         np.testing.assert_array_equal(logits(engine), low)
         stats = store.stats()
         assert stats.experts_promoted == stats.experts_demoted == len(everyone)
+        assert bool(sum(stats.copy_bytes)) == bool(sum(stats.host_hits)) == bool(device)
         store.check()
 
 

@@ -14,8 +14,11 @@ from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import BudgetError, NativeError
 
+from .conftest import DEVICES
+
 pytestmark = pytest.mark.usefixtures("library_folder")
 
+DEVICE = DEVICES[1]
 SHAPES = (
     "qwen3moe",
     "qwen2moe",
@@ -126,6 +129,32 @@ def test_skipping_changes_the_answer_and_stays_finite(tiny_model: Callable[..., 
     found = run(model, 40, policy="dymoe", low_tier="skip", retention=0.5, expert_ram=1 << 20)
     assert np.isfinite(found).all()
     assert not np.array_equal(found, run(model, 40))
+
+
+@pytest.mark.parametrize("shape", ["qwen3moe", "deepseek2-fused", "mixtral"])
+def test_equal_on_a_device(shape: str, tiny_model: Callable[..., Path]) -> None:
+    """Slots on a device whose copies are late and poison where they go: the same logits, at every
+    budget, with room behind it for all experts or for reads alone."""
+    model = tiny_model(shape, "q4_k")
+    reference = run(model, 12)
+    least = smallest_budget(model, policy="lru", device=DEVICE)
+    for budget in (100 * least, 3 * least, least):
+        found = run(model, 12, policy="lru", expert_ram=budget, device=DEVICE)
+        np.testing.assert_array_equal(found, reference, err_msg=f"{budget} bytes")
+
+
+def test_tiers_on_a_device_are_those_in_memory(tiny_model: Callable[..., Path]) -> None:
+    """DyMoE with two precisions, look-ahead and prefetch: with everything critical the logits of
+    the high tier; and a low request that finds no high copy computes the low file's."""
+    model = tiny_model("qwen3moe", "q4_k", "q2_k")
+    options = {"policy": "dymoe", "high_tier": "q4_k", "low_tier": "q2_k", "device": DEVICE}
+    budget = 2 * smallest_budget(model, retention=1.0, **options)
+    found = run(model, 40, expert_ram=budget, retention=1.0, **options)
+    np.testing.assert_array_equal(found, run(model, 40))
+    exact = {"exact_tiers": True, "retention": 0.5, "expert_ram": budget, "n_ahead": 0}
+    np.testing.assert_array_equal(
+        run(model, 40, **options | exact), run(model, 40, **options | exact | {"device": "cpu"})
+    )
 
 
 def test_a_file_cut_short_while_decoding(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""Devices as the C interface hands them out, and what a slot on one takes."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from gguf_tools.layout import BLOCK, GGMLType, device_slot_bytes, row_bytes
+from orchestrator.errors import ConfigError
+from orchestrator.llama import Bindings
+from orchestrator.native import Library, find_device, measure_device
+from orchestrator.native.abi import CBandwidths
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def library(library_folder: Path) -> Library:
+    return Bindings.load().library()
+
+
+def test_a_device_is_found_once(library: Library) -> None:
+    found = find_device(library, "host")
+    assert found.name == found.description == "host"
+    assert 0 < found.memory_bytes < found.total_bytes
+    assert find_device(library, "host").handle == found.handle
+    assert find_device(library, "host:5").handle != found.handle
+    # its placeholders are those of a store in memory: the CPU computes
+    assert library.device_buffer_type(found.handle) == library.buffer_type()
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "cuda", "cuda-1", "host:", "host:x", "cuda1234567890"])
+def test_unknown_names_are_refused(library: Library, name: str) -> None:
+    with pytest.raises(ConfigError, match="there is no device"):
+        find_device(library, name)
+
+
+def test_a_missing_gpu_is_refused_with_the_reason(library: Library) -> None:
+    with pytest.raises(ConfigError, match=r"no CUDA|CUDA devices are usable"):
+        find_device(library, "cuda99")
+
+
+def test_copies_are_timed(library: Library) -> None:
+    device = find_device(library, "host")
+    speed = measure_device(library, device)
+    assert speed.pinned == 0  # main memory is not pinned for itself
+    assert speed.pageable > MIB
+    assert speed.round_trip_us > 0
+    no_room = CBandwidths()
+    assert library.device_measure(device.handle, 1 << 62, ctypes.byref(no_room)) == -1
+
+
+@pytest.mark.parametrize("quant", [each for each in GGMLType if BLOCK[each].bytes])
+def test_slot_bytes_agree_with_python(library: Library, quant: GGMLType) -> None:
+    """What the planner counts is what the store will take."""
+    block = BLOCK[quant].weights
+    for length in (block, 3 * block, 512, 768, 1408 // block * block, 2048):
+        if length % block == 0:
+            expert_bytes = 5 * row_bytes(quant, length)
+            expected = device_slot_bytes(quant, expert_bytes, length)
+            assert library.device_slot_bytes(quant, expert_bytes, length) == expected
+            assert expected >= expert_bytes
+    assert library.device_slot_bytes(-1, 100, 512) == 0
