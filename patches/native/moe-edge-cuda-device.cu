@@ -48,8 +48,7 @@ bool moe_edge_cuda_device::check(cudaError_t status, const char * what) {
     (void) cudaGetLastError();
     std::lock_guard<std::mutex> lock(mutex);
     if (failure.empty()) {
-        failure = "CUDA device " + std::to_string(index) + " is lost: " + what + ": " + cudaGetErrorString(status) +
-                  "; start the program again, or run it without a GPU";
+        failure = std::string(what) + ": " + cudaGetErrorString(status) + "; start the program again, or without a GPU";
     }
     lost = true;
     return false;

@@ -58,8 +58,9 @@ __device__ void write_ids(const routed_ids routed, const int n_classes, const in
 
 // Experts that are not in the list belong to another launch: -1 everywhere.
 // units: [list.n] the list's, for kernels that read them from memory
+// counts: null, or [n_expert] of routed tokens
 __global__ void remap_list(const moe_edge_launch_list list, const routed_ids routed, int32_t * out,
-                           int32_t * units, const result_rows dst) {
+                           int32_t * units, const result_rows dst, uint32_t * counts) {
     __shared__ int found;
     if (threadIdx.x == 0) {
         found = -1;
@@ -83,6 +84,9 @@ __global__ void remap_list(const moe_edge_launch_list list, const routed_ids rou
     const bool indexed = list.indexed >> own & 1;
     write_ids(routed, list.n_classes, at < 0 ? -1 : own, at < 0 ? -1 : indexed ? at - list.first[own] : list.unit[at],
               at >= list.first[list.n_classes], out, dst);
+    if (counts && at >= 0 && threadIdx.x == 0) {
+        atomicAdd(counts + id, 1u);
+    }
 }
 
 // The same from a table in memory, see moe_edge_plan_table; a class is a tier, its index the expert.
@@ -408,6 +412,12 @@ class product {
                  (int64_t) (dst->nb[2] / sizeof(float)) };
     }
 
+    // Nobody else counts in a step of fixed tables, be they on the device or not.
+    uint32_t * counts() const {
+        const moe_edge_cuda_table * t = moe_edge_cuda_table_of(*m);
+        return t && m->ops->fixed(m) ? t->counts : nullptr;
+    }
+
     void order(const std::vector<moe_edge_ready> & list) {
         for (const moe_edge_ready & r : list) {
             device->order(stream, r.ticket);
@@ -465,10 +475,10 @@ class product {
             ggml_cuda_pool_alloc<int32_t> remapped(ctx.pool(), std::max<int64_t>(n_classes*n_ids, 1));
             ggml_cuda_pool_alloc<int32_t> units(ctx.pool(), MOE_EDGE_LAUNCH_EXPERTS);
             ggml_cuda_pool_alloc<int32_t> gate_remapped(ctx.pool(), fused ? std::max<int64_t>(n_classes*n_ids, 1) : 1);
-            remap_list<<<n_ids, REMAP_THREADS, 0, stream>>>(l.list, routed(), remapped.get(), units.get(), result());
+            remap_list<<<n_ids, REMAP_THREADS, 0, stream>>>(l.list, routed(), remapped.get(), units.get(), result(), counts());
             if (fused) {
                 remap_list<<<n_ids, REMAP_THREADS, 0, stream>>>(
-                    l.gate, routed(), gate_remapped.get(), units.get(), result_rows{});
+                    l.gate, routed(), gate_remapped.get(), units.get(), result_rows{}, nullptr);
             }
             CUDA_CHECK(cudaGetLastError());
             for (int32_t i = 0; i < n_classes; i++) {

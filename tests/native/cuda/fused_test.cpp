@@ -308,6 +308,27 @@ void test_fixed(const gpu & g, const std::vector<const expert_weights *> & w, st
             expect(counted(g).graphs > before.graphs, "no CUDA graph ran");
         }
 
+        // where a table cannot say where experts are, ops ask the store, and count all the same
+        std::vector<const char *> base;
+        base.swap(m[2]->matrix.base);
+        m[2]->matrix.base.resize(base.size());
+        m[2]->matrix.version++;
+        g.device->step_boundary(all.data(), all.size(), true);
+        const batch more(w[0]->s, tokens, 1, random);
+        f.run(more);
+        check(f, w, m, more, tiers + ", no base");
+        expect(m[2]->begun == 1, "down must ask the store");
+        std::fill(routed.begin(), routed.end(), 0);
+        for (const int32_t e : more.ids) {
+            routed[e]++;
+        }
+        std::fill(counts.begin(), counts.end(), 0);
+        g.device->counts(&down, 1, counts.data());
+        expect(counts == routed, "counts of tokens whose ops asked the store differ");
+        base.swap(m[2]->matrix.base);
+        m[2]->matrix.version++;
+        m[2]->begun = 0;
+
         // gate and up apart, and no longer fixed: both ask the store
         auto tier_of = m[0]->tier_of;
         tier_of[0] = tier_of[0] == SKIP ? 0 : SKIP;
