@@ -25,7 +25,7 @@ help:
 	@echo 'make patches-verify   check the patch series'
 	@echo 'make patches-refresh  rewrite the patches (TREE=DIR: from an edited llama.cpp)'
 	@echo 'make cuda-check       compile some CUDA objects; needs nvcc, no GPU'
-	@echo 'make gpu-check        the tests that need a GPU'
+	@echo 'make gpu-check        all that needs a GPU, into gpu-report.md (PART=build|correct|bench)'
 	@echo 'make fuzz             ten minutes of damaged files (SECONDS=N)'
 	@echo 'make clean            remove .venv and tool caches'
 
@@ -61,7 +61,7 @@ cuda-check:
 	@$(TOOL) cuda-check $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH))
 
 gpu-check:
-	@$(TOOL) gpu-check
+	@$(TOOL) gpu-check $(if $(PART),--part $(PART))
 
 fuzz:
 	@$(TOOL) setup --extras dev $(FLAGS)

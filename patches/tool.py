@@ -8,14 +8,13 @@ if sys.version_info < (3, 10):
 
 import argparse
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 # Run as a file, sys.path starts in patches/ instead of the repository.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from patches import build, env, probe, series
+from patches import build, env, gpu_check, probe, series
 from patches.tree import sync_tree
 from patches.upstream import (
     PATCHES,
@@ -29,9 +28,6 @@ from patches.upstream import (
     say,
     sha256_file,
 )
-
-# pytest's exit status where no test was selected
-NO_TESTS = 5
 
 
 def options(args: argparse.Namespace, remembered: dict[str, object]) -> build.Options:
@@ -171,17 +167,9 @@ def cmd_cuda_check(args: argparse.Namespace) -> int:
 
 
 def cmd_gpu_check(args: argparse.Namespace) -> int:
-    found, why = probe.find_gpu()
-    if not found:
-        print(f"no GPU: skipped ({why})")
-        return 0
-    place = env.locate()
-    command = [str(place.python), "-m", "pytest", "-m", "gpu", "-ra", "tests"]
-    status = subprocess.run(command).returncode
-    if status == NO_TESTS:
-        print("no GPU tests yet")
-        return 0
-    return status
+    options = ["--sdist", str(args.sdist)] if args.sdist else []
+    parts = [args.part] if args.part else gpu_check.PARTS
+    return gpu_check.run(parts, env.locate().python, options, args.report)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -224,7 +212,10 @@ def parser() -> argparse.ArgumentParser:
     cuda_check = command("cuda-check", cmd_cuda_check, "compile some CUDA objects")
     cuda_check.add_argument("--cuda-arch", metavar="LIST")
     cuda_check.add_argument("--full", action="store_true", help="all of them (15 minutes)")
-    command("gpu-check", cmd_gpu_check, "run the tests that need a GPU")
+    check = command("gpu-check", cmd_gpu_check, "everything that needs a GPU, with a report")
+    check.add_argument("--part", choices=gpu_check.PARTS, help="default: all of them, in order")
+    check.add_argument("--report", type=Path, default=gpu_check.REPORT, metavar="FILE")
+    check.add_argument("--sdist", type=Path, help="use this copy instead of a download")
     return top
 
 

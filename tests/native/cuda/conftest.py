@@ -1,8 +1,9 @@
-"""ggml's CUDA backend on an emulated GPU."""
+"""CUDA programs run on an emulated GPU everywhere, and on the real one where there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,17 @@ import pytest
 from patches import tree
 from patches.upstream import cache_dir, cached_sdist, locked, read_upstream
 
+from ..conftest import run_program
 from .emulation import build
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
 def emulated_backend(library_folder: Path, llama_source: Path) -> Callable[..., Path]:
-    """emulated_backend(types, more): libggml-cuda.so for the emulated GPU, cached by content."""
+    """emulated_backend(types, more): libggml-cuda.so for the emulated GPU, cached by content.
+
+    types: those whose MMQ kernels are compiled. more: further sources in ggml-cuda/."""
     compiler = build.find_compiler()
     if compiler is None:
         pytest.skip("the emulated GPU needs g++ and nm")
@@ -32,3 +38,41 @@ def emulated_backend(library_folder: Path, llama_source: Path) -> Callable[..., 
         return build.build_backend(compiler, texts, llama_source, library_folder, sources, store)
 
     return make
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a program of this folder runs."""
+
+    emulated: bool
+    compile: Callable[..., Path]
+    backend: Callable[..., Path]
+    monkeypatch: pytest.MonkeyPatch
+
+    def run(
+        self,
+        name: str,
+        *arguments: object,
+        types: tuple[str, ...] = (),
+        more: tuple[str, ...] = (),
+        delay_us: int = 0,
+    ) -> str:
+        """NAME.cpp with a CUDA backend; delay_us: at most, of each task of the emulated GPU."""
+        program = self.compile(name, [HERE / f"{name}.cpp"], "-std=c++17", "-ldl")
+        library = self.backend(types, more) if self.emulated else "-"
+        self.monkeypatch.setenv("MOE_EMU_DELAY_US", str(delay_us))
+        return run_program(program, library, *arguments, timeout_s=1800)
+
+
+@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(
+    request: pytest.FixtureRequest,
+    library_folder: Path,
+    compile_native: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Device:
+    emulated = request.param == "emulated"
+    if not emulated and not (library_folder / "libggml-cuda.so").exists():
+        pytest.skip("the library was built without CUDA: run `make build GPU=cuda`")
+    backend = request.getfixturevalue("emulated_backend") if emulated else None
+    return Device(emulated, compile_native, backend, monkeypatch)

@@ -50,7 +50,11 @@ struct expert_weights {
             std::vector<uint8_t> b(ggml_row_size(type, s.n_in) * s.n_out * s.experts);
             ggml_quantize_chunk(type, full.data(), b.data(), 0, s.n_out * s.experts, s.n_in, even.data());
             std::vector<float> d(full.size());
-            ggml_get_type_traits(type)->to_float(b.data(), d.data(), d.size());
+            if (type == GGML_TYPE_F32) {
+                d = full;
+            } else {
+                ggml_get_type_traits(type)->to_float(b.data(), d.data(), d.size());
+            }
             bytes.push_back(std::move(b));
             dequantized.push_back(std::move(d));
         }

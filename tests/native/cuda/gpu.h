@@ -11,22 +11,28 @@
 #include <string>
 #include <vector>
 
+// The CUDA backend in a library of its own; "-": the one that libggml was built with.
+inline ggml_backend_reg_t cuda_backend(const std::string & library) {
+    ggml_backend_reg_t reg = library == "-" ? ggml_backend_reg_by_name("CUDA") : ggml_backend_load(library.c_str());
+    if (!reg || ggml_backend_reg_dev_count(reg) == 0) {
+        die("no CUDA device with " + library);
+    }
+    return reg;
+}
+
 struct gpu {
     ggml_backend_t backend;
     moe_edge_device * device;
     ggml_backend_buffer_type_t placeholders;
 
-    explicit gpu(const char * library) {
-        ggml_backend_reg_t reg = ggml_backend_load(library);
-        if (!reg || ggml_backend_reg_dev_count(reg) == 0) {
-            die(std::string("no CUDA device with ") + library);
-        }
+    explicit gpu(const std::string & library) {
+        ggml_backend_reg_t reg = cuda_backend(library);
         backend = ggml_backend_dev_init(ggml_backend_reg_dev_get(reg, 0), nullptr);
         using device_of = moe_edge_device * (*) (int);
         using type_of   = ggml_backend_buffer_type_t (*)(int);
         device       = reinterpret_cast<device_of>(ggml_backend_reg_get_proc_address(reg, "moe_edge_device"))(0);
         placeholders = reinterpret_cast<type_of>(ggml_backend_reg_get_proc_address(reg, "moe_edge_buffer_type"))(0);
-        handle       = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
+        void * handle = dlopen(library == "-" ? nullptr : library.c_str(), RTLD_NOW | RTLD_NOLOAD);
         count        = reinterpret_cast<uint64_t (*)(const char *)>(dlsym(handle, "moe_emu_launches"));
         limit_pinned = reinterpret_cast<void (*)(uint64_t)>(dlsym(handle, "moe_emu_limit_pinned"));
     }
@@ -40,7 +46,6 @@ struct gpu {
     void (*limit_pinned)(uint64_t bytes);
 
   private:
-    void * handle;
     uint64_t (*count)(const char *);
 };
 

@@ -3,39 +3,29 @@
 //
 //   kernels_test LIBRARY TYPE... [-- TOKENS...]
 
-#include "experts.h"
+#include "gpu.h"
 
 #include <cstring>
 
 namespace {
 
-double plain(ggml_backend_t backend, const shape & s, ggml_type type, int64_t tokens, int64_t x_slots, std::mt19937 & random) {
-    const expert_weights w(s, { type }, random);
-    const batch b(s, tokens, x_slots, random);
+void plain(ggml_backend_t backend, const expert_weights & w, const std::vector<int64_t> & tokens, std::mt19937 & random, std::vector<comparison> & all) {
+    const shape & s = w.s;
     ggml_init_params params = { ggml_tensor_overhead(), nullptr, true };
     ggml_context * ctx = ggml_init(params);
-    ggml_tensor * weights = ggml_new_tensor_3d(ctx, type, s.n_in, s.n_out, s.experts);
+    ggml_tensor * weights = ggml_new_tensor_3d(ctx, w.types[0], s.n_in, s.n_out, s.experts);
     ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
     ggml_backend_tensor_set(weights, w.bytes[0].data(), 0, w.bytes[0].size());
-    double worst;
-    {
-        op o(backend, weights, s.used, x_slots, tokens);
-        const std::string where = std::string(ggml_type_name(type)) + ", " + std::to_string(tokens) + " tokens";
-        worst = compare(w, b, std::vector<int32_t>(s.experts, 0), o.run(b), where);
+    for (size_t i = 0; i < tokens.size(); i++) {
+        for (const int64_t x_slots : { int64_t(1), s.used }) {
+            const batch b(s, tokens[i], x_slots, random);
+            op o(backend, weights, s.used, x_slots, tokens[i]);
+            const std::string where = std::string(ggml_type_name(w.types[0])) + ", " + std::to_string(tokens[i]) + " tokens";
+            all[i].add(w, b, std::vector<int32_t>(s.experts, 0), o.run(b), where);
+        }
     }
     ggml_backend_buffer_free(buffer);
     ggml_free(ctx);
-    return worst;
-}
-
-ggml_type type_of(const char * name) {
-    for (int t = 0; t < GGML_TYPE_COUNT; t++) {
-        const char * known = ggml_type_name(static_cast<ggml_type>(t));
-        if (known && strcmp(known, name) == 0) {
-            return static_cast<ggml_type>(t);
-        }
-    }
-    die(std::string("no such type: ") + name);
 }
 
 }  // namespace
@@ -44,10 +34,7 @@ int main(int argc, char ** argv) {
     if (argc < 3) {
         die("usage: kernels_test LIBRARY TYPE... [-- TOKENS...]");
     }
-    ggml_backend_reg_t reg = ggml_backend_load(argv[1]);
-    if (!reg || ggml_backend_reg_dev_count(reg) == 0) {
-        die(std::string("no CUDA device with ") + argv[1]);
-    }
+    ggml_backend_reg_t reg = cuda_backend(argv[1]);
     ggml_backend_t backend = ggml_backend_dev_init(ggml_backend_reg_dev_get(reg, 0), nullptr);
     std::vector<ggml_type> types;
     std::vector<int64_t> tokens;
@@ -63,15 +50,15 @@ int main(int argc, char ** argv) {
     }
     std::mt19937 random(1);
     for (const ggml_type type : types) {
-        double worst = 0;
-        for (const int64_t t : tokens) {
-            for (const shape & s : { shape{ 512, 128, 8, 2 }, shape{ 768, 96, 6, 3 } }) {
-                for (const int64_t x_slots : { int64_t(1), s.used }) {
-                    worst = std::max(worst, plain(backend, s, type, t, x_slots, random));
-                }
-            }
+        std::vector<comparison> all(tokens.size());
+        for (const shape & s : { shape{ 512, 128, 8, 2 }, shape{ 768, 72, 6, 3 } }) {
+            const expert_weights w(s, { type }, random);
+            plain(backend, w, tokens, random, all);
         }
-        printf("%s: worst NMSE %.2e\n", ggml_type_name(type), worst);
+        for (size_t t = 0; t < tokens.size(); t++) {
+            const std::string what = std::string(ggml_type_name(type)) + ", " + std::to_string(tokens[t]) + " tokens";
+            printf("%s: NMSE %.2e\n", what.c_str(), all[t].nmse(what));
+        }
     }
     ggml_backend_free(backend);
     return 0;

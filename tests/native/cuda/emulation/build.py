@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .preprocess import emulated
+from .preprocess import emulated, fewer_tiles
 
 HERE = Path(__file__).parent
 CUDA = "ggml/src/ggml-cuda"
@@ -65,7 +65,7 @@ def read_tree(llama: Path) -> dict[str, str]:
     """Every CUDA source and header of a patched llama.cpp, ready for g++, by its path."""
     tree = {}
     for path in sorted((llama / CUDA).rglob("*.cu*")):
-        tree[f"{CUDA}/{path.relative_to(llama / CUDA)}"] = emulated(path.read_text())
+        tree[f"{CUDA}/{path.relative_to(llama / CUDA)}"] = fewer_tiles(emulated(path.read_text()))
     tree[f"{CUDA}/vendors/cuda.h"] = (llama / CUDA / "vendors/cuda.h").read_text()
     for path in sorted((llama / NATIVE).iterdir()):
         if path.suffix in (".cu", ".h"):

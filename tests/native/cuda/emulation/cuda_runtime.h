@@ -445,12 +445,8 @@ inline unsigned int __byte_perm(unsigned int a, unsigned int b, unsigned int sel
     const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
     unsigned int result = 0;
     for (int i = 0; i < 4; i++) {
-        const unsigned int s = selector >> 4 * i & 0xf;
-        unsigned int byte = bytes >> 8 * (s & 7) & 0xff;
-        if (s & 8) {
-            byte = byte & 0x80 ? 0xff : 0;
-        }
-        result |= byte << 8 * i;
+        const uint64_t byte = bytes >> 8 * (selector >> 4 * i & 7) & 0xff;
+        result |= static_cast<unsigned int>(byte) << 8 * i;
     }
     return result;
 }

@@ -11,14 +11,18 @@ BEFORE_LAUNCH = re.compile(r"(?:\s|\\\n)+(?=\Z)")
 NAME_BEFORE = re.compile(r"[\w:]+$")
 # ggml's wrapper around a launch: the kernel is an argument there.
 NAMED_LAUNCH = re.compile(r"(\bggml_cuda_kernel_launch\(\s*)([A-Za-z_]\w*)(?=\s*[<,])")
+# MMQ's kernels and their configurations exist for 16 widths of a tile.
+TILE_CONFIG = re.compile(r"^\s*CASE\(\w+,\s*\d+,\s*\d+,\s*\d+,\s*(\d+),.*$", re.M)
+TILE_CASE = re.compile(r"case\s+(\d+):\s*launch_mul_mat_q<.*?break;", re.S)
+TILES = {"8", "32", "128"}
 ASM = re.compile(r"\basm\s*(?:volatile\s*)?\(")
 
 
 def emulated(text: str) -> str:
     """text of a .cu or .cuh file -> the same for g++. Line numbers stay.
 
-    kernel<<<config>>>(args)      -> moe_emu::config(config)
-                                     .of("kernel", [=](auto... a) { kernel(a...); })(args)
+    kernel<<<config>>>(args)      -> moe_emu::config(config).of("kernel", CALL)(args)
+                                     CALL: [=](auto... a) { kernel(a...); }
     extern __shared__ T name[];   -> T * const name = (T *) moe_emu::dynamic_shared();
     asm(...)                      -> moe_emu::no_ptx()
     ggml_cuda_kernel_launch(name  -> moe_emu::naming("name"), ggml_cuda_kernel_launch(name
@@ -45,6 +49,15 @@ def emulated(text: str) -> str:
         done += [between[0]] if between else []
         at = stop + 3
     return "".join([*done, text[at:]])
+
+
+def fewer_tiles(text: str) -> str:
+    """mmq.cuh and its configurations with fewer widths of a tile, which compiles faster."""
+
+    def keep(match: re.Match[str]) -> str:
+        return match[0] if match[1] in TILES else "\n" * match[0].count("\n")
+
+    return TILE_CASE.sub(keep, TILE_CONFIG.sub(keep, text))
 
 
 def _kernel_at_end(head: str) -> str:

@@ -1,0 +1,181 @@
+"""`make gpu-check`: what needs a GPU, in parts that each fit ten minutes, with one report.
+
+The report is a Markdown file; a part that runs again replaces its own section. Nothing here
+fails for the lack of a GPU: each step then says why it was skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from patches import cuda, probe
+from patches.upstream import say
+
+PARTS = ("build", "correct", "bench")
+REPORT = Path("gpu-report.md")
+TAIL = 12_000  # characters of a step's output in the report
+
+# pytest's exit status where no test was selected
+NO_TESTS = 5
+
+# (what it shows, arguments of `moe-edge`). Each is one step of the part `bench`, and its output
+# goes into the report as it is.
+BENCHES: tuple[tuple[str, str], ...] = (("what the machine has", "doctor"),)
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    outcome: str  # passed | failed | skipped
+    seconds: float
+    reason: str = ""
+    output: str = ""
+
+
+@dataclass
+class Section:
+    part: str
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return any(step.outcome == "failed" for step in self.steps)
+
+
+def run(parts: Iterable[str], python: Path, build_options: list[str], report: Path) -> int:
+    """Runs the parts, writes the report; 0 unless a step failed. python: our environment's."""
+    found, why = probe.find_gpu()
+    say(f"GPU: {why}" if found else f"no GPU: {why}; every step is skipped")
+    status = 0
+    for part in parts:
+        if part == "build":
+            section = _build(found, why, build_options)
+        elif part == "correct":
+            section = _correct(python)
+        else:
+            section = _bench(found, why, python)
+        write_report(report, section, why)
+        for step in section.steps:
+            print(f"{step.outcome:8} {step.seconds:7.1f} s  {step.name}  {step.reason}".rstrip())
+        status = 1 if section.failed else status
+    print(f"report: {report}")
+    return status
+
+
+def _build(found: bool, why: str, options: list[str]) -> Section:
+    name = "library, environment and tests' tools for this GPU"
+    if not found:
+        return Section("build", [Step(name, "skipped", 0, f"no GPU: {why}")])
+    tool = str(Path(__file__).with_name("tool.py"))
+    command = [sys.executable, tool, "setup", "--extras", "dev", "--gpu", "cuda", *options]
+    say(f"architecture: {cuda.gpu_arch() or 'unknown'}")
+    return Section("build", [_step(name, command)])
+
+
+def _correct(python: Path) -> Section:
+    with tempfile.TemporaryDirectory(prefix="moe-edge-gpu.") as folder:
+        results = Path(folder) / "results.xml"
+        command = [
+            str(python),
+            "-m",
+            "pytest",
+            "-m",
+            "gpu",
+            "-ra",
+            "-o",
+            "junit_logging=system-out",
+        ]
+        command += [f"--junitxml={results}", "tests"]
+        whole = _step("tests marked gpu", command)
+        steps = read_junit(results.read_text()) if results.exists() else []
+    if not steps:
+        return Section("correct", [whole])
+    return Section("correct", steps)
+
+
+def _bench(found: bool, why: str, python: Path) -> Section:
+    section = Section("bench")
+    for name, arguments in BENCHES:
+        if found:
+            command = [str(python), "-m", "orchestrator", *shlex.split(arguments)]
+            section.steps.append(_step(f"{name}: moe-edge {arguments}", command))
+        else:
+            section.steps.append(Step(name, "skipped", 0, f"no GPU: {why}"))
+    return section
+
+
+def _step(name: str, command: list[str]) -> Step:
+    say(f"{name}: {shlex.join(command)}")
+    start = time.monotonic()
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    good = done.returncode in (0, NO_TESTS)
+    reason = "" if good else f"exit status {done.returncode}"
+    return Step(name, "passed" if good else "failed", time.monotonic() - start, reason, done.stdout)
+
+
+def read_junit(text: str) -> list[Step]:
+    """The tests of pytest's --junitxml, each with its reason and what it printed."""
+    steps = []
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        if not case.get("classname"):
+            continue  # a file that was skipped as a whole, whatever its tests are marked
+        outcome, reason = "passed", ""
+        for kind in ("failure", "error", "skipped"):
+            found = case.find(kind)
+            if found is not None:
+                outcome = "skipped" if kind == "skipped" else "failed"
+                reason = (found.get("message") or "").split("\n")[0]
+        printed = "".join(node.text or "" for node in case.iter("system-out"))
+        if outcome == "failed":
+            printed += "".join(node.text or "" for node in case if node.tag in ("failure", "error"))
+        name = f"{case.get('classname', '').rsplit('.', 1)[-1]}: {case.get('name')}"
+        steps.append(Step(name, outcome, float(case.get("time", 0)), reason, printed))
+    return steps
+
+
+def write_report(path: Path, section: Section, machine: str) -> None:
+    """Replaces the section of this part and keeps the others."""
+    text = path.read_text() if path.exists() else "# GPU report\n"
+    kept = {
+        match[1]: match[0].rstrip()
+        for match in re.finditer(r"^## (\w+)\n.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    }
+    kept[section.part] = _markdown(section, machine).rstrip()
+    body = "\n\n".join(kept[part] for part in PARTS if part in kept)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(f"# GPU report\n\n{body}\n")
+    os.replace(temporary, path)
+
+
+def _markdown(section: Section, machine: str) -> str:
+    lines = [
+        f"## {section.part}",
+        "",
+        machine,
+        "",
+        "| step | result | s | why |",
+        "|---|---|---|---|",
+    ]
+    for step in section.steps:
+        reason = step.reason.replace("|", "\\|")
+        name = step.name.replace("|", "\\|")
+        lines.append(f"| {name} | {step.outcome} | {step.seconds:.1f} | {reason} |")
+    for step in section.steps:
+        output = re.sub(r"\x1b\[[0-9;]*m", "", step.output).strip()
+        if output:
+            # a heading of the output must not look like one of ours
+            quoted = "\n".join(f"    {line}" for line in output[-TAIL:].splitlines())
+            lines += ["", f"### {step.name}", "", quoted]
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""MUL_MAT_ID on the GPU: upstream's kernels, and the executor of managed experts."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from .conftest import Device
+
+# Read when the tests are collected: while one runs, its environment is a clean one.
+ALL = bool(os.environ.get("MOE_EDGE_SLOW"))
+
+# Each set of tiers with the MMQ kernels that it needs: IQ1_M has none, floats neither.
+TIERS = {
+    "q4_K+q2_K": ("q4_k", "q2_k"),
+    "f16+q8_0+iq1_m": ("q8_0",),
+    "q4_0+q2_0": ("q4_0", "q2_0"),
+}
+MORE_TIERS = {
+    "q6_K+q3_K+iq4_nl": ("q6_k", "q3_k", "iq4_nl"),
+    "q5_K+iq4_xs": ("q5_k", "iq4_xs"),
+    "bf16+iq3_s+iq2_s": ("iq3_s", "iq2_s"),
+    "q8_0+iq3_xxs+iq2_xxs": ("q8_0", "iq3_xxs", "iq2_xxs"),
+    "q4_1+iq2_xs+iq1_s": ("q4_1", "iq2_xs", "iq1_s"),
+    "f32+q5_1+q5_0": ("q5_1", "q5_0"),
+}
+
+
+def mmq_types(sets: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(sorted({name for types in sets.values() for name in types}))
+
+
+def all_or_skip(device: Device) -> None:
+    if device.emulated and not ALL:
+        pytest.skip("compiles all kernels for the emulated GPU: set MOE_EDGE_SLOW=1")
+
+
+def test_upstreams_kernels(device: Device) -> None:
+    """MMVQ and MMQ on plain tensors, against a dot product in double precision: on a GPU a
+    check of the build, on the emulated one a check of the emulation."""
+    output = device.run(
+        "kernels_test", "q4_K", "q2_K", "--", 1, 2, 8, 9, 33, types=mmq_types(TIERS)
+    )
+    assert output.count("NMSE") == 10
+
+
+def test_experts_of_several_types(device: Device) -> None:
+    """Batches of 1 to 512, experts of each tier and skipped ones in each, fewer slots than
+    experts: within upstream's limit for the op."""
+    output = device.run("managed_test", "types", *TIERS, types=mmq_types(TIERS))
+    assert output.count("30 cases") == len(TIERS)
+
+
+def test_experts_of_all_types(device: Device) -> None:
+    all_or_skip(device)
+    sets = TIERS | MORE_TIERS
+    output = device.run("managed_test", "types", *MORE_TIERS, types=mmq_types(sets))
+    assert output.count("30 cases") == len(MORE_TIERS)
+
+
+def test_random_swaps(device: Device) -> None:
+    """Every freed slot is filled with NaNs before it is loaded again; streams sleep at random;
+    pageable memory and experts that are read from pinned memory too. No wrong row."""
+    steps = 600 if device.emulated and not ALL else 10_000
+    output = device.run(
+        "managed_test", "random", steps, *TIERS, types=mmq_types(TIERS), delay_us=200
+    )
+    assert output.count(f"{steps} steps, no wrong row") == len(TIERS)
+
+
+@pytest.mark.parametrize("order", ["load", "reuse"])
+def test_a_missing_wait_is_noticed(device: Device, order: str) -> None:
+    """What the tests above rely on: without the wait for a copy, or for a slot's last reader,
+    rows are wrong."""
+    if not device.emulated:
+        pytest.skip("a GPU may be fast enough to be right by chance")
+    with pytest.raises(AssertionError, match="row "):
+        device.run(
+            *("managed_test", "random", 400, "q4_K+q2_K", "--break", order),
+            types=mmq_types(TIERS),
+            delay_us=200,
+        )
