@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 @dataclass
 class Imatrix:
     """An importance matrix by tensor name. has_counts: the counts are tokens, as they are not in
-    files of the format before GGUF. sha256: of the file it was read from."""
+    files of the format before GGUF. path and sha256: of the file that it was read from."""
 
     name: str
     entries: dict[str, Entry]
@@ -55,6 +55,7 @@ class Imatrix:
     chunk_count: int = 0
     chunk_size: int = 0
     has_counts: bool = True
+    path: Path | None = None
     sha256: str | None = None
 
     def summary(self) -> str:
@@ -136,15 +137,16 @@ def _fitting(
     kinds = (kind, *({UP, GATE, GATE_UP} - {kind} if kind in (UP, GATE, GATE_UP) else ()))
     names = [expert_tensor_name(il, each) for each in kinds]
     entry = next((imatrix.entries[name] for name in names if name in imatrix.entries), None)
+    where = imatrix.path or imatrix.name
     if entry is None:
         raise errors.MismatchError(
-            f"{imatrix.name}: no importance of {names[0]}: made with another model than"
+            f"{where}: no importance of {names[0]}: made with another model than"
             f" {model.path}, or without its experts"
         )
     n = model.n_expert
     if entry.sums.size != n * width or entry.counts.size not in (1, n):
         raise errors.MismatchError(
-            f"{imatrix.name}: {names[0]}: {entry.sums.size} values and {entry.counts.size} counts,"
+            f"{where}: {names[0]}: {entry.sums.size} values and {entry.counts.size} counts,"
             f" but {model.path} has {n} experts with rows of {width}: made with another model"
         )
     return entry.sums.reshape(n, width), np.broadcast_to(entry.counts, n)
@@ -168,7 +170,7 @@ def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
         raise errors.FileAccessError(f"{path}: {reason}") from error
     if found is None:
         found = _read_gguf(path)
-    found.sha256 = sha256_of(path)
+    found.path, found.sha256 = path, sha256_of(path)
     for name, entry in found.entries.items():
         for values in entry:
             if not (np.isfinite(values).all() and (values >= 0).all()):

@@ -32,6 +32,8 @@ from orchestrator.profile import identity
 _FORMAT = "moe-edge loss table"
 _VERSION = 1
 _LARGEST_BYTES = 256 << 20
+# No mean square of outputs comes near it, and sums of such numbers are still numbers.
+_LARGEST = 1e30
 SUFFIX = ".calib.json"
 
 
@@ -66,10 +68,11 @@ class LossTable:
     def filled(self) -> np.ndarray:
         """The losses, with the mean over the tokens of its layer for an expert without one:
         float64 [n_layers, n_expert, n_candidates], nowhere NaN."""
-        weights = self.counts[:, :, None].astype(np.float64)
-        total = np.where(weights > 0, self.loss * weights, 0).sum(axis=1, keepdims=True)
-        mean = total / np.maximum(weights.sum(axis=1, keepdims=True), 1)
-        filled: np.ndarray = np.where(weights > 0, self.loss, mean)
+        seen = self.counts[:, :, None] > 0
+        total = np.maximum(self.counts.sum(axis=1, dtype=np.float64), 1)
+        share = (self.counts / total[:, None])[:, :, None]
+        mean = (np.where(seen, self.loss, 0) * share).sum(axis=1, keepdims=True)
+        filled: np.ndarray = np.where(seen, self.loss, mean)
         return filled
 
     def render(self) -> str:
@@ -77,7 +80,8 @@ class LossTable:
         all tokens, and of the best and the worst expert."""
         lines = [f"  {'precision':>9} {'':>8}   bits     error       of the experts"]
         seen = self.counts > 0
-        tokens, power = self.counts[seen], np.maximum(self.power[seen], np.finfo(float).tiny)
+        tokens = self.counts[seen].astype(np.float64)
+        power = np.maximum(self.power[seen], 1 / _LARGEST)
         for index, (name, bits, stored) in enumerate(self.candidates):
             loss = self.loss[..., index][seen]
             whole = float((loss * tokens).sum() / (power * tokens).sum())
@@ -152,11 +156,15 @@ def load(path: Path, model: ExpertModel) -> LossTable:
     seen = table.counts > 0
     if (
         not candidates
+        or not seen.any()
         or table.counts.shape != shape
         or table.power.shape != shape
         or table.loss.shape != (*shape, len(candidates))
         or not (table.counts >= 0).all()
-        or not (np.isfinite(table.loss[seen]).all() and (table.loss[seen] >= 0).all())
+        or not all(
+            ((values[seen] >= 0) & (values[seen] <= _LARGEST)).all()
+            for values in (table.loss, table.power)
+        )
     ):
         raise _damaged(path)
     return table

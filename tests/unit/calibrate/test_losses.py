@@ -263,6 +263,8 @@ def test_a_table_comes_back(files: tuple[Path, Path], tmp_path: Path) -> None:
         ("loss", [[[None, None]] * 4] * 2),
         ("counts", [[1, 1, 1, 1]]),
         ("counts", [[-1, 1, 1, 1]] * 2),
+        ("counts", [[0, 0, 0, 0]] * 2),
+        ("loss", [[[1e31, 1e31]] * 4] * 2),
         ("candidates", []),
         ("candidates", [{"name": "q8_0"}]),
         ("power", [1]),
