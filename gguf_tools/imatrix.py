@@ -214,7 +214,7 @@ def _floats(file: GGUFFile, name: str) -> Floats:
     return file.array(name).view(np.float32)
 
 
-def _read_legacy(path: Path, data: mmap.mmap) -> Imatrix:
+def _read_legacy(path: Path, data: mmap.mmap | bytes) -> Imatrix:
     """The format before GGUF: for each matrix a name, a number of calls, and means times it."""
     at = 0
 
