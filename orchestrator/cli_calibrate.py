@@ -39,7 +39,7 @@ TYPES = "q4_k,q3_k,q2_k,q1_0"
 @click.option(
     "--method",
     metavar="NAME",
-    help="How those are quantized: rtn, imatrix.  [default: rtn]",
+    help="How those are quantized: rtn, imatrix, gptq.  [default: rtn]",
 )
 @click.option("--out", type=FILE, metavar="FILE", help="The table.  [default: FILE.calib.json]")
 @click.option(
