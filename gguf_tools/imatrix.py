@@ -161,7 +161,10 @@ def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
     try:
         with path.open("rb") as file:
             found = None
-            if file.read(len(MAGIC)) != MAGIC:
+            magic = file.read(len(MAGIC))
+            if not magic:  # cannot be mapped
+                found = _read_legacy(path, magic)
+            elif magic != MAGIC:
                 # mapped: whatever else somebody names here may be larger than the memory
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                     found = _read_legacy(path, data)
@@ -211,7 +214,7 @@ def _floats(file: GGUFFile, name: str) -> Floats:
     return file.array(name).view(np.float32)
 
 
-def _read_legacy(path: Path, data: mmap.mmap) -> Imatrix:
+def _read_legacy(path: Path, data: mmap.mmap | bytes) -> Imatrix:
     """The format before GGUF: for each matrix a name, a number of calls, and means times it."""
     at = 0
 

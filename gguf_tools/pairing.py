@@ -23,12 +23,31 @@ _TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.m
 
 
 def check_pair(high: "ExpertModel", low: "ExpertModel") -> None:
+    """Raise MismatchError unless two opened models are one, as ``check_same`` says, the low one
+    less precise, and together they have MAX_TIERS tiers at most."""
+    check_same(high, low)
+    if len(high.tiers) + len(low.tiers) > MAX_TIERS:
+        raise MismatchError(
+            f"{low.path}: {len(low.tiers)} tiers on top of {len(high.tiers)}; at most {MAX_TIERS}"
+        )
+    if low.tiers[0].bpw == high.tiers[-1].bpw:
+        raise MismatchError(
+            f"{low.path}: the same precision as {high.path}, {low.tiers[0].bpw:.2f} bits per"
+            " weight; --low adds a lower one"
+        )
+    if low.tiers[0].bpw > high.tiers[-1].bpw:
+        raise MismatchError(
+            f"{low.path}: {low.tiers[0].bpw:.2f} bits per weight, not below the"
+            f" {high.tiers[-1].bpw:.2f} of {high.path}; swap the two files"
+        )
+
+
+def check_same(high: "ExpertModel", low: "ExpertModel") -> None:
     """Raise MismatchError with the first difference between two opened models.
 
     Compared: architecture, layers, experts, matrix shapes, hyperparameters, tokenizer, and
     the routers of the first and last MoE layer where both files keep them in one type: a
-    fine-tune has the same shapes as its base, but not the same routers. ``low`` has to be less
-    precise, and together they have MAX_TIERS tiers at most.
+    fine-tune has the same shapes as its base, but not the same routers.
     """
     for what, of_high, of_low in (
         ("architecture", high.arch, low.arch),
@@ -48,20 +67,6 @@ def check_pair(high: "ExpertModel", low: "ExpertModel") -> None:
         _same_tokenizer(high, low, key)
     for il in (high.layer_ids[0], high.layer_ids[-1]):
         _same_bytes(high, low, f"blk.{il}.ffn_gate_inp.weight")
-    if len(high.tiers) + len(low.tiers) > MAX_TIERS:
-        raise MismatchError(
-            f"{low.path}: {len(low.tiers)} tiers on top of {len(high.tiers)}; at most {MAX_TIERS}"
-        )
-    if low.tiers[0].bpw == high.tiers[-1].bpw:
-        raise MismatchError(
-            f"{low.path}: the same precision as {high.path}, {low.tiers[0].bpw:.2f} bits per"
-            " weight; --low adds a lower one"
-        )
-    if low.tiers[0].bpw > high.tiers[-1].bpw:
-        raise MismatchError(
-            f"{low.path}: {low.tiers[0].bpw:.2f} bits per weight, not below the"
-            f" {high.tiers[-1].bpw:.2f} of {high.path}; swap the two files"
-        )
 
 
 def _same(high: "ExpertModel", low: "ExpertModel", what: str, a: Any, b: Any) -> None:

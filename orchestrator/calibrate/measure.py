@@ -14,7 +14,7 @@ from gguf_tools import layout
 from gguf_tools.experts import ExpertModel
 from gguf_tools.layout import UP, GGMLType
 from gguf_tools.methods import ExpertQuantizer
-from gguf_tools.pairing import check_pair
+from gguf_tools.pairing import check_same
 from gguf_tools.quantize import Blocks, Ggml
 from orchestrator.calibrate.capture import Capture, LayerActivations, Progress
 from orchestrator.calibrate.compute import LayerExperts, Matrices, stored
@@ -57,7 +57,7 @@ class Run:
         its experts cannot be followed, QuantizeError.
         """
         model = self.model
-        check_pair(self.reference, model)
+        check_same(self.reference, model)
         precisions = self._precisions()
         n_layers, n = model.n_layers, model.n_expert
         counts = np.zeros((n_layers, n), np.int64)
