@@ -3,20 +3,31 @@
 The converter describes a tensor by a graph of torch and numpy calls over memory-mapped
 files (``gguf.LazyBase``), the experts of a layer as one ``torch.stack``. Computing such a
 tensor whole takes the memory of a whole layer in float32, twice; here a piece is computed
-from pieces: what a stack holds at one place, an element-wise call over a part of its
-argument. Nothing is kept in the graph, so what was computed is freed with the result.
+from pieces: what a stack holds at one place, or a call that leaves the leading dimensions
+alone over a part of its argument. Nothing is kept in the graph, so what was computed is freed
+with the result.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 # Calls that do the same to every number, whatever its place.
 _ELEMENTWISE = ("to", "float", "half", "bfloat16", "contiguous", "clone", "numpy", "astype")
+_PARTS = ("split", "chunk")
 
 Cuts = tuple[slice, ...]
+
+
+class _Call(NamedTuple):
+    """A call that leaves the first ``n_free`` dimensions of its operand alone: they may be cut
+    before it instead of after."""
+
+    operand: Any
+    n_free: int
+    apply: Callable[[Any], Any]
 
 
 def compute(node: Any, cuts: Cuts = ()) -> Any:
@@ -29,26 +40,25 @@ def compute(node: Any, cuts: Cuts = ()) -> Any:
         return _cut(node, cuts)
     if node._data is not None:
         return _cut(node._data, cuts)
-    step = _step(node)
-    if step == "stack":
-        tensors = node._args[0][cuts[0]] if cuts else node._args[0]
-        return node._func([compute(each, cuts[1:]) for each in tensors], **node._kwargs)
-    n_free = _n_free(node, step)
-    if not n_free:
+    if (tensors := _stacked(node)) is not None:
+        chosen = tensors[cuts[0]] if cuts else tensors
+        return node._func([compute(each, cuts[1:]) for each in chosen], **node._kwargs)
+    call = _call(node)
+    if call is None:
         return _cut(node._func(*map(_whole, node._args), **node._kwargs), cuts)
-    value = node._func(compute(node._args[0], cuts[:n_free]), *node._args[1:], **node._kwargs)
-    rest = cuts[n_free:]
-    return _cut(value, (slice(None),) * n_free + rest if rest else ())
+    value = call.apply(compute(call.operand, cuts[: call.n_free]))
+    rest = cuts[call.n_free :]
+    return _cut(value, (slice(None),) * call.n_free + rest if rest else ())
 
 
 def divisible(node: Any) -> bool:
     """Whether ``compute`` of one step along the first dimension does not compute the whole."""
-    if not _is_lazy(node) or node._data is not None or not _inputs(node):
+    if not _is_lazy(node) or node._data is not None or _stacked(node) is not None:
         return True
-    step = _step(node)
-    if step == "stack":
-        return True
-    return bool(_n_free(node, step)) and divisible(node._args[0])
+    if not any(map(_holds_lazy, node._args)):
+        return True  # a view of a mapped file
+    call = _call(node)
+    return call is not None and divisible(call.operand)
 
 
 def _cut(value: Any, cuts: Cuts) -> Any:
@@ -58,11 +68,6 @@ def _cut(value: Any, cuts: Cuts) -> Any:
 def _is_lazy(node: Any) -> bool:
     # LazyBase answers every other name by asking the tensor it stands for.
     return "_func" in getattr(node, "__dict__", {})
-
-
-def _inputs(node: Any) -> bool:
-    """Whether anything lazy is below; a node without is a view of a mapped file."""
-    return any(map(_holds_lazy, node._args))
 
 
 def _holds_lazy(value: Any) -> bool:
@@ -77,38 +82,69 @@ def _whole(value: Any) -> Any:
     return compute(value) if _is_lazy(value) else value
 
 
-def _step(node: Any) -> str:
-    """What a node calls: ``stack``, a method's name, or nothing where it is not known."""
-    func: Callable[..., Any] = node._func
+def _stacked(node: Any) -> Any:
+    """The tensors that a node stacks along a new first dimension; None where it does not."""
+    is_stack = getattr(node._func, "__name__", "") == "stack" and len(node._args) == 1
+    return node._args[0] if is_stack and node._kwargs in ({}, {"dim": 0}) else None
+
+
+def _call(node: Any) -> _Call | None:
+    """What a node calls; None where that is not known to leave any dimension alone."""
+    func, args, kwargs, index = node._func, node._args, node._kwargs, None
+    if getattr(func, "__name__", "") == "eager_tuple_element":
+        # One of several results: LazyBase keeps the call itself in the closure.
+        (args, _), index = args
+        func = inspect.getclosurevars(func).nonlocals["fn"]
+    if not args or not _is_lazy(args[0]):
+        return None
+    operand, *rest = args
+    name = _name(func)
+    if (index is None) == (name in _PARTS):
+        return None
+    n_free = _n_free(name, len(operand.shape), rest, kwargs)
+
+    def apply(value: Any) -> Any:
+        result = func(value, *rest, **kwargs)
+        return result if index is None else result[index]
+
+    return _Call(operand, n_free, apply) if n_free > 0 else None
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """The method that a call is; LazyBase's own lambdas call one on their argument."""
     name = getattr(func, "__name__", "")
-    if name == "stack" and node._kwargs in ({}, {"dim": 0}) and len(node._args) == 1:
-        return "stack"
-    if name == "<lambda>":
-        return _method_of(func)
-    return name if name == "__getitem__" else ""
-
-
-def _method_of(func: Callable[..., Any]) -> str:
-    """The method that one of LazyBase's own lambdas calls on its argument."""
-    name = inspect.getclosurevars(func).nonlocals.get("name")
-    if isinstance(name, str):
-        return name
+    if name != "<lambda>":
+        return name if name in ("__getitem__", *_PARTS) else ""
+    method = inspect.getclosurevars(func).nonlocals.get("name")
+    if isinstance(method, str):
+        return method
     names = func.__code__.co_names
     return names[0] if len(names) == 1 and names[0] in _ELEMENTWISE else ""
 
 
-def _n_free(node: Any, step: str) -> int:
-    """How many leading dimensions of a node may be cut before its call instead of after."""
-    if not node._args or not _is_lazy(node._args[0]):
-        return 0
-    n_dims = len(node._args[0].shape)
-    if step in _ELEMENTWISE:
+def _n_free(name: str, n_dims: int, rest: list[Any], kwargs: dict[str, Any]) -> int:
+    """How many leading dimensions a method leaves alone. rest: its arguments but the first."""
+    if name in _ELEMENTWISE:
         return n_dims
-    last_two = {-1, -2}
-    if step == "transpose" and set(node._args[1:]) == last_two:
-        return n_dims - 2
-    if step == "__getitem__" and isinstance(node._args[1], tuple):
-        first, *rest = node._args[1]
-        if first is Ellipsis and all(isinstance(each, slice) for each in rest):
-            return n_dims - len(rest)
+    if name == "transpose" and all(isinstance(each, int) for each in rest):
+        return min(int(each) % n_dims for each in rest)
+    if name == "permute":
+        order = rest[0] if isinstance(rest[0], (list, tuple)) else rest
+        moved = [i for i, each in enumerate(order) if int(each) % n_dims != i]
+        return min(moved, default=n_dims)
+    if name in _PARTS:
+        dim = kwargs.get("dim", rest[1] if len(rest) > 1 else 0)
+        return int(dim) % n_dims
+    if name == "__getitem__" and isinstance(rest[0], tuple):
+        return _n_untouched(rest[0], n_dims)
     return 0
+
+
+def _n_untouched(index: tuple[Any, ...], n_dims: int) -> int:
+    """How many leading dimensions an index of slices takes whole."""
+    first, *rest = index
+    if first is Ellipsis:
+        return n_dims - len(rest) if all(isinstance(each, slice) for each in rest) else 0
+    if not all(isinstance(each, slice) for each in index):
+        return 0
+    return min((i for i, each in enumerate(index) if each != slice(None)), default=n_dims)
