@@ -87,6 +87,11 @@ struct table_device : moe_edge_host_device {
     uint64_t uploads = 0;
     bool     fixed   = false;
     moe_edge_ticket last = 0;  // of what was submitted
+    moe_edge_ticket held = 0;  // copies into slots that nothing was read from come behind it
+
+    moe_edge_ticket copy(int32_t lane, void * to, const void * from, uint64_t bytes, moe_edge_ticket after) override {
+        return moe_edge_host_device::copy(lane, to, from, bytes, after != 0 ? after : held);
+    }
 
     void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool tables_fixed) override {
         wait(last);
@@ -249,7 +254,7 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
         die(std::to_string(count.wrong) + " wrong rows of " + std::to_string(count.rows));
     }
     const uint64_t host_hits = s.host_hits[0] + s.host_hits[1];
-    if (count.rows == 0 || skipped == 0 || cut == 0 || transitions == 0 || host_hits == 0 || s.evictions == 0 || s.promotions == 0 ||
+    if (count.rows == 0 || skipped == 0 || cut == 0 || (slots_hi > 1 && transitions == 0) || host_hits == 0 || s.evictions == 0 || s.promotions == 0 ||
         s.copy_wait_us[0] + s.copy_wait_us[1] != 0 || s.slot_bytes_peak > s.budget_bytes) {
         die("a situation did not come up, or the host waited for a copy");
     }
@@ -331,6 +336,57 @@ void run_fixed(const expert_file & file, int32_t steps, unsigned seed) {
         (unsigned long long) s.experts_promoted, (unsigned long long) s.experts_demoted);
 }
 
+// A transition is complete when its copies have passed, not when they are enqueued: until then
+// step boundaries neither publish it nor wait for it.
+void run_held(const expert_file & file) {
+    table_device device(0);
+    moe_edge_store * store = open_store(file, device, 2, LAYERS * EXPERTS, 1 << 20);
+    moe_edge_set_callback(store, nullptr, nullptr, 1);
+    std::vector<moe_edge_prefetch_item> all;
+    for (int16_t l = 0; l < LAYERS; l++) {
+        for (int16_t e = 0; e < EXPERTS; e++) {
+            all.push_back({ l, e, 1, 0, 0 });
+        }
+    }
+    moe_edge_warm(store, all.data(), all.size(), nullptr, nullptr);
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);
+    moe_edge_reset_stats(store);
+    std::atomic<bool> go { false };
+    device.held = device.submit([&go] {
+        while (!go) {
+            std::this_thread::yield();
+        }
+    }, {});
+    const moe_edge_prefetch_item item = { 1, 3, 0, 0, 0 };
+    if (moe_edge_transition(store, &item, 1) != 1) {
+        die("held copies: the transition was not admitted");
+    }
+    moe_edge_stats s = {};
+    while (s.copy_bytes[1] < 3 * BYTES[0]) {
+        std::this_thread::yield();
+        moe_edge_get_stats(store, &s);
+    }
+    const auto state = [&] {
+        std::vector<uint8_t> states(LAYERS * EXPERTS);
+        moe_edge_begin_step(store, MOE_EDGE_DECODE);
+        moe_edge_get_states(store, states.data());
+        check(store);
+        return states[EXPERTS + 3];
+    };
+    if (state() != MOE_EDGE_STATE_PROMOTING || !device.fixed) {
+        die("held copies: a version was published before its bytes were there");
+    }
+    go = true;
+    for (int i = 0; state() != MOE_EDGE_STATE_HI; i++) {
+        if (i == 10000) {
+            die("held copies: a version was never published");
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    moe_edge_store_free(store);
+    printf("held copies: published when they had passed\n");
+}
+
 // What the hook saw is there for each op of its layer once, and for no other.
 void run_routed(const expert_file & file) {
     table_device device(50);
@@ -405,6 +461,7 @@ int main(int argc, char ** argv) {
     run_steps(file, steps / 2, seed, 4, 3, 0);
     run_steps(file, steps - steps / 2, seed + 1, 1, 1, 300000);
     run_fixed(file, std::max(40, steps / 50), seed);
+    run_held(file);
     run_routed(file);
     run_lost(file);
     return 0;

@@ -81,6 +81,7 @@ def test_an_executor_that_never_waits(
     output = run_program(compile_stress("device_stress"), tmp_path, 10_000, 3)
     assert output.count("none wrong") == 2
     assert "brought up to date" in output
+    assert "published when they had passed" in output
     assert "told once" in output
     assert "lost device: reported" in output
 
