@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace {
@@ -634,6 +635,13 @@ class product {
 
 ggml_backend_buffer_type buffer_types[GGML_CUDA_MAX_DEVICES];
 
+// Laid out as upstream's ggml_backend_cuda_buffer_type_context. The loader of models takes buffer
+// types of one name for one type, so ours needs a name of its own.
+struct type_context {
+    int         device;
+    std::string name;
+};
+
 void refuse_data(ggml_backend_buffer_t, ggml_tensor * tensor, const void *, size_t, size_t) {
     GGML_ABORT("moe-edge: %s is a placeholder and takes no data", tensor->name);
 }
@@ -664,8 +672,9 @@ ggml_backend_buffer_type_t buffer_type(int index) {
     }
     ggml_backend_buffer_type & buft = buffer_types[index];
     if (!buft.device) {
-        // with upstream's name and context it is a CUDA buffer type wherever upstream asks
+        // with upstream's function for its name it is a CUDA buffer type wherever upstream asks
         buft = *ggml_backend_cuda_buffer_type(index);
+        buft.context = new type_context { index, std::string(buft.iface.get_name(&buft)) + "_MoE" };
         buft.iface.alloc_buffer   = alloc_buffer;
         buft.iface.get_alloc_size = placeholder_size;
     }

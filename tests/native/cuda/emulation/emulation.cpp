@@ -609,6 +609,10 @@ __attribute__((visibility("default"))) void moe_emu_limit_pinned(uint64_t bytes)
 __attribute__((visibility("default"))) uint64_t moe_emu_peak_bytes() { return moe_emu::the().most_used; }
 }
 
+// The library that we build has no flash attention either, and its source does not compile so.
+struct ggml_tensor;
+bool ggml_cuda_flash_attn_ext_supported(int, const ggml_tensor *) { return false; }
+
 using namespace moe_emu;
 
 // ---- errors, devices ----
