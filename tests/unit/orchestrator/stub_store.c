@@ -45,6 +45,19 @@ int32_t moe_edge_abi_version(void) { return STUB_ABI; }
 uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t bytes) {
     return (offset + bytes + 4095) / 4096 * 4096 - offset / 4096 * 4096;
 }
+uint64_t moe_edge_device_slot_bytes(int32_t type, uint64_t bytes, int64_t row) { (void) type; (void) row; return bytes; }
+uint64_t moe_edge_host_least_bytes(const struct moe_edge_config * c) { (void) c; return 0; }
+void * moe_edge_device_find(const char * name, char * err, size_t n) {
+    snprintf(err, n, "the stub has no device %s", name);
+    return NULL;
+}
+int moe_edge_device_describe(void * device, struct moe_edge_device_info * out) { (void) device; (void) out; return -1; }
+void * moe_edge_device_buffer_type(void * device) { return device; }
+int moe_edge_device_measure(void * device, uint64_t bytes, struct moe_edge_bandwidths * out) {
+    (void) device; (void) bytes; (void) out;
+    return -1;
+}
+void moe_edge_get_memory(void * context, struct moe_edge_memory * out) { (void) context; (void) out; }
 
 struct moe_edge_store * moe_edge_store_create(const struct moe_edge_config * c, char * err, size_t n) {
     if (c->n_layers != N_LAYERS || c->n_expert != N_EXPERT || c->layers[1].slices[3][0].group != 1 ||

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ GREEDY = Sampling(temp=0.0)
 
 
 class FakeBindings:
+    api = SimpleNamespace(llama_supports_gpu_offload=lambda: False)
+
     @classmethod
     def load(cls) -> FakeBindings:
         return cls()
@@ -135,7 +138,7 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
     ):
         monkeypatch.setattr(engine_module, name, fake)
     machine = Machine(2**34)
-    monkeypatch.setattr(hardware, "probe", lambda: machine)
+    monkeypatch.setattr(hardware, "probe", lambda _device: machine)
     config = Config.build(model=path, policy="plain", ctx=64, n_ubatch=8)
     with Engine.open(config) as engine:
         context = engine._context
