@@ -269,9 +269,13 @@ class product {
     }
 
     // Asks the store for the experts that tokens were routed to; next() then tells where they are.
-    void begin() { begin(routed_experts()); }
-
-    void begin(const std::vector<int32_t> & experts) {
+    void begin() {
+        std::vector<int32_t> experts(w->ne[2]);
+        const int32_t n = m->ops->routed(m, experts.data());
+        experts.resize(std::max(n, 0));
+        if (n < 0) {
+            experts = read_ids();
+        }
         remaining = experts.size();
         m->ops->begin(m, experts.data(), remaining);
     }
@@ -338,9 +342,9 @@ class product {
         return true;
     }
 
-    // The distinct ones, which the host has to read back. The products of a layer share their ids:
-    // they are read for the first of them. (A layer's down is its last.)
-    const std::vector<int32_t> & routed_experts() const {
+    // The distinct ones of a graph without the hook, which have to come from the device. The
+    // products of a layer share their ids: they are read for the first. (A layer's down is its last.)
+    const std::vector<int32_t> & read_ids() const {
         struct reading {
             const void * store = nullptr;
             const void * ids   = nullptr;
