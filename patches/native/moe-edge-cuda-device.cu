@@ -342,6 +342,23 @@ std::string moe_edge_cuda_device::error() {
     return failure;
 }
 
+// All quantized types that MMVQ has a dot product for, and what float_vec and float_tiles take.
+bool moe_edge_cuda_device::computes(int32_t type) const {
+    switch (type) {
+        case GGML_TYPE_F32:
+        case GGML_TYPE_F16:
+        case GGML_TYPE_BF16:
+            return true;
+        case GGML_TYPE_Q8_1:
+        case GGML_TYPE_Q8_K:
+        case GGML_TYPE_TQ1_0:
+        case GGML_TYPE_TQ2_0:
+            return false;
+        default:
+            return ggml_is_quantized((ggml_type) type);
+    }
+}
+
 bool moe_edge_cuda_device::make_tables(moe_edge_matrix * const * matrices, int32_t n) {
     if (n == 0 || moe_edge_cuda_table_of(*matrices[0])) {
         return n > 0;

@@ -52,6 +52,7 @@ class moe_edge_cuda_device : public moe_edge_device {
     std::string error() override;
     void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) override;
     bool counts_routing() const override { return true; }
+    bool computes(int32_t type) const override;
     bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override;
 
     // A ticket for all that was launched on this stream so far. 0 once the device is lost.

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace {
@@ -268,9 +269,13 @@ class product {
     }
 
     // Asks the store for the experts that tokens were routed to; next() then tells where they are.
-    void begin() { begin(routed_experts()); }
-
-    void begin(const std::vector<int32_t> & experts) {
+    void begin() {
+        std::vector<int32_t> experts(w->ne[2]);
+        const int32_t n = m->ops->routed(m, experts.data());
+        experts.resize(std::max(n, 0));
+        if (n < 0) {
+            experts = read_ids();
+        }
         remaining = experts.size();
         m->ops->begin(m, experts.data(), remaining);
     }
@@ -337,9 +342,9 @@ class product {
         return true;
     }
 
-    // The distinct ones, which the host has to read back. The products of a layer share their ids:
-    // they are read for the first of them. (A layer's down is its last.)
-    const std::vector<int32_t> & routed_experts() const {
+    // The distinct ones of a graph without the hook, which have to come from the device. The
+    // products of a layer share their ids: they are read for the first. (A layer's down is its last.)
+    const std::vector<int32_t> & read_ids() const {
         struct reading {
             const void * store = nullptr;
             const void * ids   = nullptr;
@@ -634,6 +639,13 @@ class product {
 
 ggml_backend_buffer_type buffer_types[GGML_CUDA_MAX_DEVICES];
 
+// Laid out as upstream's ggml_backend_cuda_buffer_type_context. The loader of models takes buffer
+// types of one name for one type, so ours needs a name of its own.
+struct type_context {
+    int         device;
+    std::string name;
+};
+
 void refuse_data(ggml_backend_buffer_t, ggml_tensor * tensor, const void *, size_t, size_t) {
     GGML_ABORT("moe-edge: %s is a placeholder and takes no data", tensor->name);
 }
@@ -664,8 +676,9 @@ ggml_backend_buffer_type_t buffer_type(int index) {
     }
     ggml_backend_buffer_type & buft = buffer_types[index];
     if (!buft.device) {
-        // with upstream's name and context it is a CUDA buffer type wherever upstream asks
+        // with upstream's function for its name it is a CUDA buffer type wherever upstream asks
         buft = *ggml_backend_cuda_buffer_type(index);
+        buft.context = new type_context { index, std::string(buft.iface.get_name(&buft)) + "_MoE" };
         buft.iface.alloc_buffer   = alloc_buffer;
         buft.iface.get_alloc_size = placeholder_size;
     }

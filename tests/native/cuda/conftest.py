@@ -69,10 +69,10 @@ def device(
     request: pytest.FixtureRequest,
     library_folder: Path,
     compile_native: Callable[..., Path],
+    emulated_backend: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Device:
     emulated = request.param == "emulated"
     if not emulated and not (library_folder / "libggml-cuda.so").exists():
         pytest.skip("the library was built without CUDA: run `make build GPU=cuda`")
-    backend = request.getfixturevalue("emulated_backend") if emulated else None
-    return Device(emulated, compile_native, backend, monkeypatch)
+    return Device(emulated, compile_native, emulated_backend, monkeypatch)

@@ -68,6 +68,7 @@ class resident {
     std::vector<int32_t> tier_of;
     bool fixed = false;
     bool late  = false;  // next() gives one expert after the other
+    std::vector<int32_t> hooked;  // what a hook saw of the ids; none without one
     int  begun = 0;
 
   private:
@@ -116,6 +117,10 @@ const moe_edge_ops resident::operations = {
     },
     nullptr,  // wait is for executors on the host
     [](moe_edge_matrix * m) { return of(m).fixed; },
+    [](moe_edge_matrix * m, int32_t * out) {
+        std::copy(of(m).hooked.begin(), of(m).hooked.end(), out);
+        return of(m).hooked.empty() ? -1 : static_cast<int32_t>(of(m).hooked.size());
+    },
 };
 
 // down(silu(gate(x)) * up(x)) as a graph; down only where `with_down`.
@@ -215,8 +220,9 @@ void check(const feed_forward & f, const std::vector<const expert_weights *> & w
 }
 
 struct counted {
-    uint64_t glus, graphs;
-    explicit counted(const gpu & g) : glus(g.launches("unary_gated_op_kernel")), graphs(g.launches("cudaGraphLaunch")) {}
+    uint64_t glus, graphs, reads;
+    explicit counted(const gpu & g)
+        : glus(g.launches("unary_gated_op_kernel")), graphs(g.launches("cudaGraphLaunch")), reads(g.launches("cudaMemcpy2DAsync")) {}
 };
 
 void expect(bool true_one, const std::string & sentence) {
@@ -230,7 +236,7 @@ void test_asked(const gpu & g, const std::vector<const expert_weights *> & w, st
     const std::vector<int32_t> high(w[0]->s.experts, 0);
     std::vector<int32_t> one_differs = high;
     for (const int64_t tokens : { 1, 3, 8, 9, 40 }) {
-        for (const std::string how : { "same", "other", "late" }) {
+        for (const std::string how : { "same", "hooked", "other", "late" }) {
             std::vector<std::unique_ptr<resident>> own;
             std::vector<resident *> m;
             for (size_t i = 0; i < 3; i++) {
@@ -247,14 +253,18 @@ void test_asked(const gpu & g, const std::vector<const expert_weights *> & w, st
             }
             m[1]->set(tier_of);
             m[1]->late = how == "late";
+            for (resident * r : m) {
+                r->hooked = how == "hooked" ? b.distinct() : std::vector<int32_t>();
+            }
             const std::string where = tiers + ", " + std::to_string(tokens) + " tokens, " + how;
             feed_forward f(g, m, w, tokens);
             const counted before(g);
             f.run(b);
             check(f, w, m, b, where);
+            expect(!g.counts() || (counted(g).reads == before.reads) == (how == "hooked"), "ids read back: " + where);
             expect(m[0]->begun == 1 && m[1]->begun == 1 && m[2]->begun == 1, "every product asks the store once: " + where);
             if (g.counts()) {
-                const bool can = tokens <= 8 && how == "same" && ggml_is_quantized(w[0]->types[0]) && ggml_is_quantized(w[0]->types.back());
+                const bool can = tokens <= 8 && (how == "same" || how == "hooked") && ggml_is_quantized(w[0]->types[0]) && ggml_is_quantized(w[0]->types.back());
                 const bool was = counted(g).glus == before.glus;
                 // with one expert a late one is no different from others
                 expect(was == can || (how == "late" && b.distinct().size() == 1), (can ? "not fused: " : "fused: ") + where);

@@ -244,6 +244,11 @@ std::atomic<uint64_t> pinned_limit { UINT64_MAX };  // bytes of one allocation
 std::mutex counts_lock;
 std::map<std::string, uint64_t> launch_counts;
 
+void count(const char * name) {
+    std::lock_guard<std::mutex> counting(counts_lock);
+    launch_counts[name]++;
+}
+
 void run_kernel(const char * name, dim3 grid, dim3 block, size_t shared, std::function<void()> & thread) {
     std::lock_guard<std::mutex> lock(device);
     static std::mt19937_64 random = seeded();
@@ -259,10 +264,7 @@ void run_kernel(const char * name, dim3 grid, dim3 block, size_t shared, std::fu
             mprotect(stacks + i * STACK, 4096, PROT_NONE);
         }
     }
-    {
-        std::lock_guard<std::mutex> counting(counts_lock);
-        launch_counts[name]++;
-    }
+    count(name);
     body = &thread;
     for (int i = 0; i < n_threads; i++) {
         fibers[i].thread = { i % block.x, i / block.x % block.y, i / (block.x * block.y) };
@@ -609,6 +611,10 @@ __attribute__((visibility("default"))) void moe_emu_limit_pinned(uint64_t bytes)
 __attribute__((visibility("default"))) uint64_t moe_emu_peak_bytes() { return moe_emu::the().most_used; }
 }
 
+// The library that we build has no flash attention either, and its source does not compile so.
+struct ggml_tensor;
+bool ggml_cuda_flash_attn_ext_supported(int, const ggml_tensor *) { return false; }
+
 using namespace moe_emu;
 
 // ---- errors, devices ----
@@ -798,6 +804,7 @@ cudaError_t cudaMemcpy(void * to, const void * from, size_t bytes, cudaMemcpyKin
     return e;
 }
 cudaError_t cudaMemcpy2DAsync(void * to, size_t to_pitch, const void * from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind kind, cudaStream_t s) {
+    count("cudaMemcpy2DAsync");
     return copy_2d(to, to_pitch, from, from_pitch, width, height, kind, s);
 }
 cudaError_t cudaMemcpyPeerAsync(void * to, int, const void * from, int, size_t bytes, cudaStream_t s) {
@@ -885,10 +892,7 @@ cudaError_t cudaGraphExecUpdate(cudaGraphExec_t e, cudaGraph_t g, cudaGraphNode_
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
     stream * on = resolve(s);
-    {
-        std::lock_guard<std::mutex> counting(counts_lock);
-        launch_counts["cudaGraphLaunch"]++;
-    }
+    count("cudaGraphLaunch");
     for (const task & t : e->tasks) {
         on->add(t);
     }
