@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,32 @@ from ..conftest import run_program
 from .emulation import build
 
 HERE = Path(__file__).parent
+
+# What a whole model needs beside the core.
+ENGINE_SOURCES = (
+    *("add-id.cu", "argsort.cu", "binbcast.cu", "concat.cu", "cpy.cu", "fwht.cu", "getrows.cu"),
+    *(
+        "mmf.cu",
+        "mmvf.cu",
+        "moe-weighted-reduction.cu",
+        "norm.cu",
+        "rope.cu",
+        "scale.cu",
+        "set-rows.cu",
+        "softmax.cu",
+    ),
+    *("sumrows.cu", "topk-moe.cu", "unary.cu"),
+)
+ENGINE_TYPES = ("q2_k", "q4_k", "q8_0")
+
+
+def run_python(script: Path, *arguments: object, timeout_s: float = 1800) -> str:
+    """Its standard output. A failure shows what it said."""
+    command = [sys.executable, str(script), *map(str, arguments)]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +76,11 @@ class Device:
     compile: Callable[..., Path]
     backend: Callable[..., Path]
     monkeypatch: pytest.MonkeyPatch
+
+    @property
+    def library(self) -> Path | str:
+        """What engine_driver.py loads, with all that a whole model needs."""
+        return self.backend(ENGINE_TYPES, ENGINE_SOURCES) if self.emulated else "-"
 
     def run(
         self,
