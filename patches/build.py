@@ -37,7 +37,9 @@ from patches.upstream import (
 
 KEEP_WHEELS = 6
 TARGET = "llama"
-CUDA_SAMPLE = ("mmid.cu", "getrows.cu", "mmvq.cu")
+# Upstream's CUDA sources that our patches touch or our kernels rely on, then all of ours.
+CUDA_SAMPLE = ("ggml-cuda.cu", "mmid.cu", "mmq.cu", "mmvq.cu")
+OUR_WARNING = re.compile(r"^\S*\bmoe-edge/[\w.-]+(?:\(\d+\)|:\d+(?::\d+)?):? ?warning.*$", re.M)
 
 # Everything that no part of moe-edge uses is left out: it is half of the compile time.
 BASE_FLAGS = (
@@ -219,13 +221,30 @@ def compile_tree(
 
 
 def check_cuda_objects(plan: Plan, source: Path, full: bool, lock: int) -> None:
-    """Configures with CUDA and compiles the kernels we build on; full: the whole library."""
+    """Configures with CUDA and compiles the kernels we build on; full: the whole library.
+
+    Raises BuildError for an error, or for a warning in our own files.
+    """
+    ours = [path.name for path in native_sources() if path.suffix == ".cu"]
+    # CMake's place for the objects of sources outside their target's folder
+    folder = "ggml/src/ggml-cuda/CMakeFiles/ggml-cuda.dir"
+    objects = [f"{folder}/__/__/__/moe-edge/{name}.o" for name in ours]
+    for name in objects:
+        (plan.build_dir / name).unlink(missing_ok=True)  # so that its warnings are said again
     targets = ["ggml-cuda"]
     # make cannot name one object of a subfolder from the top.
     if not full and plan.tools.generator == "Ninja":
-        folder = "ggml/src/ggml-cuda/CMakeFiles/ggml-cuda.dir"
-        targets = [f"{folder}/{name}.o" for name in CUDA_SAMPLE]
+        targets = [*(f"{folder}/{name}.o" for name in CUDA_SAMPLE), *objects]
     compile_tree(plan, source, None, lock, targets)
+    log = plan.build_dir / "moe-edge-build.log"
+    warnings = our_warnings(log.read_text(errors="replace"))
+    if warnings:
+        raise BuildError("warnings in our CUDA sources:\n" + "\n".join(warnings))
+
+
+def our_warnings(log: str) -> list[str]:
+    """The lines of a build log that warn of a file of ours, each once."""
+    return list(dict.fromkeys(match[0] for match in OUR_WARNING.finditer(log)))
 
 
 def _drop_newer(folder: Path, since_ns: int) -> None:
