@@ -42,7 +42,7 @@ struct result_rows {
 };
 
 // A block each (slot, token). Writes its id for every class: `value` for its own, -1 for the others.
-__device__ void write_ids(const routed_ids routed, const int n_classes, const int own, const int32_t value,
+static __device__ __forceinline__ void write_ids(const routed_ids routed, const int n_classes, const int own, const int32_t value,
                           const bool skipped, int32_t * out, const result_rows dst) {
     const int slot  = blockIdx.x % routed.n_slots;
     const int token = blockIdx.x / routed.n_slots;
@@ -646,16 +646,16 @@ struct type_context {
     std::string name;
 };
 
-void refuse_data(ggml_backend_buffer_t, ggml_tensor * tensor, const void *, size_t, size_t) {
+[[noreturn]] static void refuse_data(ggml_backend_buffer_t, ggml_tensor * tensor, const void *, size_t, size_t) {
     GGML_ABORT("moe-edge: %s is a placeholder and takes no data", tensor->name);
 }
 
-void refuse_read(ggml_backend_buffer_t, const ggml_tensor * tensor, void *, size_t, size_t) {
+[[noreturn]] static void refuse_read(ggml_backend_buffer_t, const ggml_tensor * tensor, void *, size_t, size_t) {
     GGML_ABORT("moe-edge: %s is a placeholder and holds no data", tensor->name);
 }
 
 // A buffer of upstream's, so that its checks see one of theirs.
-ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(ggml_backend_cuda_buffer_type(buft - buffer_types), size);
     if (buffer) {
         buffer->buft             = buft;
@@ -666,9 +666,9 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size)
     return buffer;
 }
 
-size_t placeholder_size(ggml_backend_buffer_type_t, const ggml_tensor *) { return PLACEHOLDER; }
+static size_t placeholder_size(ggml_backend_buffer_type_t, const ggml_tensor *) { return PLACEHOLDER; }
 
-ggml_backend_buffer_type_t buffer_type(int index) {
+static ggml_backend_buffer_type_t buffer_type(int index) {
     static std::mutex guard;
     std::lock_guard<std::mutex> lock(guard);
     if (index < 0 || index >= ggml_cuda_info().device_count) {
@@ -685,7 +685,7 @@ ggml_backend_buffer_type_t buffer_type(int index) {
     return &buft;
 }
 
-moe_edge_device * device_of(int index) { return moe_edge_cuda_device::get(index); }
+static moe_edge_device * device_of(int index) { return moe_edge_cuda_device::get(index); }
 
 }  // namespace
 

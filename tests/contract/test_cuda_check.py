@@ -5,7 +5,7 @@ from __future__ import annotations
 from patches.build import our_warnings
 
 LOG = """[1/3] Building CUDA object moe-edge-cuda.cu.o
-/src/llama.cpp/moe-edge/moe-edge-cuda.cu(12): warning #177-D: variable "x" was never used
+/src/llama.cpp/moe-edge/moe-edge-cuda.cu(12): warning #177-D: variable "x" is never used
 /src/llama.cpp/moe-edge/moe-edge-launch.h:7:9: warning: unused parameter [-Wunused-parameter]
 /src/llama.cpp/moe-edge/moe-edge-launch.h:7:9: warning: unused parameter [-Wunused-parameter]
 /src/llama.cpp/ggml/src/ggml-cuda/mmq.cuh(30): warning #221-D: floating-point value does not fit

@@ -1,0 +1,54 @@
+"""What only a real GPU can show."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ..conftest import run_program
+from .conftest import HERE
+
+pytestmark = pytest.mark.gpu
+
+# All of them take over ten minutes: batches of each path, types of each kind.
+OPERATORS = "type_a=(f16|q8_0|q4_K|q2_K|iq4_nl|iq2_xs),type_b=f32,n_mats=(4|8),.*,n=(1|4|32|129),"
+
+
+@pytest.fixture(scope="session")
+def cuda_library(library_folder: Path) -> Path:
+    path = library_folder / "libggml-cuda.so"
+    if not path.exists():
+        pytest.skip("the library was built without CUDA: run `make build GPU=cuda`")
+    return path
+
+
+def test_no_bad_access_and_no_leak(cuda_library: Path, compile_native: Callable[..., Path]) -> None:
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        pytest.skip("compute-sanitizer is not installed (it comes with the CUDA toolkit)")
+    program = compile_native("managed_test", [HERE / "managed_test.cpp"], "-std=c++17", "-ldl")
+    command = [tool, "--tool", "memcheck", "--leak-check", "full", "--error-exitcode", "9"]
+    command += [str(program), "-", "random", "40", "q4_K+q2_K", "f16+q8_0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout[-4000:])
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert "40 steps, no wrong row" in done.stdout
+
+
+def test_upstreams_operator_tests(
+    cuda_library: Path, compile_native: Callable[..., Path], llama_source: Path
+) -> None:
+    """test-backend-ops on MUL_MAT_ID: the plain op on the GPU is what it was."""
+    program = compile_native(
+        "test-backend-ops",
+        [llama_source / "tests/test-backend-ops.cpp"],
+        *("-std=c++17", "-w", "-Wno-error", f"-I{llama_source / 'src'}"),
+    )
+    command = ("test", "-o", "MUL_MAT_ID", "-b", "CUDA0", "-p", OPERATORS)
+    output = run_program(program, *command, timeout_s=1800)
+    print(output[-2000:])
+    assert "tests passed" in output and "FAIL" not in output
