@@ -30,7 +30,12 @@ NO_TESTS = 5
 
 # (what it shows, arguments of `moe-edge`). Each is one step of the part `bench`, and its output
 # goes into the report as it is.
-BENCHES: tuple[tuple[str, str], ...] = (("what the machine has", "doctor"),)
+BENCHES: tuple[tuple[str, str], ...] = (
+    ("what the machine has", "doctor"),
+    ("experts as in Qwen3-30B-A3B, skewed routing", "bench gpu --shape qwen3-30b --runs 1"),
+    ("the same, uniform routing", "bench gpu --shape qwen3-30b --runs 1 --routing uniform"),
+    ("experts as in Mixtral, skewed routing", "bench gpu --shape mixtral --runs 1"),
+)
 
 
 @dataclass(frozen=True)
