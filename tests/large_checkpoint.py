@@ -119,11 +119,13 @@ def measure(arguments: list[str]) -> int:
         most, own = max(most, memory.rss), max(own, memory.rss - memory.shared)
         time.sleep(0.05)
     seconds = time.monotonic() - started
+    if status := process.wait():
+        print(f"the conversion ended with status {status}; until then:")
     print(
         f"{seconds:.0f} s, {computed_s:.0f} s of a core, at most {most / 2**30:.2f} GiB resident,"
         f" {own / 2**30:.2f} its own"
     )
-    return process.wait()
+    return status
 
 
 def main() -> int:
