@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.hardware import Device
 from orchestrator.llama import Bindings
@@ -30,17 +29,17 @@ class Accelerator:
         return Device(info.name, info.description, info.memory_bytes, info.total_bytes)
 
 
-def find_gpu(bindings: Bindings, config: Config) -> Accelerator | None:
-    """What config.device names; "auto" is the first GPU, if the library was built for any.
+def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accelerator | None:
+    """What a setting `device` names; "auto" is the first GPU, if the library was built for any.
 
     Raises ConfigError for a device that is not here, and for --vram without one.
     """
-    name = config.device
+    name = device
     if name == AUTO:
         name = f"{_GPU}0" if has_gpu_support(bindings) else CPU
     if name == CPU:
-        if config.vram is not None:
-            reason = "--device cpu asks for none" if config.device == CPU else "there is none here"
+        if vram is not None:
+            reason = "--device cpu asks for none" if device == CPU else "there is none here"
             raise ConfigError(
                 f"--vram caps a GPU's memory, and {reason}: leave it out, or build with "
                 f"`make build GPU=cuda` where a GPU is"

@@ -21,9 +21,8 @@ from orchestrator import (
     cli_files,
     cli_replay,
 )
+from orchestrator.cli_files import FILE, THREADS, TIERS
 from orchestrator.cli_options import (
-    AT_LEAST_1,
-    FILE,
     answer_options,
     make_config,
     method_options,
@@ -130,19 +129,14 @@ def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
 @cli.command()
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("target", metavar="OUT", type=FILE)
-@click.option(
-    "--tiers",
-    required=True,
-    metavar="LIST",
-    help="Precisions to store, best first, as q8_0,q4_k,q2_k.",
-)
+@TIERS
 @click.option(
     "--dense",
     type=click.Choice(["q8_0"]),
     help="Also quantize the F16 and F32 matrices that are not experts.",
 )
 @method_options
-@click.option("--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]")
+@THREADS
 def pack(
     source: Path, target: Path, tiers: str, dense: str | None, threads: int | None, **options: Any
 ) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from orchestrator.cli_options import AT_LEAST_1, F, together
+from orchestrator.cli_files import AT_LEAST_1
+from orchestrator.cli_options import F, together
 from orchestrator.errors import ConfigError
 
 

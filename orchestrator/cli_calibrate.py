@@ -7,13 +7,8 @@ from typing import Any
 
 import click
 
-from orchestrator.cli_files import names_of, print_notes
-from orchestrator.cli_options import (
-    AT_LEAST_1,
-    CALIB_TOKENS,
-    FILE,
-    chosen_method,
-)
+from orchestrator.cli_files import FILE, THREADS, names_of, print_notes
+from orchestrator.cli_options import CALIB_TOKENS, chosen_method
 from orchestrator.console import Console, strip_controls
 
 TYPES = "q4_k,q3_k,q2_k,q1_0"
@@ -48,7 +43,7 @@ TYPES = "q4_k,q3_k,q2_k,q1_0"
     metavar="FILE",
     help="Write an importance matrix of the text, and no table.",
 )
-@click.option("--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]")
+@THREADS
 def calibrate(
     file: Path,
     reference: Path | None,

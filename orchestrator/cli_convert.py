@@ -6,20 +6,15 @@ from pathlib import Path
 
 import click
 
-from orchestrator.cli_files import AT_LEAST_1, FILE, note, print_report, tier_names
+from orchestrator.cli_files import FILE, THREADS, TIERS, note, print_report, tier_names
 from orchestrator.cli_options import quantizer
 from orchestrator.console import progress_bar
 
 
 @click.command()
 @click.argument("source", metavar="SRC")
-@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
-@click.option(
-    "--tiers",
-    required=True,
-    metavar="LIST",
-    help="Precisions to store, best first, as q8_0,q4_k,q2_k.",
-)
+@click.argument("target", metavar="OUT", type=FILE)
+@TIERS
 @click.option(
     "--dense",
     type=click.Choice(["f16", "bf16", "q8_0"]),
@@ -36,7 +31,7 @@ from orchestrator.console import progress_bar
     is_flag=True,
     help="Run code that the checkpoint brings for its tokenizer.",
 )
-@click.option("--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]")
+@THREADS
 def convert(
     source: str,
     target: Path,

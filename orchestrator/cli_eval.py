@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from orchestrator.cli_options import AT_LEAST_1, FILE, given, make_config, model_options
+from orchestrator.cli_files import AT_LEAST_1, FILE
+from orchestrator.cli_options import given, make_config, model_options
 from orchestrator.console import Console, strip_controls
 
 

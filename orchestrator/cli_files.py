@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 
 AT_LEAST_1 = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
+TIERS = click.option(
+    "--tiers",
+    required=True,
+    metavar="LIST",
+    help="Precisions to store, best first, as q8_0,q4_k,q2_k.",
+)
+THREADS = click.option(
+    "--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]"
+)
 LOW = click.option(
     "--low", type=FILE, metavar="LOW", help="The same model in a lower precision, as a second GGUF."
 )
@@ -56,7 +65,7 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
 @click.command()
 @click.argument("file", metavar="FILE", type=FILE)
 @LOW
-@click.option("--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]")
+@THREADS
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def verify(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gguf_tools.units import format_size
-from orchestrator.cli_files import model_path, print_notes
+from orchestrator.cli_files import AT_LEAST_1, FILE, model_path, print_notes
 from orchestrator.config import TRANSITION_RATE, Config, parse_size
 from orchestrator.console import Console, progress_bar
 from orchestrator.errors import MoeEdgeError
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from orchestrator.engine import Engine
 
 DEMO = Path("models/demo/moe-edge-demo.gguf")
-FILE = click.Path(path_type=Path)
-AT_LEAST_1 = click.IntRange(min=1)
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -9,15 +9,8 @@ from typing import Any
 import click
 
 from gguf_tools.units import format_size
-from orchestrator.cli_options import (
-    AT_LEAST_1,
-    FILE,
-    make_config,
-    model_options,
-    open_engine,
-    rate,
-    size,
-)
+from orchestrator.cli_files import AT_LEAST_1, FILE
+from orchestrator.cli_options import make_config, model_options, open_engine, rate, size
 from orchestrator.config import PREFETCHES, SCHEDULES
 from orchestrator.console import Console, strip_controls
 

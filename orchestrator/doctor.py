@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator.accelerator import Accelerator, find_gpu
-from orchestrator.bench.disk import Bandwidth, read_bandwidth
+from orchestrator.bench.disk import Bandwidth, bytes_per_s, read_bandwidth
 from orchestrator.config import Config
 from orchestrator.errors import MoeEdgeError
 from orchestrator.hardware import Machine, probe
@@ -68,7 +67,7 @@ def examine(config: Config) -> Health:
     bindings = Bindings.load()
     note = ""
     try:
-        gpu = find_gpu(bindings, config)
+        gpu = find_gpu(bindings, config.device, config.vram)
     except MoeEdgeError as error:
         gpu, note = None, str(error)
     if gpu is None and not note:
@@ -104,21 +103,15 @@ def _try_plan(config: Config, model: ExpertModel, machine: Machine) -> tuple[Pla
 def memory_bandwidth(threads: int) -> float:
     """Bytes per second that so many threads read together from the host's memory."""
     parts = [np.ones(_MEMORY_BYTES // threads // 8) for _ in range(threads)]
-    done = [0] * threads
 
-    def work(index: int) -> None:
-        while perf_counter() < end:
+    def work(index: int, in_time: Callable[[], bool]) -> int:
+        total = 0
+        while in_time():
             parts[index].max()
-            done[index] += parts[index].nbytes
+            total += parts[index].nbytes
+        return total
 
-    workers = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
-    start = perf_counter()
-    end = start + _MEMORY_SECONDS
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return sum(done) / (perf_counter() - start)
+    return bytes_per_s(work, threads, _MEMORY_SECONDS)
 
 
 def render(health: Health) -> str:

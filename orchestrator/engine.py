@@ -56,7 +56,7 @@ class Engine:
         self._memory = Memory(config, model)
         self._parts: list[Context | Store | Model] = []
         self._bindings = Bindings.load()
-        self._gpu = find_gpu(self._bindings, config)
+        self._gpu = find_gpu(self._bindings, config.device, config.vram)
         self._machine = hardware.probe(self._gpu.device if self._gpu else None)
         self._start(make_plan(config, model, self._machine), progress)
 

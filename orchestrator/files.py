@@ -5,11 +5,12 @@ The only place that reads XDG_CACHE_HOME and XDG_STATE_HOME.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from gguf_tools import partial
 
@@ -37,6 +38,18 @@ def whole_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         except BaseException:
             part.unlink()
             raise
+
+
+def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:
+    """The JSON object in a file; None for anything else, or more. Raises OSError."""
+    with path.open("rb") as file:
+        # read(n) would allocate n bytes for the smallest file
+        text = file.read() if os.fstat(file.fileno()).st_size <= most_bytes else b""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
 
 
 def write_whole(path: Path, text: str) -> None:

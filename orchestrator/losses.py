@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.errors import ConfigError
-from orchestrator.files import write_whole
+from orchestrator.files import read_object, write_whole
 from orchestrator.profile import identity
 
 _FORMAT = "moe-edge loss table"
@@ -172,16 +171,10 @@ def load(path: Path, model: ExpertModel) -> LossTable:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            # read(n) would allocate n bytes for the smallest file
-            text = file.read() if os.fstat(file.fileno()).st_size <= _LARGEST_BYTES else b""
+        data = read_object(path, _LARGEST_BYTES)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        data = None
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+    if data is None or data.get("format") != _FORMAT:
         raise _damaged(path)
     if data.get("version") != _VERSION:
         raise ConfigError(f"{path}: this loss table has another format version: make it again")

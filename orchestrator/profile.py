@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
-from orchestrator.files import user_folder, write_whole
+from orchestrator.files import read_object, user_folder, write_whole
 
 _FORMAT = "moe-edge hotness"
 _VERSION = 1
@@ -58,14 +57,8 @@ def load(path: Path, model: ExpertModel) -> np.ndarray:
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        # read(n) would allocate n bytes for the smallest file
-        text = file.read() if os.fstat(file.fileno()).st_size <= _LARGEST_BYTES else b""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        data = None
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+    data = read_object(path, _LARGEST_BYTES)
+    if data is None or data.get("format") != _FORMAT:
         raise _damaged(path)
     if data.get("version") != _VERSION:
         raise ProfileError(f"{path}: this profile has another format version: delete it")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -65,36 +67,35 @@ def read_bandwidth(
     windows = _windows(model, tier)
     files = {path: _open_direct(path) for path in {window.path for window in windows}}
     direct = all(is_direct for _, is_direct in files.values())
-    total = [0] * threads
-    failed: list[OSError] = []
     longest = max(window.length for window in windows)
-    deadline = 0.0
 
-    def work(index: int) -> None:
-        order = random.Random(f"{seed} {index}")
+    def work(index: int, in_time: Callable[[], bool]) -> int:
+        order, total = random.Random(f"{seed} {index}"), 0
         with mmap.mmap(-1, longest) as memory, memoryview(memory) as view:
-            while perf_counter() < deadline and not failed:
+            while in_time():
                 window = order.choice(windows)
-                try:
-                    n = os.preadv(files[window.path][0], [view[: window.length]], window.offset)
-                except OSError as error:
-                    failed.append(error)
-                    return
-                total[index] += n
+                total += os.preadv(files[window.path][0], [view[: window.length]], window.offset)
+        return total
 
     try:
-        workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
-        start = perf_counter()
-        deadline = start + seconds
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        elapsed = perf_counter() - start
+        speed = bytes_per_s(work, threads, seconds)
     finally:
         for fd, _ in files.values():
             os.close(fd)
-    if failed:
-        raise failed[0]
     mean_bytes = sum(window.length for window in windows) // len(windows)
-    return Bandwidth(sum(total) / elapsed, direct, mean_bytes)
+    return Bandwidth(speed, direct, mean_bytes)
+
+
+def bytes_per_s(
+    work: Callable[[int, Callable[[], bool]], int], threads: int, seconds: float
+) -> float:
+    """What so many threads move together. work gets the number of its thread and whether there is
+    time left, which it asks; it returns the bytes that it moved. Raises what work raises."""
+    start = perf_counter()
+
+    def in_time() -> bool:
+        return perf_counter() < start + seconds
+
+    with ThreadPoolExecutor(threads) as pool:
+        total = sum(pool.map(work, range(threads), repeat(in_time)))
+    return total / (perf_counter() - start)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.bench.job import Job
 from orchestrator.bench.loop import Loop
 from orchestrator.bench.models import LOW, Note
 from orchestrator.bench.plan import ONE_TIER, BenchOptions, Case
-from orchestrator.bench.report import WIDTH, heading, mix_of, percent, tokens_of
+from orchestrator.bench.report import WIDTH, document, mix_of, percent, tokens_of
 from orchestrator.bench.rows import Result, case_row, median_ratio
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
@@ -60,15 +59,10 @@ class GpuLoop(Loop):
     def limit_bytes(self, case: Case) -> int | None:
         return None
 
-    def job(self, case: Case, number: int) -> Job:
+    def cap_settings(self, case: Case) -> dict[str, Any]:
         assert isinstance(self.options, GpuOptions)
-        job = super().job(replace(case, cap=None), number)
-        job.warm = case.cap is None
-        if case.system == "engine":
-            job.settings["device"] = self.options.device
-            if case.cap is not None:
-                job.settings["vram"] = self.vram_bytes(case.cap)
-        return job
+        settings: dict[str, Any] = {"device": self.options.device}
+        return settings if case.cap is None else settings | {"vram": self.vram_bytes(case.cap)}
 
     def vram_bytes(self, share: float) -> int:
         """What the model takes beside its experts, and a share of those."""
@@ -81,7 +75,7 @@ def check_device(name: str) -> None:
     """Raises ConfigError where there is no such GPU."""
     from orchestrator.accelerator import find_gpu
 
-    if find_gpu(Bindings.load(), Config.build(model="", device=name)) is None:
+    if find_gpu(Bindings.load(), name) is None:
         raise ConfigError(f"--device {name}: the benchmark is for a GPU")
 
 
@@ -96,9 +90,7 @@ def run_gpu(options: GpuOptions, note: Note = lambda text: None) -> dict[str, An
     measured = loop.run(listed)
     rows = [case_row(case, measured.results[case.key], None) for case in listed]
     for row in rows:
-        if row["cap"] is not None:
-            assert isinstance(loop, GpuLoop)
-            row["vram_bytes"] = loop.vram_bytes(row["cap"])
+        row["vram_bytes"] = None if row["cap"] is None else loop.vram_bytes(row["cap"])
     add_ratios(rows)
     return loop.describe(measured) | {"cases": rows}
 
@@ -108,9 +100,9 @@ def add_ratios(rows: list[Result]) -> None:
     run; of the managed path with everything there against upstream's."""
     good = [row for row in rows if "error" not in row]
     for row in good:
-        roles = ("resident",) if row["cap"] is None else ("upstream",)
-        others = [each for each in good if each["cap"] == row["cap"] and each["role"] in roles]
-        if not others or row["role"] in roles:
+        role = "resident" if row["cap"] is None else "upstream"
+        others = [each for each in good if (each["cap"], each["role"]) == (row["cap"], role)]
+        if not others or row["role"] == role:
             continue
         for name, key in (("speedup", "tpot_ms_p50_runs"), ("ttft_speedup", "ttft_ms_runs")):
             best = [min(each) for each in zip(*(other[key] for other in others), strict=True)]
@@ -126,23 +118,12 @@ _HEAD = (
 def render_gpu(report: dict[str, Any]) -> str:
     """The report of run_gpu as text."""
     options = report["options"]
-    lines = [
-        *heading(report),
+    intro = [
         f"{options['tokens']} decode steps with the same {tokens_of(report)} tokens for all, "
         f"{options['prompt_tokens']} before them, {options['runs']} runs in turn;",
         f"dymoe at r = {options['retention']}; x: against the better one of upstream's rows",
     ]
-    for cap in dict.fromkeys(row["cap"] for row in report["cases"]):
-        rows = [row for row in report["cases"] if row["cap"] == cap]
-        lines += ["", _title(cap, rows), _HEAD, *(_row(row) for row in rows)]
-    lines += [f"note: {reason}" for reason in report["skipped"]]
-    return "\n".join(lines)
-
-
-def _title(cap: float | None, rows: list[Result]) -> str:
-    if cap is None:
-        return "everything on the GPU"
-    return f"room for {cap:.0%} of the experts, {rows[0]['vram_bytes'] / 2**20:.0f} MiB in all"
+    return document(report, intro, lambda rows: [_HEAD, *(_row(row) for row in rows)])
 
 
 def _row(row: Result) -> str:

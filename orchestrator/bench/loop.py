@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
@@ -35,6 +35,9 @@ class Measured(NamedTuple):
     bandwidths: list[disk.Bandwidth]
 
 
+L = TypeVar("L", bound="Loop")
+
+
 class Loop:
     """The cases of one benchmark on one model. Make it with Loop.prepare."""
 
@@ -46,7 +49,7 @@ class Loop:
         self.skipped: list[str] = []
 
     @classmethod
-    def prepare(cls, options: BenchOptions, note: Note) -> Loop:
+    def prepare(cls: type[L], options: BenchOptions, note: Note) -> L:
         """Makes the model where it is not there yet. Raises MoeEdgeError where that fails, or
         where its context does not hold what is to be measured."""
         high, low = build_models(options, note)
@@ -114,6 +117,13 @@ class Loop:
                 return self._spawn(job, None)
             return self._spawn(job, group)
 
+    def cap_settings(self, case: Case) -> dict[str, Any]:
+        """What holds our engine to the cap of a case."""
+        limit = self.limit_bytes(case)
+        if limit is not None:
+            return {"ram": limit}
+        return {} if case.cap is None else {"expert_ram": int(case.cap * self.model.tier_bytes[0])}
+
     def job(self, case: Case, number: int) -> Job:
         """What the process of a case is told."""
         options = self.options
@@ -121,11 +131,7 @@ class Loop:
         if case.system == "engine":
             settings["io_threads"] = options.io_threads
             settings["sequences"] = options.sequences
-            limit = self.limit_bytes(case)
-            if limit is not None:
-                settings["ram"] = limit
-            elif case.cap is not None:
-                settings["expert_ram"] = int(case.cap * self.model.tier_bytes[0])
+            settings |= self.cap_settings(case)
             if case.one_token:
                 settings["expert_ram"] = token_slot_bytes(self.model)
         return Job(

@@ -76,6 +76,9 @@ def title(cap: float | None, rows: list[dict[str, Any]]) -> str:
     """What these rows had in common."""
     if cap is None:
         return "everything resident"
+    if rows[0].get("vram_bytes"):
+        total = rows[0]["vram_bytes"] / 2**20
+        return f"room for {cap:.0%} of the experts on the GPU, {total:.0f} MiB in all"
     limit = rows[0]["limit_bytes"]
     if limit is None:
         return f"expert slots of {cap:.0%} of the experts"
