@@ -20,7 +20,7 @@ from . import lazy
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import ConvertError, NotMoEError, QuantizeError, WriteError
 from .experts import ExpertModel
-from .layout import MANAGED_ARCHITECTURES, GGMLType, parse_expert_name, row_bytes
+from .layout import FLOAT_TYPES, MANAGED_ARCHITECTURES, GGMLType, parse_expert_name, row_bytes
 from .methods import ByImportance
 from .pack import PackReport, pack
 from .quantize import Ggml, load, parse_tiers
@@ -34,7 +34,6 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 # Tensors whose parts cannot be computed one by one, kept whole: the one that all threads read,
 # and the one that the first of them has gone on to.
 _KEPT_WHOLE = 2
-_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 
 
 def check_target(
@@ -131,7 +130,7 @@ class CheckpointFile(GGUFFile):
             writer.meta_encoded(key, encoded)
         self._values: dict[str, Any] = {}
         for each in description.tensors:
-            is_expert = parse_expert_name(each.name) is not None and each.type in _FLOATS
+            is_expert = parse_expert_name(each.name) is not None and each.type in FLOAT_TYPES
             writer.declare(each.name, each.shape, GGMLType.F32 if is_expert else each.type)
             self._values[each.name] = each.values
         header = writer.header()
@@ -186,7 +185,7 @@ class CheckpointFile(GGUFFile):
 
     def _encoded(self, info: TensorInfo, values: Any, n_rows: int) -> Bytes:
         array = np.ascontiguousarray(values)
-        if info.type not in _FLOATS:
+        if info.type not in FLOAT_TYPES:
             found = array.reshape(-1).view(np.uint8)
         else:
             array = array.reshape(n_rows, info.shape[0]).astype(np.float32, copy=False)

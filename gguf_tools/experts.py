@@ -125,15 +125,13 @@ class ExpertModel:
         that is announced but absent (MissingTierError), or a ``low`` that is another
         model or not less precise (MismatchError, naming the first difference).
         """
-        model = _open_one(open_model(path))
-        if low is None:
-            return model
-        return _join(model, _open_one(open_model(low)))
+        return cls.of_parts(open_model(path), None if low is None else open_model(low))
 
     @classmethod
-    def of_parts(cls, parts: list[GGUFFile]) -> "ExpertModel":
+    def of_parts(cls, parts: list[GGUFFile], low: list[GGUFFile] | None = None) -> "ExpertModel":
         """The model in opened files, as ``open_model`` gives them; raises as ``open`` does."""
-        return _open_one(parts)
+        model = _open_one(list(parts))
+        return model if low is None else _join(model, _open_one(list(low)))
 
     @property
     def metadata(self) -> dict[str, Any]:

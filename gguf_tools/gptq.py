@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from .codes import CODINGS, code_values, put_codes
 from .errors import QuantizeError
-from .layout import BLOCK, GGMLType
+from .layout import BLOCK, FLOAT_TYPES, GGMLType
 from .quantize import Blocks, Floats, Ggml
 
 # Columns that get their scales together, the largest block there is; and those whose errors
@@ -34,7 +34,6 @@ DAMPING = 0.01
 SWEEPS = 3
 # Tries with ten times the damping each, for a Hessian that rounding made indefinite.
 _TRIES = 4
-_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 
 # torch.Tensor: mypy does not look into torch, which is only there with the extra.
 Tensor = Any
@@ -142,7 +141,7 @@ def quantize(ggml: Ggml, ggml_type: GGMLType, values: Floats, factor: Factor) ->
 
     Equal arguments give equal bytes on the CPU. Raises QuantizeError as ``Ggml.quantize`` does.
     """
-    if ggml_type in _FLOATS:
+    if ggml_type in FLOAT_TYPES:
         return ggml.quantize(ggml_type, values)
     return _Rounding(ggml, ggml_type, values, factor).blocks()
 

@@ -8,7 +8,6 @@ many gigabytes. What lies there complete is then handed to it.
 
 import fcntl
 import glob
-import hashlib
 import logging
 import os
 import re
@@ -22,7 +21,7 @@ from typing import Any
 
 from .errors import DiskSpaceError, HubError, HubUnreachableError
 from .hub_choice import PREFIX, choose, is_language_model, models_of
-from .streaming import CHUNK_BYTES, Meter, Progress
+from .streaming import Meter, Progress, sha256_of
 from .units import format_size
 
 RETRIES = 5
@@ -308,11 +307,7 @@ def _check_content(file: HubFile, partial: Path) -> None:
     """Large files are named by their SHA-256: it must be that of what was downloaded."""
     if not _SHA256.fullmatch(file.blob.name):
         return
-    digest = hashlib.sha256()
-    with partial.open("rb") as source:
-        while chunk := source.read(CHUNK_BYTES):
-            digest.update(chunk)
-    if digest.hexdigest() != file.blob.name:
+    if sha256_of(partial) != file.blob.name:
         partial.unlink()
         raise HubError(f"{file.name}: damaged on the way (its SHA-256 differs): pull it again")
 

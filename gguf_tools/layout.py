@@ -246,6 +246,8 @@ FALLBACK = {
     GGMLType.Q2_0: (GGMLType.IQ4_NL,),
 }
 
+FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+
 # llama_ftype that describes a model whose matrices are mostly of one type.
 FILE_TYPE = {
     GGMLType.F32: 0,

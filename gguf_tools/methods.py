@@ -12,18 +12,16 @@ from .quantize import Blocks, Floats, Ggml
 class ExpertQuantizer(Protocol):
     """A quantization method.
 
-    ``method`` and ``calibration`` are written into a file's metadata. ``whole``: all rows of
-    a matrix must come in one call, else runs of them may. ``has_importance``: it serves the
-    types that need an importance matrix, too.
+    ``method`` and ``calibration`` are written into a file's metadata. ``has_importance``: it
+    serves the types that need an importance matrix, too.
 
     Calls come from several threads, layer by layer in increasing order: all of a layer have
-    ended before the first of the next. The types of one matrix are asked for one after the
-    other, by one thread.
+    ended before the first of the next. A matrix may come in runs of rows; the types of one run
+    are asked for one after the other, by one thread.
     """
 
     method: str
     calibration: str
-    whole: bool
     has_importance: bool
 
     def quantize(
@@ -40,7 +38,6 @@ class Rtn:
 
     method = "rtn"
     calibration = "none"
-    whole = False
     has_importance = False
 
     def __init__(self, ggml: Ggml) -> None:
@@ -57,7 +54,6 @@ class ByImportance:
     columns' inputs are: sum_j E[x_j^2] (w_j - q_j)^2."""
 
     method = "imatrix"
-    whole = False
     has_importance = True
 
     def __init__(

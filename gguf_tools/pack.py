@@ -18,7 +18,14 @@ from typing import NamedTuple
 from . import layout
 from .errors import QuantizeError, WriteError
 from .experts import ExpertModel, Slice
-from .layout import GGMLType, ValueType, expert_tensor_name, parse_expert_name, row_bytes
+from .layout import (
+    FLOAT_TYPES,
+    GGMLType,
+    ValueType,
+    expert_tensor_name,
+    parse_expert_name,
+    row_bytes,
+)
 from .methods import ExpertQuantizer, Rtn
 from .process import default_threads
 from .quantize import Ggml, load, parse_tiers
@@ -30,7 +37,6 @@ RUN_WEIGHTS = 1 << 22
 # Below this many bits a source has lost what finer tiers could have kept.
 LOSSY_BPW = 8.0
 
-_SOURCE_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 # Dense matrices that upstream's own quantizer leaves alone: small, or sensitive.
 _DENSE_KEEP = (
     "_norm.",
@@ -260,7 +266,7 @@ def _dense_type(info: TensorInfo, asked: GGMLType | None) -> GGMLType:
     keep = (
         asked is None
         or len(info.shape) != 2
-        or info.type not in _SOURCE_FLOATS
+        or info.type not in FLOAT_TYPES
         or not info.name.endswith(".weight")
         or parse_expert_name(info.name) is not None
         or any(part in info.name for part in _DENSE_KEEP)
@@ -375,7 +381,7 @@ def _expert_jobs(
     if not made:
         return
     n, rows = matrix.shape
-    step = rows if by.whole else max(1, min(rows, RUN_WEIGHTS // n))
+    step = max(1, min(rows, RUN_WEIGHTS // n))
     file = model.parts[matrix.source.file_index]
     for row in range(0, rows, step):
         run = (expert, row, min(step, rows - row))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, ConvertError
-from .layout import GGMLType, ValueType
+from .layout import FLOAT_TYPES, GGMLType, ValueType
 from .pretokenizer import pre_tokenizer
 from .writer import encode_value
 
@@ -38,7 +38,6 @@ _IMPLIED = {
     for name in ("DeepseekV3ForCausalLM", "Dots1ForCausalLM", "MiniMaxM2ForCausalLM")
 }
 _UNPROCESSED = re.compile(r"Unprocessed experts: \['([^']+)'")
-_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 _modules: dict[str, ModuleType] = {}
 
 
@@ -143,7 +142,7 @@ def _changes(
 
     def keep(data: Any, kind: Any) -> Any:
         # Tiers are made from the checkpoint's own values; dense tensors are rounded later.
-        return data if GGMLType(int(kind)) in _FLOATS else quantize(data, kind)
+        return data if GGMLType(int(kind)) in FLOAT_TYPES else quantize(data, kind)
 
     def load_tokenizer(*args: Any, **options: Any) -> Any:
         return load(*args, **{**options, "trust_remote_code": trust_remote_code})

@@ -103,7 +103,7 @@ def verify(
             report.problems += _foreign_problems(parts)
             report.problems += _model_problems(parts, report)
         if low is not None and not report.problems:
-            report.problems += _pair_problems(models[0], models[1], report)
+            report.problems += _pair_problems(opened[0], opened[1], models[1], report)
         together = [part for parts in opened for part in parts]
         if together:
             _check_blocks(together, report, ggml or load(), threads or default_threads(), progress)
@@ -115,12 +115,13 @@ def verify(
     return report
 
 
-def _pair_problems(high: Path, low: Path, report: VerifyReport) -> Iterator[Problem]:
+def _pair_problems(
+    high: list[GGUFFile], low: list[GGUFFile], named: Path, report: VerifyReport
+) -> Iterator[Problem]:
     try:
-        with ExpertModel.open(high, low) as pair:
-            report.tiers = [tier.name for tier in pair.tiers]
+        report.tiers = [tier.name for tier in ExpertModel.of_parts(high, low).tiers]
     except GGUFError as error:
-        yield Problem(str(error), str(low))
+        yield Problem(str(error), str(named))
 
 
 def _problem(part: GGUFFile, info: TensorInfo, text: str) -> Problem:

@@ -10,7 +10,14 @@ import click
 
 from gguf_tools.units import format_size
 from orchestrator.cli_files import AT_LEAST_1, FILE
-from orchestrator.cli_options import make_config, model_options, open_engine, rate, size
+from orchestrator.cli_options import (
+    given,
+    make_config,
+    model_options,
+    open_engine,
+    rate,
+    size,
+)
 from orchestrator.config import PREFETCHES, SCHEDULES
 from orchestrator.console import Console, strip_controls
 
@@ -150,7 +157,6 @@ def replay(file: Path, as_json: bool, **options: Any) -> None:
     from orchestrator.replay import ReplayOptions, read_trace, render
     from orchestrator.replay import replay as run
 
-    given = {name: value for name, value in options.items() if value is not None}
     recorded = read_trace(file)
-    result = run(Bindings.load().library(), recorded, ReplayOptions(**given))
+    result = run(Bindings.load().library(), recorded, ReplayOptions(**given(options)))
     click.echo(json.dumps(result) if as_json else strip_controls(render(result)))

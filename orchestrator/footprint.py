@@ -133,7 +133,7 @@ def _shape(
     return ModelShape(model.n_expert, model.n_expert_used, names, slots)
 
 
-def slots_of_all(shape: ModelShape) -> int:
-    """Bytes of slots for every expert in the best tier of a shape."""
+def slots_of_all(shape: ModelShape, tier: int = 0) -> int:
+    """Bytes of slots for every expert in one tier of a shape."""
     layers = range(shape.n_layers)
-    return shape.n_expert * sum(shape.expert_slot_bytes(layer, 0) for layer in layers)
+    return shape.n_expert * sum(shape.expert_slot_bytes(layer, tier) for layer in layers)

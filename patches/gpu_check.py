@@ -6,7 +6,6 @@ fails for the lack of a GPU: each step then says why it was skipped.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -19,7 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from patches import cuda, probe
-from patches.upstream import say
+from patches.upstream import (
+    say,
+    write_atomic,
+)
 
 PARTS = ("build", "correct", "bench")
 REPORT = Path("gpu-report.md")
@@ -159,9 +161,7 @@ def write_report(path: Path, section: Section, machine: str) -> None:
     }
     kept[section.part] = _markdown(section, machine).rstrip()
     body = "\n\n".join(kept[part] for part in PARTS if part in kept)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(f"# GPU report\n\n{body}\n")
-    os.replace(temporary, path)
+    write_atomic(path, f"# GPU report\n\n{body}\n".encode())
 
 
 def _markdown(section: Section, machine: str) -> str:

@@ -11,10 +11,24 @@ import numpy as np
 
 from orchestrator.bench.job import Part, decode, prompt, settle
 from orchestrator.bench.loop import Loop
-from orchestrator.bench.models import LOW, Note
-from orchestrator.bench.plan import ONE_TIER, REFERENCE, BenchOptions, Case, global_lru
+from orchestrator.bench.models import Note
+from orchestrator.bench.plan import (
+    REFERENCE,
+    SKIPPING,
+    BenchOptions,
+    Case,
+    policies,
+)
 from orchestrator.bench.report import WIDTH, heading, mix_of, percent, title, tokens_of
-from orchestrator.bench.rows import Result, median_ms, median_ratio, named, store_figures
+from orchestrator.bench.rows import (
+    Result,
+    failure,
+    median_ms,
+    median_ratio,
+    named,
+    store_figures,
+    times_ms,
+)
 from orchestrator.config import MOST_SEQUENCES
 from orchestrator.errors import ConfigError
 
@@ -57,15 +71,9 @@ def batch_name(n: int) -> str:
 
 def batch_cases(options: BatchOptions) -> list[Case]:
     """Everything in memory; under each cap one precision, two by token, and two by hotness."""
-    dymoe = {"policy": "dymoe", "retention": options.retention}
     listed = [REFERENCE]
     for cap in options.caps:
-        listed += [
-            global_lru(cap),
-            Case(ONE_TIER, "engine", cap, "", {"policy": "dymoe", "retention": 1.0}),
-            Case("dymoe 4/2", "engine", cap, "", {**dymoe, "low_tier": LOW}),
-            Case("dynaexq 4/2", "engine", cap, "", {"policy": "dynaexq", "low_tier": LOW}),
-        ]
+        listed += [each for each in policies(cap, options.retention) if each.name != SKIPPING]
     return listed
 
 
@@ -92,13 +100,12 @@ def batch_row(
     the runs. experts: different ones that a step used in a layer, on average."""
     row: Result = {"name": case.name, "cap": case.cap, "role": case.role, "batch": n}
     row["limit_bytes"] = limit_bytes
-    failed = [each["error"] for each in runs if "error" in each]
-    if failed:
-        return row | {"error": failed[0]}
+    if failed := failure(runs):
+        return row | failed
     name = batch_name(n)
     medians = median_ms(runs, name)
     parts = [part for run in runs for part in named(run, name)]
-    steps = [each for part in parts for each in part["ms"]]
+    steps = [each for run in runs for each in times_ms(run, name)]
     step_ms = statistics.median(medians)
     found = store_figures(parts)
     routed = sum(sum(part["store"]["routed"].values()) for part in parts)

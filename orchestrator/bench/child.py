@@ -143,7 +143,7 @@ def run_upstream(job: Job) -> dict[str, Any]:
         **job.settings,
     ) as model:
         draw = _source(job, job.seed, model.n_vocab, model.tokenize)
-        topics = topic_streams(job, model.n_vocab, model.tokenize)
+        topics = topic_streams(job, model.n_vocab, model.tokenize) if job.has_topics else []
         return {"parts": play(job.parts, model.eval, draw, lambda result: nullcontext(), topics)}
 
 
@@ -168,7 +168,7 @@ def run_engine(job: Job) -> dict[str, Any]:
         draw = _source(job, job.seed, n_vocab, engine.tokenize)
         watch: Watch = _store_watch(engine.store) if managed else lambda result: nullcontext()
         result: dict[str, Any] = {"mode": engine.mode}
-        topics = topic_streams(job, n_vocab, engine.tokenize)
+        topics = topic_streams(job, n_vocab, engine.tokenize) if job.has_topics else []
         marks = Marks(engine) if managed and job.marks else None
         together = Together(engine) if config.sequences else None
         evaluate: Eval = engine.eval if together is None else together.eval

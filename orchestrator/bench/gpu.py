@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.bench.loop import Loop
-from orchestrator.bench.models import LOW, Note
-from orchestrator.bench.plan import ONE_TIER, BenchOptions, Case
+from orchestrator.bench.models import Note
+from orchestrator.bench.plan import (
+    BenchOptions,
+    Case,
+    policies,
+)
 from orchestrator.bench.report import WIDTH, document, mix_of, percent, tokens_of
 from orchestrator.bench.rows import Result, case_row, median_ratio
 from orchestrator.config import Config
@@ -33,7 +37,6 @@ class GpuOptions(BenchOptions):
 def gpu_cases(options: GpuOptions, n_layers: int) -> list[Case]:
     """Everything on the GPU; then, at each share: upstream with as many layers' experts on the
     CPU as do not fit, and with all of them; and our policies."""
-    dymoe = {"policy": "dymoe", "retention": options.retention}
     listed = [
         Case(RESIDENT, "upstream", None, "resident", {"gpu": True}),
         Case(MANAGED, "engine", None, "managed", {"policy": "lru", "force_managed": True}),
@@ -44,11 +47,7 @@ def gpu_cases(options: GpuOptions, n_layers: int) -> list[Case]:
         listed += [
             Case(UPSTREAM, "upstream", cap, "upstream", some),
             Case(UPSTREAM_CPU, "upstream", cap, "upstream", none),
-            Case("lru", "engine", cap, "", {"policy": "lru", "force_managed": True}),
-            Case(ONE_TIER, "engine", cap, "", {"policy": "dymoe", "retention": 1.0}),
-            Case("dymoe 4/2", "engine", cap, "", {**dymoe, "low_tier": LOW}),
-            Case("dymoe 4/0", "engine", cap, "", {**dymoe, "low_tier": "skip"}),
-            Case("dynaexq 4/2", "engine", cap, "", {"policy": "dynaexq", "low_tier": LOW}),
+            *policies(cap, options.retention),
         ]
     return listed
 

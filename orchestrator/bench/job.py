@@ -83,6 +83,11 @@ class Job:
         """How long the decode steps may take together."""
         return sum(part.seconds for part in self.parts)
 
+    @property
+    def has_topics(self) -> bool:
+        """Whether some part is about a topic."""
+        return any(part.topic >= 0 for part in self.parts)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 

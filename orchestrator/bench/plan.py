@@ -147,6 +147,7 @@ class Case:
 
 REPACK, NO_REPACK = "upstream, repack", "upstream, no repack"
 PLAIN, MANAGED = "our plain path", "our managed path"
+SKIPPING = "dymoe 4/0"
 ONE_TIER = "dymoe 4, r=1"  # one precision with per-layer quotas and look-ahead
 
 REFERENCE = Case(MANAGED, "engine", None, "reference", {"policy": "lru", "force_managed": True})
@@ -168,18 +169,25 @@ def global_lru(cap: float) -> Case:
     return Case("lru", "engine", cap, "", {"policy": "lru", "force_managed": True})
 
 
+def policies(cap: float, retention: float) -> list[Case]:
+    """Every policy of ours under one cap."""
+    dymoe = {"policy": "dymoe", "retention": retention}
+    return [
+        global_lru(cap),
+        Case(ONE_TIER, "engine", cap, "", {"policy": "dymoe", "retention": 1.0}),
+        Case("dymoe 4/2", "engine", cap, "", {**dymoe, "low_tier": "q2_k"}),
+        Case(SKIPPING, "engine", cap, "", {**dymoe, "low_tier": "skip"}),
+        Case("dynaexq 4/2", "engine", cap, "", {"policy": "dynaexq", "low_tier": "q2_k"}),
+    ]
+
+
 def cases(options: BenchOptions) -> list[Case]:
     """Every case, in the order of the table."""
-    dymoe = {"policy": "dymoe", "retention": options.retention}
     listed = list(RESIDENT)
     for cap in options.caps:
         listed += [
             mapped(cap),
             Case("upstream mmap, repack", "upstream", cap, "", {"mmap": True, "extra_bufts": True}),
-            global_lru(cap),
-            Case(ONE_TIER, "engine", cap, "", {"policy": "dymoe", "retention": 1.0}),
-            Case("dymoe 4/2", "engine", cap, "", {**dymoe, "low_tier": "q2_k"}),
-            Case("dymoe 4/0", "engine", cap, "", {**dymoe, "low_tier": "skip"}),
-            Case("dynaexq 4/2", "engine", cap, "", {"policy": "dynaexq", "low_tier": "q2_k"}),
+            *policies(cap, options.retention),
         ]
     return listed

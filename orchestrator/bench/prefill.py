@@ -19,7 +19,14 @@ from orchestrator.bench.loop import Loop
 from orchestrator.bench.models import Note
 from orchestrator.bench.plan import REFERENCE, BenchOptions, Case, global_lru
 from orchestrator.bench.report import WIDTH, document, mix_of, percent, tokens_of
-from orchestrator.bench.rows import Result, median_ms, median_ratio, named, store_figures
+from orchestrator.bench.rows import (
+    Result,
+    failure,
+    median_ms,
+    median_ratio,
+    named,
+    store_figures,
+)
 from orchestrator.errors import ConfigError
 
 ALL_SLOTS = "one, all slots"
@@ -130,9 +137,8 @@ def prefill_row(
 ) -> Result:
     """The figures of one case: {"prompts": [one for each length], "long": {...} or None}."""
     row: Result = {"name": case.name, "cap": case.cap, "limit_bytes": limit_bytes}
-    failed = [each["error"] for each in runs if "error" in each]
-    if failed:
-        return row | {"error": failed[0]}
+    if failed := failure(runs):
+        return row | failed
     row["prompts"] = [_stretch(runs, prompt_name(n)) | {"tokens": n} for n in options.prompts]
     row["long"] = None
     if options.long:

@@ -57,6 +57,11 @@ def store_figures(parts: Sequence[Result]) -> Result:
     }
 
 
+def failure(runs: Sequence[Result]) -> Result:
+    """{"error": why} where a run failed, else {}."""
+    return next(({"error": each["error"]} for each in runs if "error" in each), {})
+
+
 def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Result:
     """The figures of one case over its runs: decode speed, TTFT, store, memory.
 
@@ -64,9 +69,8 @@ def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Res
     """
     row: Result = {"name": case.name, "cap": case.cap, "role": case.role}
     row["limit_bytes"] = limit_bytes
-    failed = [each["error"] for each in runs if "error" in each]
-    if failed:
-        return row | {"error": failed[0]}
+    if failed := failure(runs):
+        return row | failed
     steps = [each for run in runs for each in times_ms(run, DECODE)]
     medians, ttft = median_ms(runs, DECODE), median_ms(runs, PROMPT)
     tpot_ms = statistics.median(medians)

@@ -11,7 +11,14 @@ import numpy as np
 from orchestrator.bench.marks import MARKS, of_slowest
 from orchestrator.bench.plan import Case
 from orchestrator.bench.report import WIDTH, document, percent, tokens_of
-from orchestrator.bench.rows import Result, median_ratio, named, store_figures
+from orchestrator.bench.rows import (
+    Result,
+    failure,
+    median_ratio,
+    named,
+    store_figures,
+    times_ms,
+)
 
 WINDOW = 16  # decode steps; the share of high experts is judged by windows
 ADAPTED = 0.95
@@ -62,9 +69,8 @@ def topic_row(switches: int, case: Case, runs: Sequence[Result], limit_bytes: in
         "role": case.role,
         "limit_bytes": limit_bytes,
     }
-    failed = [each["error"] for each in runs if "error" in each]
-    if failed:
-        return row | {"error": failed[0]}
+    if failed := failure(runs):
+        return row | failed
     names = [window_name(at) for at in range(switches + 1)]
     p50 = [_percentile(run, names, 50) for run in runs]
     p99 = [_percentile(run, names, 99) for run in runs]
@@ -104,7 +110,7 @@ def topic_row(switches: int, case: Case, runs: Sequence[Result], limit_bytes: in
 
 
 def _percentile(run: Result, names: Sequence[str], q: float) -> float:
-    steps = [each for name in names for part in named(run, name) for each in part["ms"]]
+    steps = [each for name in names for each in times_ms(run, name)]
     return float(np.percentile(steps, q))
 
 

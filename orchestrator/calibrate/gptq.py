@@ -16,6 +16,7 @@ from gguf_tools.errors import QuantizeError
 from gguf_tools.gptq import Factor, Square
 from gguf_tools.layout import DOWN, GATE, IMPORTANCE_TYPES, GGMLType
 from gguf_tools.quantize import Blocks, Floats, Ggml
+from gguf_tools.upstream import one_torch_thread
 from orchestrator.calibrate.capture import LayerActivations
 
 ROWS_AT_ONCE = 4096
@@ -29,13 +30,9 @@ KEPT_BYTES = 1 << 30
 def computing() -> Iterator[str]:
     """The device that torch computes on. On the CPU it uses one thread meanwhile: pack's own
     threads share the cores. Raises QuantizeError without torch."""
-    torch = gptq.torch_module()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    gptq.torch_module()
+    with one_torch_thread():
         yield gptq.default_device()
-    finally:
-        torch.set_num_threads(before)
 
 
 class Gptq:
@@ -43,7 +40,6 @@ class Gptq:
     layer's tokens say, and its down as ggml does it alone."""
 
     method = "gptq"
-    whole = False
     has_importance = True
 
     def __init__(

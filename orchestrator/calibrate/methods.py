@@ -17,7 +17,7 @@ from orchestrator.calibrate.capture import Capture, Progress
 from orchestrator.calibrate.gather import gather
 from orchestrator.calibrate.gptq import Gptq, computing
 from orchestrator.calibrate.measure import Run
-from orchestrator.calibrate.text import MAX_TOKENS, read_calibration
+from orchestrator.calibrate.text import MAX_TOKENS, Calibration, read_calibration
 from orchestrator.errors import ConfigError
 from orchestrator.losses import LossTable, save
 
@@ -85,24 +85,30 @@ def open_quantizer(
 
 
 @contextmanager
-def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
-    """GPTQ over the text of a method's calibration, read while layers are asked for."""
+def _reading(method: Method, source: Path) -> Iterator[tuple[Capture, Calibration]]:
+    """A model that reads, and the text that it is to read."""
     if method.calib is None:
         raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
-    with computing() as device, Capture(source, threads=method.threads) as capture:
-        calibration = read_calibration(capture, method.calib, method.tokens)
-        with closing(capture.layers(calibration.windows, progress=progress)) as layers:
-            # The first pass over the text, while its progress is shown.
-            first = next(layers)
-            yield Gptq(load(), chain([first], layers), calibration.summary(), device)
+    with Capture(source, threads=method.threads) as capture:
+        yield capture, read_calibration(capture, method.calib, method.tokens)
+
+
+@contextmanager
+def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
+    """GPTQ over the text of a method's calibration, read while layers are asked for."""
+    with (
+        computing() as device,
+        _reading(method, source) as (capture, calibration),
+        closing(capture.layers(calibration.windows, progress=progress)) as layers,
+    ):
+        # The first pass over the text, while its progress is shown.
+        first = next(layers)
+        yield Gptq(load(), chain([first], layers), calibration.summary(), device)
 
 
 def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:
     """The importance matrix of a calibration run, and a line on its text."""
-    if method.calib is None:
-        raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
-    with Capture(model.path, threads=method.threads) as capture:
-        calibration = read_calibration(capture, method.calib, method.tokens)
+    with _reading(method, model.path) as (capture, calibration):
         return gather(capture, model, calibration, progress), calibration.summary()
 
 
@@ -128,8 +134,6 @@ def measure_losses(
     the reference (None: the file's best tier), and writes it. progress gets what is being done,
     and its share."""
     path = reference or source
-    if method.calib is None:
-        raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
     # The text is for the losses, too; rtn itself has no use for it.
     quantizing = replace(method, calib=None) if method.chosen == RTN else method
     with (
@@ -138,10 +142,9 @@ def measure_losses(
         open_quantizer(
             quantizing, path, lambda share: progress("Calibrating", share), note
         ) as quantizer,
-        Capture(path, threads=method.threads) as capture,
+        _reading(method, path) as (capture, calibration),
     ):
         by = quantizer or Rtn(load())
-        calibration = read_calibration(capture, method.calib, method.tokens)
         wanted = parse_types(types, by.has_importance)
         threads = method.threads or default_threads()
         run = Run(model, full, capture, calibration, wanted, by, load(), threads)

@@ -25,9 +25,8 @@ from orchestrator.eval.report import Table, change, percent, with_error
 from orchestrator.eval.run import pair
 from orchestrator.eval.subject import Row, Subject
 from orchestrator.eval.text import Window
-from orchestrator.footprint import model_shape
-from orchestrator.policy.dynaexq import HIGH, LOW
-from orchestrator.policy.versions import resident_plan
+from orchestrator.footprint import model_shape, slots_of_all
+from orchestrator.policy.versions import HIGH, LOW, resident_plan
 
 SEEDS = (1, 2, 3)
 STEPS = 8  # points of a curve, besides its start
@@ -90,8 +89,7 @@ class Residency:
 
     def uniform_bytes(self, tier: int) -> int:
         """Slot bytes of every expert in one of the two tiers."""
-        layers = range(self.shape.n_layers)
-        return self.n_expert * sum(self.shape.expert_slot_bytes(layer, tier) for layer in layers)
+        return slots_of_all(self.shape, tier)
 
     def budget_bytes(self, n_high: int) -> int:
         """The least budget that holds n_high experts of each layer high, and what swaps need."""
@@ -372,9 +370,7 @@ def _budgets(
 
 def _best_bytes(subject: Subject) -> int:
     with ExpertModel.open(subject.config.model) as model:
-        shape = model_shape(model, (0,))
-    layers = range(shape.n_layers)
-    return shape.n_expert * sum(shape.expert_slot_bytes(layer, 0) for layer in layers)
+        return slots_of_all(model_shape(model, (0,)))
 
 
 def _adder(table: Table, ends: Ends) -> Callable[..., None]:

@@ -21,13 +21,14 @@ from orchestrator.events import (
 )
 from orchestrator.policy.base import ModelShape, PolicySettings, SlotPlan, Transition
 from orchestrator.policy.versions import (
+    HIGH,
+    LOW,
     VersionPools,
     cache_plan,
     least_resident_bytes,
     resident_plan,
 )
 
-HIGH, LOW = 0, 1
 UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING, ExpertState.EVICTING)))
 
 # Swaps that wait for a slot between two updates; each update makes the list anew.

@@ -50,7 +50,7 @@ def by_frequency(
     low: int | None,
     room: tuple[int, int],
     stays: int,
-) -> np.ndarray:
+) -> None:
     """Prefill, eq. 7: asks for the experts of a layer that tokens are predicted to select, ids
     int32 [T, k], in the order of c_e = sum over tokens of [e in top-k]; those of heavy hitters
     (token indices, None: all alike) come before the others, so that the predicted importance
@@ -61,7 +61,6 @@ def by_frequency(
     stay in memory, the others pass through it. room: slots for both tiers; no more experts than
     those are read. What is in memory already is listed as well, so that nothing is read in its
     place.
-    Returns the experts predicted to be needed.
     """
     resident = view.resident_array[layer]
     order, n_used = token_order(ids, heavy, len(resident), resident == 0)
@@ -73,4 +72,3 @@ def by_frequency(
         listed = ranks[~absent | (absent.cumsum() <= most)]
         for rank in listed.tolist():
             out.prefetch(layer, int(order[rank]), tier, passing=int(rank >= stays))
-    return order[:n_wanted]

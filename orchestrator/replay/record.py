@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from time import perf_counter, perf_counter_ns
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ class Disk(NamedTuple):
 
 
 UNKNOWN = Disk(0, 0)
+# Of prompts and of decode steps, until they are timed.
+UNMEASURED = (0.5, 0.5)
 
 
 class Recorder:
@@ -143,7 +146,7 @@ class Recorder:
         if not self._engine.policy.needs_callback:
             self._since = done_ns
 
-    def trace(self, disk: Disk = UNKNOWN, dense_share: tuple[float, float] = (0.5, 0.5)) -> Trace:
+    def trace(self, disk: Disk = UNKNOWN) -> Trace:
         """What was recorded. Raises TraceError where nothing was, and where a replay could not
         follow."""
         if not self._events:
@@ -183,7 +186,7 @@ class Recorder:
             "importance": _joined(self._importance, np.float32),
         }
         read = after.transition_bytes - before.transition_bytes
-        return Trace(_header(self._engine, disk, dense_share, int(read)), arrays)
+        return Trace(_header(self._engine, disk, int(read)), arrays)
 
 
 def _joined(pieces: list[bytes], kind: type[np.generic]) -> np.ndarray:
@@ -202,9 +205,7 @@ def _slices(engine: Engine) -> np.ndarray:
     return found
 
 
-def _header(
-    engine: Engine, disk: Disk, dense_share: tuple[float, float], transition_bytes: int
-) -> Header:
+def _header(engine: Engine, disk: Disk, transition_bytes: int) -> Header:
     model, plan, config = engine.model, engine.plan, engine.config
     names = plan.tier_names
     low = names[1] if len(names) > 1 else None
@@ -242,7 +243,7 @@ def _header(
         io_threads=config.io_threads,
         read_bytes_per_s=disk.bytes_per_s,
         read_latency_us=disk.latency_us,
-        dense_share=dense_share,
+        dense_share=UNMEASURED,
     )
 
 
@@ -296,7 +297,7 @@ def measured(engine: Engine) -> Disk:
 
 def _finished(engine: Engine, recorder: Recorder, disk: Disk) -> Trace:
     trace = recorder.trace(disk)
-    return recorder.trace(disk, dense_share(engine, trace))
+    return replace(trace, header=replace(trace.header, dense_share=dense_share(engine, trace)))
 
 
 def dense_share(engine: Engine, trace: Trace) -> tuple[float, float]:

@@ -26,7 +26,6 @@ from orchestrator.replay.simulate import Compute, Outcome, Plan, Transport, plan
 from orchestrator.replay.trace import Header, Trace
 
 RECORDED, SIMULATED = "recorded", "simulated"
-CLOCKS = (RECORDED, SIMULATED)
 
 # Where a recorded run says what an option would change; the others stand under their own names.
 _RECORDED_AS = {
