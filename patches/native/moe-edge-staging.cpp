@@ -137,20 +137,25 @@ bool moe_edge_store::landed(int32_t cell) const {
     return c.arrived() && (!c.copied || device->passed(c.ticket));
 }
 
-// A host slot for the most urgent read. False if there was none; then it has waited, and what is
-// most urgent may have changed.
-bool moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
-    const int32_t cell = std::get<3>(*reads.begin());
+// The read to go on with, which has a host slot: the most urgent one, or one that has begun and
+// holds the slot that this one needs. -1 if it has waited for a copy from such a slot to end; then
+// what is most urgent may have changed.
+int32_t moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
+    const int32_t cell = most_urgent();
     auto & c = cells[cell];
-    if (c.host_slot >= 0) {
-        return true;
+    if (c.host_slot < 0) {
+        c.host_slot = host->reserve(slice_id(cell, c.loading), host_class(cell));
     }
-    const int32_t size_class = size_classes[(layer_of(cell) * MOE_EDGE_N_KINDS + kind_of(cell)) * n_tiers + c.loading];
-    c.host_slot = host->reserve(slice_id(cell, c.loading), size_class);
     if (c.host_slot >= 0) {
-        return true;
+        return cell;
     }
-    const moe_edge_ticket ticket = host->blocked_by(size_class);
+    for (const auto & key : reads) {
+        const int32_t other = std::get<3>(key);
+        if (cells[other].host_slot >= 0 && host_class(other) == host_class(cell)) {
+            return other;
+        }
+    }
+    const moe_edge_ticket ticket = host->blocked_by(host_class(cell));
     if (ticket != 0) {
         lock.unlock();
         device->wait(ticket);
@@ -158,7 +163,12 @@ bool moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
     } else {
         work_cv.wait_for(lock, std::chrono::milliseconds(10));  // all are being filled, or held for a copy
     }
-    return false;
+    return -1;
+}
+
+// Of the slice that is being loaded.
+int32_t moe_edge_store::host_class(int32_t cell) const {
+    return size_classes[(layer_of(cell) * MOE_EDGE_N_KINDS + kind_of(cell)) * n_tiers + cells[cell].loading];
 }
 
 void moe_edge_store::drop_host(int32_t cell) {

@@ -624,9 +624,8 @@ std::string moe_edge_store::read_part(const moe_edge_slices & s, int32_t expert,
     return {};
 }
 
-// Takes the most urgent part off the queue.
-moe_edge_read moe_edge_store::start_read() {
-    const int32_t cell = std::get<3>(*reads.begin());
+// Takes the next part of a read off the queue.
+moe_edge_read moe_edge_store::start_read(int32_t cell) {
     auto & c = cells[cell];
     auto & pool = pool_of(cell, c.loading);
     char * to = host ? host->data(c.host_slot) : pool.memory + c.loading_slot * pool.slot_bytes;
@@ -640,7 +639,7 @@ moe_edge_read moe_edge_store::start_read() {
         transition_at = transition_rate == 0 ? 0 : clock_us() + bytes / read.parts * 1000000 / transition_rate;
     }
     if (!c.queued()) {
-        reads.erase(reads.begin());
+        reads.erase(read_key(cell));
     }
     return read;
 }
@@ -680,10 +679,11 @@ void moe_edge_store::io_loop() {
                 continue;
             }
         }
-        if (host && !reserve_host(lock)) {
+        const int32_t cell = host ? reserve_host(lock) : most_urgent();
+        if (cell < 0) {
             continue;
         }
-        const moe_edge_read read = start_read();
+        const moe_edge_read read = start_read(cell);
 
         lock.unlock();
         const uint64_t t0 = now_us();
@@ -724,7 +724,7 @@ void moe_edge_store::wake() {
         return;
     }
     while (simulation->has_idle_thread() && (urgent() || may_transit())) {
-        const moe_edge_read read = start_read();
+        const moe_edge_read read = start_read(most_urgent());
         const uint64_t bytes = slice_of(read.cell, read.tier).expert_bytes;
         // the parts of a slice are equal up to a byte, and together as long as it is
         simulation->start(read, bytes * (read.part + 1) / read.parts - bytes * read.part / read.parts);

@@ -220,12 +220,14 @@ struct moe_edge_store {
     void    start_copy();
     void    transfer(int32_t cell);
     bool    landed(int32_t cell) const;
-    bool    reserve_host(std::unique_lock<std::mutex> & lock);
+    int32_t reserve_host(std::unique_lock<std::mutex> & lock);
+    int32_t host_class(int32_t cell) const;
     void    drop_host(int32_t cell);
     void    check_device();
     void    fix_tables();
 
-    moe_edge_read start_read();
+    moe_edge_read start_read(int32_t cell);
+    int32_t most_urgent() const { return std::get<3>(*reads.begin()); }
     void    finish_read(const moe_edge_read & read, const std::string & why, uint64_t took_us);
     void    wake();  // there may be reads to start
     // Until a read is done, or ms passed; returns the microseconds that it took.

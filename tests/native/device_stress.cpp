@@ -455,6 +455,7 @@ int main(int argc, char ** argv) {
     if (argc != 4) {
         die("usage: device_stress DIR STEPS SEED");
     }
+    setvbuf(stdout, nullptr, _IOLBF, 0);  // what hangs later has said how far it came
     const expert_file file(argv[1]);
     const int32_t  steps = atoi(argv[2]);
     const unsigned seed  = atoi(argv[3]);

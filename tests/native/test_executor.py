@@ -48,7 +48,7 @@ def compile_stress(
 ) -> Callable[[str], Path]:
     """compile_stress(name): NAME.cpp with the store's own sources, under a sanitizer."""
     name = request.param.partition(",")[0]
-    flags = ("-std=c++17", f"-fsanitize={request.param}", "-DMOE_EDGE_PART_BYTES=8192")
+    flags = ("-std=c++17", f"-fsanitize={request.param}", "-DMOE_EDGE_PART_BYTES=4096")
     libraries = ("ggml-base",)
     store = compile_native(
         f"store_{name}.so", STORE, *flags, "-shared", "-fPIC", libraries=libraries
