@@ -1,7 +1,7 @@
 #include "moe-edge-cpu.h"
+#include "moe-edge-placeholder.h"
 #include "moe-edge-table.h"
 
-#include "ggml-backend-impl.h"
 #include "ggml-cpu-impl.h"
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
@@ -375,23 +375,8 @@ class expert_buffer_type : public ggml::cpu::extra_buffer_type {
 
 const char * buffer_type_name(ggml_backend_buffer_type_t) { return "MOE_EDGE"; }
 
-void refuse_data(ggml_backend_buffer_t, ggml_tensor * tensor, const void *, size_t, size_t) {
-    GGML_ABORT("moe-edge: %s is a placeholder and takes no data", tensor->name);
-}
-
-void refuse_read(ggml_backend_buffer_t, const ggml_tensor * tensor, void *, size_t, size_t) {
-    GGML_ABORT("moe-edge: %s is a placeholder and holds no data", tensor->name);
-}
-
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
-    if (buffer) {
-        buffer->buft             = buft;
-        buffer->iface.set_tensor = refuse_data;
-        buffer->iface.get_tensor = refuse_read;
-        buffer->iface.cpy_tensor = nullptr;
-    }
-    return buffer;
+    return moe_edge_alloc_placeholders(ggml_backend_cpu_buffer_type(), buft, size);
 }
 
 size_t placeholder_alignment(ggml_backend_buffer_type_t) { return ALIGN; }

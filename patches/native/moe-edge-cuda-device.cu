@@ -19,6 +19,16 @@ __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) 
     }
 }
 
+// Of its lane; ticket_of puts the lane into the top byte.
+uint64_t number_of(moe_edge_ticket ticket) { return ticket << 8 >> 8; }
+
+// Whether every expert has the same tier in both, going by the tables on the device.
+bool same_tiers(const moe_edge_matrix & a, const moe_edge_matrix & b) {
+    const std::vector<int32_t> & of_a = moe_edge_cuda_table_of(a)->host;
+    const std::vector<int32_t> & of_b = moe_edge_cuda_table_of(b)->host;
+    return of_a.size() == of_b.size() && std::equal(of_a.begin(), of_a.begin() + of_a.size()/2, of_b.begin());
+}
+
 }  // namespace
 
 moe_edge_cuda_table * moe_edge_cuda_table_of(const moe_edge_matrix & m) {
@@ -135,12 +145,7 @@ char * moe_edge_cuda_device::alloc_host(uint64_t bytes, bool * is_pinned) {
         }
         (void) cudaGetLastError();
     }
-    memory = std::aligned_alloc(HOST_ALIGN, bytes);
-    if (memory) {
-        std::lock_guard<std::mutex> lock(mutex);
-        pageable[static_cast<char *>(memory)] = bytes;
-    }
-    return static_cast<char *>(memory);
+    return static_cast<char *>(std::aligned_alloc(HOST_ALIGN, bytes));
 }
 
 void moe_edge_cuda_device::release_host(char * memory) {
@@ -148,7 +153,6 @@ void moe_edge_cuda_device::release_host(char * memory) {
     {
         std::lock_guard<std::mutex> lock(mutex);
         was_pinned = pinned.erase(memory) > 0;
-        pageable.erase(memory);
     }
     if (!was_pinned) {
         std::free(memory);
@@ -241,7 +245,7 @@ bool moe_edge_cuda_device::is_recorded(moe_edge_ticket ticket) {
     }
     lane & l = lane_of(ticket);
     std::lock_guard<std::mutex> lock(l.mutex);
-    return (ticket << 8 >> 8) <= l.recorded;
+    return number_of(ticket) <= l.recorded;
 }
 
 void moe_edge_cuda_device::run_jobs(lane & l) {
@@ -297,7 +301,7 @@ void moe_edge_cuda_device::order(cudaStream_t stream, moe_edge_ticket ticket) {
         return;
     }
     lane & l = lane_of(ticket);
-    const uint64_t number = ticket << 8 >> 8;
+    const uint64_t number = number_of(ticket);
     if (l.stream == stream) {
         return;
     }
@@ -315,7 +319,7 @@ bool moe_edge_cuda_device::passed(moe_edge_ticket ticket) {
     }
     lane & l = lane_of(ticket);
     std::lock_guard<std::mutex> lock(l.mutex);
-    return has_passed(l, ticket << 8 >> 8);
+    return has_passed(l, number_of(ticket));
 }
 
 void moe_edge_cuda_device::wait(moe_edge_ticket ticket) {
@@ -323,7 +327,7 @@ void moe_edge_cuda_device::wait(moe_edge_ticket ticket) {
         return;
     }
     lane & l = lane_of(ticket);
-    const uint64_t number = ticket << 8 >> 8;
+    const uint64_t number = number_of(ticket);
     cudaEvent_t event;
     {
         std::unique_lock<std::mutex> lock(l.mutex);
@@ -426,18 +430,12 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
     for (int32_t i = 0; i < n; i++) {
         for (int32_t j = i + 1; j < n && matrices[j]->layer == matrices[i]->layer; j++) {
             if (matrices[i]->kind != MOE_EDGE_DOWN && matrices[j]->kind != MOE_EDGE_DOWN &&
-                !moe_edge_cuda_same_tiers(*matrices[i], *matrices[j])) {
+                !same_tiers(*matrices[i], *matrices[j])) {
                 moe_edge_cuda_table_of(*matrices[i])->usable = false;
                 moe_edge_cuda_table_of(*matrices[j])->usable = false;
             }
         }
     }
-}
-
-bool moe_edge_cuda_same_tiers(const moe_edge_matrix & a, const moe_edge_matrix & b) {
-    const std::vector<int32_t> & tiers = moe_edge_cuda_table_of(a)->host;
-    return tiers.size() == moe_edge_cuda_table_of(b)->host.size() &&
-        std::equal(tiers.begin(), tiers.begin() + tiers.size()/2, moe_edge_cuda_table_of(b)->host.begin());
 }
 
 bool moe_edge_cuda_device::counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) {

@@ -32,9 +32,6 @@ struct moe_edge_cuda_table {
 
 moe_edge_cuda_table * moe_edge_cuda_table_of(const moe_edge_matrix & m);  // null without one
 
-// Whether every expert has the same tier in both, going by the tables on the device.
-bool moe_edge_cuda_same_tiers(const moe_edge_matrix & a, const moe_edge_matrix & b);
-
 class moe_edge_cuda_device : public moe_edge_device {
   public:
     // Null where there is no such device; the same object each time, never destroyed.
@@ -107,7 +104,6 @@ class moe_edge_cuda_device : public moe_edge_device {
     bool                     started = false;
     std::string              failure;
     std::map<const char *, uint64_t> pinned;
-    std::map<const char *, uint64_t> pageable;
     std::atomic<bool>        lost { false };
     std::atomic<int>         n_lanes { MOE_EDGE_N_LANES };
 

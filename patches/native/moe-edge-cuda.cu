@@ -1,6 +1,7 @@
 #include "moe-edge-cuda.h"
 #include "moe-edge-cuda-device.h"
 #include "moe-edge-launch.h"
+#include "moe-edge-placeholder.h"
 
 #include "../ggml/src/ggml-cuda/common.cuh"
 #include "../ggml/src/ggml-cuda/convert.cuh"
@@ -9,7 +10,6 @@
 #include "../ggml/src/ggml-cuda/mmvq.cuh"
 #include "../ggml/src/ggml-cuda/quantize.cuh"
 
-#include "ggml-backend-impl.h"
 #include "ggml-cuda.h"
 
 #include <algorithm>
@@ -115,8 +115,6 @@ struct float_product {
     int64_t       dst_token;
 };
 
-constexpr int FLOAT_UNIT = 256;  // bytes
-
 // A warp each (weight row, slot, token).
 template <typename T>
 __global__ void float_vec(const float_product p, const int32_t * ids) {
@@ -127,7 +125,7 @@ __global__ void float_vec(const float_product p, const int32_t * ids) {
     if (unit < 0 || row >= p.n_rows) {
         return;
     }
-    const T * w = (const T *) (p.base + (int64_t) unit*FLOAT_UNIT) + row*p.n_cols;
+    const T * w = (const T *) (p.base + (int64_t) unit*MOE_EDGE_DEVICE_ALIGN) + row*p.n_cols;
     const float * x = p.x + slot % p.x_slots*p.x_slot + token*p.x_token;
     float sum = 0.0f;
     for (int64_t i = threadIdx.x; i < p.n_cols; i += WARP_SIZE) {
@@ -162,7 +160,7 @@ __global__ void float_tiles(const float_product p, const int32_t * units, const 
     const int64_t row0 = (int64_t) blockIdx.x*TILE_ROWS;
     const int     r0   = threadIdx.x % TILE_SIDE;
     const int     c0   = threadIdx.x / TILE_SIDE;
-    const T * w = (const T *) (p.base + (int64_t) units[blockIdx.z]*FLOAT_UNIT);
+    const T * w = (const T *) (p.base + (int64_t) units[blockIdx.z]*MOE_EDGE_DEVICE_ALIGN);
 
     float sum[per_row][per_col] = {};
     for (int64_t depth = 0; depth < p.n_cols; depth += TILE_DEPTH) {
@@ -646,24 +644,9 @@ struct type_context {
     std::string name;
 };
 
-[[noreturn]] static void refuse_data(ggml_backend_buffer_t, ggml_tensor * tensor, const void *, size_t, size_t) {
-    GGML_ABORT("moe-edge: %s is a placeholder and takes no data", tensor->name);
-}
-
-[[noreturn]] static void refuse_read(ggml_backend_buffer_t, const ggml_tensor * tensor, void *, size_t, size_t) {
-    GGML_ABORT("moe-edge: %s is a placeholder and holds no data", tensor->name);
-}
-
 // A buffer of upstream's, so that its checks see one of theirs.
 static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(ggml_backend_cuda_buffer_type(buft - buffer_types), size);
-    if (buffer) {
-        buffer->buft             = buft;
-        buffer->iface.set_tensor = refuse_data;
-        buffer->iface.get_tensor = refuse_read;
-        buffer->iface.cpy_tensor = nullptr;
-    }
-    return buffer;
+    return moe_edge_alloc_placeholders(ggml_backend_cuda_buffer_type(buft - buffer_types), buft, size);
 }
 
 static size_t placeholder_size(ggml_backend_buffer_type_t, const ggml_tensor *) { return PLACEHOLDER; }

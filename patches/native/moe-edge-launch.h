@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ggml.h"
+#include "moe-edge.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -19,7 +20,7 @@ constexpr uint64_t MOE_EDGE_REACH_UNITS = INT32_MAX - (1 << 26);
 
 // Experts lie whole units from each other: blocks, or what float slices are rounded up to.
 inline int64_t moe_edge_unit_bytes(int32_t type) {
-    return ggml_is_quantized((ggml_type) type) ? (int64_t) ggml_type_size((ggml_type) type) : 256;
+    return ggml_is_quantized((ggml_type) type) ? (int64_t) ggml_type_size((ggml_type) type) : MOE_EDGE_DEVICE_ALIGN;
 }
 
 struct moe_edge_launch_item {

@@ -1,6 +1,6 @@
 #include "moe-edge-llama.h"
 #include "moe-edge-devices.h"
-#include "moe-edge-store.h"
+#include "moe-edge-util.h"
 
 #include "llama-ext.h"
 #include "llama-graph.h"
@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -26,8 +27,6 @@ const char * const ARCHITECTURES[] = {
     "hunyuan-moe", "minimax-m2", "gpt-oss", "qwen3next", "qwen35moe", "qwen3vlmoe",
 };
 
-const char * const TENSOR_KINDS[MOE_EDGE_N_KINDS] = { "up", "gate", "gate_up", "down" };
-
 struct hook_model;
 
 // What the hook needs of one MoE layer.
@@ -41,10 +40,18 @@ struct hook_layer {
 };
 
 struct hook_model {
-    moe_edge_store *        store;
-    const llama_hparams *   hparams;
-    std::vector<hook_layer> layers;  // [n_layers] of the store
-    std::vector<ggml_tensor *> bound = {};  // their extra points into the store
+    moe_edge_store *           store;
+    const llama_hparams *      hparams;
+    std::vector<hook_layer>    layers;  // [n_layers] of the store
+    std::vector<ggml_tensor *> bound;   // their extra points into the store
+
+    hook_model(moe_edge_store * store, const llama_hparams & hparams) : store(store), hparams(&hparams) {}
+    hook_model(const hook_model &) = delete;
+    ~hook_model() {
+        for (ggml_tensor * tensor : bound) {
+            tensor->extra = nullptr;
+        }
+    }
 };
 
 // The latest attention of the graph that this thread builds; which model it belongs to is
@@ -324,16 +331,9 @@ ggml_tensor * output_ids(const llm_graph_context & graph) {
     return nullptr;
 }
 
-void unbind(const hook_model & hook) {
-    for (ggml_tensor * tensor : hook.bound) {
-        tensor->extra = nullptr;
-    }
-}
-
 void detach(const moe_edge_store * store) {
     std::unique_lock<std::shared_mutex> lock(registry.mutex);
     const auto it = registry.models.find(store);
-    unbind(*it->second);
     for (auto & layer : it->second->layers) {
         registry.by_router.erase(layer.router);
     }
@@ -352,12 +352,81 @@ bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
     return true;
 }
 
-int refuse(char * err, size_t err_size, const char * fmt, const char * a, const char * b = "") {
-    if (!err) {
+void bind(moe_edge_store & store, int32_t layer, int32_t kind, ggml_tensor * tensor) {
+    if (!store.has_matrix(layer, kind, nullptr, 0)) {
+        refuse("%s: the store has no such layer or kind", tensor->name);
+    }
+    if (!tensor->buffer || ggml_backend_buffer_get_type(tensor->buffer) != moe_edge_placeholder_type(store.device)) {
+        refuse("%s was not loaded into the buffer type of the store's experts", tensor->name);
+    }
+    for (int32_t t = 0; t < store.n_tiers; t++) {
+        const auto & s = store.slices[layer][kind][t];
+        const auto type = static_cast<ggml_type>(s.type);
+        if (tensor->ne[2] != store.n_expert || tensor->ne[3] != 1 || tensor->ne[0] % ggml_blck_size(type) != 0 ||
+            s.expert_bytes != ggml_row_size(type, tensor->ne[0]) * tensor->ne[1]) {
+            refuse("%s: its shape does not fit the expert file's tier of type %s", tensor->name, ggml_type_name(type));
+        }
+        if (store.device && !store.device->computes(s.type)) {
+            refuse("%s: the device has no kernel for the tier of type %s: choose other tiers, or --device cpu", tensor->name,
+                ggml_type_name(type));
+        }
+    }
+    tensor->extra = &store.matrices[layer][kind];
+}
+
+std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model & model) {
+    const std::string arch = model.arch_name();
+    if (std::find(std::begin(ARCHITECTURES), std::end(ARCHITECTURES), arch) == std::end(ARCHITECTURES)) {
+        refuse("architecture %s does not build its experts in the common way and cannot be managed", arch.c_str());
+    }
+    if (store.detach) {
+        refuse("the store is attached to a model already");
+    }
+    auto hook = std::make_unique<hook_model>(&store, model.hparams);
+    for (int32_t l = 0; l < store.n_layers; l++) {
+        const int32_t il = store.il[l];
+        if (il < 0 || il >= (int32_t) model.layers.size() || !model.layers[il].ffn_gate_inp) {
+            refuse("layer %d has no router", il);
+        }
+        const auto & layer = model.layers[il];
+        hook_layer each = { hook.get(), l, layer.ffn_gate_inp, {}, {} };
+        if (!read_bias(layer.ffn_gate_inp_b, store.n_expert, each.router_bias) ||
+            !read_bias(layer.ffn_exp_probs_b, store.n_expert, each.choice_bias)) {
+            refuse("layer %d: the biases of its router are not in F32", il);
+        }
+        hook->layers.push_back(std::move(each));
+        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+            if (store.slices[l][k][0].expert_bytes == 0) {
+                continue;
+            }
+            const std::string name = format("blk.%d.ffn_%s_exps.weight", il, KIND_NAMES[k]);
+            auto * tensor = const_cast<ggml_tensor *>(model.get_tensor(name.c_str()));
+            if (!tensor) {
+                refuse("the model has no tensor %s", name.c_str());
+            }
+            bind(store, l, k, tensor);
+            hook->bound.push_back(tensor);
+        }
+    }
+    size_t placeholders = 0;
+    for (const auto & [name, tensor] : model.tensors_by_name) {
+        placeholders += moe_edge_is_placeholder(tensor);
+    }
+    if (hook->bound.size() != placeholders) {
+        refuse("the model has expert tensors that the expert file does not list");
+    }
+    return hook;
+}
+
+// 0, or -1 and the sentence of what was raised.
+int try_to(char * err, size_t err_size, const std::function<void()> & act) {
+    try {
+        act();
+        return 0;
+    } catch (const std::exception & e) {
+        write_error(err, err_size, e.what());
         return -1;
     }
-    snprintf(err, err_size, fmt, a, b);
-    return -1;
 }
 
 }  // namespace
@@ -413,27 +482,7 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor *
 // ---- C interface
 
 int moe_edge_store_bind(moe_edge_store * store, int32_t layer, int32_t kind, void * operand, char * err, size_t err_size) {
-    auto * tensor = static_cast<ggml_tensor *>(operand);
-    if (!store->has_matrix(layer, kind, nullptr, 0)) {
-        return refuse(err, err_size, "%s: the store has no such layer or kind%s", tensor->name);
-    }
-    if (!tensor->buffer || ggml_backend_buffer_get_type(tensor->buffer) != moe_edge_placeholder_type(store->device)) {
-        return refuse(err, err_size, "%s was not loaded into the buffer type of the store's experts%s", tensor->name);
-    }
-    for (int32_t t = 0; t < store->n_tiers; t++) {
-        const auto & s = store->slices[layer][kind][t];
-        const auto type = static_cast<ggml_type>(s.type);
-        if (tensor->ne[2] != store->n_expert || tensor->ne[3] != 1 || tensor->ne[0] % ggml_blck_size(type) != 0 ||
-            s.expert_bytes != ggml_row_size(type, tensor->ne[0]) * tensor->ne[1]) {
-            return refuse(err, err_size, "%s: its shape does not fit the expert file's tier of type %s", tensor->name, ggml_type_name(type));
-        }
-        if (store->device && !store->device->computes(s.type)) {
-            return refuse(err, err_size, "%s: the device has no kernel for the tier of type %s: choose other tiers, or --device cpu",
-                tensor->name, ggml_type_name(type));
-        }
-    }
-    tensor->extra = &store->matrices[layer][kind];
-    return 0;
+    return try_to(err, err_size, [&] { bind(*store, layer, kind, static_cast<ggml_tensor *>(operand)); });
 }
 
 void moe_edge_get_memory(void * context, moe_edge_memory * out) {
@@ -447,57 +496,13 @@ void moe_edge_get_memory(void * context, moe_edge_memory * out) {
 }
 
 int moe_edge_store_attach(moe_edge_store * store, void * llama, char * err, size_t err_size) {
-    auto & model = *static_cast<llama_model *>(llama);
-    const std::string arch = model.arch_name();
-    if (std::find(std::begin(ARCHITECTURES), std::end(ARCHITECTURES), arch) == std::end(ARCHITECTURES)) {
-        return refuse(err, err_size, "architecture %s%s does not build its experts in the common way and cannot be managed", arch.c_str());
-    }
-    if (store->detach) {
-        return refuse(err, err_size, "the store is attached to a model already%s%s", "");
-    }
-    auto hook = std::make_unique<hook_model>();
-    hook->store   = store;
-    hook->hparams = &model.hparams;
-    for (int32_t l = 0; l < store->n_layers; l++) {
-        const int32_t il = store->il[l];
-        if (il < 0 || il >= (int32_t) model.layers.size() || !model.layers[il].ffn_gate_inp) {
-            return refuse(err, err_size, "layer %s%s has no router", std::to_string(il).c_str());
+    return try_to(err, err_size, [&] {
+        auto hook = make_hook(*store, *static_cast<llama_model *>(llama));
+        std::unique_lock<std::shared_mutex> lock(registry.mutex);
+        for (auto & layer : hook->layers) {
+            registry.by_router[layer.router] = &layer;
         }
-        const auto & layer = model.layers[il];
-        hook_layer each = { hook.get(), l, layer.ffn_gate_inp, {}, {} };
-        if (!read_bias(layer.ffn_gate_inp_b, store->n_expert, each.router_bias) ||
-            !read_bias(layer.ffn_exp_probs_b, store->n_expert, each.choice_bias)) {
-            return refuse(err, err_size, "layer %s%s: the biases of its router are not in F32", std::to_string(il).c_str());
-        }
-        hook->layers.push_back(std::move(each));
-    }
-    size_t placeholders = 0;
-    for (const auto & [name, tensor] : model.tensors_by_name) {
-        placeholders += moe_edge_is_placeholder(tensor);
-    }
-    for (int32_t l = 0; l < store->n_layers; l++) {
-        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
-            if (store->slices[l][k][0].expert_bytes == 0) {
-                continue;
-            }
-            const std::string name = "blk." + std::to_string(store->il[l]) + ".ffn_" + TENSOR_KINDS[k] + "_exps.weight";
-            auto * tensor = const_cast<ggml_tensor *>(model.get_tensor(name.c_str()));
-            if (!tensor || moe_edge_store_bind(store, l, k, tensor, err, err_size) != 0) {
-                unbind(*hook);
-                return tensor ? -1 : refuse(err, err_size, "the model has no tensor %s%s", name.c_str());
-            }
-            hook->bound.push_back(tensor);
-        }
-    }
-    if (hook->bound.size() != placeholders) {
-        unbind(*hook);
-        return refuse(err, err_size, "the model has expert tensors that the expert file does not list%s%s", "");
-    }
-    std::unique_lock<std::shared_mutex> lock(registry.mutex);
-    for (auto & layer : hook->layers) {
-        registry.by_router[layer.router] = &layer;
-    }
-    registry.models[store] = std::move(hook);
-    store->detach = [store] { detach(store); };
-    return 0;
+        registry.models[store] = std::move(hook);
+        store->detach = [store] { detach(store); };
+    });
 }
