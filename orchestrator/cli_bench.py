@@ -10,17 +10,24 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from orchestrator.cli_files import AT_LEAST_1
-from orchestrator.cli_options import F, together
+from orchestrator.cli_files import AT_LEAST_1, note
+from orchestrator.cli_options import F, given, together
 from orchestrator.errors import ConfigError
 
 
 def measure_options(
-    *, routing: str, tokens: int, runs: int, prompt_tokens: int | None, caps: str = "60,80"
+    *,
+    routing: str,
+    tokens: int,
+    runs: int,
+    prompt_tokens: int | None,
+    caps: str = "60,80",
+    capped: str = "the model file",
 ) -> Callable[[F], F]:
     """The options of every measurement, with the defaults that a command's help shows.
 
     prompt_tokens None: the command has prompts of several lengths, and an option for them.
+    capped: what the caps are shares of.
     """
     options = [
         click.option(
@@ -39,7 +46,7 @@ def measure_options(
         click.option(
             "--caps",
             metavar="LIST",
-            help=f"Memory caps in % of the model file.  [default: {caps}]",
+            help=f"Memory caps in % of {capped}.  [default: {caps}]",
         ),
         click.option(
             "--tokens",
@@ -92,23 +99,19 @@ prefetch_option = click.option(
 )
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
+def _chosen(options: dict[str, Any]) -> dict[str, Any]:
     """The options that were given, caps as shares. Raises ConfigError."""
     from orchestrator.bench.plan import DEMO, parse_caps
 
-    given = {name: value for name, value in options.items() if value is not None}
-    if given.get("shape") == DEMO and "routing" in given:
+    chosen = given(options)
+    if chosen.get("shape") == DEMO and "routing" in chosen:
         raise ConfigError(
             "--routing has no effect with --shape demo, which routes as it was trained: leave one "
             "of the two out"
         )
-    if "caps" in given:
-        given["caps"] = parse_caps(given["caps"])
-    return given
-
-
-def _note(text: str) -> None:
-    click.echo(text, err=True)
+    if "caps" in chosen:
+        chosen["caps"] = parse_caps(chosen["caps"])
+    return chosen
 
 
 @click.group(invoke_without_command=True)
@@ -131,7 +134,7 @@ def bench(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
         return
     from orchestrator.bench import BenchOptions, render, run
 
-    result = run(BenchOptions(**_given(options)), _note)
+    result = run(BenchOptions(**_chosen(options)), note)
     click.echo(json.dumps(result) if as_json else render(result))
 
 
@@ -159,15 +162,15 @@ def ablation(as_json: bool, out: Path | None, **options: Any) -> None:
     """
     from orchestrator.bench import AblationOptions, render_ablation, run_ablation
 
-    checked = AblationOptions(**_given(options))
+    checked = AblationOptions(**_chosen(options))
     if out is not None:
         from orchestrator.bench import plot
 
         plot.prepare(out)
-    result = run_ablation(checked, _note)
+    result = run_ablation(checked, note)
     if out is not None:
         for path in plot.draw(result, out):
-            _note(f"wrote {path}")
+            note(f"wrote {path}")
     click.echo(json.dumps(result) if as_json else render_ablation(result))
 
 
@@ -207,10 +210,10 @@ def prefill(as_json: bool, prompts: str | None, **options: Any) -> None:
     from orchestrator.bench import PrefillOptions, render_prefill, run_prefill
     from orchestrator.bench.plan import parse_numbers
 
-    given = _given(options)
+    chosen = _chosen(options)
     if prompts is not None:
-        given["prompts"] = parse_numbers(prompts, "prompt lengths")
-    result = run_prefill(PrefillOptions(**given), _note)
+        chosen["prompts"] = parse_numbers(prompts, "prompt lengths")
+    result = run_prefill(PrefillOptions(**chosen), note)
     click.echo(json.dumps(result) if as_json else render_prefill(result))
 
 
@@ -245,11 +248,11 @@ def topics(as_json: bool, updates: str | None, rates: str | None, **options: Any
     from orchestrator.bench import TopicOptions, render_topics, run_topics
     from orchestrator.bench.plan import parse_numbers
 
-    given = _given(options)
+    chosen = _chosen(options)
     for name, text in (("updates", updates), ("rates", rates)):
         if text is not None:
-            given[name] = parse_numbers(text)
-    result = run_topics(TopicOptions(**given), _note)
+            chosen[name] = parse_numbers(text)
+    result = run_topics(TopicOptions(**chosen), note)
     click.echo(json.dumps(result) if as_json else render_topics(result))
 
 
@@ -266,15 +269,17 @@ def batch(as_json: bool, batches: str | None, **options: Any) -> None:
     from orchestrator.bench import BatchOptions, render_batch, run_batch
     from orchestrator.bench.plan import parse_numbers
 
-    given = _given(options)
+    chosen = _chosen(options)
     if batches is not None:
-        given["batches"] = parse_numbers(batches, "batches")
-    result = run_batch(BatchOptions(**given), _note)
+        chosen["batches"] = parse_numbers(batches, "batches")
+    result = run_batch(BatchOptions(**chosen), note)
     click.echo(json.dumps(result) if as_json else render_batch(result))
 
 
 @bench.command()
-@measure_options(routing="zipf", tokens=128, runs=2, prompt_tokens=2048, caps="25,50")
+@measure_options(
+    routing="zipf", tokens=128, runs=2, prompt_tokens=2048, caps="25,50", capped="the experts"
+)
 @click.option("--device", metavar="NAME", help="The GPU.  [default: cuda0]")
 def gpu(as_json: bool, **options: Any) -> None:
     """Upstream and every policy on a GPU.
@@ -284,5 +289,5 @@ def gpu(as_json: bool, **options: Any) -> None:
     """
     from orchestrator.bench import GpuOptions, render_gpu, run_gpu
 
-    result = run_gpu(GpuOptions(**_given(options)), _note)
+    result = run_gpu(GpuOptions(**_chosen(options)), note)
     click.echo(json.dumps(result) if as_json else render_gpu(result))

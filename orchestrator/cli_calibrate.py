@@ -9,7 +9,7 @@ import click
 
 from orchestrator.cli_files import FILE, THREADS, names_of, print_notes
 from orchestrator.cli_options import CALIB_TOKENS, chosen_method
-from orchestrator.console import Console, strip_controls
+from orchestrator.console import Console, progress_bar, strip_controls
 
 TYPES = "q4_k,q3_k,q2_k,q1_0"
 
@@ -62,19 +62,15 @@ def calibrate(
     from orchestrator.losses import default_path
 
     method = chosen_method(threads, options)
-    console = Console()
-    notes: list[str] = []
     if save_imatrix is not None:
-        try:
-            weak = methods.save_imatrix(
-                method, reference or file, save_imatrix, lambda x: console.bar("Calibrating", x)
-            )
-        finally:
-            console.end_bar()
+        with progress_bar("Calibrating") as progress:
+            weak = methods.save_imatrix(method, reference or file, save_imatrix, progress)
         print_notes([weak] if weak else [])
         click.echo(strip_controls(str(save_imatrix)))
         return
     target = out or default_path(file)
+    console = Console()
+    notes: list[str] = []
     try:
         table = methods.measure_losses(
             method, file, reference, names_of(types), target, console.bar, notes.append

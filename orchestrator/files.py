@@ -1,6 +1,7 @@
 """Where a user's own files are, and writing files so that none is ever half there.
 
-The only place that reads XDG_CACHE_HOME and XDG_STATE_HOME.
+The only place here that reads XDG_CACHE_HOME and XDG_STATE_HOME; the build, which runs before
+anything is installed, has its own (patches/upstream.py).
 """
 
 from __future__ import annotations

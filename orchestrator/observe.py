@@ -69,7 +69,9 @@ class Node:
         tensor = self._tensor
         kind = _NUMBERS.get(tensor.type)
         if kind is None:
-            raise NativeError(f"{self.name}: cannot be read: its numbers are quantized")
+            raise NativeError(
+                f"{self.name}: cannot be read: its numbers are neither float32 nor int32"
+            )
         n_bytes = self._lib.ggml_nbytes(self._address)
         data = (ctypes.c_uint8 * n_bytes).from_address(tensor.data)
         shape, strides = tuple(tensor.ne)[::-1], tuple(tensor.nb)[::-1]

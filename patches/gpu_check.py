@@ -1,7 +1,7 @@
 """`make gpu-check`: what needs a GPU, in parts that each fit ten minutes, with one report.
 
 The report is a Markdown file; a part that runs again replaces its own section. Nothing here
-fails for the lack of a GPU: each step then says why it was skipped.
+fails for the lack of a GPU: what needs one is then skipped, and says why.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Section:
 def run(parts: Iterable[str], python: Path, build_options: list[str], report: Path) -> int:
     """Runs the parts, writes the report; 0 unless a step failed. python: our environment's."""
     found, why = probe.find_gpu()
-    say(f"GPU: {why}" if found else f"no GPU: {why}; every step is skipped")
+    say(f"GPU: {why}" if found else f"no GPU: {why}; what needs one is skipped")
     status = 0
     for part in parts:
         if part == "build":

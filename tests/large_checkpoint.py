@@ -1,7 +1,7 @@
 """A checkpoint with the shapes of Qwen3-30B-A3B and as many layers as asked for, of random
 bfloat16, to see what a conversion takes:
 
-    python tests/large_checkpoint.py FOLDER --layers 8           (10.9 GB)
+    python tests/large_checkpoint.py FOLDER --layers 8           (11.2 GB)
     python tests/large_checkpoint.py --measure FOLDER OUT.gguf --tiers q4_k,q2_k
 """
 

@@ -1,4 +1,4 @@
-"""`moe-edge bench ablation`: what each part of DyMoE brings (papers/dymoe.txt, Table 3)."""
+"""`moe-edge bench ablation`: what each part of DyMoE brings (the paper's Table 3)."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ class Job:
 
     text: a file of conversations to take the tokens from; without it they are random.
     warm: read every expert before the first token. routing: also count expert use. marks: say
-    of each decode step what else happened in it (orchestrator.bench.marks).
+    of each prompt and decode step what else happened in it (orchestrator.bench.marks), where
+    the engine manages its experts.
     """
 
     system: str

@@ -1,7 +1,7 @@
 """The reference: a model on the plain upstream path of the installed library.
 
-It goes through the bindings' own low-level calls and nothing of ours, so that what is
-measured here is upstream at the flags given.
+It makes the bindings' own low-level calls and attaches no store, so that what is measured
+here is upstream at the flags given, though in our patched build.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ class BenchOptions:
     tokens: measured decode steps after `warmup` unmeasured ones; max_seconds ends the
     decode steps of one process early (at least 8 are measured). quick: a tiny model. It and
     the demo are smaller than the process around them: the expert slots are capped instead of
-    the whole process. prompt_tokens is also the micro-batch of every system. Raises
-    ConfigError.
+    the whole process. Every system evaluates n_ubatch tokens at once. Raises ConfigError.
     """
 
     shape: str = "olmoe"
@@ -128,9 +127,11 @@ def parse_numbers(text: str, what: str = "numbers") -> tuple[int, ...]:
 class Case:
     """One system under one cap. settings: of PlainModel, or of Config for our engine.
 
-    role says what the report does with it: "resident", "reference" (what the managed path
-    is limited by), "mmap" (what speed-ups refer to), or "" . one_token: expert slots for one
-    token of one layer, so that nothing that was read is there when it is needed again.
+    role says what a report does with it: "resident" (everything in memory, on the plain path),
+    "reference" (the same on the managed path, which limits the others), "mmap" (what speed-ups
+    refer to), or "". `bench gpu` has "managed" for reference, and "upstream" for mmap.
+    one_token: expert slots for one token of one layer, so that nothing that was read is there
+    when it is needed again.
     """
 
     name: str

@@ -29,7 +29,7 @@ def _compare(rows: list[dict[str, Any]], bytes_per_s: list[float]) -> None:
     """Adds the bound and the ratios of each row, run by run: what a run compares ran within
     minutes of each other, and a machine's speed drifts.
 
-    Bound of a token (DESIGN section 8): max(computing, missed bytes / bandwidth), computing
+    Bound of a token: max(computing, missed bytes / bandwidth), computing
     being the managed path with everything resident.
     """
     good = [row for row in rows if "error" not in row]

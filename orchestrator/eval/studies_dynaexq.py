@@ -1,4 +1,4 @@
-"""The studies of DynaExq (papers/dynaexq.txt): what demotion costs (Figure 3), and what a hot set
+"""The studies of DynaExq: what demotion costs (Figure 3), and what a hot set
 wins back in the same memory (Table 4)."""
 
 from __future__ import annotations

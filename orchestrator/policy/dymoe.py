@@ -1,4 +1,4 @@
-"""DyMoE (papers/dymoe.txt): critical experts high, the others low or skipped."""
+"""DyMoE: critical experts high, the others low or skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DynaExq (papers/dynaexq.txt): every expert resident in exactly one version, hot ones high."""
+"""DynaExq: every expert resident in exactly one version, hot ones high."""
 
 from __future__ import annotations
 
