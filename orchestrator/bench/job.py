@@ -61,7 +61,8 @@ class Job:
 
     text: a file of conversations to take the tokens from; without it they are random.
     warm: read every expert before the first token. routing: also count expert use. marks: say
-    of each decode step what else happened in it (orchestrator.bench.marks).
+    of each decode step what else happened in it (orchestrator.bench.marks). device: whose memory
+    to report; the system "device" measures that alone.
     """
 
     system: str
@@ -77,6 +78,7 @@ class Job:
     warm: bool = False
     routing: bool = False
     marks: bool = False
+    device: str | None = None
 
     @property
     def decode_seconds(self) -> float:
