@@ -280,9 +280,16 @@ def batch(as_json: bool, batches: str | None, **options: Any) -> None:
 @measure_options(
     routing="zipf", tokens=128, runs=2, prompt_tokens=2048, caps="25,50", capped="the experts"
 )
+@retention_option
 @click.option("--device", metavar="NAME", help="The GPU.  [default: cuda0]")
+@click.option(
+    "--layers",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Layers of a random-weight model: qwen3-30b has 48 in full, mixtral 32.  [default: 6, 4]",
+)
 def gpu(as_json: bool, **options: Any) -> None:
-    """Upstream and every policy on a GPU.
+    """Upstream and every policy on a GPU, against the bound and the goals.
 
     A cap is the share of the expert bytes that the GPU's memory holds beside the rest of the
     model. Upstream keeps the experts of the layers that do not fit on the CPU.

@@ -371,6 +371,11 @@ class Engine:
         return self._context.n_ctx
 
     @property
+    def device_bytes(self) -> int:
+        """What llama.cpp takes of a device's memory, without expert slots and what kernels take."""
+        return taken_by(self._bindings.library(), self._context.handle)[1]
+
+    @property
     def mode(self) -> str:
         """One line: what runs, and why or how."""
         if not self.managed:
@@ -385,8 +390,7 @@ class Engine:
         self._load(plan, progress)
         if self._gpu is None or self._gpu.index is None:
             return
-        _, taken = taken_by(self._bindings.library(), self._context.handle)
-        beyond = taken - (plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes)
+        beyond = self.device_bytes - (plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes)
         if beyond > 0:
             self._stop()
             self._load(make_plan(self.config, self.model, self._machine, beyond), progress)

@@ -2,7 +2,8 @@
 
 from orchestrator.bench.ablation import AblationOptions, render_ablation, run_ablation
 from orchestrator.bench.batch import BatchOptions, render_batch, run_batch
-from orchestrator.bench.gpu import GpuOptions, render_gpu, run_gpu
+from orchestrator.bench.gpu import GpuOptions, run_gpu
+from orchestrator.bench.gpu_report import render_gpu
 from orchestrator.bench.plan import BenchOptions
 from orchestrator.bench.prefill import PrefillOptions, render_prefill, run_prefill
 from orchestrator.bench.report import render

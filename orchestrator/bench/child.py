@@ -132,9 +132,56 @@ def play(
     return results
 
 
+class DeviceMemory:
+    """How much of a device's memory this process takes, beside what the driver needs for itself.
+    Raises ConfigError where there is no such device."""
+
+    def __init__(self, name: str) -> None:
+        from orchestrator.llama import Bindings
+
+        self._library, self._name = Bindings.load().library(), name
+        self._free = self._free_bytes()
+
+    def _free_bytes(self) -> int:
+        from orchestrator.native import find_device
+
+        return find_device(self._library, self._name).memory_bytes
+
+    def used_bytes(self) -> int:
+        """What the process took since this object was made."""
+        return max(0, self._free - self._free_bytes())
+
+    def llama_bytes(self, context: int) -> int:
+        """What a llama_context and its model take of it, as llama.cpp counts."""
+        from orchestrator.native import taken_by
+
+        return taken_by(self._library, context)[1]
+
+
+def run_device(job: Job) -> dict[str, Any]:
+    """The device itself: its name, its memory, and how fast it is copied to."""
+    from orchestrator.accelerator import find_gpu
+    from orchestrator.errors import ConfigError
+    from orchestrator.llama import Bindings
+    from orchestrator.native import measure_device
+
+    bindings = Bindings.load()
+    gpu = find_gpu(bindings, job.device or "")
+    if gpu is None:
+        raise ConfigError(f"--device {job.device}: the benchmark is for a GPU")
+    return {
+        "name": gpu.info.description,
+        "index": gpu.index,
+        "memory_bytes": gpu.info.memory_bytes,
+        "total_bytes": gpu.info.total_bytes,
+        "copies": measure_device(bindings.library(), gpu.info)._asdict(),
+    }
+
+
 def run_upstream(job: Job) -> dict[str, Any]:
     from orchestrator.bench.plain import PlainModel
 
+    memory = DeviceMemory(job.device) if job.device is not None else None
     with PlainModel(
         Path(job.model),
         n_ctx=job.n_ctx,
@@ -144,7 +191,12 @@ def run_upstream(job: Job) -> dict[str, Any]:
     ) as model:
         draw = _source(job, job.seed, model.n_vocab, model.tokenize)
         topics = topic_streams(job, model.n_vocab, model.tokenize) if job.has_topics else []
-        return {"parts": play(job.parts, model.eval, draw, lambda result: nullcontext(), topics)}
+        parts = play(job.parts, model.eval, draw, lambda result: nullcontext(), topics)
+        found: dict[str, Any] = {"parts": parts}
+        if memory is not None:
+            llama = memory.llama_bytes(model.context)
+            found["memory"] = {"llama": llama, "used": memory.used_bytes()}
+        return found
 
 
 def run_engine(job: Job) -> dict[str, Any]:
@@ -159,6 +211,7 @@ def run_engine(job: Job) -> dict[str, Any]:
         threads=job.threads,
         **job.settings,
     )
+    memory = DeviceMemory(job.device) if job.device is not None else None
     with Engine.open(config) as engine:
         n_vocab = len(engine.model.metadata["tokenizer.ggml.tokens"])
         managed = engine.managed
@@ -174,6 +227,15 @@ def run_engine(job: Job) -> dict[str, Any]:
         evaluate: Eval = engine.eval if together is None else together.eval
         result["parts"] = play(job.parts, evaluate, draw, watch, topics, marks, together)
         result["policy"] = engine.policy.report() if managed else {}
+        if memory is not None:
+            plan = engine.plan
+            result["memory"] = {
+                "fixed": plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes,
+                "planned": plan.total_bytes,
+                "cap": plan.vram_bytes,
+                "llama": engine.device_bytes,
+                "used": memory.used_bytes(),
+            }
         if managed and job.routing:
             more = _source(job, job.seed + 1, n_vocab, engine.tokenize)
             result["routing"] = _expert_use(engine, job.n_ubatch, more)
@@ -206,6 +268,10 @@ def counters(stats: Any) -> dict[str, Any]:
     demand, prefetched = sum(stats.demand_bytes), sum(stats.prefetch_bytes)
     judged = stats.prefetch_used + stats.prefetch_wasted
     useful = prefetched * stats.prefetch_used / judged if judged else 0
+    # to a device: copies that a token waited for or used, of all that were not transitions
+    copied, asked = sum(stats.copy_bytes), sum(stats.requests) - sum(stats.hits)
+    used = asked + stats.prefetch_used
+    loads = used + stats.prefetch_wasted
     return {
         "requests": sum(stats.requests),
         "hits": sum(stats.hits),
@@ -214,6 +280,8 @@ def counters(stats: Any) -> dict[str, Any]:
         "transition_bytes": stats.transition_bytes,
         "promoted": stats.experts_promoted,
         "needed_bytes": demand + useful,
+        "copied_bytes": copied,
+        "needed_copied_bytes": copied * used / loads if loads else 0,
         "wait_ms": sum(stats.wait_us) / 1e3,
         "routed": {"high": routed[0], "low": sum(routed[1:-1]), "skip": routed[-1]},
         "prefetch_used": stats.prefetch_used,
@@ -253,8 +321,9 @@ def _expert_use(engine: Any, n_ubatch: int, draw: Draw) -> dict[str, Any]:
 
 def main() -> int:
     job = Job.from_json(sys.stdin.read())
+    run = {"engine": run_engine, "upstream": run_upstream, "device": run_device}[job.system]
     try:
-        result = run_engine(job) if job.system == "engine" else run_upstream(job)
+        result = run(job)
     except MoeEdgeError as error:
         result = {"error": str(error)}
     result["peak_rss"] = peak_rss_bytes()

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.bench import disk
+from orchestrator.bench.ablation import COLD, paper_rows
+from orchestrator.bench.goals import add_bounds, add_ratios, goals, streamed
+from orchestrator.bench.job import Job, Part, decode, prompt, settle
 from orchestrator.bench.loop import Loop
-from orchestrator.bench.models import Note
-from orchestrator.bench.plan import (
-    BenchOptions,
-    Case,
-    policies,
-)
-from orchestrator.bench.report import WIDTH, document, mix_of, percent, tokens_of
-from orchestrator.bench.rows import Result, case_row, median_ratio
-from orchestrator.config import Config
-from orchestrator.errors import ConfigError
-from orchestrator.llama import Bindings
-from orchestrator.plan import device_fixed_bytes
+from orchestrator.bench.models import LOW, Note
+from orchestrator.bench.plan import BenchOptions, Case, global_lru
+from orchestrator.bench.rows import Result, case_row
+from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.footprint import device_shape
+from orchestrator.plan import KERNEL_BYTES
 
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"
 RESIDENT, MANAGED = "upstream, all on GPU", "lru, all on GPU"
+DYNAEXQ = "dynaexq 4/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,49 +33,130 @@ class GpuOptions(BenchOptions):
     prompt_tokens: int = 2048
     device: str = "cuda0"
 
+    @property
+    def caps_process(self) -> bool:
+        """The GPU's memory is capped, however small the model is."""
+        return True
 
-def gpu_cases(options: GpuOptions, n_layers: int) -> list[Case]:
+    def parts(self) -> list[Part]:
+        """The first prompt finds empty slots and an empty cache of experts in the host's memory,
+        where upstream has read all of them: what is compared is the second one."""
+        return [
+            prompt(self.prompt_tokens, COLD),
+            settle(self.warmup, self.max_seconds / 3),
+            prompt(self.prompt_tokens),
+            decode(self.tokens, self.max_seconds),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the model takes of the GPU beside its experts, in bytes. ours: with our engine; theirs:
+    with upstream and all experts on the CPU; layers: the experts of each layer."""
+
+    ours: int
+    theirs: int
+    layers: tuple[int, ...]
+
+    def vram_bytes(self, share: float) -> int:
+        """The memory of the GPU that all have at this share of the experts."""
+        return max(self.ours, self.theirs) + int(share * sum(self.layers))
+
+    def cpu_moe(self, share: float) -> int:
+        """The smallest N of upstream's --n-cpu-moe N, which leaves the first N layers' experts on
+        the CPU, that fits into vram_bytes."""
+        left = self.vram_bytes(share) - self.theirs
+        n = len(self.layers)
+        while n > 0 and self.layers[n - 1] <= left:
+            n -= 1
+            left -= self.layers[n]
+        return n
+
+
+def gpu_cases(options: GpuOptions, room: Room, gpu: int) -> list[Case]:
     """Everything on the GPU; then, at each share: upstream with as many layers' experts on the
-    CPU as do not fit, and with all of them; and our policies."""
+    CPU as do not fit, and with all of them; our null baseline, the rows of DyMoE's Table 3, of
+    which the last two are the whole dymoe 4/2 and 4/0, and dynaexq. gpu: its number."""
     listed = [
-        Case(RESIDENT, "upstream", None, "resident", {"gpu": True}),
-        Case(MANAGED, "engine", None, "managed", {"policy": "lru", "force_managed": True}),
+        Case(RESIDENT, "upstream", None, "resident", {"gpu": gpu}),
+        Case(MANAGED, "engine", None, "reference", {"policy": "lru", "force_managed": True}),
     ]
     for cap in options.caps:
-        kept = int(n_layers * cap)
-        some, none = ({"gpu": True, "cpu_moe": n} for n in (n_layers - kept, n_layers))
+        fits = room.cpu_moe(cap)
+        some, none = ({"gpu": gpu, "cpu_moe": n} for n in (fits, len(room.layers)))
         listed += [
-            Case(UPSTREAM, "upstream", cap, "upstream", some),
+            Case(f"{UPSTREAM} {fits}", "upstream", cap, "upstream", some),
             Case(UPSTREAM_CPU, "upstream", cap, "upstream", none),
-            *policies(cap, options.retention),
+            global_lru(cap),
+            *paper_rows(cap, options.retention, "on"),
+            Case(DYNAEXQ, "engine", cap, "", {"policy": "dynaexq", "low_tier": LOW}),
         ]
     return listed
 
 
 class GpuLoop(Loop):
-    """The cap is one on the GPU's memory."""
+    """The cap is one on the GPU's memory. copies: how fast it was copied to before each run."""
+
+    options: GpuOptions
+    room: Room
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.copies: list[Result] = []
 
     def limit_bytes(self, case: Case) -> int | None:
         return None
 
     def cap_settings(self, case: Case) -> dict[str, Any]:
-        assert isinstance(self.options, GpuOptions)
         settings: dict[str, Any] = {"device": self.options.device}
-        return settings if case.cap is None else settings | {"vram": self.vram_bytes(case.cap)}
+        return settings if case.cap is None else settings | {"vram": self.room.vram_bytes(case.cap)}
 
-    def vram_bytes(self, share: float) -> int:
-        """What the model takes beside its experts, and a share of those."""
-        options = self.options
-        config = Config.build(model=self.high, ctx=options.n_ctx, n_ubatch=options.n_ubatch)
-        return device_fixed_bytes(config, self.model) + int(share * self.model.tier_bytes[0])
+    def job(self, case: Case, number: int) -> Job:
+        job = super().job(case, number)
+        job.device = self.options.device
+        if case.one_token:
+            job.settings["expert_ram"] = self.one_token_bytes()
+        if case.role == "probe":
+            job.parts, job.warm = [], False
+        return job
+
+    def one_token_bytes(self) -> int:
+        """Slots on the GPU for the experts of one token in one layer."""
+        shape = device_shape(self.model, (0,))
+        sizes = {each for layer in shape.slots for each in layer[0].items()}
+        return self.model.n_expert_used * sum(size for _, size in sizes)
+
+    def measure_room(self, gpu: int) -> None:
+        """Loads the model twice, without experts, to see what it takes. Raises MoeEdgeError."""
+        n = self.model.n_layers
+        managed = Case("room", "engine", None, "probe", {"policy": "lru", "force_managed": True})
+        upstream = Case("room", "upstream", None, "probe", {"gpu": gpu, "cpu_moe": n})
+        self.note("what the model takes beside its experts")
+        memory = []
+        for case in (managed, upstream):
+            found = self.measure(case, 0)
+            if "error" in found:
+                raise MoeEdgeError(f"{self.high}: {found['error']}")
+            memory.append(found["memory"])
+        layers = tuple(
+            sum(tiers[0].expert_bytes * self.model.n_expert for tiers in kinds if tiers[0])
+            for kinds in self.model.slices
+        )
+        self.room = Room(memory[0]["fixed"], memory[1]["llama"] + KERNEL_BYTES, layers)
+
+    def bandwidth(self, number: int) -> disk.Bandwidth:
+        self.copies.append(ask_device(self.options.device)["copies"])
+        return super().bandwidth(number)
 
 
-def check_device(name: str) -> None:
-    """Raises ConfigError where there is no such GPU."""
-    from orchestrator.accelerator import find_gpu
-
-    if find_gpu(Bindings.load(), name) is None:
-        raise ConfigError(f"--device {name}: the benchmark is for a GPU")
+def ask_device(name: str) -> Result:
+    """A GPU, as a process of its own finds it: this one shall take nothing of its memory. Raises
+    ConfigError where there is none."""
+    job = Job("device", "", None, {}, n_ctx=0, n_ubatch=0, threads=1, parts=[], seed=0, device=name)
+    found = GpuLoop._spawn(job, None)
+    if "error" in found:
+        raise ConfigError(found["error"])
+    return found
 
 
 def run_gpu(options: GpuOptions, note: Note = lambda text: None) -> dict[str, Any]:
@@ -83,57 +164,33 @@ def run_gpu(options: GpuOptions, note: Note = lambda text: None) -> dict[str, An
 
     Raises ConfigError without a GPU.
     """
-    check_device(options.device)
+    device = ask_device(options.device)
+    gpu = device["index"] or 0
     loop = GpuLoop.prepare(options, note)
-    listed = gpu_cases(options, loop.model.n_layers)
+    loop.measure_room(gpu)
+    listed = gpu_cases(options, loop.room, gpu)
     measured = loop.run(listed)
-    rows = [case_row(case, measured.results[case.key], None) for case in listed]
-    for row in rows:
-        row["vram_bytes"] = None if row["cap"] is None else loop.vram_bytes(row["cap"])
+    rows = [gpu_row(loop, case, measured.results[case.key]) for case in listed]
     add_ratios(rows)
-    return loop.describe(measured) | {"cases": rows}
+    peak = [each["pinned"] or each["pageable"] for each in loop.copies]
+    add_bounds(rows, peak, [each.bytes_per_s for each in measured.bandwidths])
+    report = loop.describe(measured)
+    report["gpu"] = device | {"copies": loop.copies}
+    found = goals(rows, skewed=not options.trained and options.routing != "uniform")
+    return report | {"cases": rows, "goals": found}
 
 
-def add_ratios(rows: list[Result]) -> None:
-    """Speed and first token of each row against upstream's better one at the same share, run by
-    run; of the managed path with everything there against upstream's."""
-    good = [row for row in rows if "error" not in row]
-    for row in good:
-        role = "resident" if row["cap"] is None else "upstream"
-        others = [each for each in good if (each["cap"], each["role"]) == (row["cap"], role)]
-        if not others or row["role"] == role:
-            continue
-        for name, key in (("speedup", "tpot_ms_p50_runs"), ("ttft_speedup", "ttft_ms_runs")):
-            best = [min(each) for each in zip(*(other[key] for other in others), strict=True)]
-            row[name] = median_ratio(best, row[key])
-
-
-_HEAD = (
-    f"{'':22}{'tok/s':>8}{'p50 ms':>8}{'p99 ms':>8}{'TTFT ms':>9}{'hit %':>7}{'MB/tok':>8}"
-    f"{'hi/lo/skip %':>14}{'x TPOT':>8}{'x TTFT':>8}"
-)
-
-
-def render_gpu(report: dict[str, Any]) -> str:
-    """The report of run_gpu as text."""
-    options = report["options"]
-    intro = [
-        f"{options['tokens']} decode steps with the same {tokens_of(report)} tokens for all, "
-        f"{options['prompt_tokens']} before them, {options['runs']} runs in turn;",
-        f"dymoe at r = {options['retention']}; x: against the better one of upstream's rows",
-    ]
-    return document(report, intro, lambda rows: [_HEAD, *(_row(row) for row in rows)])
-
-
-def _row(row: Result) -> str:
+def gpu_row(loop: GpuLoop, case: Case, runs: Sequence[Result]) -> Result:
+    """The figures of one case: those of bench.run, and the GPU's memory and copies."""
+    row = case_row(case, runs, None)
+    row["vram_bytes"] = None if case.cap is None else loop.room.vram_bytes(case.cap)
     if "error" in row:
-        return f"{row['name']:22} {row['error']}"[:WIDTH]
-    moved = row.get("bytes_per_token")
-    ratios = (row.get("speedup"), row.get("ttft_speedup"))
-    cells = (
-        f"{row['name']:22}{row['tokens_per_s']:8.1f}{row['tpot_ms_p50']:8.2f}"
-        f"{row['tpot_ms_p99']:8.2f}{row['ttft_ms']:9.0f}{percent(row.get('hit_rate'), 1):>7}"
-        f"{'' if moved is None else f'{moved / 1e6:.1f}':>8}{mix_of(row):>14}"
-    )
-    cells += "".join(f"{'' if each is None else f'{each:.2f}':>8}" for each in ratios)
-    return cells.rstrip()
+        return row
+    if case.role == "reference" and row["hit_rate"] < 1:
+        return {key: row[key] for key in ("name", "cap", "role", "vram_bytes")} | {
+            "error": "not all experts fit the GPU"
+        }
+    row["memory"] = runs[0]["memory"]
+    row["used_bytes"] = max(each["memory"]["used"] for each in runs)
+    row["over_cap"] = row["vram_bytes"] is not None and row["used_bytes"] > row["vram_bytes"]
+    return row | streamed(runs)

@@ -62,7 +62,8 @@ class Job:
     text: a file of conversations to take the tokens from; without it they are random.
     warm: read every expert before the first token. routing: also count expert use. marks: say
     of each prompt and decode step what else happened in it (orchestrator.bench.marks), where
-    the engine manages its experts.
+    the engine manages its experts. device: whose memory to report; the system "device" measures
+    that alone.
     """
 
     system: str
@@ -78,6 +79,7 @@ class Job:
     warm: bool = False
     routing: bool = False
     marks: bool = False
+    device: str | None = None
 
     @property
     def decode_seconds(self) -> float:

@@ -150,7 +150,8 @@ class Loop:
             marks=options.marks,
         )
 
-    def _spawn(self, job: Job, group: host.MemoryGroup | None) -> Result:
+    @staticmethod
+    def _spawn(job: Job, group: host.MemoryGroup | None) -> Result:
         def enter_group() -> None:
             if group is not None:
                 group.procs.write_text("0")

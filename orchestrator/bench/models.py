@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from gguf_tools import synthetic, synthetic_vocab, synthetic_weights
@@ -40,7 +41,8 @@ def build_models(options: BenchOptions, note: Note) -> tuple[Path, Path]:
     else:
         modules = (synthetic, synthetic_vocab, synthetic_weights)
         sources = [Path(str(module.__file__)) for module in modules]
-        stem = f"{options.model_name}-{options.routing}-{options.seed}"
+        layers = "" if options.layers is None else f"-{options.layers}"
+        stem = f"{options.model_name}{layers}-{options.routing}-{options.seed}"
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())
@@ -62,6 +64,7 @@ def _write(path: Path, tier: str, options: BenchOptions) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         export(DEMO_MODEL, path, tier)
         return
-    synthetic.write(
-        path, options.model_name, tiers=(tier,), routing=options.routing, seed=options.seed
-    )
+    shape = synthetic.preset(options.model_name)
+    if options.layers is not None:
+        shape = replace(shape, n_layer=options.layers)
+    synthetic.write(path, shape, tiers=(tier,), routing=options.routing, seed=options.seed)

@@ -40,9 +40,9 @@ class PlainModel:
     """One model and one context; a context manager.
 
     mmap: weights are mapped and paged in, otherwise read into memory at load.
-    extra_bufts: weights may be repacked for the CPU. gpu: everything goes to the first GPU but
-    the experts of the first cpu_moe expert layers, as with upstream's --n-cpu-moe. Raises
-    NativeError.
+    extra_bufts: weights may be repacked for the CPU. gpu: everything goes to the GPU of this number
+    but the experts of the first cpu_moe layers, as with upstream's --n-cpu-moe; None: to none.
+    Raises NativeError.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PlainModel:
         threads: int,
         mmap: bool = True,
         extra_bufts: bool = False,
-        gpu: bool = False,
+        gpu: int | None = None,
         cpu_moe: int = 0,
     ) -> None:
         ll.llama_log_set(_silent, None)
@@ -62,8 +62,8 @@ class PlainModel:
         model_params = ll.llama_model_default_params()
         model_params.load_mode = ll.LLAMA_LOAD_MODE_MMAP if mmap else ll.LLAMA_LOAD_MODE_NONE
         model_params.use_extra_bufts = extra_bufts
-        model_params.n_gpu_layers = _ALL_LAYERS if gpu else 0
-        model_params.split_mode = ll.LLAMA_SPLIT_MODE_NONE
+        model_params.n_gpu_layers = 0 if gpu is None else _ALL_LAYERS
+        model_params.split_mode, model_params.main_gpu = ll.LLAMA_SPLIT_MODE_NONE, gpu or 0
         overrides = _experts_on_cpu(cpu_moe)
         if cpu_moe:
             model_params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
@@ -73,7 +73,8 @@ class PlainModel:
         params = ll.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_ubatch, n_ubatch
         params.n_threads = params.n_threads_batch = threads
-        params.offload_kqv = params.op_offload = gpu  # else on the CPU, as ours is
+        # without a GPU of its own all is computed on the CPU, as ours is
+        params.offload_kqv = params.op_offload = gpu is not None
         self._context = ll.llama_init_from_model(self._model, params)
         if not self._context:
             ll.llama_model_free(self._model)
@@ -82,6 +83,11 @@ class PlainModel:
         self.n_vocab = int(ll.llama_vocab_n_tokens(self._vocab))
         self._n_batch = n_ubatch
         self._batch = ll.llama_batch_init(n_ubatch, 0, 1)
+
+    @property
+    def context(self) -> int:
+        """The llama_context."""
+        return int(ctypes.cast(self._context, ctypes.c_void_p).value or 0)
 
     def __enter__(self) -> PlainModel:
         return self

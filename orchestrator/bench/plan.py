@@ -23,7 +23,8 @@ class BenchOptions:
     tokens: measured decode steps after `warmup` unmeasured ones; max_seconds ends the
     decode steps of one process early (at least 8 are measured). quick: a tiny model. It and
     the demo are smaller than the process around them: the expert slots are capped instead of
-    the whole process. Every system evaluates n_ubatch tokens at once. Raises ConfigError.
+    the whole process. Every system evaluates n_ubatch tokens at once. layers: of a
+    random-weight model, in the place of the shape's few. Raises ConfigError.
     """
 
     shape: str = "olmoe"
@@ -39,6 +40,7 @@ class BenchOptions:
     max_seconds: float = 45.0
     seed: int = 0
     quick: bool = False
+    layers: int | None = None
 
     def __post_init__(self) -> None:
         if self.shape not in synthetic.PRESETS and self.shape != DEMO:
@@ -51,13 +53,15 @@ class BenchOptions:
             raise ConfigError("caps are percentages of the file between 0 and 100")
         if len({f"{cap:.0%}" for cap in self.caps}) < len(self.caps):
             raise ConfigError("caps must differ by whole percentages")
-        for name in ("tokens", "prompt_tokens", "runs", "io_threads", "threads"):
+        for name in ("tokens", "prompt_tokens", "runs", "io_threads", "threads", "layers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1")
         for name in ("warmup", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0")
+        if self.layers is not None and self.trained:
+            raise ConfigError("layers are for a random-weight model: the demo has its own")
         if not 0 <= self.retention <= 1:
             raise ConfigError("retention must be from 0 to 1")
         if not 0 <= self.max_seconds < math.inf:

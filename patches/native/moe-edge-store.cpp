@@ -760,7 +760,12 @@ void moe_edge_store::drop_rest(int32_t cell) {
 
 void moe_edge_store::begin_step(int32_t new_phase) {
     std::lock_guard<std::mutex> lock(mutex);
-    phase = new_phase == MOE_EDGE_DECODE ? MOE_EDGE_DECODE : MOE_EDGE_PREFILL;
+    const int32_t next_phase = new_phase == MOE_EDGE_DECODE ? MOE_EDGE_DECODE : MOE_EDGE_PREFILL;
+    if (phase != next_phase || callback || !transitions.empty()) {
+        collect_counts();  // while they still tell of this phase and of these versions
+    }
+    n_uncollected++;
+    phase = next_phase;
     event.phase = phase;
     event.step++;
     if (reads.empty() && copies.empty()) {
@@ -893,7 +898,7 @@ void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * e
                 experts[i], layer, n_tiers));
             return;
         }
-        if (kind >= MOE_EDGE_DOWN) {  // every layer has a down: once for each expert
+        if (kind >= MOE_EDGE_DOWN && !runs_unwatched()) {  // every layer has a down: once for each expert
             stats.routed[phase][tiers[i] == MOE_EDGE_SKIP ? MOE_EDGE_MAX_TIERS : tiers[i]]++;
         }
     }
@@ -928,9 +933,10 @@ void moe_edge_store::prefetch(const moe_edge_prefetch_item * list, int32_t n) {
 // One request of the current step, by the three rules of DyMoE 4.4.2.
 void moe_edge_store::ask(int32_t cell) {
     auto & c = cells[cell];
-    stats.requests[phase]++;
+    const bool watched = !runs_unwatched();
+    stats.requests[phase] += watched;
     if (c.satisfied()) {
-        stats.hits[phase]++;
+        stats.hits[phase] += watched;
         auto & slot = pool_of(cell, c.tier).slots[c.slot];
         stats.prefetch_used += slot.prefetched;
         slot.prefetched = false;
@@ -1075,7 +1081,7 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
             } else if (c.satisfied()) {
                 const auto & entry = m.table[expert_of(cell)];
                 out[n++] = { entry.data, expert_of(cell), entry.type, entry.ticket };
-                stats.computed[phase][c.tier]++;
+                stats.computed[phase][c.tier] += !runs_unwatched();
             } else {
                 op.remaining[keep++] = cell;
             }
@@ -1251,6 +1257,7 @@ const char * moe_edge_store::error() {
 
 void moe_edge_store::get_stats(moe_edge_stats * out) {
     std::lock_guard<std::mutex> lock(mutex);
+    collect_counts();
     *out = stats;
 }
 
@@ -1261,6 +1268,7 @@ void moe_edge_store::get_resident(uint8_t * out) {
 
 void moe_edge_store::reset_stats() {
     std::lock_guard<std::mutex> lock(mutex);
+    collect_counts();
     moe_edge_stats fresh = {};
     fresh.budget_bytes      = stats.budget_bytes;
     fresh.slot_bytes_in_use = stats.slot_bytes_in_use;

@@ -225,6 +225,7 @@ struct moe_edge_store {
     void    drop_host(int32_t cell);
     void    check_device();
     void    fix_tables();
+    void    collect_counts();
 
     moe_edge_read start_read(int32_t cell);
     int32_t most_urgent() const { return std::get<3>(*reads.begin()); }
@@ -313,6 +314,7 @@ struct moe_edge_store {
     uint64_t                n_lists = 0;  // prefetch lists so far
     std::vector<uint8_t>    resident;  // [n_layers, n_expert]
     std::vector<uint32_t>   counts;    // [n_layers, n_expert] tokens routed since take_counts
+    uint64_t                n_uncollected = 0;  // steps since collect_counts
     std::vector<uint8_t>    seen;      // [n_expert] scratch of route()
     std::vector<int32_t>    routed;
     std::vector<std::vector<int32_t>> routed_of;  // [n_layers] what the hook saw last

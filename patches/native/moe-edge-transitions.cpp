@@ -141,11 +141,37 @@ void moe_edge_store::get_states(uint8_t * out) {
     }
 }
 
+// Steps that nobody watched: what the executor counted on the device, into counts and the
+// statistics. An expert is asked for once a step, however many tokens chose it.
+void moe_edge_store::collect_counts() {
+    if (n_uncollected == 0 || !runs_unwatched()) {
+        n_uncollected = 0;
+        return;
+    }
+    std::vector<uint32_t> fresh(counts.size());
+    device->counts(down_matrices.data(), down_matrices.size(), fresh.data());
+    for (size_t i = 0; i < fresh.size(); i++) {
+        counts[i] += fresh[i];
+        const uint64_t asked = std::min<uint64_t>(fresh[i], n_uncollected);
+        if (asked == 0) {
+            continue;
+        }
+        const int32_t layer = i / n_expert;
+        stats.routed[phase][resident[i]] += asked;
+        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+            if (has_kind(layer, k)) {
+                stats.requests[phase] += asked;
+                stats.hits[phase]     += asked;
+                stats.computed[phase][cells[cell_index(layer, k, i % n_expert)].tier] += asked;
+            }
+        }
+    }
+    n_uncollected = 0;
+}
+
 void moe_edge_store::take_counts(uint32_t * out) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (device) {
-        device->counts(down_matrices.data(), down_matrices.size(), counts.data());
-    }
+    collect_counts();
     std::copy(counts.begin(), counts.end(), out);
     std::fill(counts.begin(), counts.end(), 0);
 }

@@ -175,7 +175,7 @@ struct moe_edge_decision {
 typedef int (*moe_edge_route_cb)(void * user);
 
 struct moe_edge_stats {
-    // by phase: [prefill, decode]
+    // by phase: [prefill, decode]; requests, hits, routed and computed once a step for each expert
     uint64_t requests[2];          // matrices asked for
     uint64_t hits[2];              // asked-for tier or better was resident when asked
     uint64_t demand_bytes[2];      // read because a token needed them

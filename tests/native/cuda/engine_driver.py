@@ -1,7 +1,8 @@
 """Decodes greedily with an engine; run as a program, because a backend stays once it is loaded.
 
 engine_driver.py LIBRARY JOB: LIBRARY is a libggml-cuda.so to load, or "-". JOB is JSON: options of
-Config.build, a prompt, n_decode. Prints JSON: tokens, logits of the first and last of them.
+Config.build, a prompt, n_decode, warm: every expert is read before the first token. Prints JSON:
+tokens, logits of the first and last of them, statistics.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ def main() -> None:
         load_backend(library)
     prompt, tokens = job["prompt"], []
     with Engine.open(Config.build(**job["options"])) as engine:
+        if job["warm"]:
+            layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
+            engine.store.warm([(layer, e, 0) for layer in layers for e in experts])
         rows = [engine.eval(prompt, 0)[-1]]
         for i in range(job["n_decode"]):
             tokens.append(int(rows[-1].argmax()))
@@ -45,6 +49,7 @@ def main() -> None:
             engine.store.check()
             stats = engine.store.stats()
             found["over_budget"] = stats.slot_bytes_peak > stats.budget_bytes
+            found["requests"], found["hits"] = list(stats.requests), list(stats.hits)
             found["computed"] = [list(phase) for phase in stats.computed]
             found["routed"] = [list(phase) for phase in stats.routed]
             found["copied"] = sum(stats.copy_bytes)

@@ -25,7 +25,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def engine(library: Path | str, n_decode: int, **options: object) -> dict[str, Any]:
+    warm = bool(options.pop("warm", False))
     job = {"options": {"ctx": 128, "threads": 1, **options}, "prompt": PROMPT, "n_decode": n_decode}
+    job["warm"] = warm
     driver = HERE / "engine_driver.py"
     found: dict[str, Any] = json.loads(run_python(driver, library, json.dumps(job)))
     return found
@@ -52,9 +54,12 @@ def test_decodes_as_on_the_host(device: Device, tiny_model: Callable[..., Path],
     assert not found["over_budget"]
     assert found["copied"] > 0
     assert found["tokens"] == wanted["tokens"]
+    assert found["requests"] == wanted["requests"]
     if name == "dynaexq":
-        # tables stay on the device for a step: no op asks the store, and no host counts
-        assert not any(map(sum, found["computed"]))
+        # no op asks the store: what the device counted. When a version changes is up to copies.
+        assert found["hits"] == found["requests"] and any(found["requests"])
+        for key in ("routed", "computed"):
+            assert list(map(sum, found[key])) == list(map(sum, wanted[key]))
     else:
         assert found["computed"] == wanted["computed"]
     # activations are rounded to 8 bits in blocks of another size
@@ -71,6 +76,18 @@ def test_one_tier_is_lossless(device: Device, tiny_model: Callable[..., Path]) -
     assert not plain["managed"] and found["managed"]
     assert found["tokens"] == plain["tokens"]
     assert nmse(found["last"], plain["last"]) < 1e-6
+
+
+def test_steps_that_nobody_watches_are_counted(
+    device: Device, tiny_model: Callable[..., Path]
+) -> None:
+    """Every expert on the GPU in one tier: no hook, and the same figures as with one."""
+    options = {"model": str(tiny_model("qwen3moe", "q4_k", "q2_k")), "policy": "lru", "warm": True}
+    wanted = engine("-", 3, **options, device="host")
+    found = engine(device.library, 3, **options, device="cuda0")
+    for key in ("requests", "hits", "routed", "computed"):
+        assert found[key] == wanted[key]
+    assert found["hits"] == found["requests"] and all(found["requests"])
 
 
 @pytest.mark.parametrize("tier", ["q8_0", "f16"])

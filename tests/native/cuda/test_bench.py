@@ -1,0 +1,43 @@
+"""`moe-edge bench gpu` on a GPU, its processes included; on the emulated one with few cases."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from orchestrator.bench import GpuOptions, gpu, render_gpu, run_gpu
+from orchestrator.bench.ablation import MIXED_AHEAD
+
+from .conftest import HERE, Device
+
+CASES = {gpu.MANAGED, MIXED_AHEAD}
+
+
+def test_bench(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream beside ours, both within what the GPU was said to have; nothing is timed here."""
+    if device.emulated:
+        path = [str(HERE / "site"), os.environ.get("PYTHONPATH", "")]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+        monkeypatch.setenv("MOE_EDGE_TEST_BACKEND", str(device.library))
+
+    def few(*arguments: object) -> list[gpu.Case]:
+        listed = every(*arguments)
+        chosen = [case for case in listed if case.name in CASES or gpu.UPSTREAM in case.name]
+        return chosen if device.emulated else listed
+
+    every = gpu.gpu_cases
+    monkeypatch.setattr(gpu, "gpu_cases", few)
+    options = GpuOptions(
+        quick=True, caps=(0.5,), tokens=2, warmup=1, prompt_tokens=8, runs=1, threads=1, layers=2
+    )
+    report = run_gpu(options)
+    rows = {row["name"]: row for row in report["cases"]}
+    assert not [row for row in rows.values() if "error" in row]
+    assert rows[gpu.MANAGED]["hit_rate"] == 1  # counted on the GPU: nobody watches these steps
+    assert rows[gpu.MANAGED]["mix"]["high"] == 1
+    assert rows[MIXED_AHEAD]["copied_bytes_per_token"] > 0
+    assert all(row["used_bytes"] > 0 for row in rows.values())
+    assert not any(row["over_cap"] for row in rows.values())
+    assert report["gpu"]["copies"][0]["pinned"] > 0
+    assert "bound ms" in render_gpu(report)
