@@ -35,7 +35,14 @@ _OTHER_NAMES = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
 # What a class implies, and its configuration leaves out when transformers writes it.
 _IMPLIED = {
     name: {"scoring_func": "sigmoid"}
-    for name in ("DeepseekV3ForCausalLM", "Dots1ForCausalLM", "MiniMaxM2ForCausalLM")
+    for name in (
+        "DeepseekV3ForCausalLM",
+        "Dots1ForCausalLM",
+        "ExaoneMoeForCausalLM",
+        "ExaoneMoEForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "MiniMaxM2ForCausalLM",
+    )
 }
 _UNPROCESSED = re.compile(r"Unprocessed experts: \['([^']+)'")
 _modules: dict[str, ModuleType] = {}
@@ -99,7 +106,7 @@ def describe(
         config = base.ModelBase.load_hparams(checkpoint.folder, False)
         architecture = base.get_model_architecture(config, base.ModelType.TEXT)
         architecture = _OTHER_NAMES.get(architecture, architecture)
-        config = {**_IMPLIED.get(architecture, {}), **config}
+        config = {**_IMPLIED.get(architecture, {}), **_dense_layers(config), **config}
         try:
             model_class = conversion.get_model_class(architecture)
         except NotImplementedError:
@@ -128,6 +135,15 @@ def describe(
             {key: _encoded(each) for key, each in writer.kv_data[0].items()},
             [_tensor(name, each) for name, each in writer.tensors[0].items()],
         )
+
+
+def _dense_layers(config: dict[str, Any]) -> dict[str, int]:
+    """How many layers come before the first with experts, which transformers now writes layer by
+    layer, in the words of the published checkpoints."""
+    kinds = config.get("mlp_layer_types")
+    if not isinstance(kinds, list) or "sparse" not in kinds:
+        return {}
+    return {"first_k_dense_replace": kinds.index("sparse")}
 
 
 def _changes(

@@ -20,6 +20,7 @@ import numpy as np
 import sentencepiece
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import (
     Regex,
     Tokenizer,
@@ -37,6 +38,7 @@ from . import deepseek_moe
 
 VOCAB = 384
 END = "<|endoftext|>"
+GLM = ["[gMASK]", "<|user|>", "<|observation|>"]
 TEXT = (
     "The experts of a model lie on disk. A router asks for 2 of 8; what isn't there is read, "
     "and they've 512 MB to live in.\nNext line: 12345 tokens, naïve café, ΑΒΓ.\n"
@@ -47,19 +49,25 @@ PROMPT = "A router asks for 37 experts; they've been read.\nNext"
 @dataclass(frozen=True)
 class Family:
     """``model``: transformers' class. ``config``: what is not in SIZES, or differs.
-    ``tokenizer``: its kind. ``adapt``: changes a model to compute what llama.cpp does."""
+    ``tokenizer``: its kind. ``adapt``: changes a model to compute what llama.cpp does.
+    ``config_class``: where it is not named as the model's. ``publish``: changes a folder to what
+    was published, where transformers writes something else."""
 
     model: str
     config: dict[str, Any]
     tokenizer: str
     adapt: Callable[[Any], None] | None = None
+    config_class: str | None = None
+    publish: Callable[[Path], None] | None = None
 
     def build(self) -> Any:
         if self.model == "DeepseekForCausalLM":
             return deepseek_moe.build(VOCAB)
-        config_class = getattr(transformers, self.model.replace("ForCausalLM", "Config"))
+        name = self.config_class or self.model.replace("ForCausalLM", "Config")
+        config_class = getattr(transformers, name)
         torch.manual_seed(1)  # for what randomise leaves as it is
-        config = config_class(**{**SIZES, **self.config})
+        sizes = {} if "text_config" in self.config else SIZES
+        config = config_class(**{**sizes, **self.config})
         config._attn_implementation = "eager"
         return randomise(getattr(transformers, self.model)(config).eval())
 
@@ -90,6 +98,18 @@ DEEPSEEK = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
 }
+QWEN3_NEXT = {
+    "num_hidden_layers": 4,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 96,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 
 
 def as_llama_cpp(model: Any) -> None:
@@ -110,6 +130,15 @@ def as_llama_cpp(model: Any) -> None:
             module.forward = MethodType(norm, module)
         elif type(module).__name__ == "PhimoeTopKRouter":
             module.forward = MethodType(route, module)
+
+
+def with_columns_first(folder: Path) -> None:
+    """Experts as [experts, columns, rows], which transformers turns round when it loads them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 # What llama.cpp derives from the two context lengths below; published as a number of its own.
@@ -143,22 +172,7 @@ FAMILIES = {
         },
         "qwen2",
     ),
-    "qwen3-next": Family(
-        "Qwen3NextForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "moe_intermediate_size": 96,
-            "shared_expert_intermediate_size": 96,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "head_dim": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
-        },
-        "qwen2",
-    ),
+    "qwen3-next": Family("Qwen3NextForCausalLM", QWEN3_NEXT, "qwen2"),
     "olmoe": Family(
         "OlmoeForCausalLM",
         {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4},
@@ -249,6 +263,112 @@ FAMILIES = {
         {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
         "qwen2",
     ),
+    # Biases of experts, attention that may go nowhere, and a window in every other layer.
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "head_dim": 32,
+            "sliding_window": 8,
+            # llama.cpp blends frequencies between whole dimensions.
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": True,
+            },
+        },
+        "llama3",
+    ),
+    "glm4-moe": Family(
+        "Glm4MoeForCausalLM",
+        {
+            "moe_intermediate_size": 96,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 2.5,
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+        "glm",
+    ),
+    "glm4-moe-lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        {
+            **{k: v for k, v in DEEPSEEK.items() if k != "first_k_dense_replace"},
+            "q_lora_rank": 48,
+            "n_shared_experts": 1,
+        },
+        "glm",
+    ),
+    "ernie4.5-moe": Family(
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **SENTENCEPIECE_ENDS,
+            "moe_intermediate_size": 96,
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_num_shared_experts": 2,
+            # upstream takes the shared experts' width to be this over the heads of keys
+            "intermediate_size": 2 * 2 * 96,
+        },
+        "sentencepiece",
+    ),
+    "exaone-moe": Family(
+        "ExaoneMoeForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 96,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "head_dim": 32,
+            "sliding_window": 8,
+        },
+        "qwen2",
+    ),
+    "qwen3.5-moe": Family(
+        "Qwen3_5MoeForCausalLM",
+        QWEN3_NEXT,
+        "qwen2",
+        config_class="Qwen3_5MoeTextConfig",
+    ),
+    "qwen3-vl-moe": Family(
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "text_config": {
+                **SIZES,
+                "moe_intermediate_size": 96,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": True,
+                "head_dim": 32,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "mrope_section": [6, 5, 5],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+        "qwen2",
+        config_class="Qwen3VLMoeConfig",
+        publish=with_columns_first,
+    ),
 }
 
 
@@ -258,7 +378,9 @@ def randomise(model: Any, seed: int = 7) -> Any:
     with torch.no_grad():
         for name, values in model.named_parameters():
             noise = torch.randn(values.shape, generator=generator)
-            if values.dim() > 1:
+            if "e_score_correction" in name:
+                values.copy_(0.1 * noise)
+            elif values.dim() > 1:
                 gain = 8.0 if is_router(name) else 1.0
                 values.copy_(noise * gain / math.sqrt(values.shape[-1]))
             elif "norm" in name or "bias" in name:
@@ -282,7 +404,7 @@ def byte_level(kind: str) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
-        split = {"qwen2": QWEN2_SPLIT, "llama3": LLAMA3_SPLIT}[kind]
+        split = LLAMA3_SPLIT if kind == "llama3" else QWEN2_SPLIT
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(split), behavior="isolated"),
@@ -298,7 +420,7 @@ def byte_level(kind: str) -> Tokenizer:
         [TEXT],
         trainers.BpeTrainer(
             vocab_size=VOCAB,
-            special_tokens=[END],
+            special_tokens=[END, *(GLM if kind == "glm" else ())],
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         ),
@@ -313,6 +435,7 @@ def save_tokenizer(kind: str, folder: Path) -> None:
         return
     classes: dict[str, Callable[..., Any]] = {
         "qwen2": transformers.Qwen2Tokenizer,
+        "glm": transformers.PreTrainedTokenizerFast,
         "neox": transformers.GPTNeoXTokenizer,
         "llama3": transformers.PreTrainedTokenizerFast,
     }
@@ -356,6 +479,8 @@ def write_checkpoint(name: str, folder: Path, **save: Any) -> Any:
     family = FAMILIES[name]
     model = family.build()
     model.save_pretrained(folder, **save)
+    if family.publish is not None:
+        family.publish(folder)
     save_tokenizer(family.tokenizer, folder)
     if family.adapt is not None:
         family.adapt(model)

@@ -1,0 +1,63 @@
+"""Families' checkpoints in our engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gguf_tools.convert import convert
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+
+from . import families
+from .families import PROMPT
+
+N_DECODE = 16
+
+
+@dataclass
+class Case:
+    """``logits`` [prompt + N_DECODE, vocab]: those of transformers; ``answer``: the
+    tokens behind the prompt."""
+
+    packed: Path
+    tokens: list[int]
+    their_tokens: list[int]
+    answer: list[int]
+    logits: np.ndarray
+
+
+def make_case(name: str, folder: Path) -> Case:
+    """A family's checkpoint, converted, and what transformers makes of it."""
+    model = families.write_checkpoint(name, folder / "hf")
+    packed = folder / "packed.gguf"
+    convert(folder / "hf", packed, ["f32", "f16"], threads=1)
+    tokens, answer = greedy(packed)
+    theirs = families.their_tokens(name, folder / "hf", PROMPT)
+    logits = families.reference_logits(model, tokens + answer)
+    return Case(packed, tokens, theirs, answer, logits)
+
+
+def greedy(path: Path) -> tuple[list[int], list[int]]:
+    """The prompt's tokens, and N_DECODE more."""
+    with Engine.open(Config.build(model=path, ctx=64, threads=1)) as engine:
+        tokens = engine.tokenize(PROMPT)
+        answer = [int(engine.eval(tokens, 0)[-1].argmax())]
+        for pos in range(len(tokens), len(tokens) + N_DECODE - 1):
+            answer.append(int(engine.eval(answer[-1:], pos)[-1].argmax()))
+    return tokens, answer
+
+
+def our_logits(path: Path, tokens: list[int], answer: list[int], **options: object) -> np.ndarray:
+    """Logits [tokens + answer, vocab]: the prompt in one step, then one token a step."""
+    config = Config.build(
+        model=path, ctx=256, threads=1, logits_all=True, use_extra_bufts=False, **options
+    )
+    with Engine.open(config) as engine:
+        assert engine.managed == ("policy" in options)
+        rows = [engine.eval(tokens, 0, want_all_logits=True)]
+        for i, token in enumerate(answer):
+            rows.append(engine.eval([token], len(tokens) + i, want_all_logits=True))
+    return np.concatenate(rows)

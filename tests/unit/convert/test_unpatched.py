@@ -1,0 +1,165 @@
+"""What we write, in upstream's own library and tools, built without our patches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra `convert`")
+pytest.importorskip("transformers", reason="needs the extra `convert`")
+
+import unpatched
+
+from gguf_tools.imatrix import read_imatrix
+from gguf_tools.layout import parse_expert_name
+from gguf_tools.methods import ByImportance
+from gguf_tools.pack import export, pack
+from gguf_tools.quantize import load
+from gguf_tools.reader import GGUFFile
+from orchestrator.calibrate.methods import Method, save_imatrix
+
+from .families import FAMILIES
+from .running import Case, our_logits
+
+DEMO = Path(__file__).parents[3] / "models" / "demo" / "moe-edge-demo.gguf"
+PLAIN = ("q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_xs", "iq4_nl", "q4_0", "q5_1")
+# The demo's own words, so that each expert sees some.
+TEXT = (DEMO.parent / "conversations.txt").read_text()[:20000]
+FOUND = unpatched.find()
+pytestmark = pytest.mark.skipif(
+    isinstance(FOUND, str), reason=FOUND if isinstance(FOUND, str) else ""
+)
+
+
+@pytest.fixture(scope="module")
+def upstream() -> unpatched.Unpatched:
+    assert isinstance(FOUND, unpatched.Unpatched)
+    return FOUND
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model's most precise tier, as an ordinary GGUF."""
+    path = tmp_path_factory.mktemp("source") / "q8.gguf"
+    export(DEMO, path, "q8_0")
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(source: Path) -> Path:
+    path = source.with_name("text.txt")
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ours(source: Path, text: Path) -> Path:
+    """An importance matrix of ours."""
+    out = source.with_name("ours.gguf")
+    save_imatrix(Method("imatrix", text, threads=1), source, out, lambda _: None)
+    return out
+
+
+@pytest.fixture(scope="module")
+def theirs(upstream: unpatched.Unpatched, source: Path, text: Path) -> Callable[[str], Path]:
+    """theirs(suffix): one of llama-imatrix, as gguf or in the format before it, dat."""
+
+    def make(suffix: str) -> Path:
+        out = source.with_name(f"theirs.{suffix}")
+        if not out.exists():
+            arguments = ["-m", source, "-f", text, "-o", out, "-c", 256, "-b", 256, "-ub", 256]
+            upstream.tool("llama-imatrix", *arguments, "-t", 1, "--output-format", suffix)
+        return out
+
+    return make
+
+
+def experts(path: Path) -> Iterator[tuple[str, int, bytes]]:
+    """(name, type, bytes) of each expert tensor."""
+    with GGUFFile.open(path) as file:
+        for info in file.tensors.values():
+            if parse_expert_name(info.name) is not None:
+                yield info.name, info.type, file.bytes_at(info.offset, info.nbytes).tobytes()
+
+
+def packed(source: Path, out: Path, tier: str, imatrix: Path | None = None) -> Path:
+    from gguf_tools.experts import ExpertModel
+
+    with ExpertModel.open(source) as model:
+        by = None if imatrix is None else ByImportance.of_file(imatrix, model, load())
+        pack(model, out, [tier], quantizer=by, threads=1)
+    return out
+
+
+def quantized(
+    upstream: unpatched.Unpatched, source: Path, out: Path, tier: str, imatrix: Path | None = None
+) -> Path:
+    chosen = [] if imatrix is None else ["--imatrix", imatrix]
+    arguments = [*chosen, "--allow-requantize", "--pure", "--tensor-type", f"ffn_.*_exps={tier}"]
+    upstream.tool("llama-quantize", *arguments, source, out, "q8_0", 1)
+    return out
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_runs_there(
+    name: str, case: Callable[[str], Case], tmp_path: Path, upstream: unpatched.Unpatched
+) -> None:
+    """The exported tier gives there, bit for bit, what the packed file gives here, managed."""
+    made = case(name)
+    export(made.packed, tmp_path / "f16.gguf", "f16")
+    found = upstream.logits(tmp_path / "f16.gguf", made.tokens, made.answer)
+    here = our_logits(
+        made.packed, made.tokens, made.answer, policy="lru", high_tier="f16", expert_ram=1 << 20
+    )
+    np.testing.assert_array_equal(found, here)
+
+
+@pytest.mark.parametrize("tier", ["q8_0", "q4_k", "q2_k"])
+def test_every_tier_of_the_demo_runs_there(
+    tier: str, tmp_path: Path, upstream: unpatched.Unpatched
+) -> None:
+    export(DEMO, tmp_path / "one.gguf", tier)
+    tokens, answer = list(range(5, 45)), list(range(300, 316))
+    found = upstream.logits(tmp_path / "one.gguf", tokens, answer)
+    budget = 12 << 20
+    here = our_logits(DEMO, tokens, answer, policy="lru", high_tier=tier, expert_ram=budget)
+    np.testing.assert_array_equal(found, here)
+
+
+@pytest.mark.parametrize("tier", PLAIN)
+def test_plain_tiers_are_those_of_llama_quantize(
+    tier: str, source: Path, tmp_path: Path, upstream: unpatched.Unpatched
+) -> None:
+    mine = packed(source, tmp_path / "mine.gguf", tier)
+    other = quantized(upstream, source, tmp_path / "other.gguf", tier)
+    assert list(experts(mine)) == list(experts(other))
+
+
+@pytest.mark.parametrize("tier", ["q4_k", "q2_k", "iq4_xs", "iq2_xs", "iq1_s"])
+@pytest.mark.parametrize("made_by", ["us", "llama-imatrix", "llama-imatrix, the older format"])
+def test_weighed_tiers_are_those_of_llama_quantize(
+    made_by: str,
+    tier: str,
+    source: Path,
+    ours: Path,
+    theirs: Callable[[str], Path],
+    tmp_path: Path,
+    upstream: unpatched.Unpatched,
+) -> None:
+    """Both take each other's importance matrices, and make the same bytes with them."""
+    imatrix = ours if made_by == "us" else theirs("dat" if "older" in made_by else "gguf")
+    mine = packed(source, tmp_path / "mine.gguf", tier, imatrix)
+    other = quantized(upstream, source, tmp_path / "other.gguf", tier, imatrix)
+    assert list(experts(mine)) == list(experts(other))
+
+
+def test_importance_is_that_of_llama_imatrix(ours: Path, theirs: Callable[[str], Path]) -> None:
+    """Of the same text. Windows differ, and with them what a token sees."""
+    mine, other = read_imatrix(ours), read_imatrix(theirs("gguf"))
+    for name, entry in mine.entries.items():
+        mean = entry.sums.sum() / entry.counts.sum()
+        their = other.entries[name]
+        assert mean == pytest.approx(their.sums.sum() / their.counts.sum(), rel=0.1), name
