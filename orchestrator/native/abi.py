@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 MAX_TIERS = 4
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -52,6 +52,12 @@ class CConfig(ctypes.Structure):
         ("device", ctypes.c_void_p),
         ("budget_bytes", ctypes.c_uint64),
         ("host_bytes", ctypes.c_uint64),
+        ("copy_bytes_per_s", ctypes.c_double),
+        ("read_bytes_per_s", ctypes.c_double),
+        ("compute_bytes_per_s", ctypes.c_double),
+        ("round_trip_us", ctypes.c_double),
+        ("misses", ctypes.c_int32),
+        ("n_host_threads", ctypes.c_int32),
         ("n_files", ctypes.c_int32),
         ("n_layers", ctypes.c_int32),
         ("n_groups", ctypes.c_int32),
@@ -116,6 +122,9 @@ class CStats(ctypes.Structure):
         ("host_hits", ctypes.c_uint64 * 2),
         ("copy_bytes", ctypes.c_uint64 * 2),
         ("copy_wait_us", ctypes.c_uint64 * 2),
+        ("in_place", ctypes.c_uint64 * 2),
+        ("in_place_bytes", ctypes.c_uint64 * 2),
+        ("host_computed", ctypes.c_uint64 * 2),
         ("callback_us", ctypes.c_uint64 * 2),
         ("callbacks", ctypes.c_uint64 * 2),
         ("routed", (ctypes.c_uint64 * (MAX_TIERS + 1)) * 2),
@@ -138,6 +147,8 @@ class CStats(ctypes.Structure):
         ("host_bytes", ctypes.c_uint64),
         ("direct_io", ctypes.c_int32),
         ("host_pinned", ctypes.c_int32),
+        ("misses", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     ]
 
 
@@ -154,6 +165,8 @@ class CBandwidths(ctypes.Structure):
         ("pinned_bytes_per_s", ctypes.c_double),
         ("pageable_bytes_per_s", ctypes.c_double),
         ("round_trip_us", ctypes.c_double),
+        ("read_bytes_per_s", ctypes.c_double),
+        ("compute_bytes_per_s", ctypes.c_double),
     ]
 
 
@@ -171,13 +184,13 @@ STRUCT_BYTES = {
     CSlices: 32,
     CGroup: 16,
     CLayer: 8 + N_KINDS * MAX_TIERS * 32,
-    CConfig: 96,
+    CConfig: 136,
     CEvent: 88,
     CPrefetch: 8,
     CDecision: 32,
-    CStats: 440,
+    CStats: 496,
     CDeviceInfo: 144,
-    CBandwidths: 24,
+    CBandwidths: 40,
     CMemory: 48,
 }
 
@@ -210,7 +223,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_device_buffer_type": (ctypes.c_void_p, [ctypes.c_void_p]),
     "moe_edge_device_measure": (
         ctypes.c_int,
-        [ctypes.c_void_p, ctypes.c_uint64, ctypes.POINTER(CBandwidths)],
+        [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32, ctypes.POINTER(CBandwidths)],
     ),
     "moe_edge_store_create": (
         _STORE,

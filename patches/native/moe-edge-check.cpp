@@ -2,6 +2,8 @@
 
 #include "moe-edge-util.h"
 
+#include <map>
+
 std::string moe_edge_store::check() {
     std::lock_guard<std::mutex> lock(mutex);
     uint64_t in_use = 0;
@@ -54,6 +56,7 @@ std::string moe_edge_store::check() {
             (unsigned long long) stats.slot_bytes_in_use, (unsigned long long) stats.slot_bytes_peak,
             (unsigned long long) stats.budget_bytes);
     }
+    std::map<int32_t, int32_t> lent;  // host slots by size
     for (int32_t i = 0; i < (int32_t) cells.size(); i++) {
         const auto & c = cells[i];
         const auto & entry = matrices[layer_of(i)][kind_of(i)].table[expert_of(i)];
@@ -65,11 +68,24 @@ std::string moe_edge_store::check() {
         if (host && c.loading != NO_TIER && (c.copied ? c.host_slot >= 0 || c.ticket == 0 : c.cached && c.host_slot < 0)) {
             return format("layer %d, %s, expert %d: its load and its host slot do not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
         }
+        if (c.in_place()) {
+            const bool right = host && c.loading != NO_TIER && c.loading_slot < 0 && !c.ahead && !c.background && !c.copied &&
+                (!c.arrived() || (c.host_slot >= 0 && c.serves()));
+            if (!right) {
+                return format("layer %d, %s, expert %d: used in place, but it cannot be", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
+            }
+            lent[host_class(i, c.loading)]++;
+        }
         if (c.background && (c.loading == NO_TIER || c.tier == NO_TIER)) {
             return format("layer %d, %s, expert %d: in transition from nothing or to nothing", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
         }
         if (c.queued() != (c.loading != NO_TIER && queue_of(c).count(read_key(i)) > 0)) {
             return format("layer %d, %s, expert %d: the read queue does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
+        }
+    }
+    for (const int32_t size_class : size_classes) {
+        if (host->lent(size_class) != lent[size_class]) {
+            return format("host slots of size %d: %d lent, %d used in place", size_class, host->lent(size_class), lent[size_class]);
         }
     }
     return host ? host->check() : std::string();

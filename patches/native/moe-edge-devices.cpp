@@ -1,8 +1,10 @@
 #include "moe-edge-devices.h"
 #include "moe-edge-host-device.h"
 #include "moe-edge-util.h"
+#include "moe-edge-workers.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -62,20 +64,38 @@ known_device open_device(const std::string & name) {
     return found;
 }
 
-// Seconds of a copy of bytes bytes, the best of three; negative when the device fails.
-double copy_seconds(moe_edge_device & device, void * to, const void * from, uint64_t bytes) {
-    double best = -1.0;
+// Seconds that work takes, the best of three; infinite where it fails.
+template <typename F> double best_seconds(F && work) {
+    double best = INFINITY;
     for (int i = 0; i < 3; i++) {
         const auto t0 = std::chrono::steady_clock::now();
-        const moe_edge_ticket ticket = device.copy(MOE_EDGE_LANE_DEMAND, to, from, bytes, 0);
-        device.wait(ticket);
-        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - t0;
-        if (ticket == 0 || !device.error().empty()) {
-            return -1.0;
+        if (!work()) {
+            return INFINITY;
         }
-        best = best < 0.0 ? took.count() : std::min(best, took.count());
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - t0;
+        best = std::min(best, took.count());
     }
     return best;
+}
+
+double copy_seconds(moe_edge_device & device, void * to, const void * from, uint64_t bytes) {
+    return best_seconds([&] {
+        const moe_edge_ticket ticket = device.copy(MOE_EDGE_LANE_DEMAND, to, from, bytes, 0);
+        device.wait(ticket);
+        return ticket != 0 && device.error().empty();
+    });
+}
+
+double compute_seconds(const void * weights, uint64_t bytes, int32_t n_threads) {
+    constexpr int64_t N_IN = 2048;
+    const std::vector<float> x(N_IN, 1.0f);
+    std::vector<float> out(bytes / ggml_row_size(GGML_TYPE_Q4_K, N_IN));
+    const moe_edge_product product = { weights, GGML_TYPE_Q4_K, N_IN, (int64_t) out.size(), { x.data() }, { out.data() } };
+    moe_edge_workers workers(n_threads);
+    return best_seconds([&] {
+        workers.multiply({ product });
+        return true;
+    });
 }
 
 }  // namespace
@@ -125,25 +145,28 @@ void * moe_edge_device_buffer_type(void * device) {
     return moe_edge_placeholder_type(static_cast<moe_edge_device *>(device));
 }
 
-int moe_edge_device_measure(void * device, uint64_t bytes, moe_edge_bandwidths * out) {
+int moe_edge_device_measure(void * device, uint64_t bytes, int32_t n_threads, moe_edge_bandwidths * out) {
     auto & d = *static_cast<moe_edge_device *>(device);
     *out = {};
     bool pinned = false;
     void * to = d.alloc(bytes);
     char * page_locked = d.alloc_host(bytes, &pinned);
     std::unique_ptr<char[]> pageable(new (std::nothrow) char[bytes]);
-    bool ok = bytes > 0 && to && page_locked && pageable;
+    bool ok = bytes >= 1 << 20 && n_threads > 0 && to && page_locked && pageable;
     if (ok) {
         memset(page_locked, 1, bytes);
         memset(pageable.get(), 1, bytes);
         const double locked = copy_seconds(d, to, page_locked, bytes);
         const double plain  = copy_seconds(d, to, pageable.get(), bytes);
-        const double few    = copy_seconds(d, to, page_locked, std::min<uint64_t>(bytes, 64));
-        ok = locked > 0.0 && plain > 0.0 && few > 0.0;
+        const double few    = copy_seconds(d, to, page_locked, 64);
+        const double read   = pinned ? best_seconds([&] { return d.read(page_locked, bytes); }) : INFINITY;
+        ok = std::isfinite(locked + plain + few);
         if (ok) {
             out->pinned_bytes_per_s   = pinned ? bytes / locked : 0.0;
             out->pageable_bytes_per_s = bytes / plain;
             out->round_trip_us        = few * 1e6;
+            out->read_bytes_per_s     = bytes / read;
+            out->compute_bytes_per_s  = bytes / compute_seconds(page_locked, bytes, n_threads);
         }
     }
     if (to) {

@@ -56,6 +56,8 @@ moe_edge_host_tier::moe_edge_host_tier(moe_edge_device & device, uint64_t budget
     }
     char * at = memory;
     for (size_t i = 0; i < classes.size(); i++) {
+        lists[i].n_slots = n[i];
+        lists[i].least   = classes[i].least;
         for (int32_t k = 0; k < n[i]; k++) {
             lists[i].free.push_back(slots.size());
             auto & s = slots.emplace_back();
@@ -151,7 +153,7 @@ moe_edge_ticket moe_edge_host_tier::blocked_by(int32_t size_class) const {
         const auto & s = slots[slot];
         if (s.holds == 0) {
             const moe_edge_ticket t = feeding(s);  // it may have passed meanwhile
-            return t != 0 ? t : std::max(s.copies[MOE_EDGE_LANE_DEMAND], s.copies[MOE_EDGE_LANE_PREFETCH]);
+            return t != 0 ? t : *std::max_element(std::begin(s.copies), std::end(s.copies));
         }
     }
     return 0;
@@ -165,6 +167,13 @@ void moe_edge_host_tier::complete(int32_t slot, bool passing) {
 }
 
 void moe_edge_host_tier::feeds(int32_t slot, int32_t lane, moe_edge_ticket ticket) { slots[slot].copies[lane] = ticket; }
+
+bool moe_edge_host_tier::lend(int32_t size_class) {
+    auto & l = lists[size_class];
+    const bool enough = l.lent + l.least < l.n_slots;
+    l.lent += enough;
+    return enough;
+}
 
 void moe_edge_host_tier::drop(int32_t slot) {
     auto & s = slots[slot];
@@ -202,6 +211,9 @@ std::string moe_edge_host_tier::check() const {
         }
         if (l.oldest != before) {
             return "the host tier's list does not end at its oldest slot";
+        }
+        if (l.lent < 0 || l.lent + l.least > std::max(l.n_slots, l.least)) {
+            return format("host tier: %d of %d slots are lent", l.lent, l.n_slots);
         }
     }
     for (const int32_t slot : slot_of) {

@@ -53,6 +53,16 @@ class moe_edge_host_tier {
     // The device's copy of this slice goes: the one here, if there is one, is worth more now.
     void    touch(int32_t slice);
 
+    // A slot that will be held until an op has used what is in it. Those of one op may wait for
+    // those of a later one: false where that would leave too few for loads that end by themselves.
+    bool    lend(int32_t size_class);
+    void    take_back(int32_t size_class) { lists[size_class].lent--; }
+    int32_t lent(int32_t size_class) const { return lists[size_class].lent; }
+    bool    has(int32_t slice) const { return slot_of[slice] >= 0; }
+
+    // In the place of a lane in feeds(): the device reads the slot itself.
+    static constexpr int32_t READERS = MOE_EDGE_N_LANES;
+
     std::string check() const;  // empty, or the invariant that does not hold
 
   private:
@@ -64,12 +74,15 @@ class moe_edge_host_tier {
         bool    complete = false;  // and in the class's list
         int32_t newer    = -1;
         int32_t older    = -1;
-        moe_edge_ticket copies[MOE_EDGE_N_LANES] = {};  // the latest from it
+        moe_edge_ticket copies[MOE_EDGE_N_LANES + 1] = {};  // the latest from it, by lane; READERS
     };
     struct list {
         std::vector<int32_t> free;
         int32_t newest = -1;
         int32_t oldest = -1;
+        int32_t n_slots = 0;
+        int32_t least   = 0;
+        int32_t lent    = 0;
     };
 
     static std::vector<int32_t> divide(uint64_t budget_bytes, const std::vector<size_class> & classes);

@@ -67,6 +67,7 @@ void moe_edge_store::open_device(const moe_edge_config & config) {
         }
         down_matrices.push_back(&of_layer[MOE_EDGE_DOWN]);
     }
+    open_in_place(config);
     copy_thread = std::thread([this] { copy_loop(); });
 }
 
@@ -144,18 +145,18 @@ int32_t moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
     const int32_t cell = most_urgent();
     auto & c = cells[cell];
     if (c.host_slot < 0) {
-        c.host_slot = host->reserve(slice_id(cell, c.loading), host_class(cell));
+        c.host_slot = host->reserve(slice_id(cell, c.loading), host_class(cell, c.loading));
     }
     if (c.host_slot >= 0) {
         return cell;
     }
     for (const auto & key : reads) {
         const int32_t other = std::get<3>(key);
-        if (cells[other].host_slot >= 0 && host_class(other) == host_class(cell)) {
+        if (cells[other].host_slot >= 0 && host_class(other, cells[other].loading) == host_class(cell, c.loading)) {
             return other;
         }
     }
-    const moe_edge_ticket ticket = host->blocked_by(host_class(cell));
+    const moe_edge_ticket ticket = host->blocked_by(host_class(cell, c.loading));
     if (ticket != 0) {
         lock.unlock();
         device->wait(ticket);
@@ -164,11 +165,6 @@ int32_t moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
         work_cv.wait_for(lock, std::chrono::milliseconds(10));  // all are being filled, or held for a copy
     }
     return -1;
-}
-
-// Of the slice that is being loaded.
-int32_t moe_edge_store::host_class(int32_t cell) const {
-    return size_classes[(layer_of(cell) * MOE_EDGE_N_KINDS + kind_of(cell)) * n_tiers + cells[cell].loading];
 }
 
 void moe_edge_store::drop_host(int32_t cell) {

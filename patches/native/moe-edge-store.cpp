@@ -23,11 +23,12 @@ void ops_release(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, m
 void ops_wait(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n) { m->store->wait(ready, n); }
 bool ops_fixed(moe_edge_matrix * m) { return m->store->fixed(); }
 int32_t ops_routed(moe_edge_matrix * m, int32_t * out) { return m->store->routed_to(*m, out); }
+void ops_multiply(moe_edge_matrix * m, const std::vector<moe_edge_product> & products) { m->store->multiply(products); }
 
 // The order in which a layer computes its kinds: the activation's first operand is gate.
 constexpr int32_t KIND_RANK[MOE_EDGE_N_KINDS] = { /* up */ 1, /* gate */ 0, /* gate_up */ 0, /* down */ 2 };
 
-const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release, ops_wait, ops_fixed, ops_routed };
+const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release, ops_wait, ops_fixed, ops_routed, ops_multiply };
 
 // First field of moe_edge_read_key.
 constexpr int32_t DEMAND = 0, AHEAD = 1, TRANSITION = 2;
@@ -326,7 +327,7 @@ void moe_edge_store::list_insert(moe_edge_pool & pool, int32_t slot) {
 
 void moe_edge_store::touch(int32_t cell) {
     const auto & c = cells[cell];
-    if (c.loading != NO_TIER) {
+    if (c.loading_slot >= 0) {
         // as if it had arrived: what is evicted next does not depend on the disk
         auto & pool = pool_of(cell, c.loading);
         set_passing(pool, c.loading_slot, false);
@@ -473,6 +474,13 @@ bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead, bool passi
     }
     pool.slots[slot].cell    = cell;
     pool.slots[slot].used_at = ++clock;
+    start_load(cell, tier, slot, ahead, passing);
+    queue_of(cells[cell]).insert(read_key(cell));
+    return true;
+}
+
+// slot: -1 for one that ends in the host tier.
+void moe_edge_store::start_load(int32_t cell, int32_t tier, int32_t slot, bool ahead, bool passing) {
     auto & c = cells[cell];
     c.loading      = tier;
     c.loading_slot = slot;
@@ -482,21 +490,20 @@ bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead, bool passi
     c.abandoned    = false;
     c.cut          = false;
     c.copied       = false;
+    c.after_use    = false;
     c.ticket       = 0;
     c.host_slot    = host ? host->find(slice_id(cell, tier), passing) : -1;
     c.cached       = c.host_slot >= 0;
     c.parts        = c.cached ? 1 : std::max<uint64_t>(1, (slice_of(cell, tier).expert_bytes + MOE_EDGE_PART / 2) / MOE_EDGE_PART);
     c.started      = 0;
     c.finished     = 0;
-    queue_of(c).insert(read_key(cell));
-    return true;
 }
 
 // A read that has not started is taken back.
 void moe_edge_store::cancel_read(int32_t cell) {
     auto & c = cells[cell];
     queue_of(c).erase(read_key(cell));
-    stats.prefetch_cancelled += c.ahead;
+    stats.prefetch_cancelled += c.ahead && !c.after_use;
     discard_load(cell);
 }
 
@@ -506,10 +513,15 @@ void moe_edge_store::free_load(int32_t cell) {
     auto & pool = pool_of(cell, c.loading);
     const int32_t slot = c.loading_slot;
     drop_host(cell);
+    if (c.in_place()) {
+        host->take_back(host_class(cell, c.loading));
+        c.place = MOE_EDGE_MISS_COPY;
+    } else {
+        give_slot(pool, slot);
+    }
     c.loading      = NO_TIER;
     c.loading_slot = -1;
     c.background   = false;
-    give_slot(pool, slot);
 }
 
 // The same, and it goes to whoever waits for one.
@@ -532,13 +544,13 @@ void moe_edge_store::load_or_wait(int32_t cell) {
 // replaces; the promotion then waits for release(), and a transition for the next step.
 void moe_edge_store::settle(int32_t cell) {
     auto & c = cells[cell];
-    if (host && !c.copied && !c.broken && !c.abandoned) {
+    if (host && !c.copied && !c.broken && !c.abandoned && !c.in_place()) {
         transfer(cell);
     }
-    if (c.background) {
+    if (c.background || c.serves()) {
         return;
     }
-    if (!c.broken && !c.abandoned) {
+    if (!c.broken && !c.abandoned && !c.in_place()) {
         if (!c.pinned() || !c.satisfied()) {
             publish(cell);
         }
@@ -572,7 +584,7 @@ void moe_edge_store::publish(int32_t cell) {
     c.loading      = NO_TIER;
     c.loading_slot = -1;
     c.background   = false;
-    pool.slots[c.slot].prefetched = c.ahead && !c.pinned();
+    pool.slots[c.slot].prefetched = c.ahead && !c.after_use && !c.pinned();
     list_insert(pool, c.slot);
     set_entry(cell, { pool.memory + c.slot * pool.slot_bytes + (device ? 0 : offset % MOE_EDGE_BLOCK), s.type, c.ticket });
     update_resident(cell);
@@ -656,7 +668,7 @@ void moe_edge_store::finish_read(const moe_edge_read & read, const std::string &
     }
     if (c.arrived()) {
         if (host && !c.broken && !c.cut) {
-            host->complete(c.host_slot, pool_of(read.cell, c.loading).slots[c.loading_slot].passing);
+            host->complete(c.host_slot, c.in_place() ? c.passing : pool_of(read.cell, c.loading).slots[c.loading_slot].passing);
         }
         settle(read.cell);
         done_cv.notify_all();
@@ -852,7 +864,8 @@ bool moe_edge_store::route() {
     for (size_t i = 0; !callback && !exact_tiers && i < routed.size(); i++) {
         routed_tiers[i] = std::min(routed_tiers[i], resident[first + routed[i]]);
     }
-    apply_locked(event.layer, MOE_EDGE_N_KINDS, routed.data(), routed_tiers.data(), routed_passing.data(), routed.size());
+    apply_locked(event.layer, MOE_EDGE_N_KINDS, routed.data(), routed_tiers.data(), routed_passing.data(), routed.size(),
+        event.n_tokens);
     routed_of[event.layer] = routed;
     prefetch_locked(event.layer, prefetch_out.data(), std::min<int32_t>(decision.n_prefetch, prefetch_out.size()));
     return !failed;
@@ -879,12 +892,12 @@ void moe_edge_store::apply(int32_t layer, const int32_t * experts, const uint8_t
     if (check_layer(layer, MOE_EDGE_N_KINDS, experts, n)) {
         const std::vector<uint8_t> defaults(n, default_tier);
         directed |= tiers != nullptr;
-        apply_locked(layer, MOE_EDGE_N_KINDS, experts, tiers ? tiers : defaults.data(), passing, n);
+        apply_locked(layer, MOE_EDGE_N_KINDS, experts, tiers ? tiers : defaults.data(), passing, n, 1);
     }
 }
 
 void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers,
-                                  const uint8_t * passing, int32_t n) {
+                                  const uint8_t * passing, int32_t n, int32_t n_tokens) {
     const auto each_cell = [&](auto && visit) {
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
             for (int32_t i = 0; has_kind(layer, k) && (kind == k || kind == MOE_EDGE_N_KINDS) && i < n; i++) {
@@ -917,6 +930,7 @@ void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * e
         }
     });
     cancel_stale(layer);
+    choose_places(layer, kind, experts, n, n_tokens);
     each_cell([&](int32_t cell, int32_t) {
         if (cells[cell].pinned()) {
             ask(cell);
@@ -944,7 +958,7 @@ void moe_edge_store::ask(int32_t cell) {
     }
     if (c.loading != NO_TIER) {
         const bool good_enough = c.loading <= c.want && !c.abandoned;
-        stats.prefetch_used += good_enough && c.ahead;
+        stats.prefetch_used += good_enough && c.ahead && !c.after_use;
         if (!good_enough && c.started == 0) {
             cancel_read(cell);
         } else if (c.queued()) {
@@ -961,6 +975,9 @@ void moe_edge_store::ask(int32_t cell) {
         if (c.loading != NO_TIER) {
             return;  // publish() goes on from there if this tier is not good enough
         }
+    }
+    if (try_in_place(cell)) {
+        return;
     }
     load_or_wait(cell);
 }
@@ -1020,7 +1037,7 @@ void moe_edge_store::cancel_stale(int32_t layer) {
         } else {
             drop_rest(cell);
             c.abandoned = true;
-            stats.prefetch_cancelled++;
+            stats.prefetch_cancelled += !c.after_use;
             if (c.arrived()) {
                 settle(cell);  // no thread is on it any more
             }
@@ -1045,7 +1062,7 @@ void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t
     if (!undecided.empty()) {
         // this kind alone: which one is computed next is the graph's business
         const std::vector<uint8_t> tiers(undecided.size(), default_tier);
-        apply_locked(m.layer, m.kind, undecided.data(), tiers.data(), nullptr, undecided.size());
+        apply_locked(m.layer, m.kind, undecided.data(), tiers.data(), nullptr, undecided.size(), INT32_MAX);
     }
 }
 
@@ -1082,6 +1099,8 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
                 const auto & entry = m.table[expert_of(cell)];
                 out[n++] = { entry.data, expert_of(cell), entry.type, entry.ticket };
                 stats.computed[phase][c.tier] += !runs_unwatched();
+            } else if (c.serves()) {
+                use_in_place(cell, &out[n++]);
             } else {
                 op.remaining[keep++] = cell;
             }
@@ -1119,12 +1138,20 @@ void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, 
     n_decided -= n;
     for (int32_t i = 0; i < n; i++) {
         const int32_t cell = cell_index(m.layer, m.kind, ready[i].expert);
-        cells[cell].decided = false;
+        auto & c = cells[cell];
+        c.decided = false;
         if (device && ready[i].data && after != 0) {
-            pool_of(cell, cells[cell].tier).slots[cells[cell].slot].after = after;
+            if (c.in_place()) {
+                host->feeds(c.host_slot, moe_edge_host_tier::READERS, after);
+            } else {
+                pool_of(cell, c.tier).slots[c.slot].after = after;
+            }
         }
-        if (cells[cell].arrived()) {
+        if (c.arrived()) {
             settle(cell);
+        }
+        if (m.kind == MOE_EDGE_DOWN && ready[i].data) {
+            keep_used(m.layer, ready[i].expert);
         }
     }
     serve_waiting(m);
@@ -1276,5 +1303,6 @@ void moe_edge_store::reset_stats() {
     fresh.direct_io         = stats.direct_io;
     fresh.host_bytes        = stats.host_bytes;
     fresh.host_pinned       = stats.host_pinned;
+    fresh.misses            = stats.misses;
     stats = fresh;
 }

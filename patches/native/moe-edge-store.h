@@ -10,13 +10,15 @@
 //
 // Where the slots are on a device, the I/O threads fill slots of the host tier, and a load ends
 // with one copy, which is enqueued as soon as its bytes are there. From then on the slot counts
-// as complete: who reads it waits for the copy's ticket, in the order of the device.
+// as complete: who reads it waits for the copy's ticket, in the order of the device. A load may
+// also end in the host tier (moe_edge_miss): the op that asked for it uses the bytes there.
 
 #pragma once
 
 #include "moe-edge-host-tier.h"
 #include "moe-edge-table.h"
 #include "moe-edge-transport.h"
+#include "moe-edge-workers.h"
 
 #include <array>
 #include <condition_variable>
@@ -69,6 +71,8 @@ struct moe_edge_cell {
     bool     cut          = false;    // and some of its parts are never read
     bool     cached       = false;    // the host tier has the bytes: there is only a copy to make
     bool     copied       = false;    // on a device: its copy is enqueued
+    bool     after_use    = false;    // its copy is for the next time: this time it was used in place
+    int8_t   place        = MOE_EDGE_MISS_COPY;  // of its load: else that is for this step, without a slot
     uint16_t parts        = 0;        // of its read; each is one call to the disk
     uint16_t started      = 0;
     uint16_t finished     = 0;
@@ -86,6 +90,9 @@ struct moe_edge_cell {
     bool queued() const { return loading != NO_TIER && started < parts; }
     // All of its read is done, but not yet acted upon.
     bool arrived() const { return loading != NO_TIER && finished == parts; }
+    bool in_place() const { return place != MOE_EDGE_MISS_COPY; }
+    // An op may use its load in place, until release().
+    bool serves() const { return in_place() && arrived() && !broken && pinned() && loading <= want; }
 };
 
 struct moe_edge_pool {
@@ -144,6 +151,7 @@ struct moe_edge_store {
     int32_t next(moe_edge_matrix & m, moe_edge_ready * out);
     void    release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
     void    wait(const moe_edge_ready * ready, int32_t n);
+    void    multiply(const std::vector<moe_edge_product> & products) { workers->multiply(products); }
     bool    fixed() const { return tables_fixed; }
     // A step then needs no hook: nobody decides, and the executor counts.
     bool    runs_unwatched() const { return tables_fixed && device->counts_routing(); }
@@ -221,11 +229,21 @@ struct moe_edge_store {
     void    transfer(int32_t cell);
     bool    landed(int32_t cell) const;
     int32_t reserve_host(std::unique_lock<std::mutex> & lock);
-    int32_t host_class(int32_t cell) const;
+    int32_t host_class(int32_t cell, int32_t tier) const {
+        return size_classes[(layer_of(cell) * MOE_EDGE_N_KINDS + kind_of(cell)) * n_tiers + tier];
+    }
     void    drop_host(int32_t cell);
     void    check_device();
     void    fix_tables();
     void    collect_counts();
+
+    // misses that are not copied (moe-edge-in-place.cpp)
+    void    open_in_place(const moe_edge_config & config);
+    void    choose_places(int32_t layer, int32_t kind, const int32_t * experts, int32_t n, int32_t n_tokens);
+    uint64_t missing_bytes(int32_t layer, int32_t kind, int32_t expert) const;
+    bool    try_in_place(int32_t cell);
+    void    use_in_place(int32_t cell, moe_edge_ready * out);
+    void    keep_used(int32_t layer, int32_t expert);
 
     moe_edge_read start_read(int32_t cell);
     int32_t most_urgent() const { return std::get<3>(*reads.begin()); }
@@ -236,12 +254,13 @@ struct moe_edge_store {
     // kind MOE_EDGE_N_KINDS: all of the layer
     // passing: null for none
     void    apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers,
-                         const uint8_t * passing, int32_t n);
+                         const uint8_t * passing, int32_t n, int32_t n_tokens);
     bool    check_layer(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
     void    drop_step();
     void    ask(int32_t cell);
     void    load_or_wait(int32_t cell);
     bool    try_load(int32_t cell, int32_t tier, bool ahead, bool passing);
+    void    start_load(int32_t cell, int32_t tier, int32_t slot, bool ahead, bool passing);
     void    prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n);
     void    cancel_stale(int32_t layer);
     bool    transits(const moe_edge_prefetch_item & t);
@@ -286,6 +305,11 @@ struct moe_edge_store {
     std::unique_ptr<moe_edge_simulation> simulation;  // in the place of the threads
     std::unique_ptr<moe_edge_host_tier> host;          // with a device only
     std::vector<int32_t>        size_classes;          // of the host tier: [layer, kind, tier]
+    double                      seconds_per_byte[MOE_EDGE_MISS_AUTO] = {};  // of each way to serve a miss
+    double                      round_trip_s = 0.0;
+    int32_t                     misses = MOE_EDGE_MISS_COPY;
+    std::vector<int8_t>         places;                // [n_expert] of the layer that is decided now
+    std::unique_ptr<moe_edge_workers> workers;         // where the host may have to compute
     std::set<moe_edge_read_key> copies;                // loads that only need a copy, not enqueued yet
     std::deque<std::pair<moe_edge_ticket, uint64_t>> ahead_copies;  // tickets, bytes: copies that nobody waits for
     uint64_t                    ahead_copy_bytes = 0;  // sum of them

@@ -26,6 +26,22 @@ struct moe_edge_ready {
     int32_t         expert;
     int32_t         type;
     moe_edge_ticket ticket;  // to be waited for before data is read
+    int32_t         place = MOE_EDGE_MISS_COPY;  // a slot; else data is host memory, in place of one:
+                                                 // enum moe_edge_miss says who is to compute it
+};
+
+// The most tokens of a layer whose experts may be used in place: each then has few rows, and its
+// bytes cost more than computing with them.
+constexpr int32_t MOE_EDGE_IN_PLACE_TOKENS = 8;
+
+// Some rows of one expert's product, for threads of the host.
+struct moe_edge_product {
+    const void *               weights;
+    int32_t                    type;
+    int64_t                    n_in;   // numbers in a row of weights
+    int64_t                    n_out;  // rows of weights
+    std::vector<const float *> x;      // [n_in] each
+    std::vector<float *>       out;    // [n_out] each, one for each x
 };
 
 struct moe_edge_matrix;
@@ -51,6 +67,8 @@ struct moe_edge_ops {
     // their number, or -1 where there was no hook or it was bypassed. For executors that cannot
     // read the op's ids without waiting for their device.
     int32_t (*routed)(moe_edge_matrix * m, int32_t * out);
+    // Computes what next() gave to the host: on threads of its own and this one, done on return.
+    void (*multiply)(moe_edge_matrix * m, const std::vector<moe_edge_product> & products);
 };
 
 struct moe_edge_matrix {

@@ -26,7 +26,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 6
+#define MOE_EDGE_ABI_VERSION 7
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -70,6 +70,15 @@ enum moe_edge_flags {
     MOE_EDGE_SIMULATED   = 4,  // files are not opened, reads move no bytes and take virtual time
 };
 
+// What becomes of an expert that a token needs and a device does not have. In place, it is used
+// from the host's memory and takes no slot; it may be copied to one behind that, for the next time.
+enum moe_edge_miss {
+    MOE_EDGE_MISS_COPY    = 0,  // to a slot, before it is computed
+    MOE_EDGE_MISS_READ    = 1,  // in place: kernels of the device read it. Copied where they cannot
+    MOE_EDGE_MISS_COMPUTE = 2,  // in place: threads of the host compute it, while the device computes others
+    MOE_EDGE_MISS_AUTO    = 3,  // each expert the one of these by which its layer is done first
+};
+
 // Where the experts of one (layer, kind, tier) lie: expert e is the bytes
 // [offset + e*expert_bytes, offset + (e+1)*expert_bytes) of files[file].
 struct moe_edge_slices {
@@ -107,6 +116,14 @@ struct moe_edge_config {
                               // starts at a multiple of MOE_EDGE_DEVICE_ALIGN, which comes on top
     uint64_t host_bytes;      // budget of the host memory behind a device: slices on their way, and
                               // those kept for the next time; moe_edge_host_least_bytes() at least
+    // For MOE_EDGE_MISS_AUTO: weights that each way takes in a second, 0 where it cannot be had, and
+    // what is lost each time that the host and the device wait for each other.
+    double   copy_bytes_per_s;
+    double   read_bytes_per_s;
+    double   compute_bytes_per_s;
+    double   round_trip_us;
+    int32_t  misses;          // enum moe_edge_miss: of layers with few tokens, on a device; others are copied
+    int32_t  n_host_threads;  // that compute misses
     int32_t  n_files;
     int32_t  n_layers;
     int32_t  n_groups;
@@ -184,6 +201,9 @@ struct moe_edge_stats {
     uint64_t host_hits[2];         // loads of a device whose slice was in host memory
     uint64_t copy_bytes[2];        // copied to a device
     uint64_t copy_wait_us[2];      // threads of the host waited for copies, to read what they bring
+    uint64_t in_place[2];          // matrices used from the host's memory, without a slot on the device
+    uint64_t in_place_bytes[2];
+    uint64_t host_computed[2];     // of those, computed by the host
     uint64_t callback_us[2];       // inside the route callback
     uint64_t callbacks[2];
     uint64_t routed[2][MOE_EDGE_MAX_TIERS + 1];  // experts by decided tier; last: skip
@@ -206,6 +226,9 @@ struct moe_edge_stats {
     uint64_t host_bytes;           // host memory behind the device, all of it allocated at the start
     int32_t  direct_io;            // 1 if every file is read with O_DIRECT
     int32_t  host_pinned;          // 1 if the memory behind host_bytes is pinned
+    int32_t  misses;               // enum moe_edge_miss in effect: what was asked for, or copy where
+                                   // the device cannot read that memory, or the speeds are not known
+    int32_t  reserved;
 };
 
 MOE_EDGE_API int32_t moe_edge_abi_version(void);
@@ -231,6 +254,8 @@ struct moe_edge_bandwidths {
     double  pinned_bytes_per_s;    // host to device; 0 where pinning is refused
     double  pageable_bytes_per_s;
     double  round_trip_us;         // a copy of few bytes, until the host knows that it is done
+    double  read_bytes_per_s;      // kernels read pinned memory where it is; 0 where they cannot
+    double  compute_bytes_per_s;   // weights in Q4_K that the host's threads multiply with one token
 };
 
 // A device of this process by name: "cuda0", "cuda1", ... or "host", main memory in the place of a
@@ -240,9 +265,9 @@ MOE_EDGE_API void * moe_edge_device_find(const char * name, char * err, size_t e
 MOE_EDGE_API int moe_edge_device_describe(void * device, struct moe_edge_device_info * out);
 // As moe_edge_buffer_type, for a store on this device.
 MOE_EDGE_API void * moe_edge_device_buffer_type(void * device);
-// By copies of bytes bytes; takes as much device memory and twice as much of the host's. 0, or -1
-// where there is not enough or the device is lost.
-MOE_EDGE_API int moe_edge_device_measure(void * device, uint64_t bytes, struct moe_edge_bandwidths * out);
+// By moving bytes bytes, 1 MiB or more, and computing with them; takes as much device memory and
+// twice as much of the host's. 0, or -1 where there is not enough or the device is lost.
+MOE_EDGE_API int moe_edge_device_measure(void * device, uint64_t bytes, int32_t n_threads, struct moe_edge_bandwidths * out);
 
 // NULL on failure, with one sentence in err.
 MOE_EDGE_API struct moe_edge_store * moe_edge_store_create(

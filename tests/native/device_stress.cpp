@@ -114,7 +114,8 @@ struct table_device : moe_edge_host_device {
     }
 };
 
-moe_edge_store * open_store(const expert_file & file, moe_edge_device & device, int32_t slots_hi, int32_t slots_lo, uint64_t host_more) {
+moe_edge_store * open_store(const expert_file & file, moe_edge_device & device, int32_t slots_hi, int32_t slots_lo, uint64_t host_more,
+                            int32_t misses = MOE_EDGE_MISS_COPY, double copy_bytes_per_s = 20e9, double round_trip_us = 0.0) {
     std::vector<moe_edge_group> groups(MOE_EDGE_N_KINDS * TIERS);
     moe_edge_config config = {};
     for (size_t g = 0; g < groups.size(); g++) {
@@ -133,9 +134,14 @@ moe_edge_store * open_store(const expert_file & file, moe_edge_device & device, 
     config.n_tiers       = TIERS;
     config.n_expert      = EXPERTS;
     config.n_expert_used = USED;
-    config.max_tokens    = 8;
+    config.max_tokens    = 16;
     config.n_io_threads  = 2;
     config.host_bytes    = moe_edge_host_least_bytes(&config) + host_more;
+    config.misses        = misses;
+    config.copy_bytes_per_s    = copy_bytes_per_s;
+    config.read_bytes_per_s    = 15e9;
+    config.compute_bytes_per_s = 28e9;
+    config.round_trip_us       = round_trip_us;
     char err[512];
     moe_edge_store * store = moe_edge_store_create(&config, err, sizeof(err));
     if (!store) {
@@ -165,7 +171,12 @@ moe_edge_ticket compute(moe_edge_host_device & device, const expert_file & file,
     const int32_t tier = r.type == TYPES[0] ? 0 : 1;
     const uint64_t expected = file.rows[m.layer][m.kind][tier][r.expert];
     const auto * weights = static_cast<const unsigned char *>(r.data);
-    if ((static_cast<const char *>(r.data) - m.base[tier]) % (tier == 0 ? 144 : 84) != 0) {
+    if (r.place == MOE_EDGE_MISS_COMPUTE) {  // by the host, which is done when it gives the expert back
+        count.rows++;
+        count.wrong += row_of(weights, BYTES[tier]) != expected;
+        return 0;
+    }
+    if (r.place == MOE_EDGE_MISS_COPY && (static_cast<const char *>(r.data) - m.base[tier]) % (tier == 0 ? 144 : 84) != 0) {
         die("an expert does not lie on a whole block of its pool");
     }
     return device.submit([&count, weights, tier, expected] {
@@ -187,7 +198,7 @@ bool run_op(moe_edge_store * store, table_device & device, const expert_file & f
         }
         for (int32_t i = 0; i < n; i++) {
             if (ready[i].data) {
-                device.last = compute(device, file, m, ready[i], count);
+                device.last = std::max(device.last, compute(device, file, m, ready[i], count));
             }
         }
         m.ops->release(&m, ready.data(), n, device.last);
@@ -198,9 +209,10 @@ bool run_op(moe_edge_store * store, table_device & device, const expert_file & f
 
 // Random steps over slots too few for them: swaps by requests, by prefetches and by transitions,
 // skips, and steps that are cut off.
-void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t slots_hi, int32_t slots_lo, uint64_t host_more) {
+void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t slots_hi, int32_t slots_lo, uint64_t host_more,
+               int32_t misses) {
     table_device device(150);
-    moe_edge_store * store = open_store(file, device, slots_hi, slots_lo, host_more);
+    moe_edge_store * store = open_store(file, device, slots_hi, slots_lo, host_more, misses);
     std::mt19937 random(seed);
     counters count;
     int64_t asked = 0, skipped = 0, cut = 0, transitions = 0;
@@ -258,10 +270,17 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
         s.copy_wait_us[0] + s.copy_wait_us[1] != 0 || s.slot_bytes_peak > s.budget_bytes) {
         die("a situation did not come up, or the host waited for a copy");
     }
+    const uint64_t in_place = s.in_place[0] + s.in_place[1], host_computed = s.host_computed[0] + s.host_computed[1];
+    const bool some = in_place > 0 && s.in_place_bytes[0] + s.in_place_bytes[1] > in_place;
+    const bool right = misses == MOE_EDGE_MISS_COPY ? in_place == 0
+        : some && (misses == MOE_EDGE_MISS_READ ? host_computed == 0 : host_computed == in_place);
+    if (!right || s.misses != misses || s.copy_bytes[0] + s.copy_bytes[1] == 0) {
+        die("misses were not served as asked for");
+    }
     moe_edge_store_free(store);
-    printf("steps: %d, %lld rows, none wrong, %lld skipped, %lld cut off, %llu host hits, %llu evictions, %llu transitions\n", steps,
-        (long long) count.rows, (long long) skipped, (long long) cut, (unsigned long long) host_hits, (unsigned long long) s.evictions,
-        (unsigned long long) (s.experts_promoted + s.experts_demoted));
+    printf("steps: %d, %lld rows, none wrong, %llu in place, %lld skipped, %lld cut off, %llu host hits, %llu evictions, %llu transitions\n",
+        steps, (long long) count.rows, (unsigned long long) in_place, (long long) skipped, (long long) cut, (unsigned long long) host_hits,
+        (unsigned long long) s.evictions, (unsigned long long) (s.experts_promoted + s.experts_demoted));
 }
 
 // Everything resident, nobody decides during a step: ops run from tables of their own, without a
@@ -422,16 +441,114 @@ void run_routed(const expert_file & file) {
     printf("routed: told once\n");
 }
 
+// Which experts of a layer are copied and which are used in place, when nothing is there yet.
+std::vector<int32_t> places_of(const expert_file & file, int32_t misses, int32_t n_tokens, double round_trip_us, double copy_bytes_per_s) {
+    table_device device(0);
+    moe_edge_store * store = open_store(file, device, EXPERTS, 1, 1 << 20, misses, copy_bytes_per_s, round_trip_us);
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);
+    for (int32_t i = 0; i < n_tokens * USED; i++) {
+        store->ids[i] = i % 6;
+    }
+    store->event.layer    = 0;
+    store->event.n_tokens = n_tokens;
+    if (!store->route()) {
+        die(moe_edge_error(store));
+    }
+    std::vector<int32_t> places(EXPERTS, -1);
+    for (const int32_t k : KINDS) {
+        auto & m = store->matrices[0][k];
+        std::vector<int32_t> ids(EXPERTS);
+        ids.resize(m.ops->routed(&m, ids.data()));
+        std::vector<moe_edge_ready> ready(ids.size());
+        m.ops->begin(&m, ids.data(), ids.size());
+        for (int32_t left = ids.size(); left > 0;) {
+            const int32_t n = m.ops->next(&m, ready.data());
+            if (n < 0) {
+                die(moe_edge_error(store));
+            }
+            for (int32_t i = 0; i < n; i++) {
+                auto & place = places[ready[i].expert];
+                if (place >= 0 && place != ready[i].place) {
+                    die("an expert is used in two places");
+                }
+                place = ready[i].place;
+            }
+            check(store);
+            m.ops->release(&m, ready.data(), n, 0);
+            left -= n;
+        }
+    }
+    check(store);
+    moe_edge_store_free(store);
+    return places;
+}
+
+void run_places(const expert_file & file) {
+    constexpr int32_t COPY = MOE_EDGE_MISS_COPY, READ = MOE_EDGE_MISS_READ, COMPUTE = MOE_EDGE_MISS_COMPUTE;
+    using places = std::vector<int32_t>;
+    const auto of = [&](int32_t misses, int32_t n_tokens, double round_trip_us = 0, double copy = 20e9) {
+        return places_of(file, misses, n_tokens, round_trip_us, copy);
+    };
+    const bool fixed = of(MOE_EDGE_MISS_COPY, 2) == places({ COPY, COPY, COPY, COPY, COPY, COPY, -1, -1 }) &&
+        of(MOE_EDGE_MISS_READ, 1) == places({ READ, READ, READ, -1, -1, -1, -1, -1 }) &&
+        of(MOE_EDGE_MISS_COMPUTE, 1) == places({ COMPUTE, COMPUTE, COMPUTE, -1, -1, -1, -1, -1 });
+    // an expert takes the link 2.16 us, the host 1.54 us
+    const bool shared = of(MOE_EDGE_MISS_AUTO, 2) == places({ COMPUTE, COPY, COMPUTE, COPY, COMPUTE, COMPUTE, -1, -1 });
+    // twice 3 us until the host begins
+    const bool late  = of(MOE_EDGE_MISS_AUTO, 2, 3) == places({ COPY, COPY, COPY, COMPUTE, COPY, COMPUTE, -1, -1 });
+    const bool never = of(MOE_EDGE_MISS_AUTO, 2, 1000) == of(MOE_EDGE_MISS_COPY, 2);
+    // a link that kernels read faster than it copies
+    const bool read = of(MOE_EDGE_MISS_AUTO, 1, 1000, 1e9) == of(MOE_EDGE_MISS_READ, 1);
+    const bool unknown = of(MOE_EDGE_MISS_AUTO, 1, 0, 0) == of(MOE_EDGE_MISS_COPY, 1);
+    // more tokens than are worth it
+    std::vector<int32_t> all(EXPERTS, -1);
+    std::fill_n(all.begin(), 6, COPY);
+    const bool many = of(MOE_EDGE_MISS_READ, 8) != all && of(MOE_EDGE_MISS_READ, 9) == all;
+    if (!fixed || !shared || !late || !never || !read || !unknown || !many) {
+        die("misses are shared otherwise than by their speeds");
+    }
+    printf("places: by speed\n");
+}
+
+// A host slot whose expert a kernel still reads is filled with nothing else.
+void run_late_reader(const expert_file & file) {
+    table_device device(0);
+    moe_edge_store * store = open_store(file, device, 2, 2, 1 << 15, MOE_EDGE_MISS_READ);
+    counters count;
+    device.submit([] { std::this_thread::sleep_for(std::chrono::milliseconds(30)); }, {});  // before all readers
+    for (int32_t step = 0; step < 40; step++) {
+        moe_edge_begin_step(store, MOE_EDGE_DECODE);
+        std::vector<int32_t> ids = { step % EXPERTS, (step + 3) % EXPERTS };
+        const std::vector<uint8_t> tiers(ids.size(), step % TIERS);
+        moe_edge_apply(store, step % LAYERS, ids.data(), tiers.data(), nullptr, ids.size());
+        for (const int32_t k : KINDS) {
+            if (!run_op(store, device, file, step % LAYERS, k, ids, count)) {
+                die(moe_edge_error(store));
+            }
+        }
+        check(store);
+    }
+    device.wait(device.last);
+    moe_edge_stats s;
+    moe_edge_get_stats(store, &s);
+    if (count.wrong != 0 || s.in_place[1] == 0) {
+        die(std::to_string(count.wrong) + " wrong rows from host slots");
+    }
+    moe_edge_store_free(store);
+    printf("late readers: none wrong\n");
+}
+
 // A device that is lost while a step runs: one sentence, no hang, and the store can be freed.
-void run_lost(const expert_file & file) {
+void run_lost(const expert_file & file, int32_t misses) {
     table_device device(200);
-    moe_edge_store * store = open_store(file, device, 2, 2, 0);
+    moe_edge_store * store = open_store(file, device, 2, 2, 0, misses);
     counters count;
     std::vector<int32_t> ids(EXPERTS);
     std::iota(ids.begin(), ids.end(), 0);
     moe_edge_begin_step(store, MOE_EDGE_DECODE);
     std::thread other([&] { device.lose("it fell off the bus"); });
     for (int i = 0; i < 1000; i++) {
+        moe_edge_apply(store, i % LAYERS, ids.data(), nullptr, nullptr, ids.size());
         if (!run_op(store, device, file, i % LAYERS, MOE_EDGE_UP, ids, count)) {
             break;
         }
@@ -459,11 +576,16 @@ int main(int argc, char ** argv) {
     const expert_file file(argv[1]);
     const int32_t  steps = atoi(argv[2]);
     const unsigned seed  = atoi(argv[3]);
-    run_steps(file, steps / 2, seed, 4, 3, 0);
-    run_steps(file, steps - steps / 2, seed + 1, 1, 1, 300000);
+    run_steps(file, steps / 4, seed, 4, 3, 0, MOE_EDGE_MISS_COPY);
+    run_steps(file, steps / 4, seed + 1, 1, 1, 300000, MOE_EDGE_MISS_COPY);
+    run_steps(file, steps / 4, seed + 2, 2, 2, 60000, MOE_EDGE_MISS_READ);
+    run_steps(file, steps - steps / 4 * 3, seed + 3, 2, 2, 300000, MOE_EDGE_MISS_COMPUTE);
+    run_places(file);
+    run_late_reader(file);
     run_fixed(file, std::max(40, steps / 50), seed);
     run_held(file);
     run_routed(file);
-    run_lost(file);
+    run_lost(file, MOE_EDGE_MISS_COPY);
+    run_lost(file, MOE_EDGE_MISS_READ);
     return 0;
 }

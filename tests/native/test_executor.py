@@ -17,7 +17,10 @@ from patches.upstream import PATCHES
 from .conftest import HERE, run_program
 
 NATIVE = PATCHES / "native"
-STORE_ROOMS = ("store", "store-c", "transitions", "check", "staging", "host-tier", "host-device")
+STORE_ROOMS = (
+    *("store", "store-c", "transitions", "check", "staging", "host-tier", "host-device"),
+    *("in-place", "workers"),
+)
 STORE = [NATIVE / f"moe-edge-{room}.cpp" for room in STORE_ROOMS]
 SANITIZERS = ("thread", "address,undefined")
 # Read when the tests are collected: while one runs, its environment is a clean one.
@@ -49,7 +52,7 @@ def compile_stress(
     """compile_stress(name): NAME.cpp with the store's own sources, under a sanitizer."""
     name = request.param.partition(",")[0]
     flags = ("-std=c++17", f"-fsanitize={request.param}", "-DMOE_EDGE_PART_BYTES=4096")
-    libraries = ("ggml-base",)
+    libraries = ("ggml-cpu", "ggml-base")
     store = compile_native(
         f"store_{name}.so", STORE, *flags, "-shared", "-fPIC", libraries=libraries
     )

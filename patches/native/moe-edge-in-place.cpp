@@ -1,0 +1,112 @@
+// Misses that are not copied: used from the host tier by the op that needs them, in place of a slot.
+
+#include "moe-edge-util.h"
+
+#include <algorithm>
+#include <cmath>
+
+void moe_edge_store::open_in_place(const moe_edge_config & config) {
+    if (config.misses < MOE_EDGE_MISS_COPY || config.misses > MOE_EDGE_MISS_AUTO || config.n_host_threads < 0 ||
+        config.n_host_threads > 1024) {
+        refuse("store: there is no way %d of serving misses with %d threads", config.misses, config.n_host_threads);
+    }
+    const auto cost = [](double bytes_per_s) { return bytes_per_s > 0.0 ? 1.0 / bytes_per_s : INFINITY; };
+    const bool readable = device->reads_in_place(host->is_pinned());
+    seconds_per_byte[MOE_EDGE_MISS_COPY]    = cost(config.copy_bytes_per_s);
+    seconds_per_byte[MOE_EDGE_MISS_READ]    = readable ? cost(config.read_bytes_per_s) : INFINITY;
+    seconds_per_byte[MOE_EDGE_MISS_COMPUTE] = cost(config.compute_bytes_per_s);
+    round_trip_s = config.round_trip_us * 1e-6;
+
+    misses = config.misses;
+    if ((misses == MOE_EDGE_MISS_READ && !readable) ||
+        (misses == MOE_EDGE_MISS_AUTO && std::isinf(seconds_per_byte[MOE_EDGE_MISS_COPY]))) {
+        misses = MOE_EDGE_MISS_COPY;
+    }
+    if (misses == MOE_EDGE_MISS_COMPUTE || (misses == MOE_EDGE_MISS_AUTO && !std::isinf(seconds_per_byte[MOE_EDGE_MISS_COMPUTE]))) {
+        workers = std::make_unique<moe_edge_workers>(std::max(1, config.n_host_threads));
+    }
+    places.assign(n_expert, MOE_EDGE_MISS_COPY);
+    stats.misses = misses;
+}
+
+// What a layer lacks of an expert, and what is not on its way already.
+uint64_t moe_edge_store::missing_bytes(int32_t layer, int32_t kind, int32_t expert) const {
+    uint64_t bytes = 0;
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        const int32_t cell = cell_index(layer, k, expert);
+        const auto & c = cells[cell];
+        if (has_kind(layer, k) && (kind == k || kind == MOE_EDGE_N_KINDS) && c.pinned() && !c.satisfied() && c.loading == NO_TIER) {
+            bytes += slice_of(cell, c.want).expert_bytes;
+        }
+    }
+    return bytes;
+}
+
+// For ask(). MOE_EDGE_MISS_AUTO: the link to the device and the host's threads share the experts,
+// each in turn going to whichever is done with it first.
+void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * experts, int32_t n, int32_t n_tokens) {
+    if (misses == MOE_EDGE_MISS_COPY) {
+        return;
+    }
+    const bool few = n_tokens <= MOE_EDGE_IN_PLACE_TOKENS;
+    double link = 0.0, threads = 2.0 * round_trip_s;  // for what goes into gate and up, and into down
+    for (int32_t i = 0; i < n; i++) {
+        auto & place = places[experts[i]];
+        place = few ? misses : MOE_EDGE_MISS_COPY;
+        const double bytes = missing_bytes(layer, kind, experts[i]);
+        if (place != MOE_EDGE_MISS_AUTO || bytes == 0.0) {
+            continue;
+        }
+        double done[MOE_EDGE_MISS_AUTO];
+        for (int32_t p = 0; p < MOE_EDGE_MISS_AUTO; p++) {
+            done[p] = (p == MOE_EDGE_MISS_COMPUTE ? threads : link) + bytes * seconds_per_byte[p];
+        }
+        place = std::min_element(std::begin(done), std::end(done)) - done;
+        (place == MOE_EDGE_MISS_COMPUTE ? threads : link) = done[place];
+    }
+}
+
+// Serves a request of this step without a slot, where its expert is to be used in place and the
+// host tier can spare the room.
+bool moe_edge_store::try_in_place(int32_t cell) {
+    auto & c = cells[cell];
+    if (misses == MOE_EDGE_MISS_COPY || places[expert_of(cell)] == MOE_EDGE_MISS_COPY || !host->lend(host_class(cell, c.want))) {
+        return false;
+    }
+    c.place = places[expert_of(cell)];
+    start_load(cell, c.want, -1, false, c.passing);
+    if (c.cached) {
+        c.started = c.finished = c.parts;
+        stats.host_hits[phase]++;
+    } else {
+        reads.insert(read_key(cell));
+    }
+    return true;
+}
+
+void moe_edge_store::use_in_place(int32_t cell, moe_edge_ready * out) {
+    const auto & c = cells[cell];
+    const auto & s = slice_of(cell, c.loading);
+    const uint64_t offset = s.offset + expert_of(cell) * s.expert_bytes;
+    *out = { host->data(c.host_slot) + offset % MOE_EDGE_BLOCK, expert_of(cell), s.type, 0, c.place };
+    stats.computed[phase][c.loading]++;
+    stats.in_place[phase]++;
+    stats.in_place_bytes[phase] += s.expert_bytes;
+    stats.host_computed[phase] += c.place == MOE_EDGE_MISS_COMPUTE;
+}
+
+// An expert that was used in place comes to slots behind that, as if it was read ahead, unless
+// others still wait for their copies: the cache follows the routing as fast as the link allows.
+void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
+    if (misses == MOE_EDGE_MISS_COPY || !copies.empty()) {
+        return;
+    }
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        const int32_t cell = cell_index(layer, k, expert);
+        auto & c = cells[cell];
+        if (has_kind(layer, k) && !c.decided && c.loading == NO_TIER && c.want != MOE_EDGE_SKIP && !c.satisfied() &&
+            host->has(slice_id(cell, c.want)) && try_load(cell, c.want, true, c.passing)) {
+            c.after_use = true;
+        }
+    }
+}
