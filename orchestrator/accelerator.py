@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gguf_tools.process import default_threads
+from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.hardware import Device
 from orchestrator.llama import Bindings
-from orchestrator.native import DeviceInfo, find_device
+from orchestrator.native import Bandwidths, DeviceInfo, Misses, find_device, measure_device
 
 AUTO, CPU = "auto", "cpu"
 _GPU = "cuda"
@@ -49,6 +51,30 @@ def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accele
     number = info.name.removeprefix(_GPU)
     index = int(number) if number != info.name else None
     return Accelerator(info, index, bindings.library().device_buffer_type(info.handle))
+
+
+def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:
+    """How a GPU gets the experts that it lacks. Where that is for speeds to say, measures them,
+    which takes some tenths of a second.
+
+    Raises ConfigError for --misses without a GPU, or for one that does not answer.
+    """
+    if gpu is None:
+        if config.misses is not None:
+            raise ConfigError(
+                "--misses says how a GPU gets the experts that it lacks, and none is in use: "
+                "leave it out"
+            )
+        return Misses()
+    mode, threads = config.misses or AUTO, config.threads or default_threads()
+    if mode != AUTO or gpu.index is None:  # main memory in the place of a GPU has no link to it
+        return Misses(mode, threads=threads)
+    return misses_at(measure_device(bindings.library(), gpu.info, threads), threads)
+
+
+def misses_at(speeds: Bandwidths, threads: int) -> Misses:
+    """Each miss the way that is quickest at these speeds."""
+    return Misses(AUTO, speeds.pinned, speeds.read, speeds.compute, speeds.round_trip_us, threads)
 
 
 def has_gpu_support(bindings: Bindings) -> bool:

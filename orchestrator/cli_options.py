@@ -88,6 +88,12 @@ model_options = together(
         f"{_default('device')}",
     ),
     click.option(
+        "--misses",
+        metavar="HOW",
+        help="How a GPU gets experts that it lacks: auto, copy, read (in place, from the host's "
+        "memory) or compute (on the CPU).  [default: auto]",
+    ),
+    click.option(
         "--expert-ram",
         callback=size,
         metavar="SIZE",

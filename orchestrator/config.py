@@ -26,6 +26,7 @@ _UNITS = {
 }
 SCHEDULES = ("cosine", "linear", "flat")
 PREFETCHES = ("auto", "on", "off")
+MISSES = ("auto", "copy", "read", "compute")
 # Bytes per second that an exchange of versions may read beside decoding.
 TRANSITION_RATE = 128 << 20
 # llama.cpp takes 256 sequences, one of them the conversation.
@@ -59,7 +60,10 @@ class Config:
 
     ram caps everything the model takes of the host's memory, vram of the GPU's; expert_ram the
     expert slots alone. device: "auto" is the first GPU that the library was built for, or the
-    host where there is none; "cpu", or a device's name, as "cuda0". policy
+    host where there is none; "cpu", or a device's name, as "cuda0". misses: how a GPU gets the
+    experts that it lacks: it copies them ("copy"), reads them where they are in the host's memory
+    ("read"), the host computes them there ("compute"), or each the way that is quickest by what
+    is measured at the start ("auto", which None is). policy
     None lets the planner choose; "plain" is the upstream path without a store. retention
     None is 1 where one precision is used and nothing skipped, else 0.75.
     low_tier "skip" drops the experts that are not critical. schedule: how the share of
@@ -87,6 +91,7 @@ class Config:
     expert_ram: int | None = None
     vram: int | None = None
     device: str = "auto"
+    misses: str | None = None
     policy: str | None = None
     retention: float | None = None
     high_tier: str | None = None
@@ -168,7 +173,7 @@ class Config:
                 raise ConfigError(f"the setting '{name}' must be {low}{upper}, not {value}")
         for name, known in _CHOICES:
             value = getattr(self, name)
-            if value not in known:
+            if value is not None and value not in known:
                 raise ConfigError(f"the setting '{name}' must be {_listed(known)}, not '{value}'")
 
 
@@ -180,6 +185,7 @@ _CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("schedule", SCHEDULES),
     ("importance", ("window", "exact", "load")),
     ("prefetch", PREFETCHES),
+    ("misses", MISSES),
 )
 
 _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
@@ -189,6 +195,7 @@ _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
     ("expert_ram", (int,), True),
     ("vram", (int,), True),
     ("device", (str,), False),
+    ("misses", (str,), True),
     ("policy", (str,), True),
     ("retention", (float, int), True),
     ("high_tier", (str,), True),

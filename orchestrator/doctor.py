@@ -65,6 +65,7 @@ def examine(config: Config) -> Health:
     """Measures this machine for a few seconds. Raises MoeEdgeError for a model that cannot be
     read, OSError for a disk that fails."""
     bindings = Bindings.load()
+    threads = config.threads or default_threads()
     note = ""
     try:
         gpu = find_gpu(bindings, config.device, config.vram)
@@ -78,16 +79,16 @@ def examine(config: Config) -> Health:
         plan, plan_note = _try_plan(config, model, machine)
         disk = read_bandwidth(model, threads=config.io_threads)
     return Health(
-        threads=config.threads or default_threads(),
+        threads=threads,
         memory_bytes=machine.memory_bytes,
         usable_bytes=machine.usable_bytes,
         system=bindings.api.llama_print_system_info().decode("utf-8", "replace").strip(),
-        memory_speed=memory_bandwidth(config.threads or default_threads()),
+        memory_speed=memory_bandwidth(threads),
         model=config.model,
         disk=disk,
         gpu=gpu,
         gpu_note=note,
-        copies=measure_device(bindings.library(), gpu.info) if gpu else None,
+        copies=measure_device(bindings.library(), gpu.info, threads) if gpu else None,
         plan=plan,
         plan_note=plan_note,
     )

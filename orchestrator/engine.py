@@ -15,7 +15,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator import hardware
-from orchestrator.accelerator import find_gpu
+from orchestrator.accelerator import find_gpu, serve_misses
 from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
@@ -57,6 +57,7 @@ class Engine:
         self._parts: list[Context | Store | Model] = []
         self._bindings = Bindings.load()
         self._gpu = find_gpu(self._bindings, config.device, config.vram)
+        self._misses = serve_misses(self._bindings, self._gpu, config)
         self._machine = hardware.probe(self._gpu.device if self._gpu else None)
         self._start(make_plan(config, model, self._machine), progress)
 
@@ -409,7 +410,8 @@ class Engine:
         try:
             if plan.policy is not None:
                 self.policy = plan.policy
-                self.store = Store.create(bindings.library(), store_spec(config, self.model, plan))
+                spec = store_spec(config, self.model, plan, self._misses)
+                self.store = Store.create(bindings.library(), spec)
                 self._parts.append(self.store)
             self._model = Model(
                 bindings,

@@ -28,7 +28,7 @@ from orchestrator.footprint import (
     slots_of_all,
 )
 from orchestrator.hardware import Device, Machine
-from orchestrator.native import Slices, StoreSpec
+from orchestrator.native import Misses, Slices, StoreSpec
 from orchestrator.policy import Policy, PolicySettings, known_policies, make_policy
 from orchestrator.policy.base import ModelShape, SlotPlan
 
@@ -262,7 +262,7 @@ def _least_slots(name: str, shape: ModelShape) -> int:
         return error.needed_bytes
 
 
-def store_spec(config: Config, model: ExpertModel, plan: Plan) -> StoreSpec:
+def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -> StoreSpec:
     """The native store's layout: the plan's tiers renumbered from 0."""
     if plan.slots is None:
         raise ConfigError("the plain path has no store")
@@ -298,6 +298,7 @@ def store_spec(config: Config, model: ExpertModel, plan: Plan) -> StoreSpec:
         exact_tiers=config.exact_tiers and plan.policy is not None and plan.policy.needs_callback,
         device=plan.device.name if plan.device else None,
         host_bytes=plan.host_bytes,
+        misses=misses,
     )
 
 

@@ -3,7 +3,7 @@
 from orchestrator.native.abi import ABI_VERSION, MAX_AHEAD, MAX_TIERS, CStats
 from orchestrator.native.device import Bandwidths, DeviceInfo, find_device, measure_device, taken_by
 from orchestrator.native.simulation import Simulation
-from orchestrator.native.store import Library, Slices, Store, StoreSpec
+from orchestrator.native.store import Library, Misses, Slices, Store, StoreSpec
 
 __all__ = [
     "ABI_VERSION",
@@ -13,6 +13,7 @@ __all__ = [
     "CStats",
     "DeviceInfo",
     "Library",
+    "Misses",
     "Simulation",
     "Slices",
     "Store",

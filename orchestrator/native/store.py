@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -57,6 +57,23 @@ class Slices:
 
 
 @dataclass(frozen=True, slots=True)
+class Misses:
+    """How a store on a device serves what the device lacks, where a layer has few tokens: "copy",
+    "read", "compute" or "auto". For auto, the bytes of weights that each way takes in a second, 0
+    where it cannot be had, and the microseconds that it takes the host and the device to wait for
+    each other. threads: of the host, that compute."""
+
+    mode: str = "copy"
+    copy: float = 0.0
+    read: float = 0.0
+    compute: float = 0.0
+    round_trip_us: float = 0.0
+    threads: int = 1
+
+    MODES: ClassVar = ("copy", "read", "compute", "auto")  # by number
+
+
+@dataclass(frozen=True, slots=True)
 class StoreSpec:
     """Everything a store is built from.
 
@@ -83,6 +100,7 @@ class StoreSpec:
     exact_tiers: bool = False
     device: str | None = None  # whose memory the slots are; None for the host's
     host_bytes: int = 0  # the cache of experts behind a device
+    misses: Misses = Misses()
     simulated: bool = False  # no file is opened; see orchestrator.native.simulation
 
 
@@ -287,6 +305,10 @@ class Store:
         """How fast transitions may read; 0 for no limit."""
         self.library.set_transition_rate(self.handle, bytes_per_s)
 
+    def misses(self) -> str:
+        """How misses are served: what was asked for, or "copy" where that cannot be had."""
+        return str(Misses.MODES[self.stats().misses])
+
     def reset_stats(self) -> None:
         self.library.reset_stats(self.handle)
 
@@ -426,6 +448,12 @@ def _c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
         groups=groups,
         budget_bytes=spec.budget_bytes,
         host_bytes=spec.host_bytes,
+        copy_bytes_per_s=spec.misses.copy,
+        read_bytes_per_s=spec.misses.read,
+        compute_bytes_per_s=spec.misses.compute,
+        round_trip_us=spec.misses.round_trip_us,
+        misses=Misses.MODES.index(spec.misses.mode),
+        n_host_threads=spec.misses.threads,
         n_files=len(spec.files),
         n_layers=len(spec.layers),
         n_groups=len(spec.groups),

@@ -19,6 +19,18 @@ __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) 
     }
 }
 
+// n: of 16 bytes. A sum that nobody wants keeps the reads from being left out.
+__global__ void read_all(const int4 * from, const int64_t n, int * out) {
+    int sum = 0;
+    for (int64_t i = (int64_t) blockIdx.x*blockDim.x + threadIdx.x; i < n; i += (int64_t) gridDim.x*blockDim.x) {
+        const int4 words = from[i];
+        sum += words.x ^ words.y ^ words.z ^ words.w;
+    }
+    if (sum == INT32_MIN) {
+        *out = sum;
+    }
+}
+
 // Of its lane; ticket_of puts the lane into the top byte.
 uint64_t number_of(moe_edge_ticket ticket) { return ticket << 8 >> 8; }
 
@@ -159,6 +171,33 @@ void moe_edge_cuda_device::release_host(char * memory) {
     } else if (make_current()) {
         check(cudaFreeHost(memory), "host memory cannot be given back");
     }
+}
+
+bool moe_edge_cuda_device::read(const void * from, uint64_t bytes) {
+    constexpr int BLOCKS = 1024, THREADS = 256;
+    if (!start() || !is_pinned(from)) {
+        return false;
+    }
+    void * out = alloc(sizeof(int));
+    const cudaStream_t stream = lanes[MOE_EDGE_LANE_DEMAND].stream;
+    if (out) {
+        read_all<<<BLOCKS, THREADS, 0, stream>>>(static_cast<const int4 *>(from), bytes / sizeof(int4), static_cast<int *>(out));
+    }
+    const bool done = out && check(cudaStreamSynchronize(stream), "it cannot read host memory");
+    release(out);
+    return done;
+}
+
+moe_edge_cuda_exchange & moe_edge_cuda_device::exchange_of(uint64_t bytes) {
+    if (exchange.bytes < bytes) {
+        wait(exchange.last);
+        if (exchange.memory) {
+            release_host(exchange.memory);
+        }
+        exchange.memory = alloc_host(bytes, &exchange.pinned);
+        exchange.bytes  = exchange.memory ? bytes : 0;
+    }
+    return exchange;
 }
 
 bool moe_edge_cuda_device::is_pinned(const void * memory) {

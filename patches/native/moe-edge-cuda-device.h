@@ -32,6 +32,15 @@ struct moe_edge_cuda_table {
 
 moe_edge_cuda_table * moe_edge_cuda_table_of(const moe_edge_matrix & m);  // null without one
 
+// Host memory that an op passes rows to the host's threads through, and back.
+struct moe_edge_cuda_exchange {
+    std::mutex      mutex;  // held by the op that uses it
+    char *          memory = nullptr;
+    uint64_t        bytes  = 0;
+    bool            pinned = false;
+    moe_edge_ticket last   = 0;  // of what the device still reads there
+};
+
 class moe_edge_cuda_device : public moe_edge_device {
   public:
     // Null where there is no such device; the same object each time, never destroyed.
@@ -48,6 +57,7 @@ class moe_edge_cuda_device : public moe_edge_device {
     void wait(moe_edge_ticket ticket) override;
     std::string error() override;
     void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) override;
+    bool read(const void * from, uint64_t bytes) override;
     bool counts_routing() const override { return true; }
     bool computes(int32_t type) const override;
     bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override;
@@ -56,6 +66,10 @@ class moe_edge_cuda_device : public moe_edge_device {
     moe_edge_ticket record(cudaStream_t stream);
     // What is launched on this stream from now on runs after the ticket has passed.
     void order(cudaStream_t stream, moe_edge_ticket ticket);
+
+    // With at least so many bytes; the caller holds its mutex. Null memory: there is none.
+    moe_edge_cuda_exchange & exchange_of(uint64_t bytes);
+    moe_edge_cuda_exchange   exchange;
 
   private:
     struct job {

@@ -102,6 +102,16 @@ __global__ void remap_table(const int32_t * table, const int n_expert, const int
     }
 }
 
+// A block each row that the host has computed. where: its slot + token*n_slots
+__global__ void place_rows(const float * rows, const int32_t * where, const int n_slots, const result_rows dst) {
+    const int at = where[blockIdx.x];
+    const float * from = rows + blockIdx.x*dst.n;
+    float * to = dst.rows + at % n_slots*dst.slot_stride + at / n_slots*dst.token_stride;
+    for (int64_t i = threadIdx.x; i < dst.n; i += blockDim.x) {
+        to[i] = from[i];
+    }
+}
+
 struct float_product {
     const char *  base;  // experts lie moe_edge_unit_bytes from each other
     const float * x;
@@ -203,6 +213,7 @@ enum class path { vec_q, mat_q, floats };
 
 // A launch for one class: which experts, and where each routed row finds its own.
 struct class_launch {
+    path            how;
     int32_t         type;
     const char *    base;
     int64_t         n_experts;   // that ids of mat_q and floats are places among
@@ -290,13 +301,16 @@ class product {
 
     bool complete() const { return remaining == 0; }
 
-    // Computes all that begin() was given: what is there, then the rest as it arrives.
-    void run_waves() {
-        quantize();
-        for (;;) {
-            run_ready();
-            if (complete() || !next()) {
-                return;
+    // Computes all that begin() was given to each: what is there, then the rest as it arrives. They
+    // have their x and their ids in common.
+    static void run_waves(const std::vector<product *> & products) {
+        for (product * p : products) {
+            p->quantize();
+        }
+        run_ready(products);
+        for (product * p : products) {
+            while (!p->complete() && p->next()) {
+                run_ready({ p });
             }
         }
     }
@@ -308,7 +322,7 @@ class product {
         for (size_t i = 0; i < ready.size(); i++) {
             const moe_edge_ready & a = ready[i];
             const moe_edge_ready & b = gate.ready[i];
-            if (!a.data != !b.data || (a.data && a.type != b.type)) {
+            if (!a.data != !b.data || (a.data && a.type != b.type) || is_hosted(a) || is_hosted(b)) {
                 return false;
             }
         }
@@ -332,7 +346,7 @@ class product {
             }
             order(ups);
             order(gates);
-            launch(std::move(items), true);
+            launch(std::move(items), false, true);
             const moe_edge_ticket after = device->record(stream);
             release(ups, after);
             gate.release(gates, after);
@@ -370,6 +384,8 @@ class product {
     }
 
   private:
+    static bool is_hosted(const moe_edge_ready & r) { return r.place == MOE_EDGE_MISS_COMPUTE; }
+
     static bool by_expert(const moe_edge_ready & a, const moe_edge_ready & b) { return a.expert < b.expert; }
 
     void run_table(const moe_edge_cuda_table & t, const product * gate) {
@@ -377,7 +393,7 @@ class product {
         const int32_t n_tiers = m->types.size();
         uint32_t indexed = 0;
         for (int32_t tier = 0; tier < n_tiers; tier++) {
-            indexed |= (uint32_t) by_index(m->types[tier]) << tier;
+            indexed |= (uint32_t) by_index(path_of(m->types[tier])) << tier;
         }
         const int64_t n_ids = n_slots*n_tokens;
         ggml_cuda_pool_alloc<int32_t> remapped(ctx.pool(), n_tiers*n_ids);
@@ -391,7 +407,8 @@ class product {
         CUDA_CHECK(cudaGetLastError());
         for (int32_t tier = 0; tier < n_tiers; tier++) {
             if (m->base[tier]) {
-                class_launch c = { m->types[tier], m->base[tier], w->ne[2], remapped.get() + tier*n_ids, t.entries + w->ne[2] };
+                class_launch c = { path_of(m->types[tier]), m->types[tier], m->base[tier], w->ne[2], remapped.get() + tier*n_ids,
+                                   t.entries + w->ne[2] };
                 if (gate) {
                     c.gate     = gate->m->base[tier];
                     c.gate_ids = gate_remapped.get() + tier*n_ids;
@@ -401,10 +418,7 @@ class product {
         }
     }
 
-    bool by_index(int32_t type) const {
-        const path p = path_of(type);
-        return p == path::mat_q || (p == path::floats && n_tokens > VEC_TOKENS);
-    }
+    bool by_index(path p) const { return p == path::mat_q || (p == path::floats && n_tokens > VEC_TOKENS); }
 
     routed_ids routed() const {
         return { static_cast<const int32_t *>(ids->data), (int64_t) (ids->nb[1] / sizeof(int32_t)), (int) n_slots, (int) n_tokens };
@@ -431,17 +445,138 @@ class product {
         m->ops->release(m, list.data(), list.size(), after);
     }
 
-    // What is in memory goes first; the rest in portions, in the order of their copies.
-    void run_ready() {
+    // What the host is to compute goes to it ahead of the kernels, and is put in behind them.
+    static void run_ready(const std::vector<product *> & products) {
+        std::vector<std::vector<moe_edge_ready>> hosted;
+        for (product * p : products) {
+            const auto first = std::stable_partition(p->ready.begin(), p->ready.end(), [](const moe_edge_ready & r) { return !is_hosted(r); });
+            hosted.emplace_back(first, p->ready.end());
+            p->ready.erase(first, p->ready.end());
+        }
+        const bool any = std::any_of(hosted.begin(), hosted.end(), [](const auto & list) { return !list.empty(); });
+        const auto run_kernels = [&] {
+            for (product * p : products) {
+                p->run_kernels();
+            }
+        };
+        if (!any) {
+            run_kernels();
+            return;
+        }
+        moe_edge_cuda_device & device = *products[0]->device;
+        std::lock_guard<std::mutex> lock(device.exchange.mutex);
+        const exchanged at(products);
+        const moe_edge_ticket there = products[0]->fetch(at);
+        run_kernels();
+        device.wait(there);
+        products[0]->compute_hosted(products, hosted, at);
+    }
+
+    // Where everything lies in the device's exchange.
+    struct exchanged {
+        char *  memory;
+        float * x;         // [x slots * tokens, columns]
+        int32_t * ids;     // [slots * tokens]
+        std::vector<float *>   rows;   // of each product: [slots * tokens, rows of weights]
+        std::vector<int32_t *> where;  // and their places
+
+        explicit exchanged(const std::vector<product *> & products) {
+            const product & p = *products[0];
+            const size_t n_ids = p.n_slots*p.n_tokens;
+            uint64_t bytes = ggml_nelements(p.x)*sizeof(float) + n_ids*sizeof(int32_t);
+            for (const product * each : products) {
+                bytes += n_ids*(each->dst->ne[0]*sizeof(float) + sizeof(int32_t));
+            }
+            memory = p.device->exchange_of(bytes).memory;
+            if (!memory) {
+                GGML_ABORT("moe-edge: no host memory for %llu bytes of rows", (unsigned long long) bytes);
+            }
+            x   = reinterpret_cast<float *>(memory);
+            ids = reinterpret_cast<int32_t *>(x + ggml_nelements(p.x));
+            auto * next = reinterpret_cast<float *>(ids + n_ids);
+            for (const product * each : products) {
+                rows.push_back(next);
+                next += n_ids*each->dst->ne[0];
+                where.push_back(reinterpret_cast<int32_t *>(next));
+                next += n_ids;
+            }
+        }
+    };
+
+    // Ahead of what is launched from now on. The ticket of x and ids.
+    moe_edge_ticket fetch(const exchanged & at) {
+        const size_t row = x->ne[0]*sizeof(float);
+        device->order(stream, device->exchange.last);
+        for (int64_t t = 0; t < n_tokens; t++) {
+            CUDA_CHECK(cudaMemcpy2DAsync(at.x + t*x->ne[1]*x->ne[0], row, static_cast<const char *>(x->data) + t*x->nb[2], x->nb[1],
+                                         row, x->ne[1], cudaMemcpyDeviceToHost, stream));
+        }
+        CUDA_CHECK(cudaMemcpy2DAsync(at.ids, n_slots*sizeof(int32_t), ids->data, ids->nb[1], n_slots*sizeof(int32_t), n_tokens,
+                                     cudaMemcpyDeviceToHost, stream));
+        return device->record(stream);
+    }
+
+    void compute_hosted(const std::vector<product *> & products, const std::vector<std::vector<moe_edge_ready>> & hosted,
+                        const exchanged & at) {
+        std::vector<moe_edge_product> work;
+        std::vector<int32_t> n_rows(products.size());
+        for (size_t i = 0; i < products.size(); i++) {
+            const product & p = *products[i];
+            for (const moe_edge_ready & r : hosted[i]) {
+                moe_edge_product & each = work.emplace_back();
+                each = { r.data, r.type, w->ne[0], p.dst->ne[0], {}, {} };
+                for (int32_t place = 0; place < n_slots*n_tokens; place++) {
+                    if (at.ids[place] == r.expert) {
+                        each.x.push_back(at.x + (place / n_slots*x->ne[1] + place % n_slots % x->ne[1])*x->ne[0]);
+                        each.out.push_back(at.rows[i] + n_rows[i]*p.dst->ne[0]);
+                        at.where[i][n_rows[i]++] = place;
+                    }
+                }
+            }
+        }
+        m->ops->multiply(m, work);
+        for (size_t i = 0; i < products.size(); i++) {
+            products[i]->place(at, i, n_rows[i]);
+            products[i]->release(hosted[i], 0);
+        }
+        device->exchange.last = device->record(stream);
+    }
+
+    void place(const exchanged & at, size_t i, int32_t n_rows) {
+        if (n_rows == 0) {
+            return;
+        }
+        const float *   rows  = at.rows[i];
+        const int32_t * where = at.where[i];
+        const size_t n = n_rows*dst->ne[0];
+        ggml_cuda_pool_alloc<float>   copied_rows(ctx.pool());
+        ggml_cuda_pool_alloc<int32_t> copied_where(ctx.pool());
+        if (!device->exchange.pinned) {  // kernels cannot read it where it is
+            CUDA_CHECK(cudaMemcpyAsync(copied_rows.alloc(n), rows, n*sizeof(float), cudaMemcpyHostToDevice, stream));
+            CUDA_CHECK(cudaMemcpyAsync(copied_where.alloc(n_rows), where, n_rows*sizeof(int32_t), cudaMemcpyHostToDevice, stream));
+            rows  = copied_rows.get();
+            where = copied_where.get();
+        }
+        place_rows<<<n_rows, REMAP_THREADS, 0, stream>>>(rows, where, n_slots, result());
+        CUDA_CHECK(cudaGetLastError());
+    }
+
+    // What is in memory goes first, then what is read from the host's, which takes longer; the rest
+    // in portions, in the order of their copies.
+    void run_kernels() {
         std::vector<moe_edge_ready> list;
         list.swap(ready);
-        const auto there = std::stable_partition(list.begin(), list.end(), [&](const moe_edge_ready & r) {
-            return device->passed(r.ticket);
+        const auto in_place = std::stable_partition(list.begin(), list.end(), [&](const moe_edge_ready & r) {
+            return r.place == MOE_EDGE_MISS_COPY && device->passed(r.ticket);
+        });
+        const auto there = std::stable_partition(in_place, list.end(), [](const moe_edge_ready & r) {
+            return r.place == MOE_EDGE_MISS_READ;
         });
         std::stable_sort(there, list.end(), [](const moe_edge_ready & a, const moe_edge_ready & b) {
             return a.ticket < b.ticket;
         });
-        run_wave({ list.begin(), there });
+        run_wave({ list.begin(), in_place });
+        run_wave({ in_place, there });
         std::vector<moe_edge_ready> wave;
         uint64_t bytes = 0;
         for (auto r = there; r != list.end(); ++r) {
@@ -464,15 +599,21 @@ class product {
         for (const moe_edge_ready & r : wave) {
             items.push_back({ r.expert, r.type, static_cast<const char *>(r.data) });
         }
-        launch(std::move(items), false);
+        launch(std::move(items), wave[0].place == MOE_EDGE_MISS_READ, false);
         release(wave, device->record(stream));
     }
 
-    void launch(std::vector<moe_edge_launch_item> items, bool fused) {
+    // in_place: nothing is known of what lies behind an expert there, and only mat_q reads on.
+    path path_of(int32_t type, bool in_place) const {
+        const path p = path_of(type);
+        return in_place && p == path::mat_q ? path::vec_q : p;
+    }
+
+    void launch(std::vector<moe_edge_launch_item> items, bool in_place, bool fused) {
         for (moe_edge_launch & l : moe_edge_plan_launches(std::move(items))) {
             const int32_t n_classes = l.list.n_classes;
             for (int32_t c = 0; c < n_classes; c++) {
-                l.list.indexed |= (uint32_t) by_index(l.classes[c].type) << c;
+                l.list.indexed |= (uint32_t) by_index(path_of(l.classes[c].type, in_place)) << c;
             }
             const int64_t n_ids = n_slots*n_tokens;
             ggml_cuda_pool_alloc<int32_t> remapped(ctx.pool(), std::max<int64_t>(n_classes*n_ids, 1));
@@ -486,7 +627,7 @@ class product {
             CUDA_CHECK(cudaGetLastError());
             for (int32_t i = 0; i < n_classes; i++) {
                 const moe_edge_launch_class & k = l.classes[i];
-                class_launch c = { k.type, k.base, k.n, remapped.get() + i*n_ids, units.get() + k.first };
+                class_launch c = { path_of(k.type, in_place), k.type, k.base, k.n, remapped.get() + i*n_ids, units.get() + k.first };
                 if (fused) {
                     c.gate     = k.gate;
                     c.gate_ids = gate_remapped.get() + i*n_ids;
@@ -521,7 +662,7 @@ class product {
     }
 
     void run_class(const class_launch & c) {
-        switch (path_of(c.type)) {
+        switch (c.how) {
             case path::vec_q:  run_vec_q(c);  break;
             case path::mat_q:  run_mat_q(c);  break;
             case path::floats: run_floats(c); break;
@@ -536,7 +677,7 @@ class product {
     // taken from the pool, which wants its memory back in reverse order.
     void quantize() {
         const bool wanted = std::any_of(m->types.begin(), m->types.end(), [&](int32_t t) {
-            return path_of(t) == path::vec_q;
+            return path_of(t, n_tokens <= MOE_EDGE_IN_PLACE_TOKENS) == path::vec_q;
         });
         if (!wanted) {
             return;
@@ -689,7 +830,7 @@ void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst
         return;
     }
     p.begin();
-    p.run_waves();
+    product::run_waves({ &p });
 }
 
 int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, ggml_tensor * up, ggml_tensor * glu) {
@@ -710,8 +851,7 @@ int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, g
     if (gates.next() && gates.complete() && ups.next() && ups.complete() && ups.run_fused(gates, glu)) {
         return 3;
     }
-    gates.run_waves();
-    ups.run_waves();
+    product::run_waves({ &gates, &ups });
     return 2;
 }
 

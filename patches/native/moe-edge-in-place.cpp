@@ -97,8 +97,9 @@ void moe_edge_store::use_in_place(int32_t cell, moe_edge_ready * out) {
 
 // An expert that was used in place comes to slots behind that, as if it was read ahead, unless
 // others still wait for their copies: the cache follows the routing as fast as the link allows.
+// With exact tiers nothing is read ahead, since a better copy on its way would be computed with.
 void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
-    if (misses == MOE_EDGE_MISS_COPY || !copies.empty()) {
+    if (misses == MOE_EDGE_MISS_COPY || !copies.empty() || exact_tiers) {
         return;
     }
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {

@@ -44,12 +44,13 @@ def test_a_missing_gpu_is_refused_with_the_reason(library: Library) -> None:
 
 def test_copies_are_timed(library: Library) -> None:
     device = find_device(library, "host")
-    speed = measure_device(library, device)
-    assert speed.pinned == 0  # main memory is not pinned for itself
+    speed = measure_device(library, device, 1)
+    assert speed.pinned == speed.read == 0  # main memory is not pinned for itself
+    assert speed.compute > MIB
     assert speed.pageable > MIB
     assert speed.round_trip_us > 0
     no_room = CBandwidths()
-    assert library.device_measure(device.handle, 1 << 62, ctypes.byref(no_room)) == -1
+    assert library.device_measure(device.handle, 1 << 62, 1, ctypes.byref(no_room)) == -1
 
 
 @pytest.mark.parametrize("quant", [each for each in GGMLType if BLOCK[each].bytes])

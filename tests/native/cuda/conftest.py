@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from patches import tree
-from patches.upstream import cache_dir, cached_sdist, locked, read_upstream
+from patches.upstream import PATCHES, cache_dir, cached_sdist, locked, read_upstream
 
 from ..conftest import run_program
 from .emulation import build
@@ -91,7 +91,8 @@ class Device:
         delay_us: int = 0,
     ) -> str:
         """NAME.cpp with a CUDA backend; delay_us: at most, of each task of the emulated GPU."""
-        program = self.compile(name, [HERE / f"{name}.cpp"], "-std=c++17", "-ldl")
+        sources = [HERE / f"{name}.cpp", PATCHES / "native/moe-edge-workers.cpp"]
+        program = self.compile(name, sources, "-std=c++17", "-ldl")
         library = self.backend(types, more) if self.emulated else "-"
         self.monkeypatch.setenv("MOE_EMU_DELAY_US", str(delay_us))
         return run_program(program, library, *arguments, timeout_s=1800)

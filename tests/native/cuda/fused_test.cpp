@@ -8,6 +8,7 @@
 
 #include "moe-edge-device.h"
 #include "moe-edge-table.h"
+#include "moe-edge-workers.h"
 
 #include <cstring>
 #include <memory>
@@ -68,6 +69,7 @@ class resident {
     std::vector<int32_t> tier_of;
     bool fixed = false;
     bool late  = false;  // next() gives one expert after the other
+    int32_t odd = MOE_EDGE_MISS_COPY;  // where experts of an odd number are used
     std::vector<int32_t> hooked;  // what a hook saw of the ids; none without one
     int  begun = 0;
 
@@ -80,7 +82,11 @@ class resident {
             const int32_t e = asked.back();
             asked.pop_back();
             const int32_t t = tier_of[e];
-            out[n++] = { matrix.table[e].data, e, matrix.table[e].type, t == SKIP ? 0 : tickets[t * w.s.experts + e] };
+            out[n] = { matrix.table[e].data, e, matrix.table[e].type, t == SKIP ? 0 : tickets[t * w.s.experts + e] };
+            if (odd != MOE_EDGE_MISS_COPY && e % 2 && t != SKIP) {
+                out[n] = { host[t] + e * w.expert_bytes(t), e, w.types[t], 0, odd };
+            }
+            n++;
             held++;
         }
         if (n == 0) {
@@ -109,9 +115,9 @@ const moe_edge_ops resident::operations = {
         of(m).begun++;
     },
     [](moe_edge_matrix * m, moe_edge_ready * out) { return of(m).next(out); },
-    [](moe_edge_matrix * m, const moe_edge_ready *, int32_t n, moe_edge_ticket after) {
+    [](moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) {
         of(m).held -= n;
-        if (after == 0) {
+        if (after == 0 && std::any_of(ready, ready + n, [](const moe_edge_ready & r) { return r.place != MOE_EDGE_MISS_COMPUTE; })) {
             die("released without a ticket: " + of(m).device->error());
         }
     },
@@ -120,6 +126,10 @@ const moe_edge_ops resident::operations = {
     [](moe_edge_matrix * m, int32_t * out) {
         std::copy(of(m).hooked.begin(), of(m).hooked.end(), out);
         return of(m).hooked.empty() ? -1 : static_cast<int32_t>(of(m).hooked.size());
+    },
+    [](moe_edge_matrix *, const std::vector<moe_edge_product> & products) {
+        static moe_edge_workers workers(2);
+        workers.multiply(products);
     },
 };
 
@@ -236,7 +246,10 @@ void test_asked(const gpu & g, const std::vector<const expert_weights *> & w, st
     const std::vector<int32_t> high(w[0]->s.experts, 0);
     std::vector<int32_t> one_differs = high;
     for (const int64_t tokens : { 1, 3, 8, 9, 40 }) {
-        for (const std::string how : { "same", "hooked", "other", "late" }) {
+        for (const std::string how : { "same", "hooked", "other", "late", "read", "hosted", "one hosted" }) {
+            if (tokens > MOE_EDGE_IN_PLACE_TOKENS && (how == "read" || how == "hosted" || how == "one hosted")) {
+                continue;
+            }
             std::vector<std::unique_ptr<resident>> own;
             std::vector<resident *> m;
             for (size_t i = 0; i < 3; i++) {
@@ -253,6 +266,11 @@ void test_asked(const gpu & g, const std::vector<const expert_weights *> & w, st
             }
             m[1]->set(tier_of);
             m[1]->late = how == "late";
+            m[0]->odd = m[2]->odd = how == "read" ? MOE_EDGE_MISS_READ : how == "hosted" ? MOE_EDGE_MISS_COMPUTE : MOE_EDGE_MISS_COPY;
+            m[1]->odd = how == "one hosted" ? MOE_EDGE_MISS_COMPUTE : m[0]->odd;
+            const auto routed = b.distinct();
+            const bool hosted = m[1]->odd == MOE_EDGE_MISS_COMPUTE && std::any_of(routed.begin(), routed.end(),
+                [&](int32_t e) { return e % 2 && tier_of[e] != SKIP; });
             for (resident * r : m) {
                 r->hooked = how == "hooked" ? b.distinct() : std::vector<int32_t>();
             }
@@ -264,7 +282,7 @@ void test_asked(const gpu & g, const std::vector<const expert_weights *> & w, st
             expect(!g.counts() || (counted(g).reads == before.reads) == (how == "hooked"), "ids read back: " + where);
             expect(m[0]->begun == 1 && m[1]->begun == 1 && m[2]->begun == 1, "every product asks the store once: " + where);
             if (g.counts()) {
-                const bool can = tokens <= 8 && (how == "same" || how == "hooked") && ggml_is_quantized(w[0]->types[0]) && ggml_is_quantized(w[0]->types.back());
+                const bool can = tokens <= 8 && how != "other" && how != "late" && !hosted && ggml_is_quantized(w[0]->types[0]) && ggml_is_quantized(w[0]->types.back());
                 const bool was = counted(g).glus == before.glus;
                 // with one expert a late one is no different from others
                 expect(was == can || (how == "late" && b.distinct().size() == 1), (can ? "not fused: " : "fused: ") + where);

@@ -10,6 +10,7 @@
 #include "gpu.h"
 
 #include "moe-edge-table.h"
+#include "moe-edge-workers.h"
 
 #include <algorithm>
 #include <cstring>
@@ -32,7 +33,7 @@ enum class broken { nothing, load, reuse };
 struct settings {
     int32_t slots = 8;             // of each tier
     bool    pageable = false;      // copies from memory that is not pinned
-    bool    zero_copy = false;     // some experts are read where they are, in pinned memory
+    bool    in_place = false;      // some experts are used where they are, in the host's memory
     bool    all_at_once = false;   // next() gives whatever fits, instead of some of it
     broken  how = broken::nothing;
 };
@@ -92,7 +93,8 @@ class fake_store {
 
     moe_edge_matrix matrix;
     std::vector<int32_t> tier_of;  // the decision: a tier, or SKIP
-    uint64_t loads = 0, hits = 0, skips = 0;
+    bool few = true;               // tokens: with more of them nothing is used in place
+    uint64_t loads = 0, hits = 0, skips = 0, reads = 0, hosted = 0;
 
   private:
     struct slot {
@@ -146,8 +148,10 @@ class fake_store {
             skips++;
             return true;
         }
-        if (set.zero_copy && slot_of(e, t) < 0 && random() % 2) {
-            out.data = host + host_start[t] + e * step[t];
+        if (set.in_place && few && slot_of(e, t) < 0 && random() % 2) {
+            out.data  = source(e, t);
+            out.place = set.pageable || random() % 2 ? MOE_EDGE_MISS_COMPUTE : MOE_EDGE_MISS_READ;
+            (out.place == MOE_EDGE_MISS_READ ? reads : hosted)++;
             return true;
         }
         const bool hit = slot_of(e, t) >= 0;
@@ -194,6 +198,9 @@ class fake_store {
 
     void release(const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) {
         for (int32_t i = 0; i < n; i++) {
+            if (ready[i].place == MOE_EDGE_MISS_READ && after == 0) {
+                die("a kernel may still read what was released");
+            }
             const int32_t t = tier_of[ready[i].expert];
             const auto * data = static_cast<const char *>(ready[i].data);
             if (t == SKIP || data < memory + start[t] || data >= memory + start[t] + set.slots * step[t]) {
@@ -228,6 +235,10 @@ const moe_edge_ops fake_store::operations = {
     nullptr,  // wait is for executors on the host
     [](moe_edge_matrix *) { return false; },
     [](moe_edge_matrix *, int32_t *) { return -1; },  // no hook: the executor reads the ids
+    [](moe_edge_matrix *, const std::vector<moe_edge_product> & products) {
+        static moe_edge_workers workers(2);
+        workers.multiply(products);
+    },
 };
 
 // A managed tensor and the ops that use it, kept by their shapes.
@@ -308,13 +319,13 @@ void test_random(const gpu & g, int steps, const std::string & tiers, broken how
     const shape s{ 256, 32, 8, 2 };
     const expert_weights w(s, parse_tiers(tiers), random);
     comparison all;
-    uint64_t loads = 0, hits = 0, skips = 0;
+    uint64_t loads = 0, hits = 0, skips = 0, reads = 0, hosted = 0;
     int done = 0;
     for (int round = 0; done < steps; round++) {
         settings set;
         set.slots       = 2 + round % 4;
         set.pageable    = round % 3 == 1;
-        set.zero_copy   = round % 3 == 2;
+        set.in_place    = round % 3 != 0;
         set.all_at_once = round % 2;
         set.how         = how;
         fake_store store(g.device, w, set, random);
@@ -327,14 +338,21 @@ void test_random(const gpu & g, int steps, const std::string & tiers, broken how
             const int64_t tokens = random() % 16 ? 1 + random() % 4 : 1 + random() % 40;
             const batch b(s, tokens, random() % 2 ? 1 : s.used, random);
             const std::string where = tiers + ", step " + std::to_string(done) + ", " + std::to_string(tokens) + " tokens, " + std::to_string(set.slots) + " slots";
+            store.few = tokens <= MOE_EDGE_IN_PLACE_TOKENS;
             all.add(w, b, store.tier_of, m.run(b), where);
         }
         loads += store.loads;
         hits += store.hits;
         skips += store.skips;
+        reads += store.reads;
+        hosted += store.hosted;
     }
-    printf("%s: %d steps, no wrong row: NMSE %.2e, %llu loads, %llu hits, %llu skips\n", tiers.c_str(), done, all.nmse(tiers),
-        (unsigned long long) loads, (unsigned long long) hits, (unsigned long long) skips);
+    if (done >= 600 && (reads == 0 || hosted == 0)) {
+        die("nothing was used in place");
+    }
+    printf("%s: %d steps, no wrong row: NMSE %.2e, %llu loads, %llu hits, %llu skips, %llu read in place, %llu computed on the host\n",
+        tiers.c_str(), done, all.nmse(tiers), (unsigned long long) loads, (unsigned long long) hits, (unsigned long long) skips,
+        (unsigned long long) reads, (unsigned long long) hosted);
 }
 
 }  // namespace

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from patches.upstream import PATCHES
+
 from ..conftest import run_program
 from .conftest import HERE
 
@@ -30,7 +32,8 @@ def test_no_bad_access_and_no_leak(cuda_library: Path, compile_native: Callable[
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         pytest.skip("compute-sanitizer is not installed (it comes with the CUDA toolkit)")
-    program = compile_native("managed_test", [HERE / "managed_test.cpp"], "-std=c++17", "-ldl")
+    sources = [HERE / "managed_test.cpp", PATCHES / "native/moe-edge-workers.cpp"]
+    program = compile_native("managed_test", sources, "-std=c++17", "-ldl")
     command = [tool, "--tool", "memcheck", "--leak-check", "full", "--error-exitcode", "9"]
     command += [str(program), "-", "random", "40", "q4_K+q2_K", "f16+q8_0"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -18,6 +18,7 @@ from orchestrator.config import Config
 from orchestrator.engine import Engine, Sampling
 from orchestrator.errors import ConfigError, NativeError, PolicyError
 from orchestrator.hardware import Machine
+from orchestrator.native import Misses
 from orchestrator.plan import make_plan, store_spec
 
 END = 0
@@ -366,7 +367,7 @@ def test_store_spec_renumbers_tiers(path: Path) -> None:
     model = ExpertModel.open(path)
     config = Config.build(model=path, policy="dymoe", expert_ram=2 * 10**6, n_ubatch=128)
     plan = make_plan(config, model, Machine(2**34))
-    spec = store_spec(config, model, plan)
+    spec = store_spec(config, model, plan, Misses())
     assert (spec.n_tiers, spec.max_tokens, spec.n_ahead) == (2, 128, 1)
     assert [il for il, _ in spec.layers] == model.layer_ids
     for (_, slices), by_kind in zip(spec.layers, model.slices, strict=True):

@@ -1,0 +1,73 @@
+"""What becomes of experts that a device lacks: the same text, whatever is asked for.
+
+The device is main memory, whose executor reads experts where they lie; tests/native/cuda has the
+GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("library_folder")
+
+PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, 250, 12)]
+# With exact tiers what is computed does not depend on what is in memory.
+POLICIES: dict[str, dict[str, Any]] = {
+    "lru": {"policy": "lru", "expert_ram": 300_000},
+    "dymoe 4/2": {"retention": 0.5, "expert_ram": 700_000, "exact_tiers": True},
+    "dymoe 4/0": {"retention": 0.5, "expert_ram": 500_000, "low_tier": "skip"},
+}
+
+
+def decode(model: Path, n: int, **options: Any) -> tuple[list[np.ndarray], Any, str]:
+    """Logits of each token, the store's counters, how it served misses."""
+    settings = {"ctx": 128, "threads": 1, "device": "host:100", **options}
+    with Engine.open(Config.build(model=model, **settings)) as engine:
+        rows = [engine.eval(PROMPT, 0)[-1]]
+        for i in range(n):
+            rows.append(engine.eval([int(rows[-1].argmax())], len(PROMPT) + i)[-1])
+        engine.store.check()
+        return rows, engine.store.stats(), engine.store.misses()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_text_is_the_same(tiny_model: Callable[..., Path], name: str) -> None:
+    model = tiny_model("qwen3moe", "q4_k", "q2_k")
+    wanted, copied, how = decode(model, 12, **POLICIES[name], misses="copy")
+    assert how == "copy" and sum(copied.in_place) == 0
+    for misses in ("read", "compute"):
+        rows, stats, how = decode(model, 12, **POLICIES[name], misses=misses)
+        assert how == misses
+        assert np.array_equal(rows, wanted)
+        # of a prompt only the last layer, which computes one token, has few
+        assert stats.in_place[0] <= 2 * 3 < stats.in_place[1]
+        assert stats.in_place_bytes[1] > stats.in_place[1]
+        assert stats.host_computed[1] == (stats.in_place[1] if misses == "compute" else 0)
+        # what was used in place comes to slots behind that
+        assert stats.copy_bytes[1] > 0 and stats.evictions > 0
+        assert sum(stats.routed[1]) == sum(copied.routed[1])
+        assert stats.slot_bytes_peak <= stats.budget_bytes
+
+
+def test_without_speeds_all_are_copied(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("qwen3moe", "q4_k", "q2_k")
+    for misses in (None, "auto"):
+        _, stats, how = decode(model, 2, **POLICIES["lru"], misses=misses)
+        assert how == "copy" and sum(stats.in_place) == 0
+
+
+def test_misses_need_a_gpu(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("qwen3moe", "q4_k")
+    with pytest.raises(ConfigError, match=r"--misses says how a GPU .* none is in use"):
+        Engine.open(Config.build(model=model, device="cpu", misses="copy"))
+    with pytest.raises(ConfigError, match="auto, copy, read or compute, not 'swap'"):
+        Config.build(model=model, misses="swap")
