@@ -1,13 +1,15 @@
 # GPU=auto|cuda|off   CUDA where nvcc and a GPU are found, forced, or never
 # AMX=auto|on|off     AMX where a probe proves that it works, forced, or never
+# FILES=DIR           wheels and the source distribution from there: no network is used
 PYTHON ?= python3
 GPU ?=
 AMX ?=
 CUDA_ARCH ?=
 BENCH ?=
+FILES ?=
 SECONDS ?= 600
 
-TOOL := $(PYTHON) patches/tool.py
+TOOL := $(PYTHON) patches/tool.py $(if $(FILES),--files $(FILES))
 FLAGS := $(if $(GPU),--gpu $(GPU)) $(if $(AMX),--amx $(AMX)) \
          $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH))
 IN_ENV = "$$($(TOOL) python)"
@@ -61,7 +63,7 @@ cuda-check:
 	@$(TOOL) cuda-check $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH))
 
 gpu-check:
-	@$(TOOL) gpu-check $(if $(PART),--part $(PART))
+	@$(TOOL) gpu-check $(if $(PART),--part $(PART)) $(if $(STEP),--step "$(STEP)")
 
 fuzz:
 	@$(TOOL) setup --extras dev $(FLAGS)

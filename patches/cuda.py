@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
@@ -62,14 +63,17 @@ def _headers(root: Path, name: str) -> list[Path]:
 
 
 def overlay(root: Path, nvcc: str) -> Path:
-    """A tree of links to the toolkit with cuBLAS from PyPI beside it; cached by version."""
+    """A tree of links to the toolkit with cuBLAS beside it: that of the Python package where it is
+    installed, else downloaded from PyPI; cached by version."""
     version = probe.nvcc_version(nvcc)
     target = cache_dir() / "cuda" / f"{version}-cublas"
     if (target / "include" / "cublas_v2.h").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".overlay.") as folder:
-        wheel = _download(version.split(".")[:2], Path(folder))
+        numbers = version.split(".")[:2]
+        installed = _installed(int(numbers[0]))
+        wheel = None if installed else _download(numbers, Path(folder))
         stage = Path(folder) / "tree"
         for name in ("include", "lib"):
             (stage / name).mkdir(parents=True)
@@ -79,14 +83,12 @@ def overlay(root: Path, nvcc: str) -> Path:
         for name in ("bin", "nvvm"):
             if (root / name).exists():
                 (stage / name).symlink_to(root / name)
-        with zipfile.ZipFile(wheel) as archive:
-            for entry in archive.namelist():
-                match = re.search(r"/(include|lib)/([^/]+)$", entry)
-                if match and not match[2].startswith("__"):
-                    place = stage / match[1] / match[2]
-                    place.unlink(missing_ok=True)
-                    with archive.open(entry) as source, place.open("wb") as copy:
-                        shutil.copyfileobj(source, copy)
+        for path in installed:
+            place = stage / path.parent.name / path.name
+            place.unlink(missing_ok=True)
+            place.symlink_to(path)
+        if wheel is not None:
+            _unpack(wheel, stage)
         for path in list((stage / "lib").glob("lib*.so.*")):
             plain = path.with_name(path.name.split(".so")[0] + ".so")
             if not plain.exists():
@@ -96,6 +98,35 @@ def overlay(root: Path, nvcc: str) -> Path:
             shutil.rmtree(target)
         os.replace(stage, target)
     return target
+
+
+def _installed(major: int) -> list[Path]:
+    """Headers and libraries of the package nvidia-cublas of a Python environment in use; [] where
+    none has one for this major version of CUDA."""
+    roots = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        base = Path(os.environ.get(variable) or os.devnull)
+        roots += map(str, base.glob("lib/python3*/site-packages"))
+    for root in dict.fromkeys(roots):
+        # cu13 holds all packages of CUDA 13; up to CUDA 12 each has a folder of its own
+        for folder in (Path(root) / f"nvidia/cu{major}", Path(root) / "nvidia/cublas"):
+            libraries = sorted(folder.glob(f"lib/libcublas*.so.{major}"))
+            headers = sorted(folder.glob("include/cublas*.h"))
+            if libraries and folder / "include" / "cublas_v2.h" in headers:
+                say(f"this CUDA toolkit has no cuBLAS; using that of {folder}")
+                return libraries + headers
+    return []
+
+
+def _unpack(wheel: Path, stage: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        for entry in archive.namelist():
+            match = re.search(r"/(include|lib)/([^/]+)$", entry)
+            if match and not match[2].startswith("__"):
+                place = stage / match[1] / match[2]
+                place.unlink(missing_ok=True)
+                with archive.open(entry) as source, place.open("wb") as copy:
+                    shutil.copyfileobj(source, copy)
 
 
 def _download(version: list[str], folder: Path) -> Path:

@@ -37,6 +37,8 @@ BENCHES: tuple[tuple[str, str], ...] = (
     ("experts as in Qwen3-30B-A3B, skewed routing", "bench gpu --shape qwen3-30b --runs 1"),
     ("the same, uniform routing", "bench gpu --shape qwen3-30b --runs 1 --routing uniform"),
     ("experts as in Mixtral, skewed routing", "bench gpu --shape mixtral --runs 1"),
+    ("the same, uniform routing", "bench gpu --shape mixtral --runs 1 --routing uniform"),
+    ("all layers of Qwen3-30B-A3B", "bench gpu --shape qwen3-30b --layers 48 --runs 1 --caps 25"),
 )
 
 
@@ -59,8 +61,11 @@ class Section:
         return any(step.outcome == "failed" for step in self.steps)
 
 
-def run(parts: Iterable[str], python: Path, build_options: list[str], report: Path) -> int:
-    """Runs the parts, writes the report; 0 unless a step failed. python: our environment's."""
+def run(
+    parts: Iterable[str], python: Path, build_options: list[str], report: Path, only: str = ""
+) -> int:
+    """Runs the parts, writes the report; 0 unless a step failed. python: our environment's; only:
+    of the benchmarks those whose name or arguments hold it."""
     found, why = probe.find_gpu()
     say(f"GPU: {why}" if found else f"no GPU: {why}; what needs one is skipped")
     status = 0
@@ -70,7 +75,7 @@ def run(parts: Iterable[str], python: Path, build_options: list[str], report: Pa
         elif part == "correct":
             section = _correct(python)
         else:
-            section = _bench(found, why, python)
+            section = _bench(found, why, python, only)
         write_report(report, section, why)
         for step in section.steps:
             print(f"{step.outcome:8} {step.seconds:7.1f} s  {step.name}  {step.reason}".rstrip())
@@ -84,7 +89,7 @@ def _build(found: bool, why: str, options: list[str]) -> Section:
     if not found:
         return Section("build", [Step(name, "skipped", 0, f"no GPU: {why}")])
     tool = str(Path(__file__).with_name("tool.py"))
-    command = [sys.executable, tool, "setup", "--extras", "dev", "--gpu", "cuda", *options]
+    command = [sys.executable, tool, "setup", "--extras", "test", "--gpu", "cuda", *options]
     say(f"architecture: {cuda.gpu_arch() or 'unknown'}")
     return Section("build", [_step(name, command)])
 
@@ -110,10 +115,12 @@ def _correct(python: Path) -> Section:
     return Section("correct", steps)
 
 
-def _bench(found: bool, why: str, python: Path) -> Section:
+def _bench(found: bool, why: str, python: Path, only: str) -> Section:
     section = Section("bench")
     for name, arguments in BENCHES:
-        if found:
+        if only not in f"{name}: {arguments}":
+            section.steps.append(Step(name, "skipped", 0, f"STEP={only}"))
+        elif found:
             command = [str(python), "-m", "orchestrator", *shlex.split(arguments)]
             section.steps.append(_step(f"{name}: moe-edge {arguments}", command))
         else:

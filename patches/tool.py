@@ -8,6 +8,7 @@ if sys.version_info < (3, 10):
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,10 +24,11 @@ from patches.upstream import (
     cache_dir,
     cached_sdist,
     fetch_sdist,
+    is_pinned,
     locked,
     read_upstream,
     say,
-    sha256_file,
+    write_part,
 )
 
 
@@ -102,7 +104,7 @@ def cmd_verify(args: argparse.Namespace) -> int:
     path = fetch_sdist(upstream) if args.fetch else cached_sdist(upstream)
     if path is None:
         say("source not cached: applying and refreshing are not checked (--fetch downloads it)")
-    elif sha256_file(path) != upstream.sha256:
+    elif not is_pinned(path, upstream):
         found.append(f"{path}: not the pinned source distribution")
     elif not found:
         found += series.check_source(series.read_series(), Sdist(path, upstream))
@@ -148,6 +150,14 @@ def cmd_source(args: argparse.Namespace) -> int:
     return 0
 
 
+def cmd_part(args: argparse.Namespace) -> int:
+    upstream = read_upstream()
+    target = args.folder / upstream.sdist_name
+    write_part(fetch_sdist(upstream, args.sdist), upstream, target)
+    print(target)
+    return 0
+
+
 def cmd_probe_amx(args: argparse.Namespace) -> int:
     usable, why = probe.probe_amx(probe.find_toolchain())
     print(f"AMX {'works' if usable else 'is not used'}: {why}")
@@ -160,7 +170,7 @@ def cmd_cuda_check(args: argparse.Namespace) -> int:
     chosen = build.Options(gpu="cuda", amx="off", cuda_arch=args.cuda_arch or None)
     plan = build.make_plan(upstream, chosen)
     with locked(cache_dir() / "lock") as lock:
-        root = sync_tree(fetch_sdist(upstream), upstream)
+        root = sync_tree(fetch_sdist(upstream, args.sdist), upstream)
         build.check_cuda_objects(plan, root / upstream.source, args.full, lock)
     print(f"CUDA compiles ({plan.gpu_reason}, {', '.join(plan.flags[-3:])})")
     return 0
@@ -169,11 +179,26 @@ def cmd_cuda_check(args: argparse.Namespace) -> int:
 def cmd_gpu_check(args: argparse.Namespace) -> int:
     options = ["--sdist", str(args.sdist)] if args.sdist else []
     parts = [args.part] if args.part else gpu_check.PARTS
-    return gpu_check.run(parts, env.locate().python, options, args.report)
+    return gpu_check.run(parts, env.locate().python, options, args.report, args.step)
+
+
+def use_files(args: argparse.Namespace) -> None:
+    """--files: pip takes wheels from this folder alone, and the source distribution is there too.
+    Raises BuildError where the folder is not there."""
+    folder: Path = args.files.resolve()
+    if not folder.is_dir():
+        raise BuildError(f"--files {args.files}: there is no such folder")
+    os.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+    sdist = folder / read_upstream().sdist_name
+    if getattr(args, "sdist", None) is None and sdist.exists():
+        args.sdist = sdist
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="patches/tool.py", description=__doc__)
+    top.add_argument(
+        "--files", type=Path, metavar="DIR", help="wheels and source from there, no network"
+    )
     commands = top.add_subparsers(dest="command", required=True)
 
     def command(
@@ -208,12 +233,17 @@ def parser() -> argparse.ArgumentParser:
         add.add_argument(f"--{name}")
     source = command("source", cmd_source, "unpack and patch; prints the llama.cpp folder")
     source.add_argument("--sdist", type=Path)
+    part = command("part", cmd_part, "write the part of the source that is built; prints its path")
+    part.add_argument("folder", type=Path)
+    part.add_argument("--sdist", type=Path)
     command("probe-amx", cmd_probe_amx, "try AMX in a child process")
     cuda_check = command("cuda-check", cmd_cuda_check, "compile some CUDA objects")
     cuda_check.add_argument("--cuda-arch", metavar="LIST")
+    cuda_check.add_argument("--sdist", type=Path)
     cuda_check.add_argument("--full", action="store_true", help="all of them (15 minutes)")
     check = command("gpu-check", cmd_gpu_check, "everything that needs a GPU, with a report")
     check.add_argument("--part", choices=gpu_check.PARTS, help="default: all of them, in order")
+    check.add_argument("--step", default="", metavar="TEXT", help="benchmarks whose line has it")
     check.add_argument("--report", type=Path, default=gpu_check.REPORT, metavar="FILE")
     check.add_argument("--sdist", type=Path, help="use this copy instead of a download")
     return top
@@ -222,6 +252,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = parser().parse_args()
     try:
+        if args.files is not None:
+            use_files(args)
         code: int = args.function(args)
     except BuildError as error:
         say(str(error))

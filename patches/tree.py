@@ -104,7 +104,7 @@ def _unpack(sdist_path: Path, upstream: Upstream, root: Path) -> None:
     for stale in root.parent.glob(".unpack.*"):
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=".unpack.") as folder:
-        with tarfile.open(sdist_path, "r:gz") as archive:
+        with tarfile.open(sdist_path, "r:*") as archive:
             if hasattr(tarfile, "data_filter"):
                 archive.extraction_filter = staticmethod(tarfile.data_filter)
             # A nested repository would make git commands in the tree talk about it.

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
+import lzma
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +33,7 @@ class Upstream:
     sha256: str
     source: str  # the llama.cpp tree inside the source distribution, e.g. "vendor/llama.cpp"
     revision: int
+    part: str  # content_digest of the part that is built
 
     @property
     def base(self) -> str:
@@ -57,15 +61,16 @@ def read_upstream(path: Path = PATCHES / "UPSTREAM") -> Upstream:
         if not equals or not value or key in fields:
             raise BuildError(f"{path}:{number}: expected one KEY = VALUE a line, got {line!r}")
         fields[key] = value
-    known = ("name", "version", "sha256", "source", "revision")
+    known = ("name", "version", "sha256", "source", "revision", "part")
     for key in known:
         if key not in fields:
             raise BuildError(f"{path}: no {key!r} line")
     for key in fields:
         if key not in known:
             raise BuildError(f"{path}: unknown key {key!r}; known: {', '.join(known)}")
-    if len(fields["sha256"]) != 64:
-        raise BuildError(f"{path}: sha256 must be 64 hexadecimal digits")
+    for key in ("sha256", "part"):
+        if len(fields[key]) != 64:
+            raise BuildError(f"{path}: {key} must be 64 hexadecimal digits")
     if not fields["revision"].isdigit():
         raise BuildError(f"{path}: revision must be a whole number")
     return Upstream(
@@ -74,6 +79,7 @@ def read_upstream(path: Path = PATCHES / "UPSTREAM") -> Upstream:
         sha256=fields["sha256"].lower(),
         source=fields["source"].strip("/"),
         revision=int(fields["revision"]),
+        part=fields["part"].lower(),
     )
 
 
@@ -140,12 +146,12 @@ def cached_sdist(upstream: Upstream) -> Path | None:
 def fetch_sdist(upstream: Upstream, given: Path | None = None) -> Path:
     """Path of the verified source distribution; downloads it with pip when not cached.
 
-    given: a local copy to use instead of the download. Raises BuildError when the bytes are
-    not the pinned ones: nothing of them has been executed then.
+    given: a local copy, or the part that write_part made of one, to use instead. Raises
+    BuildError when the bytes are not the pinned ones: nothing of them has been executed then.
     """
     target = cache_dir() / "sdist" / upstream.sdist_name
     if target.exists() and given is None:
-        if sha256_file(target) == upstream.sha256:
+        if is_pinned(target, upstream):
             return target
         say(f"the cached {target.name} is damaged; fetching it again")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -158,10 +164,9 @@ def fetch_sdist(upstream: Upstream, given: Path | None = None) -> Path:
                 shutil.copyfile(given, fetched)
             except OSError as error:
                 raise BuildError(f"{given}: {error.strerror}") from None
-        found = sha256_file(fetched)
-        if found != upstream.sha256:
+        if not is_pinned(fetched, upstream):
             raise BuildError(
-                f"{given or upstream.sdist_name}: sha256 is {found}, "
+                f"{given or upstream.sdist_name}: sha256 is {sha256_file(fetched)}, "
                 f"patches/UPSTREAM pins {upstream.sha256}"
             )
         os.replace(fetched, target)
@@ -222,7 +227,7 @@ class Sdist:
 
     def files(self, names: set[str] | None = None) -> Iterator[tuple[str, bytes]]:
         """(path, content) of every regular file, or of the named ones."""
-        with tarfile.open(self.path, "r:gz") as archive:
+        with tarfile.open(self.path, "r:*") as archive:
             for member in archive:
                 name = member.name.removeprefix(self.prefix)
                 if not member.isfile() or (names is not None and name not in names):
@@ -230,3 +235,70 @@ class Sdist:
                 handle = archive.extractfile(member)
                 if handle is not None:
                     yield name, handle.read()
+
+
+# What the build, the wheel, the emulation and upstream's operator tests take of it, below
+# Upstream.source: a tenth of the whole.
+_PART = (
+    *("CMakeLists.txt", "LICENSE", "cmake/", "licenses/", "include/", "src/", "conversion/"),
+    *("gguf-py/gguf/", "vendor/", "tests/test-backend-ops.cpp", "ggml/CMakeLists.txt"),
+    *("ggml/cmake/", "ggml/include/", "ggml/src/"),
+)
+_PART_TOP = ("CMakeLists.txt", "PKG-INFO", "LICENSE.md", "llama_cpp/")
+_BACKENDS = ("ggml-cpu", "ggml-cuda")
+
+
+def _in_part(name: str, upstream: Upstream) -> bool:
+    inside = name.removeprefix(f"{upstream.source}/")
+    if inside == name:
+        return name.startswith(_PART_TOP)
+    folder = inside.removeprefix("ggml/src/").split("/")
+    if inside.startswith("ggml/src/") and len(folder) > 1 and folder[0] not in _BACKENDS:
+        return False
+    return inside.startswith(_PART)
+
+
+def part_files(path: Path, upstream: Upstream) -> dict[str, bytes]:
+    """The files that are built, of the source distribution or of such a part, by path; sorted."""
+    files = Sdist(path, upstream).files()
+    return dict(sorted((name, data) for name, data in files if _in_part(name, upstream)))
+
+
+def content_digest(files: dict[str, bytes]) -> str:
+    """Hash of names and contents, whatever archive they come from."""
+    digest = hashlib.sha256()
+    for name, data in files.items():
+        digest.update(f"{name}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def is_pinned(path: Path, upstream: Upstream) -> bool:
+    """Whether it is the source distribution that patches/UPSTREAM names, or the part of it that is
+    built and nothing else."""
+    if sha256_file(path) == upstream.sha256:
+        return True
+    try:
+        names = {name for name, _ in Sdist(path, upstream).files()}
+        files = part_files(path, upstream)
+    except (OSError, EOFError, tarfile.TarError, lzma.LZMAError, zlib.error):
+        return False
+    return names == files.keys() and content_digest(files) == upstream.part
+
+
+def write_part(path: Path, upstream: Upstream, target: Path) -> None:
+    """Writes the part of the source distribution at `path` that is built. Raises BuildError where
+    that is not the part that is pinned."""
+    files = part_files(path, upstream)
+    if content_digest(files) != upstream.part:
+        raise BuildError(
+            f"the part of {path.name} that is built has the digest {content_digest(files)}, "
+            f"patches/UPSTREAM says {upstream.part}"
+        )
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:xz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"{upstream.base}/{name}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    write_atomic(target, buffer.getvalue())

@@ -17,9 +17,9 @@ from patches.upstream import (
     PATCHES,
     cache_dir,
     cached_sdist,
+    is_pinned,
     locked,
     read_upstream,
-    sha256_file,
 )
 
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ def llama_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sdist = cached_sdist(upstream)
     if sdist is None:
         pytest.skip("the pinned source is not in the cache: run `make build`")
-    if sha256_file(sdist) != upstream.sha256:
+    if not is_pinned(sdist, upstream):
         pytest.skip(f"{sdist} is not the pinned source: run `make build`")
     with locked(cache_dir() / "lock"):
         return tree.sync_tree(sdist, upstream) / upstream.source
