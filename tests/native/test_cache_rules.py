@@ -13,7 +13,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,7 +28,6 @@ from hypothesis.stateful import (
 )
 
 from orchestrator.events import Phase
-from orchestrator.llama import Bindings
 from orchestrator.native import Library
 
 from .cache_driver import (
@@ -232,11 +230,6 @@ class CacheRules(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.opened:
             self.close_store()
-
-
-@pytest.fixture(scope="module")
-def library(library_folder: Path) -> Library:
-    return Bindings.load().library()
 
 
 @pytest.fixture(scope="module")
