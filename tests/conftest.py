@@ -1,16 +1,25 @@
-"""What every test gets: a user folder of its own, and GPU tests that say why they skip."""
+"""What every test gets: a user folder of its own, and GPU tests that say why they skip; and what
+many want: the built library, and models of random weights."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from patches import probe
 from patches.upstream import cache_dir
+
+if TYPE_CHECKING:
+    from orchestrator.native import Library
+
+# ggml's threads are OpenMP's, which spin while they wait: on cores that others use, too, that takes
+# several times the time of the work. Read when the library is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A runner started in the background ignores Ctrl-C, and what it starts inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,6 +47,34 @@ def real_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The user's own moe-edge cache folder, for tests of what `make build` left there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(REAL_CACHE.parent))
     yield REAL_CACHE
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    """The patched llama.cpp that is installed."""
+    from orchestrator.errors import NativeError
+    from orchestrator.llama import Bindings
+
+    try:
+        return Bindings.load().library()
+    except NativeError as error:
+        pytest.skip(f"no built llama.cpp: {error}")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_model(shape, *tiers, seed=0): a random-weight GGUF, written once a session."""
+    from gguf_tools import synthetic
+
+    folder = tmp_path_factory.mktemp("models")
+
+    def make(shape: str, *tiers: str, seed: int = 0) -> Path:
+        path = folder / f"{shape}-{'-'.join(tiers)}-{seed}.gguf"
+        if not path.exists():
+            synthetic.write(path, f"tiny-{shape}", tiers=tiers, seed=seed)
+        return path
+
+    return make
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

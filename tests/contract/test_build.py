@@ -23,6 +23,7 @@ import pytest
 
 from patches.upstream import PATCHES
 
+HANG_S = 600  # only a build that hangs takes so long
 CMAKE = """
 cmake_minimum_required(VERSION 3.14)
 project(llama CXX)
@@ -119,7 +120,7 @@ class Toy:
     def build(self, **environment: str) -> tuple[Path, str]:
         """(wheel, what the tool said); fails the test when the build fails."""
         process = self.start(**environment)
-        out, said = process.communicate(timeout=120)
+        out, said = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, said
         return Path(out.strip()), said
 
@@ -193,7 +194,7 @@ def test_an_interrupted_build_poisons_nothing(toy: Toy, how: signal.Signals, del
     process = toy.start()
     time.sleep(delay)
     os.killpg(process.pid, how)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=HANG_S)
     if how == signal.SIGINT and process.returncode != 0 and said:
         assert "Traceback" not in said
     wheel, _ = toy.build()
@@ -216,7 +217,7 @@ def test_half_written_objects_of_a_killed_run_are_not_linked(toy: Toy) -> None:
 
 def test_two_builds_at_once_share_one(toy: Toy) -> None:
     processes = [toy.start(), toy.start()]
-    results = [process.communicate(timeout=120) for process in processes]
+    results = [process.communicate(timeout=HANG_S) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
     assert results[0][0] == results[1][0]
     assert sorted(said.splitlines()[-1] for _, said in results) == ["built", "up to date"]
@@ -225,7 +226,7 @@ def test_two_builds_at_once_share_one(toy: Toy) -> None:
 def test_a_compile_error_is_shown_with_its_log(toy: Toy) -> None:
     (toy.patches / "native" / "ours.cpp").write_text(OURS + "int broken( { }\n")
     process = toy.start()
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert "compiling failed" in said and "broken" in said and "moe-edge-build.log" in said
     (toy.patches / "native" / "ours.cpp").write_text(OURS)
@@ -236,7 +237,7 @@ def test_a_missing_symbol_is_never_packaged(toy: Toy) -> None:
     header = toy.patches / "native" / "moe-edge.h"
     header.write_text(HEADER + "MOE_EDGE_API int moe_edge_forgotten(void);\n")
     process = toy.start()
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=HANG_S)
     assert process.returncode == 1 and "lack moe_edge_forgotten" in said
     assert not list(toy.cache.glob("moe-edge/wheels/*/*.whl"))
 
@@ -259,7 +260,7 @@ def test_a_missing_tool_is_one_sentence(toy: Toy, missing: tuple[str, ...], pack
         if found and name not in missing:
             (tools / name).symlink_to(found)
     process = toy.start(PATH=str(tools), CC="", CXX="")
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert len(said.splitlines()) == 1 and f"`sudo apt install {package}`" in said
 

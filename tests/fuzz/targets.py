@@ -329,10 +329,15 @@ def checkpoint(bench: Bench, random: Random) -> str:
     return _answer([folder], work)
 
 
+def _damaged_json(bench: Bench, good: object, random: Random) -> Path:
+    path = bench.folder / "fuzz.json"
+    path.write_text(damage.damaged_json(good, random), encoding="utf-8")
+    return path
+
+
 def losses_of_experts(bench: Bench, random: Random) -> str:
     """A loss table."""
-    path = bench.folder / "fuzz.json"
-    path.write_text(damage.damaged_json(bench.losses, random), encoding="utf-8")
+    path = _damaged_json(bench, bench.losses, random)
 
     def work() -> None:
         table = losses.load(path, bench.opened)
@@ -343,8 +348,7 @@ def losses_of_experts(bench: Bench, random: Random) -> str:
 
 def hotness(bench: Bench, random: Random) -> str:
     """A profile of expert use."""
-    path = bench.folder / "fuzz.json"
-    path.write_text(damage.damaged_json(bench.profile, random), encoding="utf-8")
+    path = _damaged_json(bench, bench.profile, random)
 
     def work() -> None:
         scores = profile.load(path, bench.opened)
@@ -413,10 +417,11 @@ def _ggml():
     return load()
 
 
+WITH_GGML = (checked, pair, parts, written)
 TARGETS: dict[str, Target] = {
     each.__name__: each
     for each in (
-        *(header, plan, checked, pair, parts, written),
+        *(header, plan, *WITH_GGML),
         *(importance, checkpoint, losses_of_experts, hotness, trace),
     )
 }

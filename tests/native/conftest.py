@@ -1,4 +1,4 @@
-"""The patched library, upstream's headers of the same source, and small models."""
+"""The folder of the patched library, and upstream's headers of the same source."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gguf_tools import synthetic
-from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings
+from orchestrator.native import Library
 from patches import tree
 from patches.upstream import (
     PATCHES,
@@ -29,14 +28,9 @@ DEVICES = (None, "host:100")
 
 
 @pytest.fixture(scope="session")
-def library_folder() -> Path:
+def library_folder(library: Library) -> Path:
     """Folder of libllama.so and its companions, patched."""
-    try:
-        bindings = Bindings.load()
-        bindings.library()
-    except NativeError as error:
-        pytest.skip(str(error))
-    return Path(bindings.api._lib._name).parent
+    return Path(Bindings.load().api._lib._name).parent
 
 
 @pytest.fixture(scope="session")
@@ -85,18 +79,6 @@ def compile_native(
         return program
 
     return compile_program
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """tiny_model(shape, tiers): a random-weight GGUF, written once a session."""
-    folder = tmp_path_factory.mktemp("models")
-
-    def make(shape: str, *tiers: str) -> Path:
-        path = folder / f"{shape}-{'-'.join(tiers)}.gguf"
-        return path if path.exists() else synthetic.write(path, f"tiny-{shape}", tiers=tiers)
-
-    return make
 
 
 def run_program(program: Path, *arguments: object, timeout_s: float = 1200) -> str:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import pytest
 
 from gguf_tools.layout import BLOCK, GGMLType, device_slot_bytes, row_bytes
 from orchestrator.errors import ConfigError
-from orchestrator.llama import Bindings
 from orchestrator.native import Library, find_device, measure_device
 from orchestrator.native.abi import CBandwidths
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def library(library_folder: Path) -> Library:
-    return Bindings.load().library()
 
 
 def test_a_device_is_found_once(library: Library) -> None:

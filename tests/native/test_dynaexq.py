@@ -46,7 +46,7 @@ def run(model: Path, **options: object) -> np.ndarray:
 
 def arrive(engine: Engine) -> None:
     """Until every transition is complete, and one step further, so that it is published."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 600
     while (engine.store.states() >= ExpertState.PROMOTING).any():
         assert time.monotonic() < end
         engine.store.begin_step(Phase.DECODE)

@@ -13,40 +13,21 @@ from typing import Any
 import pytest
 
 from gguf_tools import synthetic
-from gguf_tools.reader import GGUFFile
-from gguf_tools.writer import GGUFWriter
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import BudgetError, NativeError
 from patches.upstream import REPO
 
+from .copies import copied
+
 pytestmark = pytest.mark.usefixtures("library_folder")
-
-
-def renamed(source: Path, target: Path, arch: str) -> Path:
-    """A copy of a GGUF whose architecture has another name."""
-    with GGUFFile.open(source) as file, GGUFWriter(target, file.alignment) as writer:
-        old = file.metadata["general.architecture"]
-        for key in file.metadata:
-            if key == "general.architecture":
-                writer.meta(key, arch)
-            else:
-                prefix = f"{old}."
-                name = f"{arch}.{key.removeprefix(prefix)}" if key.startswith(prefix) else key
-                writer.meta_encoded(name, file.encoded_value(key))
-        for info in file.tensors.values():
-            writer.declare(info.name, info.shape, info.type)
-        writer.begin()
-        for info in file.tensors.values():
-            writer.write_tensor(info.name, file.array(info.name))
-    return target
 
 
 def test_an_architecture_outside_the_list_is_refused_by_name(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """rnd1 has qwen3moe's tensors, so llama.cpp loads it; its experts are not managed."""
-    model = renamed(tiny_model("qwen3moe", "q4_k"), tmp_path / "other.gguf", "rnd1")
+    model = copied(tiny_model("qwen3moe", "q4_k"), tmp_path / "other.gguf", arch="rnd1")
     config = Config.build(model=model, ctx=64, threads=1, expert_ram=1 << 20)
     with pytest.raises(NativeError, match=r"architecture rnd1 .*cannot be managed"):
         Engine.open(config)
@@ -56,8 +37,8 @@ def chat(model: Path, *words: str) -> dict[str, Any]:
     """Statistics of one answer by a process of its own; the prompt meets most experts."""
     prompt = " ".join(f"{i * i:x}" for i in range(1, 70))
     command = [sys.executable, "-m", "orchestrator", "chat", "-m", str(model), "--json"]
-    command += ["--ctx=512", "--threads=2", "--max-tokens=24", "-p", prompt, *words]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    command += ["--ctx=512", "--threads=1", "--max-tokens=24", "-p", prompt, *words]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     stats: dict[str, Any] = json.loads(done.stdout)["stats"]
     return stats

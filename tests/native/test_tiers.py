@@ -10,11 +10,11 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.pack import pack
-from gguf_tools.reader import GGUFFile
-from gguf_tools.writer import GGUFWriter
 from orchestrator.config import Config
 from orchestrator.engine import Engine, Sampling
 from orchestrator.events import Phase
+
+from .copies import copied
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -92,21 +92,6 @@ def test_any_pair(
     assert not np.array_equal(found, uniform(other))
 
 
-def with_one_expert(source: Path, target: Path) -> Path:
-    """A copy of a model that routes each token to its best expert alone."""
-    with GGUFFile.open(source) as file, GGUFWriter(target, file.alignment) as writer:
-        for key in file.metadata:
-            if not key.endswith(".expert_used_count"):
-                writer.meta_encoded(key, file.encoded_value(key))
-        writer.meta(f"{file.metadata['general.architecture']}.expert_used_count", 1)
-        for info in file.tensors.values():
-            writer.declare(info.name, info.shape, info.type)
-        writer.begin()
-        for info in file.tensors.values():
-            writer.write_tensor(info.name, file.array(info.name))
-    return target
-
-
 @pytest.mark.parametrize("shape", ["qwen3moe", "olmoe"])
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_weights_of_the_kept(
@@ -117,7 +102,7 @@ def test_weights_of_the_kept(
     had among two where they are not (olmoe): renormalising must match the first, leaving the
     weights alone the second, and not the other way round."""
     model = tiny_model(shape, "f16")
-    expected = uniform(with_one_expert(model, tmp_path / "single.gguf"))
+    expected = uniform(copied(model, tmp_path / "single.gguf", expert_used_count=1))
     options = {"policy": "dymoe", "low_tier": "skip", "renormalize": renormalize}
     with open_model(model, **options) as engine:
         found = decode(engine)

@@ -10,14 +10,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def real_engine(monkeypatch, tmp_path):
-    """Skips without the built library; lets child processes find this checkout."""
-    native = pytest.importorskip("orchestrator.native")
-    llama = pytest.importorskip("llama_cpp.llama_cpp", reason="the library is not built")
-    try:
-        native.Library(llama._lib)
-    except native.NativeError as error:
-        pytest.skip(str(error))
+def real_engine(library, monkeypatch, tmp_path):
+    """Lets child processes find this checkout."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
 

@@ -12,29 +12,16 @@ from pathlib import Path
 import fake_engine
 import pytest
 
-from gguf_tools import synthetic
 from orchestrator.chat import Session
 from orchestrator.config import Config
 from orchestrator.engine import Engine
-from orchestrator.errors import NativeError
-from orchestrator.llama import Bindings
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    try:
-        Bindings.load().library()
-    except NativeError as error:
-        pytest.skip(f"no built llama.cpp: {error}")
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    synthetic.write(path, "tiny-qwen3moe", tiers=TIERS, seed=1)
-    return path
+def model(library, tiny_model) -> Path:
+    return tiny_model("qwen3moe", *TIERS, seed=1)
 
 
 def moe_edge(*args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[str]:
@@ -44,7 +31,6 @@ def moe_edge(*args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[str]
         input=stdin,
         capture_output=True,
         check=False,
-        timeout=120,
     )
     return subprocess.CompletedProcess(
         done.args, done.returncode, done.stdout.decode(), done.stderr.decode()

@@ -21,7 +21,7 @@ CTRL_C = "\x03"
 CTRL_D = "\x04"
 PROMPT = re.compile(r"> \Z")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 600.0  # only what hangs takes so long
 
 
 class Terminal:

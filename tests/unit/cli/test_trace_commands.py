@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from gguf_tools import synthetic
 from orchestrator.cli import cli
-from orchestrator.errors import NativeError
-from orchestrator.llama import Bindings
+from orchestrator.native import Library
 from orchestrator.replay import read_trace
 
 
@@ -20,15 +19,9 @@ def run(*args: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(library: Library, tiny_model: Callable[..., Path]) -> Path:
     """A packed model of two precisions."""
-    try:
-        Bindings.load().library()
-    except NativeError as error:
-        pytest.skip(f"no built llama.cpp: {error}")
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    synthetic.write(path, "tiny-qwen3moe", tiers=("q4_k", "q2_k"), seed=1)
-    return path
+    return tiny_model("qwen3moe", "q4_k", "q2_k", seed=1)
 
 
 @pytest.fixture(scope="module")

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from gguf_tools import synthetic
-from orchestrator.errors import NativeError
-from orchestrator.llama import Bindings
+from orchestrator.native import Library
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 TEXT = "The fox sat by the river and looked at the stars. It was late, and nobody came. " * 3
 
 
 @pytest.fixture(scope="session")
-def built() -> None:
-    try:
-        Bindings.load().library()
-    except NativeError as error:
-        pytest.skip(f"no built llama.cpp: {error}")
-
-
-@pytest.fixture(scope="session")
-def model(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    synthetic.write(path, "tiny-qwen3moe", tiers=TIERS, seed=1)
-    return path
+def model(library: Library, tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3moe", *TIERS, seed=1)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 hardly any memory, and with a message that says where to look."""
 
 import os
+import re
 import struct
 import time
 import tracemalloc
@@ -250,7 +251,7 @@ def test_hostile_header(name, tmp_path):
     path = tmp_path / f"{name}.gguf"
     path.write_bytes(data)
     tracemalloc.start()
-    started = time.monotonic()
+    started_s = time.process_time()
     try:
         with pytest.raises(error) as caught:
             GGUFFile.open(path)
@@ -260,7 +261,7 @@ def test_hostile_header(name, tmp_path):
     assert str(caught.value).startswith(str(path))
     assert says in str(caught.value)
     assert peak < 1 << 20
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started_s < 5
 
 
 def without(tensors, name):
@@ -535,21 +536,17 @@ def test_split_with_a_foreign_part(tmp_path):
         open_model(first)
 
 
-def test_split_with_a_tensor_in_both(tmp_path):
+@pytest.mark.parametrize(
+    ("start", "error", "says"),
+    [(3, errors.DuplicateError, "m-00001-of-00002"), (5, errors.SplitError, "split.tensors.count")],
+    ids=["a tensor in both", "missing tensors"],
+)
+def test_split_with_another_second_part(start, error, says, tmp_path):
     first, second = split_paths(tmp_path)
     half = model_tensors()
     part(first, 0, 2, half[:4], len(half))
-    part(second, 1, 2, half[3:], len(half))
-    with pytest.raises(errors.DuplicateError, match=str(first)):
-        open_model(first)
-
-
-def test_split_with_missing_tensors(tmp_path):
-    first, second = split_paths(tmp_path)
-    half = model_tensors()
-    part(first, 0, 2, half[:4], len(half))
-    part(second, 1, 2, half[5:], len(half))
-    with pytest.raises(errors.SplitError, match=r"split\.tensors\.count"):
+    part(second, 1, 2, half[start:], len(half))
+    with pytest.raises(error, match=re.escape(says)):
         open_model(first)
 
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -305,9 +304,7 @@ def test_ctrl_c_leaves_nothing(tmp_path, ggml):
     assert process.stdout.readline()
     assert len(os.listdir(tmp_path)) == 2
     process.send_signal(signal.SIGINT)
-    started = time.monotonic()
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=600)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in stderr
-    assert time.monotonic() - started < 30
     assert os.listdir(tmp_path) == ["src.gguf"]

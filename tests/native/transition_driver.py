@@ -1,0 +1,147 @@
+"""A store whose experts change versions, driven without a model; bytes are checked against the
+file, at every moment."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gguf_tools.layout import BLOCK, DOWN, GATE, UP, GGMLType, pad
+from orchestrator.events import ExpertState
+from orchestrator.native import Library, Slices, Store, StoreSpec
+from orchestrator.native.abi import VISIT_CB
+
+N_LAYERS, N_EXPERT, KINDS = 2, 5, (UP, GATE, DOWN)
+EXPERT_BYTES, TYPES = (20000, 9000), (12, 10)  # q4_k, q2_k by number only: nothing computes
+HOST_BYTES = 1 << 20  # behind a device: more than all slices take
+HIGH, LOW = 0, 1
+UNDER_WAY = (ExpertState.PROMOTING, ExpertState.DEMOTING)
+HELD = 1  # byte per second: after one part, nothing arrives
+HANG_S = 600
+
+
+class ExpertFile:
+    """Random bytes, and where each slice lies in them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset: dict[tuple[int, int, int], int] = {}
+        at = 100  # slices do not start on a block
+        for layer in range(N_LAYERS):
+            for kind in KINDS:
+                for tier in (HIGH, LOW):
+                    self.offset[layer, kind, tier] = at
+                    at += EXPERT_BYTES[tier] * N_EXPERT
+        self.data = np.random.default_rng(0).integers(0, 256, at, np.uint8).tobytes()
+        path.write_bytes(self.data)
+
+    def slice(self, layer: int, kind: int, tier: int, expert: int) -> bytes:
+        start = self.offset[layer, kind, tier] + EXPERT_BYTES[tier] * expert
+        return self.data[start : start + EXPERT_BYTES[tier]]
+
+    def spec(self, n_high: int, n_low: int, device: str | None) -> StoreSpec:
+        """Pools that both layers share, one for each kind and tier."""
+        sizes = [8192 * 3, 8192 * 2]
+        if device is not None:
+            blocks = [BLOCK[GGMLType(each)].bytes for each in TYPES]
+            sizes = [pad(n, block) for n, block in zip(EXPERT_BYTES, blocks, strict=True)]
+        groups = [(sizes[tier], (n_high, n_low)[tier]) for _ in KINDS for tier in (HIGH, LOW)]
+        layers = []
+        for layer in range(N_LAYERS):
+            slices = {
+                (kind, tier): Slices(
+                    0,
+                    self.offset[layer, kind, tier],
+                    EXPERT_BYTES[tier],
+                    TYPES[tier],
+                    2 * KINDS.index(kind) + tier,
+                )
+                for kind in KINDS
+                for tier in (HIGH, LOW)
+            }
+            layers.append((layer, slices))
+        return StoreSpec(
+            files=(self.path,),
+            layers=tuple(layers),
+            groups=tuple(groups),
+            budget_bytes=sum(size * n for size, n in groups),
+            n_tiers=2,
+            n_expert=N_EXPERT,
+            n_expert_used=2,
+            max_tokens=4,
+            n_ahead=0,
+            n_io_threads=3,
+            device=device,
+            host_bytes=HOST_BYTES,
+        )
+
+
+class Driver:
+    """A store, and the part of the graph."""
+
+    def __init__(
+        self,
+        file: ExpertFile,
+        library: Library,
+        n_high: int,
+        n_low: int,
+        device: str | None = None,
+    ) -> None:
+        self.file = file
+        self.store = Store.create(library, file.spec(n_high, n_low, device))
+        self.store.set_route(None, LOW)
+
+    def warm(self, high: set[tuple[int, int]]) -> None:
+        self.store.warm(
+            [
+                (layer, expert, HIGH if (layer, expert) in high else LOW)
+                for layer in range(N_LAYERS)
+                for expert in range(N_EXPERT)
+            ]
+        )
+        self.store.reset_stats()
+
+    def apply(self, layer: int, experts: list[int]) -> None:
+        ids = (ctypes.c_int32 * len(experts))(*experts)
+        assert (
+            self.store.library.apply(self.store.handle, layer, ids, None, None, len(experts)) == 0
+        )
+
+    def use(self, layer: int, experts: list[int]) -> dict[int, set[int]]:
+        """The tiers in which the matrices of each expert came; every byte is checked."""
+        ids = (ctypes.c_int32 * len(experts))(*experts)
+        seen: dict[int, set[int]] = {expert: set() for expert in experts}
+        wrong: list[str] = []
+        for kind in KINDS:
+
+            def visit(
+                expert: int,
+                tier: int,
+                _type: int,
+                data: Any,
+                size: int,
+                _user: Any,
+                kind: int = kind,
+            ) -> None:
+                seen[expert].add(tier)
+                if ctypes.string_at(data, size) != self.file.slice(layer, kind, tier, expert):
+                    wrong.append(f"layer {layer}, kind {kind}, tier {tier}, expert {expert}")
+
+            done = self.store.library.use(
+                self.store.handle, layer, kind, ids, len(experts), VISIT_CB(visit), None
+            )
+            assert done == 0, self.store.library.error(self.store.handle)
+        assert not wrong
+        return seen
+
+    def arrive(self) -> None:
+        """Until every read of a transition is done."""
+        self.store.set_transition_rate(0)
+        end = time.monotonic() + HANG_S
+        while np.isin(self.store.states(), UNDER_WAY).any():
+            assert time.monotonic() < end, "a transition does not arrive"
+            time.sleep(0.0005)
