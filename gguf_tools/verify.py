@@ -28,6 +28,14 @@ from .streaming import CHUNK_BYTES, Job, Meter, Progress, run_all
 # A tensor of noise has a finding in every block: one sentence, and a count up to here.
 MAX_COUNTED = 1000
 _BPW_TOLERANCE = 0.01
+_OWN_KEYS = (
+    layout.KEY_FORMAT_VERSION,
+    layout.KEY_TIERS,
+    layout.KEY_TIER_BPW,
+    layout.KEY_QUANTIZATION,
+    layout.KEY_CALIBRATION,
+    layout.KEY_FALLBACKS,
+)
 _ROUTER = re.compile(r"blk\.([0-9]{1,9})\.ffn_gate_inp\.weight")
 
 
@@ -225,7 +233,16 @@ def _model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Pro
 
 
 def _statement_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:
-    """Texts about how the tiers were made: of the right type, and each fallback is stated."""
+    """Our keys are those that there are, tiers have names of types, texts about how they were made
+    are of the right type, and each fallback is stated."""
+    for key in first.metadata:
+        if key.startswith(layout.KEY_PREFIX) and key not in _OWN_KEYS:
+            yield Problem(f"{first.path}: key {key}: unknown", str(first.path))
+    for tier in model.tiers:
+        if layout.type_by_name(tier.name) is None:
+            yield Problem(
+                f"{first.path}: key {layout.KEY_TIERS}: {tier.name} is no type", str(first.path)
+            )
     for key in (layout.KEY_QUANTIZATION, layout.KEY_CALIBRATION):
         if not isinstance(first.metadata.get(key, ""), str):
             yield Problem(f"{first.path}: key {key}: not a text", str(first.path))

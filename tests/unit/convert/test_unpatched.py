@@ -13,12 +13,14 @@ pytest.importorskip("transformers", reason="needs the extra `convert`")
 
 import unpatched
 
+from gguf_tools.experts import ExpertModel
 from gguf_tools.imatrix import read_imatrix
 from gguf_tools.layout import parse_expert_name
 from gguf_tools.methods import ByImportance
 from gguf_tools.pack import export, pack
 from gguf_tools.quantize import load
 from gguf_tools.reader import GGUFFile
+from orchestrator.calibrate.capture import WINDOW
 from orchestrator.calibrate.methods import Method, save_imatrix
 
 from .families import FAMILIES
@@ -70,8 +72,9 @@ def theirs(upstream: unpatched.Unpatched, source: Path, text: Path) -> Callable[
     def make(suffix: str) -> Path:
         out = source.with_name(f"theirs.{suffix}")
         if not out.exists():
-            arguments = ["-m", source, "-f", text, "-o", out, "-c", 256, "-b", 256, "-ub", 256]
-            upstream.tool("llama-imatrix", *arguments, "-t", 1, "--output-format", suffix)
+            arguments = ["-m", source, "-f", text, "-o", out, "--output-format", suffix, "-t", 1]
+            arguments += ["-c", WINDOW, "-b", WINDOW, "-ub", WINDOW, "--parse-special"]
+            upstream.tool("llama-imatrix", *arguments)
         return out
 
     return make
@@ -86,8 +89,6 @@ def experts(path: Path) -> Iterator[tuple[str, int, bytes]]:
 
 
 def packed(source: Path, out: Path, tier: str, imatrix: Path | None = None) -> Path:
-    from gguf_tools.experts import ExpertModel
-
     with ExpertModel.open(source) as model:
         by = None if imatrix is None else ByImportance.of_file(imatrix, model, load())
         pack(model, out, [tier], quantizer=by, threads=1)
@@ -138,8 +139,14 @@ def test_plain_tiers_are_those_of_llama_quantize(
     assert list(experts(mine)) == list(experts(other))
 
 
-@pytest.mark.parametrize("tier", ["q4_k", "q2_k", "iq4_xs", "iq2_xs", "iq1_s"])
-@pytest.mark.parametrize("made_by", ["us", "llama-imatrix", "llama-imatrix, the older format"])
+@pytest.mark.parametrize(
+    ("made_by", "tier"),
+    [
+        *(("us", tier) for tier in ("q4_k", "q2_k", "iq4_xs", "iq2_xs", "iq1_s")),
+        ("llama-imatrix", "q2_k"),
+        ("llama-imatrix, the older format", "q2_k"),
+    ],
+)
 def test_weighed_tiers_are_those_of_llama_quantize(
     made_by: str,
     tier: str,
@@ -157,9 +164,9 @@ def test_weighed_tiers_are_those_of_llama_quantize(
 
 
 def test_importance_is_that_of_llama_imatrix(ours: Path, theirs: Callable[[str], Path]) -> None:
-    """Of the same text. Windows differ, and with them what a token sees."""
+    """Of the same text, but for the end of it, which is shorter than a window."""
     mine, other = read_imatrix(ours), read_imatrix(theirs("gguf"))
     for name, entry in mine.entries.items():
         mean = entry.sums.sum() / entry.counts.sum()
         their = other.entries[name]
-        assert mean == pytest.approx(their.sums.sum() / their.counts.sum(), rel=0.1), name
+        assert mean == pytest.approx(their.sums.sum() / their.counts.sum(), rel=0.02), name

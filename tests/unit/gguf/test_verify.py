@@ -468,6 +468,8 @@ def test_the_command_takes_a_pair(two_files):
         ),
         ({"moe_edge.quantization": 7}, "key moe_edge.quantization: not a text"),
         ({"moe_edge.calibration": ["a"]}, "key moe_edge.calibration: not a text"),
+        ({"moe_edge.fallbackz": ["a"]}, "key moe_edge.fallbackz: unknown"),
+        ({"moe_edge.tiers": ["y4_k"]}, "key moe_edge.tiers: y4_k is no type"),
     ],
 )
 def test_what_is_said_about_the_making(tmp_path, ggml, change, said):
