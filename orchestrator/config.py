@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, SettingError
 
 _UNITS = {
     "": 1,
@@ -30,21 +30,24 @@ PREFETCHES = ("auto", "on", "off")
 TRANSITION_RATE = 128 << 20
 # llama.cpp takes 256 sequences, one of them the conversation.
 MOST_SEQUENCES = 255
+_TOO_LARGE = 1 << 60
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(text: str) -> int:
     """Bytes from "6GiB", "1.5 GiB", "500MB" or "4096".
 
-    Raises ConfigError for anything else, zero included.
+    Raises ConfigError for anything else, zero and what no machine could have included.
     """
     match = _SIZE.fullmatch(text)
     factor = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
         raise ConfigError(f"'{text}' is not a size: write it as 6GiB, 500MB or a number of bytes")
-    size_bytes = int(float(match.group(1)) * factor)
+    size_bytes = int(min(float(match.group(1)) * factor, float(_TOO_LARGE)))
     if size_bytes <= 0:
         raise ConfigError(f"the size '{text}' must be more than zero bytes")
+    if size_bytes >= _TOO_LARGE:
+        raise ConfigError(f"the size '{text}' is more than any machine has")
     return size_bytes
 
 
@@ -160,16 +163,16 @@ class Config:
             wrong_bool = isinstance(value, bool) and bool not in kinds
             if not isinstance(value, kinds) or wrong_bool:
                 wanted = " or ".join(kind.__name__ for kind in kinds)
-                raise ConfigError(f"the setting '{name}' must be {wanted}, not {value!r}")
+                raise SettingError(name, f"must be {wanted}, not {value!r}")
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not (low <= value <= high and math.isfinite(value)):
                 upper = f" to {high}" if high != math.inf else " or more"
-                raise ConfigError(f"the setting '{name}' must be {low}{upper}, not {value}")
+                raise SettingError(name, f"must be {low}{upper}, not {value}")
         for name, known in _CHOICES:
             value = getattr(self, name)
             if value not in known:
-                raise ConfigError(f"the setting '{name}' must be {_listed(known)}, not '{value}'")
+                raise SettingError(name, f"must be {_listed(known)}, not '{value}'")
 
 
 def _listed(words: tuple[str, ...]) -> str:

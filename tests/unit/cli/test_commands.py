@@ -66,7 +66,12 @@ RUNS = [
     (["-p", "x", "--ram", "much"], None, 2, "", "'much' is not a size: write it as 6GiB"),
     (["-p", "x", "--ram", "0"], None, 2, "", "more than zero"),
     (["-p", "x", "--ctx", "many"], None, 2, "", "not a valid int"),
-    (["-p", "x", "--retention", "2"], None, 1, "", "Error: the setting 'retention' must be 0.0 to"),
+    (["-p", "x", "--ram", "1e3TiB"], None, 2, "", "is not a size"),
+    (["-p", "x", "--ram", "9" * 30], None, 2, "", "more than any machine has"),
+    (["-p", "x", "--retention", "2"], None, 2, "", "'--retention': must be 0.0 to 1.0, not 2.0"),
+    (["-p", "x", "--retention", "nan"], None, 2, "", "'--retention': must be 0.0 to 1.0, not nan"),
+    (["-p", "x", "--max-tokens", "0"], None, 2, "", "'--max-tokens': must be 1 to"),
+    (["-p", "x", "--low", ""], None, 2, "", "'--low': the name is empty"),
     (["-p", "x", "--nonsense"], None, 2, "", "No such option"),
     (["extra"], None, 2, "", "unexpected extra argument"),
 ]
