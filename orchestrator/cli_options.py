@@ -150,7 +150,7 @@ answer_options = together(
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"Longest answer in tokens.  {_default('max_tokens')}",
+        help="Longest answer in tokens.  [default: what the context has room for]",
     ),
     click.option(
         "--temp",

@@ -74,7 +74,7 @@ def trace(
             recorded = record_text(engine, words, tokens, prefill)
         else:
             sampling = Sampling(config.temp, config.top_p, config.seed)
-            recorded = record_answer(engine, prompt or "", sampling, tokens or config.max_tokens)
+            recorded = record_answer(engine, prompt or "", sampling, tokens or 512)
     write_trace(out, recorded)
     steps, nbytes = len(recorded.arrays["step_phase"]), out.stat().st_size
     click.echo(f"{out}: {steps} steps of {recorded.header.model}, {format_size(nbytes)}")

@@ -75,7 +75,8 @@ class Config:
     in low even where the high copy is in memory, to measure quality. logits_all keeps room for
     the logits of every token of a batch, which evaluation needs and chatting does not.
     sequences: how many may decode together (Engine.decode_batch) beside the conversation; all
-    of them share the context's ctx tokens.
+    of them share the context's ctx tokens. max_tokens None: an answer may be as long as the
+    context has room.
 
     Of dynaexq: update_steps, decode steps between two updates of the hot sets (a prompt's part
     ends an interval too), 0 for none; hotness_decay, the alpha of its moving average; hysteresis,
@@ -95,7 +96,7 @@ class Config:
     high_tier: str | None = None
     low_tier: str | None = None
     ctx: int = 4096
-    max_tokens: int = 512
+    max_tokens: int | None = None
     temp: float = 0.7
     top_p: float = 0.95
     seed: int | None = None
@@ -197,7 +198,7 @@ _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
     ("high_tier", (str,), True),
     ("low_tier", (str,), True),
     ("ctx", (int,), False),
-    ("max_tokens", (int,), False),
+    ("max_tokens", (int,), True),
     ("temp", (float, int), False),
     ("top_p", (float, int), False),
     ("seed", (int,), True),

@@ -151,7 +151,7 @@ def test_a_note_of_the_engine_is_shown(opened):
 
 def test_help_shows_the_defaults_of_the_config():
     text = " ".join(run("chat", "--help").stdout.split())
-    for name in ("ctx", "max_tokens", "temp", "top_p"):
+    for name in ("ctx", "temp", "top_p"):
         default = module.Config.__dataclass_fields__[name].default
         assert f"--{name.replace('_', '-')}" in text
         assert f"[default: {default}]" in text

@@ -154,13 +154,14 @@ def test_a_model_that_ends_early_is_refused(model, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", [[], ["--expert-ram", "600KiB"]])
-def test_a_file_name_may_be_any_bytes(model, tmp_path, options):
+@pytest.mark.parametrize("memory", ["--ram=1GiB", "--expert-ram=600KiB"])
+def test_a_file_name_may_be_any_bytes(model, tmp_path, memory):
     path = os.fsencode(tmp_path) + b"/a \n\xff\xc3\xbc.gguf"
     os.symlink(model, path)
+    options = ["-p", "x", "--max-tokens=1", memory, "-m", path]
     for name in ("C", "C.UTF-8"):
         done = subprocess.run(
-            [sys.executable, "-m", "orchestrator", "chat", "-p", "x", "-m", path, *options],
+            [sys.executable, "-m", "orchestrator", "chat", *options],
             cwd=fake_engine.ROOT,
             env={**os.environ, "LC_ALL": name, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
             stderr=subprocess.PIPE,
