@@ -20,7 +20,7 @@ from . import errors
 from .experts import ExpertModel
 from .layout import GATE, GATE_UP, MAGIC, UP, GGMLType, ValueType, expert_tensor_name
 from .quantize import Floats
-from .reader import GGUFFile, metadata_value
+from .reader import GGUFFile, metadata_value, open_file
 from .streaming import sha256_of
 from .writer import GGUFWriter
 
@@ -159,7 +159,7 @@ def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             found = None
             magic = file.read(len(MAGIC))
             if not magic:  # cannot be mapped

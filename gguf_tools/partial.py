@@ -10,14 +10,14 @@ import os
 import secrets
 from pathlib import Path
 
-_ENDING = ".part"
+ENDING = ".part"
 
 
 def create(path: Path, mode: int = 0o644) -> tuple[int, Path]:
     """A new empty file beside ``path``, locked: its descriptor, open for reading and writing,
     and its name. It is to be renamed before the descriptor is closed. Raises OSError."""
     while True:
-        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_ENDING}")
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{ENDING}")
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             locked = _lock(fd)
@@ -42,8 +42,8 @@ def remove_abandoned(path: Path) -> None:
 
 def _is_part(name: str, of: str) -> bool:
     head = f".{of}."
-    middle = name.removeprefix(head).removesuffix(_ENDING)
-    return name == head + middle + _ENDING and middle.isalnum()
+    middle = name.removeprefix(head).removesuffix(ENDING)
+    return name == head + middle + ENDING and middle.isalnum()
 
 
 def _remove_unlocked(part: Path) -> None:

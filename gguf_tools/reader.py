@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from .parse import (
     read_value_type,
 )
 
-__all__ = ["GGUFFile", "TensorInfo", "architecture", "metadata_value", "open_model"]
+__all__ = ["GGUFFile", "TensorInfo", "architecture", "metadata_value", "open_file", "open_model"]
 
 MAX_KEY_BYTES = 65535
 MAX_PARTS = 65535
@@ -44,6 +44,12 @@ SPLIT_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 KEY_SPLIT_NO = "split.no"
 KEY_SPLIT_COUNT = "split.count"
 KEY_SPLIT_TENSORS = "split.tensors.count"
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A file to read; a pipe that nobody writes into is empty, and nobody waits for it. Raises
+    OSError."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 class GGUFFile:
@@ -84,7 +90,7 @@ class GGUFFile:
         """
         path = Path(path)
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise errors.FileAccessError(f"{path}: not a regular file")

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.console import Console
-from orchestrator.errors import MoeEdgeError
+from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.files import write_whole
 from orchestrator.policy import known_policies
 from orchestrator.sampling import Sampling
 
 if TYPE_CHECKING:
     from orchestrator.engine import Engine
     from orchestrator.events import GenerationStats
-from orchestrator.files import write_whole
 
 # Why an answer ended, where it was not the model that ended it.
 ENDINGS = {
@@ -33,6 +33,13 @@ ENDINGS = {
     "context": "cut: the context is full (--ctx)",
     "length": "cut at --max-tokens",
 }
+
+# What other programs call the commands.
+ALIASES = {"/bye": "/quit", "/clear": "/reset", "/exit": "/quit", "/?": "/help"}
+# What begins and ends a message of several lines.
+QUOTES = '"""'
+# A file with more bytes for each token of the context does not fit, whatever is in it.
+_BYTES_PER_TOKEN = 64
 
 Message = dict[str, str]
 Prefill = Callable[[int, int], None]
@@ -64,7 +71,7 @@ class Session:
     def __init__(self, engine: Engine, config: Config) -> None:
         self.engine = engine
         self.sampling = Sampling(config.temp, config.top_p, config.seed)
-        self.max_tokens = config.max_tokens
+        self.max_tokens = config.max_tokens or engine.n_ctx
         self.messages: list[Message] = []
         self.left_out = 0
         self.stopped = False
@@ -110,6 +117,21 @@ class Session:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
             else:
                 del self.messages[start:]
+
+    def answer_again(self, on_prefill: Prefill | None = None) -> Iterator[str]:
+        """Yield another answer in the place of the last one, which stays where this one fails or
+        is empty. Raises ConfigError where there is none."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise ConfigError("nothing was answered yet")
+        last, left_out = self.messages[-2:], self.left_out
+        del self.messages[-2:]
+        length = len(self.messages)
+        try:
+            yield from self.answer(last[0]["content"], on_prefill)
+        finally:
+            if len(self.messages) == length:
+                self.messages += last
+                self.left_out = left_out
 
     def _visible_tokens(self) -> list[int]:
         """Tokens of what the model shall see; moves `left_out` on where that is too long.
@@ -225,6 +247,8 @@ class Chat:
         self.console = console
         self.commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
             "/help": ("", "this list", self._help),
+            "/regen": ("", "another answer in the place of the last one", self._regen),
+            "/read": ("FILE", "put a text file before the next message", self._read),
             "/reset": ("", "forget the conversation", self._reset),
             "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
             "/stats": ("", "everything measured on the last answer", self._stats),
@@ -235,6 +259,7 @@ class Chat:
         }
         self._running = True
         self._saved: set[Path] = set()
+        self._file_text = ""
 
     def run(self) -> None:
         """Talk until /quit or the end of the input."""
@@ -251,6 +276,8 @@ class Chat:
         while self._running:
             try:
                 line = self.console.ask()
+                if line is not None and line.lstrip().startswith(QUOTES):
+                    line = self._rest_of(line.lstrip().removeprefix(QUOTES))
             except KeyboardInterrupt:
                 self.console.note("\n/quit or Ctrl-D leaves")
                 continue
@@ -263,19 +290,38 @@ class Chat:
                 if line.startswith("/"):
                     self._command(line)
                 else:
-                    self._turn(line.strip())
+                    self._message(line.strip())
             except MoeEdgeError as error:
                 self.console.error(str(error))
             except KeyboardInterrupt:
                 self.console.note("\nstopped")
 
-    def _turn(self, text: str) -> None:
+    def _rest_of(self, line: str) -> str | None:
+        """The message that began with QUOTES and `line`, up to the next QUOTES; None at the end of
+        the input. It is text, whatever it begins with."""
+        lines = [line]
+        while not lines[-1].rstrip().endswith(QUOTES):
+            more = self.console.ask(".")
+            if more is None:
+                return None
+            lines.append(more)
+        return " " + "\n".join(lines).rstrip().removesuffix(QUOTES)
+
+    def _message(self, text: str) -> None:
+        if self._file_text:
+            text = f"{self._file_text}\n\n{text}"
+        before = len(self.session.messages)
+        self._show(self.session.answer(text, self.console.prefill_bar))
+        if len(self.session.messages) > before:
+            self._file_text = ""
+
+    def _show(self, answer: Iterator[str]) -> None:
         session, console = self.session, self.console
         before = session.left_out
         length = 0
         last = ""
         try:
-            for piece in session.answer(text, console.prefill_bar):
+            for piece in answer:
                 console.end_bar()
                 console.answer(piece)
                 length += len(piece)
@@ -298,6 +344,7 @@ class Chat:
 
     def _command(self, line: str) -> None:
         name, _, argument = line.strip().partition(" ")
+        name = ALIASES.get(name, name)
         if name not in self.commands:
             near = difflib.get_close_matches(name, self.commands, 1)
             hint = f"did you mean {near[0]}?" if near else "/help lists them"
@@ -309,12 +356,36 @@ class Chat:
 
     def _help(self, _argument: str) -> None:
         rows = [(f"{name} {usage}", text) for name, (usage, text, _) in self.commands.items()]
+        rows.append((QUOTES, "begins and ends a message of several lines"))
         rows.append(("Ctrl-C", "stop the answer, keep the session"))
         width = max(len(name) for name, _ in rows)
         self.console.note("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
 
+    def _regen(self, _argument: str) -> None:
+        self._show(self.session.answer_again(self.console.prefill_bar))
+
+    def _read(self, argument: str) -> None:
+        if not argument:
+            self.console.error("/read needs a file name")
+            return
+        path = Path(argument).expanduser()
+        n_ctx = self.session.engine.n_ctx
+        try:
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"{path}: not a regular file")
+            if path.stat().st_size > _BYTES_PER_TOKEN * n_ctx:
+                raise ConfigError(f"{path}: too long for the context of {n_ctx} tokens (--ctx)")
+            self._file_text = path.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not a text in UTF-8, at byte {error.start}") from error
+        length = len(self._file_text)
+        self.console.note(f"{length} characters of {path} stand before your next message.")
+
     def _reset(self, _argument: str) -> None:
         self.session.reset()
+        self._file_text = ""
         self.console.note("The conversation is empty.")
 
     def _system(self, argument: str) -> None:

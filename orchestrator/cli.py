@@ -6,6 +6,7 @@ Everything heavy is imported inside the commands, so that --help answers at once
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            if sys.stdout is None:
+                raise _sentence("stdout is closed: send it to a file, or to /dev/null")
             return super().invoke(ctx)
         except MoeEdgeError as error:
             raise _sentence(str(error)) from error
@@ -184,4 +187,17 @@ cli.add_command(cli_replay.replay)
 
 def main() -> None:
     """The entry point `moe-edge`."""
+    hold_closed_streams()
     cli(prog_name=cli.name)
+
+
+def hold_closed_streams() -> None:
+    """Makes stdin, stdout and stderr of a process that was started without them /dev/null, so
+    that no file which is opened later gets their number, and what is written there."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w")

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from orchestrator.cli_files import AT_LEAST_1, note
+from orchestrator.cli_files import AT_LEAST_1, NamedPath, Number, note
 from orchestrator.cli_options import F, given, together
 from orchestrator.errors import ConfigError
 
@@ -87,7 +87,7 @@ def measure_options(
 
 retention_option = click.option(
     "--retention",
-    type=click.FloatRange(0, 1),
+    type=Number(0, 1),
     metavar="R",
     help="Share of critical experts of dymoe.  [default: 0.75]",
 )
@@ -150,7 +150,7 @@ def bench(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
 @prefetch_option
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=NamedPath(path_type=Path, file_okay=False),
     metavar="DIR",
     help="Write a plot there, as PNG and SVG; needs the extra `plot`.",
 )

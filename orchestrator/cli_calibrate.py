@@ -59,16 +59,21 @@ def calibrate(
     precisions find it.
     """
     from orchestrator.calibrate import methods
+    from orchestrator.files import check_target
     from orchestrator.losses import default_path
 
+    if save_imatrix is not None and (out is not None or options["method"] is not None):
+        unused = "--method" if out is None else "--out"
+        raise click.UsageError(f"{unused} is for the table, which --save-imatrix leaves out")
     method = chosen_method(threads, options)
+    target = save_imatrix or out or default_path(file)
+    check_target(target)
     if save_imatrix is not None:
         with progress_bar("Calibrating") as progress:
             weak = methods.save_imatrix(method, reference or file, save_imatrix, progress)
         print_notes([weak] if weak else [])
         click.echo(strip_controls(str(save_imatrix)))
         return
-    target = out or default_path(file)
     console = Console()
     notes: list[str] = []
     try:

@@ -4,21 +4,44 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gguf_tools.units import format_size
 from orchestrator.console import progress_bar, strip_controls
+from orchestrator.errors import GGUFError
 
 if TYPE_CHECKING:
     from gguf_tools.pack import PackReport
 
 AT_LEAST_1 = click.IntRange(min=1)
-FILE = click.Path(path_type=Path)
+
+
+class NamedPath(click.Path):
+    """A path that names something: "" would be the current folder."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value == "":
+            self.fail("the name is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number of a range; what is none (nan) is in no range."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is no number", param, ctx)
+        return number
+
+
+FILE = NamedPath(path_type=Path)
 TIERS = click.option(
     "--tiers",
     required=True,
@@ -164,12 +187,25 @@ def tier_names(text: str) -> list[str]:
 
 def model_path(text: str) -> Path:
     """The path that an option names: hf:OWNER/NAME and hf:OWNER/NAME/FILE are fetched."""
-    from gguf_tools.hub import resolve
     from gguf_tools.hub_choice import PREFIX
 
     if not text.startswith(PREFIX):
-        return Path(text)
+        return _local(Path(text))
+    from gguf_tools.hub import resolve
+
     return resolve(text, note, lambda: progress_bar("Downloading"))
+
+
+def _local(path: Path) -> Path:
+    """`path`, unless what it is says what was meant; all else is the reader's to refuse."""
+    if path.is_dir():
+        hint = "name a GGUF in it"
+        if (path / "config.json").is_file():
+            hint = "`moe-edge convert` makes one of a checkpoint"
+        raise GGUFError(f"{path}: a folder, not a GGUF: {hint}")
+    if path.parts and path.parts[0] in ("http:", "https:"):
+        raise GGUFError(f"{path}: no file; from the Hugging Face Hub it is hf:OWNER/NAME")
+    return path
 
 
 def note(text: str) -> None:

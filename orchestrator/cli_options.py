@@ -13,7 +13,7 @@ from gguf_tools.units import format_size
 from orchestrator.cli_files import AT_LEAST_1, FILE, model_path, print_notes
 from orchestrator.config import TRANSITION_RATE, Config, parse_size
 from orchestrator.console import Console, progress_bar
-from orchestrator.errors import MoeEdgeError
+from orchestrator.errors import MoeEdgeError, SettingError
 
 if TYPE_CHECKING:
     from gguf_tools.methods import ExpertQuantizer
@@ -156,7 +156,7 @@ answer_options = together(
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"Longest answer in tokens.  {_default('max_tokens')}",
+        help="Longest answer in tokens.  [default: what the context has room for]",
     ),
     click.option(
         "--temp",
@@ -209,7 +209,11 @@ def make_config(options: dict[str, Any]) -> Config:
         chosen["model"] = demo_model()
     for name in {"model", "low"} & chosen.keys():
         chosen[name] = model_path(str(chosen[name]))
-    return Config.build(**chosen)
+    try:
+        return Config.build(**chosen)
+    except SettingError as error:
+        option = "--" + error.name.replace("_", "-")
+        raise click.BadParameter(error.complaint, param_hint=f"'{option}'") from error
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
@@ -249,6 +253,8 @@ def chosen_method(threads: int | None, options: dict[str, Any]) -> Method:
     """The method that was asked for."""
     from orchestrator.calibrate.methods import Method
 
+    if options.get("calib_tokens") and not options.get("calib"):
+        raise click.UsageError("--calib-tokens is for a text: give --calib TEXT, or leave it out")
     renamed = {"name": "method", "calib": "calib", "imatrix": "imatrix", "tokens": "calib_tokens"}
     chosen = given({name: options.get(option) for name, option in renamed.items()})
     return Method(**chosen, threads=threads)

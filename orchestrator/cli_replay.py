@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from gguf_tools.units import format_size
-from orchestrator.cli_files import AT_LEAST_1, FILE
+from orchestrator.cli_files import AT_LEAST_1, FILE, Number
 from orchestrator.cli_options import (
     given,
     make_config,
@@ -54,24 +54,27 @@ def trace(
     """Record the routing of a run, for `moe-edge replay`.
 
     Without --policy it is dymoe, which looks ahead, under the whole memory."""
+    from orchestrator.eval.text import read_text
     from orchestrator.replay.file import check_target, write_trace
     from orchestrator.replay.record import record_answer, record_text
     from orchestrator.sampling import Sampling
 
     if (text is None) == (prompt is None):
         raise click.UsageError("what to evaluate: give either --text FILE or -p TEXT")
+    if prompt is not None and not prompt.strip():
+        raise click.UsageError("the prompt is empty")
     if prefill and text is None:
         raise click.UsageError("--prefill is for --text: a prompt is a prefill already")
     check_target(out)
     options["policy"] = options["policy"] or "dymoe"
     config = make_config(options)
-    words = None if text is None else text.read_text("utf-8", "replace")
+    words = None if text is None else read_text(text)
     with open_engine(config, Console()) as engine:
         if words is not None:
             recorded = record_text(engine, words, tokens, prefill)
         else:
             sampling = Sampling(config.temp, config.top_p, config.seed)
-            recorded = record_answer(engine, prompt or "", sampling, tokens or config.max_tokens)
+            recorded = record_answer(engine, prompt or "", sampling, tokens or 512)
     write_trace(out, recorded)
     steps, nbytes = len(recorded.arrays["step_phase"]), out.stat().st_size
     click.echo(f"{out}: {steps} steps of {recorded.header.model}, {format_size(nbytes)}")
@@ -90,7 +93,7 @@ def trace(
 )
 @click.option(
     "--retention",
-    type=click.FloatRange(0, 1),
+    type=Number(0, 1),
     metavar="R",
     help="Average share of critical experts.  [default: as recorded]",
 )
@@ -138,7 +141,7 @@ def trace(
 )
 @click.option(
     "--compute-ms",
-    type=click.FloatRange(0, 10**6),
+    type=Number(0, 10**6),
     metavar="MS",
     help="Computing a decoded token, without waits.  [default: each as when recorded]",
 )

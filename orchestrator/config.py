@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, SettingError
 
 _UNITS = {
     "": 1,
@@ -31,21 +31,24 @@ MISSES = ("auto", "copy", "read", "compute")
 TRANSITION_RATE = 128 << 20
 # llama.cpp takes 256 sequences, one of them the conversation.
 MOST_SEQUENCES = 255
+_TOO_LARGE = 1 << 60
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(text: str) -> int:
     """Bytes from "6GiB", "1.5 GiB", "500MB" or "4096".
 
-    Raises ConfigError for anything else, zero included.
+    Raises ConfigError for anything else, zero and what no machine could have included.
     """
     match = _SIZE.fullmatch(text)
     factor = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
         raise ConfigError(f"'{text}' is not a size: write it as 6GiB, 500MB or a number of bytes")
-    size_bytes = int(float(match.group(1)) * factor)
+    size_bytes = int(min(float(match.group(1)) * factor, float(_TOO_LARGE)))
     if size_bytes <= 0:
         raise ConfigError(f"the size '{text}' must be more than zero bytes")
+    if size_bytes >= _TOO_LARGE:
+        raise ConfigError(f"the size '{text}' is more than any machine has")
     return size_bytes
 
 
@@ -76,7 +79,8 @@ class Config:
     in low even where the high copy is in memory, to measure quality. logits_all keeps room for
     the logits of every token of a batch, which evaluation needs and chatting does not.
     sequences: how many may decode together (Engine.decode_batch) beside the conversation; all
-    of them share the context's ctx tokens.
+    of them share the context's ctx tokens. max_tokens None: an answer may be as long as the
+    context has room.
 
     Of dynaexq: update_steps, decode steps between two updates of the hot sets (a prompt's part
     ends an interval too), 0 for none; hotness_decay, the alpha of its moving average; hysteresis,
@@ -97,7 +101,7 @@ class Config:
     high_tier: str | None = None
     low_tier: str | None = None
     ctx: int = 4096
-    max_tokens: int = 512
+    max_tokens: int | None = None
     temp: float = 0.7
     top_p: float = 0.95
     seed: int | None = None
@@ -165,16 +169,16 @@ class Config:
             wrong_bool = isinstance(value, bool) and bool not in kinds
             if not isinstance(value, kinds) or wrong_bool:
                 wanted = " or ".join(kind.__name__ for kind in kinds)
-                raise ConfigError(f"the setting '{name}' must be {wanted}, not {value!r}")
+                raise SettingError(name, f"must be {wanted}, not {value!r}")
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not (low <= value <= high and math.isfinite(value)):
                 upper = f" to {high}" if high != math.inf else " or more"
-                raise ConfigError(f"the setting '{name}' must be {low}{upper}, not {value}")
+                raise SettingError(name, f"must be {low}{upper}, not {value}")
         for name, known in _CHOICES:
             value = getattr(self, name)
             if value is not None and value not in known:
-                raise ConfigError(f"the setting '{name}' must be {_listed(known)}, not '{value}'")
+                raise SettingError(name, f"must be {_listed(known)}, not '{value}'")
 
 
 def _listed(words: tuple[str, ...]) -> str:
@@ -201,7 +205,7 @@ _TYPES: tuple[tuple[str, tuple[type, ...], bool], ...] = (
     ("high_tier", (str,), True),
     ("low_tier", (str,), True),
     ("ctx", (int,), False),
-    ("max_tokens", (int,), False),
+    ("max_tokens", (int,), True),
     ("temp", (float, int), False),
     ("top_p", (float, int), False),
     ("seed", (int,), True),

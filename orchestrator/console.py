@@ -55,6 +55,7 @@ class Console:
         smart = os.environ.get("TERM", "dumb") != "dumb"
         self._bars = self.err_tty and smart
         self._color = smart and not os.environ.get("NO_COLOR") and (self.err_tty or self.out_tty)
+        self._between = " · " if _can_say("·", self.notes) else " | "
         self._history: Path | None = None
         self._bar_shown = False
         self._bar_label = ""
@@ -80,7 +81,7 @@ class Console:
             if not lines[-1]:
                 lines[-1] = field
             elif len(lines[-1]) + 3 + len(field) <= width:
-                lines[-1] += f" · {field}"
+                lines[-1] += self._between + field
             else:
                 lines.append(field)
         for line in lines:
@@ -133,17 +134,18 @@ class Console:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 
-    def ask(self) -> str | None:
-        """The next line that the person types, None at the end of the input.
+    def ask(self, mark: str = ">") -> str | None:
+        """The next line that the person types behind `mark`, None at the end of the input.
 
         Raises KeyboardInterrupt at Ctrl-C.
         """
         try:
             if self.in_tty and self.out_tty:
                 # readline has to know which characters of the prompt take no place.
-                line = input("\001\x1b[1m\002>\001\x1b[0m\002 " if self._color else "> ")
+                bold = f"\001\x1b[1m\002{mark}\001\x1b[0m\002"
+                line = input((bold if self._color else mark) + " ")
             else:
-                self.notes.write("> ")
+                self.notes.write(f"{mark} ")
                 self.notes.flush()
                 line = sys.stdin.readline()
                 if not line:
@@ -237,6 +239,14 @@ def _time_left(passed_s: float, fraction: float) -> str:
     if left_s < 100:
         return f", {left_s:.0f} s left"
     return f", {left_s / 60:.0f} min left"
+
+
+def _can_say(text: str, stream: TextIO) -> bool:
+    try:
+        text.encode(getattr(stream, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_tty(stream: TextIO | None) -> bool:

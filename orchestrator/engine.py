@@ -104,8 +104,8 @@ class Engine:
             raise ConfigError("the prompt is empty")
         if len(tokens) >= self.n_ctx:
             raise ConfigError(
-                f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}: shorten "
-                f"it or raise --ctx"
+                f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}"
+                f"{self._more_context('shorten it')}"
             )
         if retention is not None:
             self.config.with_changes(retention=retention)  # checks it
@@ -228,8 +228,16 @@ class Engine:
         if self._cancelled:
             return False
         if status == _NO_ROOM:
-            raise ConfigError(f"the context of {self.n_ctx} tokens is full: raise --ctx")
+            raise ConfigError(
+                f"the context of {self.n_ctx} tokens is full{self._more_context('start anew')}"
+            )
         raise NativeError(f"llama.cpp failed to evaluate{self._bindings.complaint()}")
+
+    def _more_context(self, else_do: str) -> str:
+        """What to do about a full context, as the end of a sentence."""
+        if self.config.ctx > self.plan.n_ctx:
+            return f", and the model was made for no more: {else_do}"
+        return f": {else_do}, or raise --ctx"
 
     def _step_done(self, phase: Phase, n_tokens: int, us: float) -> None:
         """Once per step: the policy learns, and may start transitions."""

@@ -14,12 +14,22 @@ __all__ = [
     "NativeError",
     "PolicyError",
     "ProfileError",
+    "SettingError",
     "TraceError",
 ]
 
 
 class ConfigError(MoeEdgeError):
     """A setting that is unknown, out of its range or at odds with another."""
+
+
+class SettingError(ConfigError):
+    """One setting alone that cannot be: `name` is the one, `complaint` what it must be."""
+
+    def __init__(self, name: str, complaint: str) -> None:
+        super().__init__(f"the setting '{name}' {complaint}")
+        self.name = name
+        self.complaint = complaint
 
 
 class NativeError(MoeEdgeError):

@@ -6,6 +6,7 @@ anything is installed, has its own (patches/upstream.py).
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -30,15 +31,38 @@ def whole_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """A file to write, which gets its name when the block ends well and is gone otherwise. What a
     killed writer of the same file left goes as well. Raises OSError."""
     partial.remove_abandoned(path)
-    fd, part = partial.create(path, mode)
-    with os.fdopen(fd, "wb") as file:
-        try:
-            yield file
-            file.flush()
-            os.replace(part, path)
-        except BaseException:
-            part.unlink()
+    with _about(path):
+        fd, part = partial.create(path, mode)
+        with os.fdopen(fd, "wb") as file:
+            try:
+                yield file
+                file.flush()
+                os.replace(part, path)
+            except BaseException:
+                part.unlink()
+                raise
+
+
+def check_target(path: Path) -> None:
+    """Raises OSError where whole_file cannot write, before a long run finds out."""
+    with _about(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        fd, part = partial.create(path)
+        os.close(fd)
+        part.unlink()
+
+
+@contextmanager
+def _about(path: Path) -> Iterator[None]:
+    """Lets an OSError name `path`: of a full disk it names nothing, and else a temporary file."""
+    try:
+        yield
+    except OSError as error:
+        named = error.filename
+        if error.errno is None or not (named is None or str(named).endswith(partial.ENDING)):
             raise
+        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ The high-level Llama class is not used: it copies the logits of every token.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -117,7 +118,7 @@ class Model:
 
         params.progress_callback = api.llama_progress_callback(report)
         bindings.complaints.clear()
-        handle = api.llama_model_load_from_file(str(path).encode(), params)
+        handle = api.llama_model_load_from_file(os.fsencode(path), params)
         if raised:
             if handle:
                 api.llama_model_free(handle)

@@ -122,10 +122,10 @@ def render_agreement(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         digits = 2 if row["unit"] else 0
         values = "".join(
-            f"{row[side]:.{digits}f} {row['unit']}".rstrip().rjust(15)
+            " " + f"{row[side]:.{digits}f} {row['unit']}".rstrip().rjust(14)
             for side in ("recorded", "replayed")
         )
         error = row["error"]
         said = "" if error is None else "0" if abs(error) < 5e-4 else f"{100 * error:+.1f} %"
-        lines.append(f"{row['name']:<20}{values}{said:>11}")
+        lines.append(f"{row['name']:<20}{values} {said:>10}")
     return lines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tokenize
 import zipfile
 import zlib
@@ -16,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.layout import DOWN, KINDS, MAX_TIERS
+from gguf_tools.reader import open_file
+from orchestrator import files
 from orchestrator.config import PREFETCHES, SCHEDULES
 from orchestrator.errors import TraceError
 from orchestrator.events import ABSENT, Phase
-from orchestrator.files import whole_file
 from orchestrator.native import MAX_AHEAD
 from orchestrator.replay.trace import ARRAYS, COUNTERS, FORMAT, VERSION, Header, Trace
 
@@ -29,8 +29,10 @@ _UNPACKED_LEAST, _UNPACKED_MOST = 1 << 24, 64
 
 def check_target(path: Path) -> None:
     """Raises TraceError where no trace can be written, before a long run finds out."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise TraceError(f"{path}: cannot be written: name a file in a folder of yours")
+    try:
+        files.check_target(path)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -38,7 +40,7 @@ def write_trace(path: Path, trace: Trace) -> None:
     header = json.dumps({"format": FORMAT, **asdict(trace.header)}).encode()
     arrays: dict[str, Any] = {"header": np.frombuffer(header, np.uint8), **trace.arrays}
     try:
-        with whole_file(path) as file:
+        with files.whole_file(path) as file:
             np.savez_compressed(file, **arrays)
     except OSError as error:
         raise TraceError(f"{path}: cannot be written: {error.strerror}") from error
@@ -67,7 +69,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
         *(ValueError, KeyError, EOFError, MemoryError, NotImplementedError, RuntimeError),
         *(SyntaxError, TypeError, zlib.error, zipfile.BadZipFile, tokenize.TokenError),
     )
-    with path.open("rb") as file:
+    with open_file(path) as file:
         if file.read(4) != b"PK\x03\x04":
             raise _Wrong("not a trace: `moe-edge trace` writes .npz files")
         file.seek(0)

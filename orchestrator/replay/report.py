@@ -289,10 +289,10 @@ def _line(name: str, run: dict[str, Any], tokens: int) -> str:
     decode = run["decode"]
     moved = decode["demand_bytes"] + decode["prefetch_bytes"]
     return (
-        f"{name:<20}{_percent(decode['hit_rate']):>8}{_size(moved, tokens):>13}"
-        f"{_ms(decode['wait_ms'] / tokens if tokens else None):>13}"
-        f"{_ms(run['tpot_ms_p50']):>11}{_ms(run['tpot_ms_mean']):>10}"
-        f"{_ms(run['tpot_ms_p99']):>10}{_ms(run['ttft_ms']):>11}"
+        f"{name:<20}{_percent(decode['hit_rate']):>8} {_size(moved, tokens):>12}"
+        f" {_ms(decode['wait_ms'] / tokens if tokens else None):>12}"
+        f" {_ms(run['tpot_ms_p50']):>10} {_ms(run['tpot_ms_mean']):>9}"
+        f" {_ms(run['tpot_ms_p99']):>9} {_ms(run['ttft_ms']):>10}"
     )
 
 
@@ -305,4 +305,6 @@ def _size(size_bytes: int, tokens: int) -> str:
 
 
 def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} ms"
+    if value is None:
+        return "-"
+    return f"{value:.2f} ms" if value < 1e4 else f"{value / 1000:.0f} s"

@@ -67,7 +67,12 @@ RUNS = [
     (["-p", "x", "--ram", "much"], None, 2, "", "'much' is not a size: write it as 6GiB"),
     (["-p", "x", "--ram", "0"], None, 2, "", "more than zero"),
     (["-p", "x", "--ctx", "many"], None, 2, "", "not a valid int"),
-    (["-p", "x", "--retention", "2"], None, 1, "", "Error: the setting 'retention' must be 0.0 to"),
+    (["-p", "x", "--ram", "1e3TiB"], None, 2, "", "is not a size"),
+    (["-p", "x", "--ram", "9" * 30], None, 2, "", "more than any machine has"),
+    (["-p", "x", "--retention", "2"], None, 2, "", "'--retention': must be 0.0 to 1.0, not 2.0"),
+    (["-p", "x", "--retention", "nan"], None, 2, "", "'--retention': must be 0.0 to 1.0, not nan"),
+    (["-p", "x", "--max-tokens", "0"], None, 2, "", "'--max-tokens': must be 1 to"),
+    (["-p", "x", "--low", ""], None, 2, "", "'--low': the name is empty"),
     (["-p", "x", "--nonsense"], None, 2, "", "No such option"),
     (["extra"], None, 2, "", "unexpected extra argument"),
 ]
@@ -147,7 +152,7 @@ def test_a_note_of_the_engine_is_shown(opened):
 
 def test_help_shows_the_defaults_of_the_config():
     text = " ".join(run("chat", "--help").stdout.split())
-    for name in ("ctx", "max_tokens", "temp", "top_p"):
+    for name in ("ctx", "temp", "top_p"):
         default = module.Config.__dataclass_fields__[name].default
         assert f"--{name.replace('_', '-')}" in text
         assert f"[default: {default}]" in text

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import stat
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from fake_engine import STATS, FakeEngine
 
 from orchestrator.chat import Session, stats_fields, stats_table
 from orchestrator.config import Config
-from orchestrator.errors import GGUFError
+from orchestrator.errors import ConfigError, GGUFError
 
 
 def make(**settings) -> Session:
@@ -46,6 +46,36 @@ def test_reset_keeps_the_system_prompt():
     list(session.answer("hello"))
     session.reset()
     assert session.messages == [{"role": "system", "content": "Be brief."}]
+
+
+def test_another_answer_takes_the_place_of_the_last():
+    session = make()
+    list(session.answer("hello"))
+    list(session.answer("more"))
+    session.messages[-1]["content"] = "an answer that nobody liked"
+    assert list(session.answer_again()) == ["<more>"]
+    assert [message["content"] for message in session.messages] == [
+        *("hello", "Hi there!", "more", "<more>")
+    ]
+    session.reset()
+    with pytest.raises(ConfigError, match="nothing was answered"):
+        list(session.answer_again())
+
+
+@pytest.mark.parametrize("text", ["fail", "silence"])
+def test_an_answer_stays_where_another_fails(text):
+    session = make()
+    session.messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "old"}]
+    with suppress(GGUFError):
+        list(session.answer_again())
+    assert [message["content"] for message in session.messages] == [text, "old"]
+
+
+def test_without_a_limit_an_answer_ends_with_the_context():
+    session = make(ctx=100)
+    assert len(list(session.answer("long"))) == 100
+    assert session.engine.last_stats.finish == "length"
+    assert len(list(make(ctx=100, max_tokens=5).answer("long"))) == 5
 
 
 def test_a_failed_message_is_forgotten():

@@ -212,6 +212,8 @@ COMMANDS = [
         "/help",
         [
             "/help",
+            "/regen",
+            "/read FILE",
             "/reset",
             "/system TEXT",
             "/stats",
@@ -219,10 +221,14 @@ COMMANDS = [
             "/retention R",
             "/save FILE",
             "/quit",
+            '"""',
             "Ctrl-C",
         ],
     ),
+    ("/?", ["/regen", "another answer"]),
+    ("/regen", ["Error: nothing was answered yet"]),
     ("/reset", ["The conversation is empty."]),
+    ("/clear", ["The conversation is empty."]),
     ("/system", ["System prompt: none"]),
     ("/system Be brief.", ["The conversation is empty.", "System prompt: Be brief."]),
     ("/system -", ["System prompt: none"]),
@@ -234,6 +240,11 @@ COMMANDS = [
     ("/policy dymoe", ["managed: dymoe"]),
     ("/retention 0.25", ["managed: dymoe r=0.25"]),
     ("/retention much", ["Error: retention is a number from 0 to 1, not 'much'"]),
+    ("/read", ["Error: /read needs a file name"]),
+    ("/read /nowhere", ["Error: /nowhere: No such file or directory"]),
+    ("/read /dev/null", ["Error: /dev/null: not a regular file"]),
+    ('"""one line"""', ["<one line>"]),
+    ('"""/reset"""', ["</reset>"]),
     ("/save", ["Error: /save needs a file name"]),
     ("/save /nowhere/at/all", ["Error: /nowhere/at/all: No such file or directory"]),
     ("/stat", ["Error: unknown command /stat: did you mean /stats?"]),
@@ -255,6 +266,48 @@ def test_every_command(start):
     table = terminal.ask("/stats")
     assert re.search(r"callback_us_p50 +11\.000", table)
     assert "Traceback" not in terminal.raw
+
+
+def test_a_message_of_several_lines(start):
+    terminal = start()
+    terminal.send('"""first\n')
+    terminal.wait(r"\. \Z")
+    terminal.send("/second\n")
+    terminal.wait(r"\. \Z")
+    assert "<first\n/second\nthird>" in terminal.ask('third"""')
+    terminal.send('"""first\n')
+    terminal.wait(r"\. \Z")
+    terminal.send(CTRL_C)
+    assert "leaves" in terminal.wait(PROMPT)
+    assert "<again>" in terminal.ask("again")
+    terminal.send('"""first\n' + CTRL_D)
+    assert terminal.finish() == 0
+
+
+def test_a_file_stands_before_one_message(start, tmp_path):
+    terminal = start()
+    text = tmp_path / "a text.txt"
+    text.write_text("Grüße\n")
+    assert f"5 characters of {text} stand" in terminal.ask(f"/read {text}")
+    assert "<Grüße\n\nwhat is it?>" in terminal.ask("what is it?")
+    assert "<what is it?>" in terminal.ask("what is it?")
+    text.write_bytes(b"ab\xff")
+    assert f"Error: {text}: not a text in UTF-8, at byte 2" in terminal.ask(f"/read {text}")
+    text.write_text("x" * 10**6)
+    assert f"Error: {text}: too long for the context" in terminal.ask(f"/read {text}")
+
+
+def test_an_answer_is_given_once_more(start, tmp_path):
+    terminal = start()
+    terminal.ask("hello")
+    assert "Hi there!" in terminal.ask("/regen")
+    terminal.ask(f"/save {tmp_path}/talk.jsonl")
+    assert len((tmp_path / "talk.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_statistics_line_without_unicode(start):
+    terminal = start(PYTHONIOENCODING="ascii")
+    assert "TTFT 12 ms | 48.9 tokens/s" in terminal.ask("hello")
 
 
 def test_save_replaces_only_its_own_file(start, tmp_path):

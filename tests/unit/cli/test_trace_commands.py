@@ -125,6 +125,7 @@ USAGE = [
     (["trace", "--out", "t.npz", "-p", "x", "--text", "y"], "give either --text FILE or -p TEXT"),
     (["trace", "--out", "t.npz", "-p", "x", "--prefill", "3"], "--prefill is for --text"),
     (["trace", "-p", "x"], "Missing option '--out'"),
+    (["trace", "--out", "t.npz", "-p", " "], "the prompt is empty"),
     (["trace", "--out", "t.npz", "-p", "x", "--tokens", "0"], "is not in the range"),
     (["replay"], "Missing argument 'FILE'"),
     (["replay", "t.npz", "--io-threads", "0"], "is not in the range"),
@@ -145,12 +146,15 @@ def test_usage(args: list[str], said: str) -> None:
 def test_refused_in_one_sentence(model: Path, recorded: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some words")
+    odd = tmp_path / "odd.txt"
+    odd.write_bytes(b"\xff")
     trace = ("trace", "-m", model, "--ctx=128", "--threads=1")
     out = ("--out", tmp_path / "t.npz")
     cases = [
         ((*trace, "-p", "x", "--out", tmp_path / "no" / "t.npz"), "cannot be written"),
         ((*trace, "-p", "x", "--out", tmp_path), "cannot be written"),
         ((*trace, "--text", tmp_path / "no.txt", *out), "No such file"),
+        ((*trace, "--text", odd, *out), "is not a text in UTF-8"),
         ((*trace, "-p", "x", "--policy=plain", *out), "the plain path routes unseen"),
         ((*trace, "--text", text, "--tokens=999", *out), "--tokens 999 is more than the context"),
         ((*trace, "--text", text, "--prefill=99", *out), "--prefill 99 is more than the"),
@@ -168,4 +172,4 @@ def test_refused_in_one_sentence(model: Path, recorded: Path, tmp_path: Path) ->
         assert result.exit_code == 1, (args, result.stdout)
         assert said in result.stderr and result.stderr.startswith("Error: "), result.stderr
         assert result.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == [text]
+    assert {*tmp_path.iterdir()} == {text, odd}

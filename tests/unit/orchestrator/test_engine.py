@@ -241,6 +241,18 @@ def test_impossible_prompts(opened: tuple[Engine, FakeContext], prompt: bytes) -
         answer(opened[0], prompt)
 
 
+@pytest.mark.parametrize(
+    ("asked", "advice"), [(64, "64: shorten it, or raise --ctx"), (10**6, "made for no more")]
+)
+def test_a_prompt_that_is_too_long_says_what_helps(
+    opened: tuple[Engine, FakeContext], asked: int, advice: str
+) -> None:
+    engine, _ = opened
+    engine.config = engine.config.with_changes(ctx=asked)
+    with pytest.raises(ConfigError, match=advice):
+        answer(engine, b"p" * 64)
+
+
 def test_cancel_between_tokens(opened: tuple[Engine, FakeContext]) -> None:
     engine, _ = opened
     script(b"abcdef")

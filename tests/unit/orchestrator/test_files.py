@@ -1,12 +1,14 @@
-"""Where a user's own files are."""
+"""Where a user's own files are, and what an error of writing one names."""
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from orchestrator.files import user_folder
+from orchestrator.files import check_target, user_folder, whole_file
 from patches.upstream import cache_dir
 
 
@@ -26,3 +28,24 @@ def test_the_user_folders(
     assert user_folder(kind) == expected
     if kind == "cache":
         assert cache_dir() == expected
+
+
+def test_an_error_of_writing_names_the_file(tmp_path: Path) -> None:
+    """And neither the temporary one nor, where the disk is full, none."""
+    (tmp_path / "folder").mkdir()
+    for target in (tmp_path / "folder", tmp_path / "none" / "x"):
+        with pytest.raises(OSError) as caught, whole_file(target):
+            pass
+        assert caught.value.filename == str(target)
+        with pytest.raises(OSError) as caught:
+            check_target(target)
+        assert caught.value.filename == str(target)
+    target = tmp_path / "x"
+    with pytest.raises(OSError) as caught, whole_file(target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert (caught.value.filename, caught.value.errno) == (str(target), errno.ENOSPC)
+    with pytest.raises(OSError, match="other") as caught, whole_file(target):
+        raise OSError(errno.EIO, "other", "another file")
+    assert caught.value.filename == "another file"
+    check_target(target)
+    assert os.listdir(tmp_path) == ["folder"]

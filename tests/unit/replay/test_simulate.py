@@ -238,6 +238,9 @@ def test_report(library: Library) -> None:
     text = render(result)
     for part in ("dymoe", "lru", "Belady", "bound", "recorded", "TPOT"):
         assert part in text
+    for name in ("tpot_ms_p50", "tpot_ms_mean", "tpot_ms_p99"):
+        result["runs"]["lru"][name] = 123456789.0  # a disk as slow as a person may name one
+    assert render(result).count(" 123457 s") == 3
 
 
 def test_a_trace_without_decoding_has_no_tpot(library: Library) -> None:
