@@ -91,7 +91,8 @@ class Toy:
         self.sdist = sdist
         digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
         (self.patches / "UPSTREAM").write_text(
-            f"name = toy\nversion = 1.0\nsha256 = {digest}\nsource = vendor/llama.cpp\n"
+            f"name = toy\nversion = 1.0\nsha256 = {digest}\npart = {'0' * 64}\n"
+            "source = vendor/llama.cpp\n"
             "revision = 3\n"
         )
         (self.patches / "native" / "ours.cpp").write_text(OURS)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from patches import gpu_check, probe
+from patches import tool as tool_module
 from patches.gpu_check import Section, Step
+from patches.upstream import REPO, read_upstream
 
 RESULTS = """<?xml version="1.0"?><testsuites><testsuite>
 <testcase classname="" name="tests.unit.other"><skipped message="collection skipped"/></testcase>
@@ -51,6 +56,35 @@ def test_without_a_gpu_all_is_skipped(
     assert gpu_check.run(("build", "bench"), Path(sys.executable), [], report) == 0
     assert report.read_text().count("skipped") == 1 + len(gpu_check.BENCHES)
     assert "no GPU: no driver" in capsys.readouterr().out
+
+
+def test_benchmarks_are_picked_by_a_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(probe, "find_gpu", lambda: (True, "one"))
+    monkeypatch.setattr(gpu_check, "BENCHES", (("a", "--version"), ("b", "doctor")))
+    report = tmp_path / "report.md"
+    assert gpu_check.run(("bench",), Path(sys.executable), [], report, "version") == 0
+    text = report.read_text()
+    assert "a: moe-edge --version | passed" in text and "| b | skipped | 0.0 | STEP=version" in text
+
+
+def test_files_are_all_that_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user_folder: Path
+) -> None:
+    """--files: pip is told to look nowhere else, and the source there is taken."""
+    sdist = tmp_path / read_upstream().sdist_name
+    sdist.write_bytes(b"not it")
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    tool = [sys.executable, str(REPO / "patches/tool.py"), "--files"]
+    done = subprocess.run([*tool, str(tmp_path), "source"], capture_output=True, text=True)
+    assert done.returncode == 1 and f"{sdist}: sha256 is" in done.stderr
+    done = subprocess.run([*tool, "nowhere", "status"], capture_output=True, text=True)
+    assert done.returncode == 1 and "--files nowhere: there is no such folder" in done.stderr
+    args = argparse.Namespace(files=tmp_path, sdist=None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    tool_module.use_files(args)
+    assert args.sdist == sdist
+    assert (os.environ["PIP_NO_INDEX"], os.environ["PIP_FIND_LINKS"]) == ("1", str(tmp_path))
 
 
 def test_a_failed_step_fails_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,12 @@ from patches.upstream import (
     Sdist,
     Upstream,
     cached_sdist,
+    content_digest,
     fetch_sdist,
+    is_pinned,
+    part_files,
     read_upstream,
-    sha256_file,
+    write_part,
 )
 
 ALLOWED = "vendor/llama.cpp/src/llama-graph.cpp"
@@ -167,6 +171,35 @@ def test_wrong_source_is_refused(tmp_path: Path, user_folder: Path) -> None:
     assert cached_sdist(read_upstream()) is None
 
 
+def test_the_part_that_is_built_stands_for_the_source(tmp_path: Path, user_folder: Path) -> None:
+    """Whatever archive it comes in; with another file or byte it is not the pinned one."""
+    inside = {
+        "llama_cpp/__init__.py": b"1",
+        ALLOWED: b"one\ntwo\n",
+        "vendor/llama.cpp/ggml/src/ggml-cuda/a.cu": b"kernel",
+    }
+    outside = {"docs/a.md": b"x", "vendor/llama.cpp/ggml/src/ggml-vulkan/a.cpp": b"y"}
+    whole = make_sdist(tmp_path, inside | outside).path
+    known = replace(read_upstream(), part=content_digest(dict(sorted(inside.items()))))
+    assert part_files(whole, known) == inside
+    target = tmp_path / "part" / known.sdist_name
+    write_part(whole, known, target)
+    assert is_pinned(target, known) and not is_pinned(whole, known)
+    assert dict(Sdist(fetch_sdist(known, target), known).files()) == inside
+    assert cached_sdist(known) is not None
+    with pytest.raises(BuildError, match="UPSTREAM says"):
+        write_part(whole, read_upstream(), tmp_path / "other.tar.gz")
+    for name, data in ((ALLOWED, b"one\n"), ("setup.py", b"")):
+        wrong = make_sdist(tmp_path, inside | {name: data}).path
+        with pytest.raises(BuildError, match="sha256 is"):
+            fetch_sdist(known, wrong)
+
+
+def test_the_pinned_part(source: tuple[Upstream, Sdist]) -> None:
+    upstream, sdist = source
+    assert content_digest(part_files(sdist.path, upstream)) == upstream.part
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [("version = 1", "one KEY = VALUE"), ("colour = red", "unknown key"), ("words", "KEY = VALUE")],
@@ -189,7 +222,7 @@ def source(real_cache: Path) -> tuple[Upstream, Sdist]:
 
 def test_cached_source_is_the_pinned_one(source: tuple[Upstream, Sdist]) -> None:
     upstream, sdist = source
-    assert sha256_file(sdist.path) == upstream.sha256
+    assert is_pinned(sdist.path, upstream)
 
 
 def test_series_applies_and_refreshes_to_the_same_bytes(source: tuple[Upstream, Sdist]) -> None:
