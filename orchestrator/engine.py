@@ -399,7 +399,7 @@ class Engine:
         self._load(plan, progress)
         if self._gpu is None or self._gpu.index is None:
             return
-        beyond = self.device_bytes - (plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes)
+        beyond = self.device_bytes - plan.llama_bytes
         if beyond > 0:
             self._stop()
             self._load(make_plan(self.config, self.model, self._machine, beyond), progress)

@@ -17,6 +17,11 @@ from orchestrator.policy.base import ModelShape
 PROCESS_BYTES = 96 * 2**20
 VOCAB_TOKEN_BYTES = 600
 
+# cuBLAS with its workspace (32 MiB on Hopper), what kernels of a product need to meet, tables.
+LIBRARY_BYTES = 64 * 2**20
+# ggml's pool of a GPU takes so much more than it is asked for.
+POOL_GROWTH = 1.05
+
 
 def context_tokens(model: ExpertModel, config: Config) -> int:
     """The context to make: what was asked for, as far as the model was trained for it. Several
@@ -48,6 +53,28 @@ def compute_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     queries = {"window": min(config.importance_window, tokens), "exact": 2 * tokens, "load": 0}
     weights = queries[config.importance] * n_ctx * max(model.n_head)
     return 4 * (int(tokens * floats) + 2 * outputs * vocabulary_size(model) + weights)
+
+
+def attention_weights(model: ExpertModel, config: Config, n_ctx: int) -> int:
+    """How many weights the attention of one batch has over the whole context."""
+    return max(model.n_head) * min(config.n_ubatch, n_ctx) * n_ctx
+
+
+def kernel_bytes(model: ExpertModel, config: Config, n_ctx: int, piles: bool = False) -> int:
+    """What the kernels of a device take beside llama.cpp's scratch, at most.
+
+    cuBLAS and its workspace; a batch's activations as q8_1, a row for each expert of a token, of
+    two lengths; and the weights of attention in half precision. Those grow with the cache, and
+    what was taken for shorter ones stays: piles says so; our executor takes the longest at once.
+    """
+    tokens = min(config.n_ubatch, n_ctx)
+    widths = {shape[i] for layer in model.shapes for shape in layer if shape for i in (0, 1)}
+    rows = tokens * model.n_expert_used
+    activations = sum(rows * (width + 512) * 36 // 32 for width in sorted(widths)[-2:])
+    weights = 2 * attention_weights(model, config, n_ctx)
+    chunks = -(-n_ctx // tokens)
+    grown = weights * (chunks + 1) // 2 if piles else weights + weights // chunks
+    return LIBRARY_BYTES + int(POOL_GROWTH * (activations + grown))
 
 
 def process_bytes(model: ExpertModel) -> int:

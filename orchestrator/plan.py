@@ -19,10 +19,12 @@ from orchestrator.choice import (
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.footprint import (
+    attention_weights,
     compute_bytes,
     context_tokens,
     device_shape,
     embedding_bytes,
+    kernel_bytes,
     model_shape,
     process_bytes,
     slots_of_all,
@@ -31,9 +33,6 @@ from orchestrator.hardware import Device, Machine
 from orchestrator.native import Misses, Slices, StoreSpec
 from orchestrator.policy import Policy, PolicySettings, known_policies, make_policy
 from orchestrator.policy.base import ModelShape, SlotPlan
-
-# Quantized activations and such, which the kernels of a GPU take beside llama.cpp's scratch.
-KERNEL_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,8 @@ class Plan:
     plain mode. ram_bytes is the cap over all that the host's memory takes.
 
     On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, capped by
-    vram_bytes; host_bytes is then the cache of experts in the host's memory behind it.
+    vram_bytes; host_bytes is then the cache of experts in the host's memory behind it, and
+    llama_bytes what llama.cpp counts of the device's: weights, cache and scratch of its graphs.
     budget_bytes is the cap of the slots.
     """
 
@@ -65,6 +65,7 @@ class Plan:
     device: Device | None = None
     vram_bytes: int = 0
     host_bytes: int = 0
+    llama_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -84,6 +85,7 @@ class _Room:
     dense: int
     kv: int
     scratch: int
+    compute: int  # the part of scratch that graphs take
 
     @property
     def fixed(self) -> int:
@@ -115,7 +117,8 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine, more_scratch
     device = machine.device
     n_ctx = context_tokens(model, config)
     ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
-    room = _room(config, model, machine, n_ctx, ram, more_scratch)
+    plain = wants_plain(config, model)
+    room = _room(config, model, machine, n_ctx, ram, more_scratch, plain)
     rest = room.cap - room.fixed
 
     def shape_of(tiers: tuple[int, ...]) -> ModelShape:
@@ -135,10 +138,11 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine, more_scratch
             expert_bytes=sum(model.tier_bytes[tier] for tier in tiers),
             device=device,
             vram_bytes=room.cap if device else 0,
+            llama_bytes=room.dense + room.kv + room.compute,
             **fields,
         )
 
-    if wants_plain(config, model):
+    if plain:
         needed = room.fixed + model.tier_bytes[0]
         fits = needed <= room.cap
         if not fits and config.policy == PLAIN and room.asked:
@@ -152,6 +156,8 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine, more_scratch
             amounts = f"{format_size(needed)} of {format_size(room.cap)}"
             reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
             return plan(False, reason, (0,), budget_bytes=0, policy=None, shape=None, slots=None)
+        room = _room(config, model, machine, n_ctx, ram, more_scratch)
+        rest = room.cap - room.fixed
 
     budget = (
         min(config.expert_ram, rest)
@@ -185,23 +191,23 @@ def _room(
     n_ctx: int,
     ram: int,
     more_scratch: int,
+    plain: bool = False,
 ) -> _Room:
+    """plain: as upstream runs it, without our executor on a device."""
     dense, kv = model.dense_bytes, model.kv_bytes(n_ctx)
     compute = compute_bytes(model, config, n_ctx) + more_scratch
     device = machine.device
     if device is None:
         scratch = process_bytes(model) + compute
-        return _Room("--ram", "free memory,", config.ram, ram, dense, kv, scratch)
+        return _Room("--ram", "free memory,", config.ram, ram, dense, kv, scratch, compute)
     asked = config.vram
     cap = min(asked, device.memory_bytes) if asked else device.usable_bytes
-    scratch = compute + KERNEL_BYTES + _alignment(model)
-    return _Room("--vram", f"free memory of {device.name},", asked, cap, dense, kv, scratch)
-
-
-def device_fixed_bytes(config: Config, model: ExpertModel) -> int:
-    """What a model takes of a device's memory beside its experts, as the planner counts it."""
-    device = Device("", "", 0, 0)
-    return _room(config, model, Machine(0, device), context_tokens(model, config), 0, 0).fixed
+    compute += 4 * attention_weights(model, config, n_ctx)
+    # without a cap, ggml's pool makes room for itself where the device is full
+    kernels = kernel_bytes(model, config, n_ctx, piles=plain and asked is not None)
+    scratch = compute + kernels + _alignment(model)
+    free = f"free memory of {device.name},"
+    return _Room("--vram", free, asked, cap, dense, kv, scratch, compute)
 
 
 def _alignment(model: ExpertModel) -> int:

@@ -14,9 +14,9 @@ from orchestrator.bench.loop import Loop
 from orchestrator.bench.models import LOW, Note
 from orchestrator.bench.plan import BenchOptions, Case, global_lru
 from orchestrator.bench.rows import Result, case_row
+from orchestrator.config import Config
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.footprint import device_shape
-from orchestrator.plan import KERNEL_BYTES
+from orchestrator.footprint import device_shape, kernel_bytes
 
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"
 RESIDENT, MANAGED = "upstream, all on GPU", "lru, all on GPU"
@@ -142,7 +142,10 @@ class GpuLoop(Loop):
             sum(tiers[0].expert_bytes * self.model.n_expert for tiers in kinds if tiers[0])
             for kinds in self.model.slices
         )
-        self.room = Room(memory[0]["fixed"], memory[1]["llama"] + KERNEL_BYTES, layers)
+        options = self.options
+        config = Config.build(model=self.high, ctx=options.n_ctx, n_ubatch=options.n_ubatch)
+        kernels = kernel_bytes(self.model, config, options.n_ctx)
+        self.room = Room(memory[0]["fixed"], memory[1]["llama"] + kernels, layers)
 
     def bandwidth(self, number: int) -> disk.Bandwidth:
         self.copies.append(ask_device(self.options.device)["copies"])

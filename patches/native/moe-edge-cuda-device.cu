@@ -380,6 +380,21 @@ void moe_edge_cuda_device::wait(moe_edge_ticket ticket) {
     check(cudaEventSynchronize(event), "its work failed");
 }
 
+void moe_edge_cuda_device::expect_scratch(uint64_t bytes) {
+    expected = bytes;
+    if (bytes == 0) {
+        filled = 0;
+    }
+}
+
+void moe_edge_cuda_device::fill_pool(ggml_backend_cuda_context & ctx) {
+    const uint64_t bytes = expected;
+    if (bytes > filled) {
+        filled = bytes;
+        ggml_cuda_pool_alloc<char> piece(ctx.pool(), bytes);
+    }
+}
+
 std::string moe_edge_cuda_device::error() {
     std::lock_guard<std::mutex> lock(mutex);
     return failure;

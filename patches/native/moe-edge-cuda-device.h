@@ -61,6 +61,10 @@ class moe_edge_cuda_device : public moe_edge_device {
     bool counts_routing() const override { return true; }
     bool computes(int32_t type) const override;
     bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override;
+    void expect_scratch(uint64_t bytes) override;
+
+    // Lets the pool of a backend hold what expect_scratch said.
+    void fill_pool(ggml_backend_cuda_context & ctx);
 
     // A ticket for all that was launched on this stream so far. 0 once the device is lost.
     moe_edge_ticket record(cudaStream_t stream);
@@ -119,6 +123,8 @@ class moe_edge_cuda_device : public moe_edge_device {
     std::string              failure;
     std::map<const char *, uint64_t> pinned;
     std::atomic<bool>        lost { false };
+    std::atomic<uint64_t>    expected { 0 };
+    std::atomic<uint64_t>    filled { 0 };  // what the pool was asked for of that
     std::atomic<int>         n_lanes { MOE_EDGE_N_LANES };
 
     std::array<lane, 16>     lanes;  // of copies, then one for each stream that an executor records on

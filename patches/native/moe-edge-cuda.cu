@@ -236,6 +236,7 @@ class product {
         if (m->device != device) {
             GGML_ABORT("moe-edge: %s is computed on another device than its store's", w->name);
         }
+        device->fill_pool(ctx);
         GGML_ASSERT(x->type == GGML_TYPE_F32 && dst->type == GGML_TYPE_F32);
         GGML_ASSERT(ids->nb[0] == sizeof(int32_t) && x->nb[0] == sizeof(float) && x->ne[3] == 1);
         GGML_ASSERT(x->nb[2] % x->nb[1] == 0 && dst->nb[2] == n_slots*dst->nb[1]);

@@ -418,6 +418,17 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
     return hook;
 }
 
+// The weights of attention in half precision, which a graph without flash attention makes of those
+// in single precision; of a whole batch over the whole context.
+uint64_t attention_bytes(const llm_graph_context & graph) {
+    const auto & c = graph.cparams;
+    uint32_t n_head = 0;
+    for (int64_t il = 0; il < graph.n_layer; il++) {
+        n_head = std::max(n_head, graph.hparams.n_head(il));
+    }
+    return c.flash_attn ? 0 : sizeof(ggml_fp16_t) * n_head * c.n_ubatch * c.n_ctx;
+}
+
 // 0, or -1 and the sentence of what was raised.
 int try_to(char * err, size_t err_size, const std::function<void()> & act) {
     try {
@@ -450,6 +461,9 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor *
     {
         std::shared_lock<std::shared_mutex> lock(registry.mutex);
         const auto it = registry.by_router.find(gate_inp);
+        if (it != registry.by_router.end() && it->second->model->store->device) {
+            it->second->model->store->device->expect_scratch(attention_bytes(graph));
+        }
         if (it == registry.by_router.end() || graph.cparams.warmup || it->second->model->store->runs_unwatched()) {
             return weights;
         }
@@ -503,6 +517,9 @@ int moe_edge_store_attach(moe_edge_store * store, void * llama, char * err, size
             registry.by_router[layer.router] = &layer;
         }
         registry.models[store] = std::move(hook);
+        if (store->device) {
+            store->device->expect_scratch(0);
+        }
         store->detach = [store] { detach(store); };
     });
 }

@@ -2,7 +2,8 @@
 
 engine_driver.py LIBRARY JOB: LIBRARY is a libggml-cuda.so to load, or "-". JOB is JSON: options of
 Config.build, a prompt, n_decode, warm: every expert is read before the first token. Prints JSON:
-tokens, logits of the first and last of them, statistics.
+tokens, logits of the first and last of them, statistics, and what was taken of the device after
+each chunk of the prompt and in the end. Options that do not work print {"error": sentence}.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.engine import Engine
+from orchestrator.errors import MoeEdgeError
 from orchestrator.llama import Bindings
+from orchestrator.native import find_device
 
 
 def load_backend(library: str) -> None:
@@ -25,16 +30,41 @@ def load_backend(library: str) -> None:
         sys.exit(f"{library} is not a backend")
 
 
+def taken(library: str, engine: Engine) -> Callable[[], int]:
+    """Bytes of the device: the most so far of the emulated one, what is in use of a real one."""
+    if library != "-":
+        peak = ctypes.CDLL(library).moe_emu_peak_bytes
+        peak.restype = ctypes.c_uint64
+        return lambda: int(peak())
+    gpu = engine._gpu
+    assert gpu is not None
+    native = Bindings.load().library()
+    before = gpu.info.memory_bytes
+    return lambda: before - find_device(native, gpu.info.name).memory_bytes
+
+
 def main() -> None:
     library, job = sys.argv[1], json.loads(sys.argv[2])
     if library != "-":
         load_backend(library)
+    try:
+        print(json.dumps(decode(library, job)))
+    except MoeEdgeError as error:
+        print(json.dumps({"error": str(error)}))
+
+
+def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
     prompt, tokens = job["prompt"], []
     with Engine.open(Config.build(**job["options"])) as engine:
+        on_device = taken(library, engine) if engine.plan.device else lambda: 0
+        step = engine.config.n_ubatch
         if job["warm"]:
             layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
             engine.store.warm([(layer, e, 0) for layer in layers for e in experts])
-        rows = [engine.eval(prompt, 0)[-1]]
+        took = []
+        for start in range(0, len(prompt), step):
+            rows = [engine.eval(prompt[start : start + step], start)[-1]]
+            took.append(on_device())
         for i in range(job["n_decode"]):
             tokens.append(int(rows[-1].argmax()))
             rows.append(engine.eval(tokens[-1:], len(prompt) + i)[-1])
@@ -44,6 +74,11 @@ def main() -> None:
             "last": rows[-1].tolist(),
             "device": engine.plan.device.name if engine.plan.device else None,
             "managed": engine.managed,
+            "took": [*took, on_device()],
+            "llama": engine.device_bytes,
+            "cap": engine.plan.vram_bytes,
+            "slots": engine.plan.slots.total_bytes if engine.plan.slots else 0,
+            "planned": engine.plan.total_bytes,
         }
         if engine.managed:
             engine.store.check()
@@ -54,7 +89,7 @@ def main() -> None:
             found["routed"] = [list(phase) for phase in stats.routed]
             found["copied"] = sum(stats.copy_bytes)
             found["evictions"] = stats.evictions
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,9 +26,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def engine(library: Path | str, n_decode: int, **options: object) -> dict[str, Any]:
-    warm = bool(options.pop("warm", False))
-    job = {"options": {"ctx": 128, "threads": 1, **options}, "prompt": PROMPT, "n_decode": n_decode}
-    job["warm"] = warm
+    warm, prompt = bool(options.pop("warm", False)), options.pop("prompt", PROMPT)
+    job: dict[str, object] = {"prompt": prompt, "n_decode": n_decode, "warm": warm}
+    job["options"] = {"ctx": 128, "threads": 1, **options}
     driver = HERE / "engine_driver.py"
     found: dict[str, Any] = json.loads(run_python(driver, library, json.dumps(job)))
     return found
@@ -106,3 +107,34 @@ def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> No
     found = engine(device.library, n, **options, device="cuda0", expert_ram=budget)
     assert found["managed"]
     assert found["tokens"] == wanted["tokens"]
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "plain"])
+def test_vram_is_a_cap(device: Device, tiny_model: Callable[..., Path], name: str) -> None:
+    """The smallest --vram that a message names works, and what was really taken of the device,
+    memory of kernels included, stays within it. One byte less is refused."""
+    options = {**POLICIES.get(name, {"policy": name}), "n_ubatch": 8}
+    options.pop("expert_ram", None)
+    library = device.library
+    model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
+    refused = engine(library, 0, **options, model=model, device="cuda0", vram=1)["error"]
+    least = int(re.search(r"(\d{6,}) bytes", refused).group(1))
+    again = engine(library, 0, **options, model=model, device="cuda0", vram=least - 1)
+    assert f"{least} bytes" in again["error"]
+    found = engine(library, 2, **options, model=model, device="cuda0", vram=least)
+    assert found["managed"] == (name != "plain")
+    assert found["cap"] == least >= found["planned"]
+    assert 0 < found["llama"] + found["slots"] < found["took"][-1] <= least
+
+
+def test_kernels_take_no_more_the_longer_a_prompt(
+    device: Device, tiny_model: Callable[..., Path]
+) -> None:
+    """Without flash attention its weights grow with the prompt, and ggml keeps what each length
+    took: the longest is taken at once."""
+    options: dict[str, Any] = {"policy": "lru", "ctx": 768, "n_ubatch": 64}
+    model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
+    prompt = [5 + i % 300 for i in range(320)]
+    found = engine(device.library, 0, **options, model=model, device="cuda0", prompt=prompt)
+    assert len(found["took"]) == 6
+    assert found["took"][-1] - found["took"][0] < 64 * 1024

@@ -14,7 +14,7 @@ from orchestrator.doctor import examine, render
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import device_shape
 from orchestrator.hardware import Device, Machine
-from orchestrator.plan import device_fixed_bytes, make_plan
+from orchestrator.plan import make_plan
 
 MIB = 1 << 20
 
@@ -64,7 +64,9 @@ def on_gpu(total: int, ram: int = 8 << 30) -> Machine:
 def test_vram_caps_everything_there(model: Path) -> None:
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256)
-        fixed = device_fixed_bytes(config, opened)
+        all_of_it = make_plan(config.with_changes(policy="lru"), opened, on_gpu(1 << 30))
+        assert all_of_it.slots is not None
+        fixed = all_of_it.total_bytes - all_of_it.slots.total_bytes
         one_expert = device_shape(opened, (0,)).expert_slot_bytes(0, 0)
         vram = fixed + 24 * one_expert
         plan = make_plan(config.with_changes(vram=vram, policy="lru"), opened, on_gpu(1 << 30))
