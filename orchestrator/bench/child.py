@@ -174,7 +174,7 @@ def run_device(job: Job) -> dict[str, Any]:
         "index": gpu.index,
         "memory_bytes": gpu.info.memory_bytes,
         "total_bytes": gpu.info.total_bytes,
-        "copies": measure_device(bindings.library(), gpu.info)._asdict(),
+        "copies": measure_device(bindings.library(), gpu.info, job.threads)._asdict(),
     }
 
 
@@ -270,8 +270,9 @@ def counters(stats: Any) -> dict[str, Any]:
     useful = prefetched * stats.prefetch_used / judged if judged else 0
     # to a device: copies that a token waited for or used, of all that were not transitions
     copied, asked = sum(stats.copy_bytes), sum(stats.requests) - sum(stats.hits)
-    used = asked + stats.prefetch_used
+    used = max(0, asked - sum(stats.in_place)) + stats.prefetch_used
     loads = used + stats.prefetch_wasted
+    in_place = sum(stats.in_place_bytes)
     return {
         "requests": sum(stats.requests),
         "hits": sum(stats.hits),
@@ -282,6 +283,8 @@ def counters(stats: Any) -> dict[str, Any]:
         "needed_bytes": demand + useful,
         "copied_bytes": copied,
         "needed_copied_bytes": copied * used / loads if loads else 0,
+        "in_place_bytes": in_place,
+        "host_computed_bytes": in_place * sum(stats.host_computed) / max(1, sum(stats.in_place)),
         "wait_ms": sum(stats.wait_us) / 1e3,
         "routed": {"high": routed[0], "low": sum(routed[1:-1]), "skip": routed[-1]},
         "prefetch_used": stats.prefetch_used,

@@ -16,9 +16,10 @@ from orchestrator.bench.ablation import (
 )
 from orchestrator.bench.job import DECODE, PROMPT
 from orchestrator.bench.rows import Result, median_ms, median_ratio, named
+from orchestrator.config import MISSES
 
-ONE_TIER = ("lru", CACHE, CACHE_AHEAD)
-TWO_TIERS = (MIXED, MIXED_AHEAD)
+ONE_TIER = ("lru", *(f"lru, {how}" for how in MISSES), CACHE, CACHE_AHEAD)
+TWO_TIERS = ("dymoe 4/2", MIXED, MIXED_AHEAD)
 PAPER = (BASELINE, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD)
 # Table 3 of DyMoE: the least and the greatest speed-up of the whole system over row 1 in TPOT, of
 # row 5 with little memory and of row 6 with more.
@@ -35,14 +36,16 @@ def streamed(runs: Sequence[Result]) -> Result:
 
     tokens = [sum(part["tokens"] for part in named(run, DECODE)) for run in runs]
     seconds = [ms / 1e3 for ms in median_ms(runs, PROMPT)]
-    copied, needed = (
+    copied, needed, in_place, by_host = (
         [total(run, DECODE, key) / n for run, n in zip(runs, tokens, strict=True)]
-        for key in ("copied_bytes", "needed_copied_bytes")
+        for key in ("copied_bytes", "needed_copied_bytes", "in_place_bytes", "host_computed_bytes")
     )
     prompts = [total(run, PROMPT, "copied_bytes") for run in runs]
     return {
         "copied_bytes_per_token": statistics.median(copied),
         "needed_copied_bytes_per_token_runs": needed,
+        "in_place_bytes_per_token_runs": in_place,
+        "host_computed_bytes_per_token_runs": by_host,
         "prompt_copied_bytes_runs": prompts,
         "prompt_copy_speed_runs": [n / s for n, s in zip(prompts, seconds, strict=True)],
     }
@@ -70,35 +73,40 @@ def _compare(row: Result, others: Sequence[Result], tpot: str, ttft: str) -> Non
         row[name] = median_ratio(best, row[key])
 
 
-def add_bounds(rows: Sequence[Result], copies: Sequence[float], reads: Sequence[float]) -> None:
+def add_bounds(rows: Sequence[Result], copies: Sequence[Result], reads: Sequence[float]) -> None:
     """The bound of a token of each row (DESIGN section 8) and how much of it was reached, run by
     run; and the share of the copies' peak that a prompt reached.
 
     max(computing, bytes missed / bandwidth of where they come from): computing is the managed
-    path with everything on the GPU, 0 where that did not fit. copies, reads: bytes per second of
-    the copies to the GPU and of the disk, one for each run.
+    path with everything on the GPU, 0 where that did not fit; what was read in place comes over
+    the same link as copies, what the host computed does not. copies: the speeds of
+    native.Bandwidths, reads: bytes per second of the disk; one for each run.
     """
     good = [row for row in rows if "error" not in row]
     managed = [row["tpot_ms_p50_runs"] for row in good if row["role"] == "reference"]
+    peaks = [each["pinned"] or each["pageable"] for each in copies]
     for row in good:
         if "needed_copied_bytes_per_token_runs" not in row or row["cap"] is None:
             continue
-        compute = managed[0] if managed else [0.0] * len(copies)
-        moved = zip(
-            row["needed_copied_bytes_per_token_runs"],
-            copies,
-            row["needed_bytes_per_token_runs"],
-            reads,
-            strict=True,
-        )
-        waits = [max(c / link, r / disk) * 1e3 for c, link, r, disk in moved]
+        compute = managed[0] if managed else [0.0] * len(peaks)
+        waits = [_wait_ms(row, i, copies[i], peaks[i], reads[i]) for i in range(len(peaks))]
         bounds = [max(each) for each in zip(compute, waits, strict=True)]
+        by_misses = statistics.median(waits) > statistics.median(compute)
         row["bound_tpot_ms"] = statistics.median(bounds)
-        row["bound_by"] = (
-            "copies" if statistics.median(waits) > statistics.median(compute) else "computing"
-        )
+        row["bound_by"] = "misses" if by_misses else "computing"
         row["of_bound"] = median_ratio(bounds, row["tpot_ms_p50_runs"])
-        row["of_copy_peak"] = median_ratio(row["prompt_copy_speed_runs"], copies)
+        row["of_copy_peak"] = median_ratio(row["prompt_copy_speed_runs"], peaks)
+
+
+def _wait_ms(row: Result, run: int, speeds: Result, link: float, disk: float) -> float:
+    """What a token of this run missed, each part at the peak of its way, at the same time."""
+    by_host = row["host_computed_bytes_per_token_runs"][run]
+    in_place = row["in_place_bytes_per_token_runs"][run] - by_host
+    over_link = row["needed_copied_bytes_per_token_runs"][run] / link
+    over_link += in_place / (speeds["read"] or link)
+    computed = by_host / speeds["compute"] if by_host else 0.0
+    read = row["needed_bytes_per_token_runs"][run] / disk
+    return float(1e3 * max(over_link, computed, read))
 
 
 def goals(rows: Sequence[Result], skewed: bool) -> list[Result]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.bench import disk
@@ -11,16 +11,16 @@ from orchestrator.bench.ablation import COLD, paper_rows
 from orchestrator.bench.goals import add_bounds, add_ratios, goals, streamed
 from orchestrator.bench.job import Job, Part, decode, prompt, settle
 from orchestrator.bench.loop import Loop
-from orchestrator.bench.models import LOW, Note
-from orchestrator.bench.plan import BenchOptions, Case, global_lru
+from orchestrator.bench.models import Note
+from orchestrator.bench.plan import ONE_TIER, BenchOptions, Case, global_lru, policies
 from orchestrator.bench.rows import Result, case_row
-from orchestrator.config import Config
+from orchestrator.config import MISSES, Config
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.footprint import device_shape, kernel_bytes
 
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"
 RESIDENT, MANAGED = "upstream, all on GPU", "lru, all on GPU"
-DYNAEXQ = "dynaexq 4/2"
+LRU_WAYS = tuple(how for how in MISSES if how != "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,9 @@ class Room:
 
 def gpu_cases(options: GpuOptions, room: Room, gpu: int) -> list[Case]:
     """Everything on the GPU; then, at each share: upstream with as many layers' experts on the
-    CPU as do not fit, and with all of them; our null baseline, the rows of DyMoE's Table 3, of
-    which the last two are the whole dymoe 4/2 and 4/0, and dynaexq. gpu: its number."""
+    CPU as do not fit, and with all of them; our null baseline, which gets misses in each way and in
+    the one that it chooses; the rows of DyMoE's Table 3, which copies them; every other policy.
+    gpu: its number."""
     listed = [
         Case(RESIDENT, "upstream", None, "resident", {"gpu": gpu}),
         Case(MANAGED, "engine", None, "reference", {"policy": "lru", "force_managed": True}),
@@ -87,11 +88,16 @@ def gpu_cases(options: GpuOptions, room: Room, gpu: int) -> list[Case]:
         listed += [
             Case(f"{UPSTREAM} {fits}", "upstream", cap, "upstream", some),
             Case(UPSTREAM_CPU, "upstream", cap, "upstream", none),
-            global_lru(cap),
-            *paper_rows(cap, options.retention, "on"),
-            Case(DYNAEXQ, "engine", cap, "", {"policy": "dynaexq", "low_tier": LOW}),
+            *(getting(global_lru(cap), how, f"lru, {how}") for how in LRU_WAYS),
+            *(getting(case, "copy") for case in paper_rows(cap, options.retention, "on")),
+            *(case for case in policies(cap, options.retention) if case.name != ONE_TIER),
         ]
     return listed
+
+
+def getting(case: Case, how: str, name: str | None = None) -> Case:
+    """The same, getting its misses in this way."""
+    return replace(case, name=name or case.name, settings=case.settings | {"misses": how})
 
 
 class GpuLoop(Loop):
@@ -175,8 +181,7 @@ def run_gpu(options: GpuOptions, note: Note = lambda text: None) -> dict[str, An
     measured = loop.run(listed)
     rows = [gpu_row(loop, case, measured.results[case.key]) for case in listed]
     add_ratios(rows)
-    peak = [each["pinned"] or each["pageable"] for each in loop.copies]
-    add_bounds(rows, peak, [each.bytes_per_s for each in measured.bandwidths])
+    add_bounds(rows, loop.copies, [each.bytes_per_s for each in measured.bandwidths])
     report = loop.describe(measured)
     report["gpu"] = device | {"copies": loop.copies}
     found = goals(rows, skewed=not options.trained and options.routing != "uniform")

@@ -21,15 +21,17 @@ _HEAD_2 = (
 def render_gpu(report: dict[str, Any]) -> str:
     """The report of run_gpu as text."""
     options, gpu = report["options"], report["gpu"]
-    pinned, pageable = (_speeds(gpu["copies"], name) for name in ("pinned", "pageable"))
+    names = ("pinned", "pageable", "read", "compute")
+    pinned, pageable, read, compute = (_speeds(gpu["copies"], name) for name in names)
     intro = [
         f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to it {pinned} pinned, "
         f"{pageable} pageable",
         f"{options['tokens']} decode steps with the same {tokens_of(report)} tokens for all, "
         f"{options['prompt_tokens']} before them, {options['runs']} runs in turn;",
-        f"rows 1 to 6: DyMoE's Table 3 at r = {options['retention']}, 5 and 6 the whole dymoe; "
-        "x: against upstream's best",
-        "bound: the slower of computing (all on the GPU) and what tokens missed / peak of copies",
+        f"in place {read}, by the host {compute}; x: against upstream's best; "
+        f"dymoe at r = {options['retention']}",
+        "bound: the slower of computing (all on the GPU) and what tokens missed / those speeds",
+        "rows 1 to 6: Table 3 of DyMoE, misses copied",
     ]
 
     def section(rows: list[Result]) -> list[str]:

@@ -10,7 +10,6 @@ from orchestrator.bench import GpuOptions, render_gpu, run_gpu
 from orchestrator.bench.ablation import BASELINE, CACHE, MIXED_AHEAD, SKIP_AHEAD
 from orchestrator.bench.goals import PAPER, add_bounds, add_ratios, goals, streamed
 from orchestrator.bench.gpu import (
-    DYNAEXQ,
     MANAGED,
     RESIDENT,
     UPSTREAM,
@@ -49,7 +48,10 @@ def test_cases_of_each_share():
     keys = [case.key for case in listed]
     assert len(set(keys)) == len(keys)
     names = {case.name for case in listed if case.cap == 0.25}
-    assert names >= {"lru", *PAPER, DYNAEXQ}
+    assert names >= {"lru", *PAPER, "dymoe 4/2", "dymoe 4/0", "dynaexq 4/2"}
+    ways = {case.settings.get("misses") for case in listed if case.name.startswith("lru, ")}
+    assert ways == {None, "copy", "read", "compute"}  # None: all on the GPU, nothing is missed
+    assert {case.settings["misses"] for case in listed if case.name in PAPER} == {"copy"}
 
 
 def row(name, cap, role, tpot, ttft):
@@ -86,6 +88,8 @@ def part(name, tokens, ms, copied, needed, read=0):
         "wait_ms": 0,
         "copied_bytes": copied,
         "needed_copied_bytes": needed,
+        "in_place_bytes": 0,
+        "host_computed_bytes": 0,
     }
     return {"name": name, "tokens": tokens, "ms": ms, "store": store}
 
@@ -101,11 +105,13 @@ def test_copies_while_a_prompt_is_read():
     assert streamed([{"parts": [{"name": "prompt", "tokens": 1, "ms": [1.0]}]}]) == {}
 
 
-def measured(name, cap, role, tpot, copied, read=0.0):
+def measured(name, cap, role, tpot, copied, read=0.0, in_place=0.0, by_host=0.0):
     return row(name, cap, role, [tpot], [100.0]) | {
         "tpot_ms_p50": tpot,
         "needed_copied_bytes_per_token_runs": [copied],
         "needed_bytes_per_token_runs": [read],
+        "in_place_bytes_per_token_runs": [in_place],
+        "host_computed_bytes_per_token_runs": [by_host],
         "prompt_copy_speed_runs": [9e9],
     }
 
@@ -116,12 +122,15 @@ def test_the_bound_is_the_slower_of_computing_and_what_was_missed():
         measured("copies", 0.5, "", 8.0, 40e6),
         measured("computes", 0.5, "", 4.0, 10e6),
         measured("reads", 0.5, "", 40.0, 10e6, 20e6),
+        measured("in place", 0.5, "", 12.0, 10e6, in_place=25e6),
+        measured("by the host", 0.5, "", 12.0, 10e6, in_place=30e6, by_host=30e6),
     ]
-    add_bounds(rows, [10e9], [1e9])
+    speeds = {"pinned": 10e9, "pageable": 2e9, "read": 5e9, "compute": 5e9}
+    add_bounds(rows, [speeds], [1e9])
     assert "bound_tpot_ms" not in rows[0]
-    assert [each["bound_tpot_ms"] for each in rows[1:]] == [4.0, 2.0, 20.0]
-    assert [each["of_bound"] for each in rows[1:]] == [0.5, 0.5, 0.5]
-    assert [each["bound_by"] for each in rows[1:]] == ["copies", "computing", "copies"]
+    assert [each["bound_tpot_ms"] for each in rows[1:]] == [4.0, 2.0, 20.0, 6.0, 6.0]
+    assert [each["of_bound"] for each in rows[1:]] == [0.5] * 5
+    assert [each["bound_by"] for each in rows[1:3]] == ["misses", "computing"]
     assert rows[1]["of_copy_peak"] == 0.9
 
 
