@@ -1,7 +1,12 @@
 #!/usr/bin/env python3
 """Builds moe-edge's llama.cpp and keeps the patches in order; the Makefile calls it."""
 
+import signal
 import sys
+
+# No traceback for a Ctrl-C while modules are imported; main() has a sentence for later ones.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 if sys.version_info < (3, 10):
     sys.exit(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}.")
@@ -250,6 +255,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     args = parser().parse_args()
     try:
         if args.files is not None:

@@ -53,8 +53,8 @@ void * moe_edge_device_find(const char * name, char * err, size_t n) {
 }
 int moe_edge_device_describe(void * device, struct moe_edge_device_info * out) { (void) device; (void) out; return -1; }
 void * moe_edge_device_buffer_type(void * device) { return device; }
-int moe_edge_device_measure(void * device, uint64_t bytes, struct moe_edge_bandwidths * out) {
-    (void) device; (void) bytes; (void) out;
+int moe_edge_device_measure(void * device, uint64_t bytes, int32_t n_threads, struct moe_edge_bandwidths * out) {
+    (void) device; (void) bytes; (void) n_threads; (void) out;
     return -1;
 }
 void moe_edge_get_memory(void * context, struct moe_edge_memory * out) { (void) context; (void) out; }
