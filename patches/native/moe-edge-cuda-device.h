@@ -19,6 +19,8 @@
 #include <thread>
 #include <vector>
 
+struct ggml_backend_cuda_context;
+
 // What stays on the device of a matrix whose table is fixed for a step (moe_edge_matrix.executor).
 struct moe_edge_cuda_table {
     std::shared_ptr<void> memory;             // of all tables of the store
