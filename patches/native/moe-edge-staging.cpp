@@ -77,6 +77,9 @@ void moe_edge_store::start_copy() {
     copies.erase(copies.begin());
     auto & c = cells[cell];
     c.started = c.finished = c.parts;
+    if (c.background) {
+        hold_transitions(slice_of(cell, c.loading).expert_bytes);
+    }
     stats.host_hits[phase]++;
     settle(cell);
     done_cv.notify_all();
@@ -89,7 +92,10 @@ void moe_edge_store::copy_loop() {
         if (stopping) {
             return;
         }
-        if (ahead_copies.size() >= 2 && ahead_copy_bytes >= AHEAD_COPY_BYTES && !device->passed(ahead_copies.front().first)) {
+        const uint64_t now = clock_us();
+        if (cells[std::get<3>(*copies.begin())].background && now < transition_at) {
+            copy_cv.wait_for(lock, std::chrono::microseconds(transition_at - now));
+        } else if (ahead_copies.size() >= 2 && ahead_copy_bytes >= AHEAD_COPY_BYTES && !device->passed(ahead_copies.front().first)) {
             const moe_edge_ticket oldest = ahead_copies.front().first;
             lock.unlock();
             device->wait(oldest);

@@ -648,7 +648,7 @@ moe_edge_read moe_edge_store::start_read(int32_t cell) {
     }
     if (read.background) {
         transiting = true;
-        transition_at = transition_rate == 0 ? 0 : clock_us() + bytes / read.parts * 1000000 / transition_rate;
+        hold_transitions(bytes / read.parts);
     }
     if (!c.queued()) {
         reads.erase(read_key(cell));
@@ -712,6 +712,11 @@ bool moe_edge_store::urgent() const { return !reads.empty() && std::get<0>(*read
 
 // Transitions are read one part at a time, so that the other threads are there for what is urgent.
 bool moe_edge_store::may_transit() const { return !reads.empty() && !transiting && clock_us() >= transition_at; }
+
+// So many bytes of a transition move now, from wherever they are: when may the next ones?
+void moe_edge_store::hold_transitions(uint64_t bytes) {
+    transition_at = transition_rate == 0 ? 0 : clock_us() + bytes * 1000000 / transition_rate;
+}
 
 uint64_t moe_edge_store::clock_us() const { return simulation ? simulation->now() / 1000 : now_us(); }
 

@@ -226,6 +226,7 @@ struct moe_edge_store {
     std::set<moe_edge_read_key> & queue_of(const moe_edge_cell & c) { return c.cached ? copies : reads; }
     void    copy_loop();
     void    start_copy();
+    void    hold_transitions(uint64_t bytes);
     void    transfer(int32_t cell);
     bool    landed(int32_t cell) const;
     int32_t reserve_host(std::unique_lock<std::mutex> & lock);
@@ -320,7 +321,7 @@ struct moe_edge_store {
     std::vector<moe_edge_prefetch_item> transitions;  // under way
     std::vector<moe_edge_pool *> unserved;            // that revoked transitions gave slots back to
     uint64_t                    transition_rate = 0;  // bytes per second, 0: no limit
-    uint64_t                    transition_at   = 0;  // when their next part may be read, now_us()
+    uint64_t                    transition_at   = 0;  // when their next part may be read or copied, now_us()
     bool                        transiting = false;   // an I/O thread is on one, or waits for transition_at
     int32_t                     transition_seq = 0;
     int64_t                 n_decided = 0;  // cells with `decided`

@@ -118,6 +118,7 @@ void moe_edge_store::set_transition_rate(uint64_t bytes_per_s) {
     transition_rate = bytes_per_s;
     transition_at   = 0;
     work_cv.notify_all();
+    copy_cv.notify_all();
     wake();
 }
 

@@ -348,7 +348,8 @@ MOE_EDGE_API void moe_edge_prefetch(
 MOE_EDGE_API int32_t moe_edge_transition(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
 
-// Bytes per second that transitions may read, in bursts of one part; 0, the start: no limit.
+// Bytes per second that transitions may read, or copy to a device from its host memory, in bursts of
+// one part; 0, the start: no limit.
 MOE_EDGE_API void moe_edge_set_transition_rate(struct moe_edge_store * store, uint64_t bytes_per_s);
 
 // out [n_layers, n_expert]: enum moe_edge_state.

@@ -122,6 +122,25 @@ def test_a_rate_is_kept(driver: Driver) -> None:
     assert took_s >= (read - EXPERT_BYTES[LOW]) / rate  # the first part needs no wait
 
 
+def test_a_rate_is_kept_whatever_it_comes_from(driver: Driver, device: str | None) -> None:
+    """Back to what was there before: on a device that still lies in the host's memory."""
+    store, experts = driver.store, [(0, 0), (1, 0)]
+    for tier in (LOW, HIGH, LOW):
+        assert store.transition([(*expert, tier) for expert in experts]) == 2
+        driver.arrive()
+        store.begin_step(Phase.DECODE)
+    before = sum(store.stats().host_hits)
+    rate = 200_000
+    store.set_transition_rate(rate)
+    start = time.monotonic()
+    assert store.transition([(*expert, HIGH) for expert in experts]) == 2
+    while np.isin(store.states(), UNDER_WAY).any():
+        time.sleep(0.001)
+    assert time.monotonic() - start >= 5 * EXPERT_BYTES[HIGH] / rate
+    if device is not None:
+        assert sum(store.stats().host_hits) > before
+
+
 def test_a_failed_read_leaves_the_old_version(
     library: Library, tmp_path: Path, device: str | None
 ) -> None:
