@@ -73,6 +73,17 @@ def read_tree(llama: Path) -> dict[str, str]:
     return tree
 
 
+def included(name: str, tree: dict[str, str]) -> set[str]:
+    """A file of the tree and all that it includes, by file names: whatever has the name counts."""
+    found, todo = {name}, [name]
+    while todo:
+        names = set(re.findall(r'^\s*#\s*include\s+"(?:.*/)?([^"/]+)"', tree[todo.pop()], re.M))
+        more = {path for path in tree if path.rsplit("/", 1)[-1] in names} - found
+        found |= more
+        todo += more
+    return found
+
+
 def build_backend(
     compiler: Compiler,
     tree: dict[str, str],
@@ -89,12 +100,12 @@ def build_backend(
     store.mkdir(parents=True, exist_ok=True)
     own = [name for name in tree if name.startswith(NATIVE) and name.endswith(".cu")]
     names = [f"{CUDA}/{name}" for name in sources] + own
-    headers = _digest(text for name, text in sorted(tree.items()) if not name.endswith(".cu"))
     shim = _digest(path.read_text() for path in sorted(HERE.rglob("*.h")))
-    common = (compiler.identity, *FLAGS, headers, shim)
-    objects = {
-        name: store / f"{Path(name).stem}-{_digest([*common, tree[name]])[:20]}.o" for name in names
-    }
+    common = (compiler.identity, *FLAGS, shim)
+    objects = {}
+    for name in names:
+        texts = (tree[each] for each in sorted(included(name, tree)))
+        objects[name] = store / f"{Path(name).stem}-{_digest([*common, *texts])[:20]}.o"
     engine = HERE / "emulation.cpp"
     objects["emulation.cpp"] = store / f"emulation-{_digest([*common, engine.read_text()])[:20]}.o"
     missing = [name for name, path in objects.items() if not path.exists()]
