@@ -31,13 +31,13 @@ TAIL = 12_000  # characters of a step's output in the report
 NO_TESTS = 5
 
 # (what it shows, arguments of `moe-edge`). Each is one step of the part `bench`, and its output
-# goes into the report as it is.
+# goes into the report as it is. Models have random weights and experts of the true shapes.
 BENCHES: tuple[tuple[str, str], ...] = (
     ("what the machine has", "doctor"),
-    ("experts as in Qwen3-30B-A3B, skewed routing", "bench gpu --shape qwen3-30b --runs 1"),
-    ("the same, uniform routing", "bench gpu --shape qwen3-30b --runs 1 --routing uniform"),
-    ("experts as in Mixtral, skewed routing", "bench gpu --shape mixtral --runs 1"),
-    ("the same, uniform routing", "bench gpu --shape mixtral --runs 1 --routing uniform"),
+    ("Qwen3-30B-A3B, skewed routing", "bench gpu --shape qwen3-30b --runs 1"),
+    ("Qwen3-30B-A3B, uniform routing", "bench gpu --shape qwen3-30b --runs 1 --routing uniform"),
+    ("Mixtral, skewed routing", "bench gpu --shape mixtral --runs 1"),
+    ("Mixtral, uniform routing", "bench gpu --shape mixtral --runs 1 --routing uniform"),
     ("all layers of Qwen3-30B-A3B", "bench gpu --shape qwen3-30b --layers 48 --runs 1 --caps 25"),
 )
 
@@ -152,6 +152,7 @@ def read_junit(text: str) -> list[Step]:
                 outcome = "skipped" if kind == "skipped" else "failed"
                 reason = (found.get("message") or "").split("\n")[0]
         printed = "".join(node.text or "" for node in case.iter("system-out"))
+        printed = re.sub(r"^-+ Captured \w+ -+\n", "", printed, flags=re.MULTILINE)
         if outcome == "failed":
             printed += "".join(node.text or "" for node in case if node.tag in ("failure", "error"))
         name = f"{case.get('classname', '').rsplit('.', 1)[-1]}: {case.get('name')}"
