@@ -53,6 +53,16 @@ def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accele
     return Accelerator(info, index, bindings.library().device_buffer_type(info.handle))
 
 
+def one_of_several(bindings: Bindings, gpu: Accelerator | None) -> str | None:
+    """A sentence where there are other GPUs than the one in use, which stay idle."""
+    if gpu is None or gpu.index is None:
+        return None
+    n = bindings.count_gpus()
+    if n < 2:
+        return None
+    return f"One of {n} GPUs is used, {gpu.info.name}: --device names another."
+
+
 def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:
     """How a GPU gets the experts that it lacks. Where that is for speeds to say, measures them,
     which takes some tenths of a second.

@@ -12,7 +12,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
-from orchestrator.accelerator import Accelerator, find_gpu
+from orchestrator.accelerator import Accelerator, find_gpu, one_of_several
 from orchestrator.bench.disk import Bandwidth, bytes_per_s, read_bandwidth
 from orchestrator.config import Config
 from orchestrator.errors import MoeEdgeError
@@ -28,7 +28,7 @@ _MEMORY_SECONDS = 0.5
 @dataclass(frozen=True, slots=True)
 class Health:
     """What was found. Speeds in bytes per second, sizes in bytes. gpu_note: why there is no
-    GPU; plan_note: why the model would not start."""
+    GPU, or that there are others; plan_note: why the model would not start."""
 
     threads: int
     memory_bytes: int
@@ -71,6 +71,8 @@ def examine(config: Config) -> Health:
         gpu = find_gpu(bindings, config.device, config.vram)
     except MoeEdgeError as error:
         gpu, note = None, str(error)
+    else:
+        note = one_of_several(bindings, gpu) or ""
     if gpu is None and not note:
         built = bindings.api.llama_supports_gpu_offload()
         note = "not asked for" if built else "none that this build can use"
@@ -136,6 +138,8 @@ def render(health: Health) -> str:
             f"Copies    to the GPU: {pinned} pinned, {_speed(copies.pageable)} pageable; "
             f"{copies.round_trip_us:.0f} us there and back",
         ]
+        if health.gpu_note:
+            lines.append(f"          {health.gpu_note}")
     plan = _plan_line(health.plan) if health.plan else health.plan_note
     return "\n".join([*lines, f"Model     {plan}"])
 

@@ -15,7 +15,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator import hardware
-from orchestrator.accelerator import find_gpu, serve_misses
+from orchestrator.accelerator import find_gpu, one_of_several, serve_misses
 from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
@@ -371,8 +371,9 @@ class Engine:
 
     @property
     def note(self) -> str | None:
-        """One sentence about what was left aside when the engine was opened."""
-        return self._memory.note
+        """What was left aside when the engine was opened."""
+        notes = (self._memory.note, one_of_several(self._bindings, self._gpu))
+        return " ".join(filter(None, notes)) or None
 
     @property
     def n_ctx(self) -> int:
@@ -390,8 +391,11 @@ class Engine:
         if not self.managed:
             return f"plain upstream path: {self.plan.reason}"
         slots = format_size(self.plan.slots.total_bytes) if self.plan.slots else "no"
-        direct = "direct I/O" if self.store.stats().direct_io else "buffered I/O"
-        return f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}"
+        stats = self.store.stats()
+        direct = "direct I/O" if stats.direct_io else "buffered I/O"
+        on_gpu = self._gpu is not None and self._gpu.index is not None
+        pageable = ", host memory not pinned" if on_gpu and not stats.host_pinned else ""
+        return f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
 
     def _start(self, plan: Plan, progress: Callable[[float], None] | None = None) -> None:
         """Loads what is planned; a second time where llama.cpp takes more of a GPU's memory than

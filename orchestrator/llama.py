@@ -25,6 +25,7 @@ EXPERT_PATTERN = rb"blk\.\d+\.ffn_(up|gate|gate_up|down)_exps\.weight"
 _LOG_ERROR = 3
 _ALL_LAYERS = 1 << 20
 _PIECE_BYTES = 256
+_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 
 class BufferTypeOverride(ctypes.Structure):
@@ -61,6 +62,15 @@ class Bindings:
         if self._library is None:
             self._library = Library(self.api._lib)
         return self._library
+
+    def count_gpus(self) -> int:
+        """How many GPUs llama.cpp sees."""
+        ggml = self.api._lib
+        ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+        get, kind = ggml.ggml_backend_dev_get, ggml.ggml_backend_dev_type
+        get.argtypes, get.restype = [ctypes.c_size_t], ctypes.c_void_p
+        kind.argtypes, kind.restype = [ctypes.c_void_p], ctypes.c_int
+        return sum(kind(get(i)) == _GPU for i in range(ggml.ggml_backend_dev_count()))
 
     def _on_log(self, level: int, text: bytes, _user: int | None) -> None:
         line = text.decode("utf-8", "replace")

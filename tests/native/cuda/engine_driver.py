@@ -47,6 +47,8 @@ def main() -> None:
     library, job = sys.argv[1], json.loads(sys.argv[2])
     if library != "-":
         load_backend(library)
+    if "pinned_limit" in job:
+        ctypes.CDLL(library).moe_emu_limit_pinned(ctypes.c_uint64(job["pinned_limit"]))
     try:
         print(json.dumps(decode(library, job)))
     except MoeEdgeError as error:
@@ -74,6 +76,8 @@ def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
             "last": rows[-1].tolist(),
             "device": engine.plan.device.name if engine.plan.device else None,
             "managed": engine.managed,
+            "mode": engine.mode,
+            "note": engine.note,
             "took": [*took, on_device()],
             "llama": engine.device_bytes,
             "cap": engine.plan.vram_bytes,

@@ -26,8 +26,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def engine(library: Path | str, n_decode: int, **options: object) -> dict[str, Any]:
-    warm, prompt = bool(options.pop("warm", False)), options.pop("prompt", PROMPT)
-    job: dict[str, object] = {"prompt": prompt, "n_decode": n_decode, "warm": warm}
+    job: dict[str, object] = {"prompt": PROMPT, "n_decode": n_decode, "warm": False}
+    job |= {key: options.pop(key) for key in ("prompt", "warm", "pinned_limit") if key in options}
     job["options"] = {"ctx": 128, "threads": 1, **options}
     driver = HERE / "engine_driver.py"
     found: dict[str, Any] = json.loads(run_python(driver, library, json.dumps(job)))
@@ -138,3 +138,32 @@ def test_kernels_take_no_more_the_longer_a_prompt(
     found = engine(device.library, 0, **options, model=model, device="cuda0", prompt=prompt)
     assert len(found["took"]) == 6
     assert found["took"][-1] - found["took"][0] < 64 * 1024
+
+
+def test_memory_that_is_not_pinned_is_reported(
+    device: Device, tiny_model: Callable[..., Path]
+) -> None:
+    """The driver pins little or nothing: copies take the way of pageable memory, and say so."""
+    if not device.emulated:
+        pytest.skip("a driver that refuses is at hand in the emulation only")
+    options = {**POLICIES["lru"], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
+    options |= {"misses": "copy", "device": "cuda0"}
+    wanted = engine(device.library, 2, **options)
+    found = engine(device.library, 2, **options, pinned_limit=65536)
+    assert "not pinned" not in wanted["mode"]
+    assert found["mode"].endswith("host memory not pinned")
+    assert found["tokens"] == wanted["tokens"]
+
+
+def test_one_of_several_gpus_is_used_and_named(
+    device: Device, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not device.emulated:
+        pytest.skip("as many GPUs as wanted are at hand in the emulation only")
+    monkeypatch.setenv("MOE_EMU_DEVICES", "2")
+    options = {**POLICIES["lru"], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
+    found = engine(device.library, 1, **options, device="auto")
+    assert found["device"] == "cuda0"
+    assert found["note"] == "One of 2 GPUs is used, cuda0: --device names another."
+    second = engine(device.library, 1, **options, device="cuda1")
+    assert second["device"] == "cuda1" and second["tokens"] == found["tokens"]

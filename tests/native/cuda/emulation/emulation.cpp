@@ -16,6 +16,7 @@
 //
 //   MOE_EMU_SEED=N    order of fibers and delays (default 1)
 //   MOE_EMU_VRAM=N    device memory in bytes (default 4 GiB)
+//   MOE_EMU_DEVICES=N how many there are (default 1); all but the first are names for it
 //   MOE_EMU_CC=NNN    compute capability (default MOE_EMU_DEFAULT_CC)
 
 #include "cublas_v2.h"
@@ -632,9 +633,9 @@ const char * cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(err
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return last_error; }
 
-cudaError_t cudaGetDeviceCount(int * count) { *count = 1; return cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int * count) { *count = (int) setting("MOE_EMU_DEVICES", 1); return cudaSuccess; }
 cudaError_t cudaGetDevice(int * d) { *d = 0; return cudaSuccess; }
-cudaError_t cudaSetDevice(int d) { return d == 0 ? cudaSuccess : failed(cudaErrorInvalidDevice); }
+cudaError_t cudaSetDevice(int d) { return d < (int) setting("MOE_EMU_DEVICES", 1) ? cudaSuccess : failed(cudaErrorInvalidDevice); }
 cudaError_t cudaSetDeviceFlags(unsigned int) { return cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp * p, int) {
     *p = {};
