@@ -52,8 +52,8 @@ def test_the_text_is_the_same(tiny_model: Callable[..., Path], name: str) -> Non
         assert stats.in_place[0] <= 2 * 3 < stats.in_place[1]
         assert stats.in_place_bytes[1] > stats.in_place[1]
         assert stats.host_computed[1] == (stats.in_place[1] if misses == "compute" else 0)
-        # what was used in place comes to slots behind that
-        assert stats.copy_bytes[1] > 0 and stats.evictions > 0
+        # what was used in place comes to slots behind that; with exact tiers, nothing does
+        assert (stats.copy_bytes[1] > 0) != ("exact_tiers" in POLICIES[name])
         assert sum(stats.routed[1]) == sum(copied.routed[1])
         assert stats.slot_bytes_peak <= stats.budget_bytes
 

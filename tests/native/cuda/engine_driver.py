@@ -93,6 +93,9 @@ def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
             found["routed"] = [list(phase) for phase in stats.routed]
             found["copied"] = sum(stats.copy_bytes)
             found["evictions"] = stats.evictions
+            found["in_place"] = sum(stats.in_place)
+            found["host_computed"] = sum(stats.host_computed)
+            found["misses"] = engine.store.misses()
     return found
 
 

@@ -49,6 +49,7 @@ def test_decodes_as_on_the_host(device: Device, tiny_model: Callable[..., Path],
     """Same policy, same budget: the same tokens and the same decisions as with experts in the
     host's memory, through the same seam. Streams of the emulated GPU sleep at random."""
     options = {**POLICIES[name], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
+    options["misses"] = "copy"
     wanted = engine("-", 6, **options, device="host")
     found = engine(device.library, 6, **options, device="cuda0")
     assert found["device"] == "cuda0" and found["managed"] and wanted["managed"]
@@ -66,6 +67,22 @@ def test_decodes_as_on_the_host(device: Device, tiny_model: Callable[..., Path],
     # activations are rounded to 8 bits in blocks of another size
     assert nmse(found["first"], wanted["first"]) < 1e-2
     assert nmse(found["last"], wanted["last"]) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["lru", "dymoe", "dymoe-skip"])
+def test_misses_by_choice(device: Device, tiny_model: Callable[..., Path], name: str) -> None:
+    """Read in place, computed by the host, each by the speeds measured: the same tokens."""
+    options = {**POLICIES[name], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
+    options["exact_tiers"] = name == "dymoe"  # else what is there by now is computed with
+    wanted = engine("-", 6, **options, device="host")
+    for misses in ("read", "compute", "auto"):
+        found = engine(device.library, 6, **options, device="cuda0", misses=misses)
+        assert found["tokens"] == wanted["tokens"], misses
+        assert nmse(found["last"], wanted["last"]) < 1e-2
+        assert not found["over_budget"] and found["misses"] == misses
+        if misses != "auto":
+            assert found["in_place"] > 0
+            assert found["host_computed"] == (found["in_place"] if misses == "compute" else 0)
 
 
 def test_one_tier_is_lossless(device: Device, tiny_model: Callable[..., Path]) -> None:
