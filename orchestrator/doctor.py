@@ -27,8 +27,9 @@ _MEMORY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What was found. Speeds in bytes per second, sizes in bytes. gpu_note: why there is no
-    GPU, or that there are others; plan_note: why the model would not start."""
+    """What was found. Speeds in bytes per second, sizes in bytes; expert_bytes: of an expert in the
+    best precision. gpu_note: why there is no GPU, or that there are others; plan_note: why the
+    model would not start."""
 
     threads: int
     memory_bytes: int
@@ -36,6 +37,7 @@ class Health:
     system: str
     memory_speed: float
     model: Path
+    expert_bytes: int
     disk: Bandwidth
     gpu: Accelerator | None
     gpu_note: str
@@ -52,6 +54,7 @@ class Health:
             "system": self.system,
             "memory_bytes_per_s": self.memory_speed,
             "model": str(self.model),
+            "expert_bytes": self.expert_bytes,
             "disk": self.disk._asdict(),
             "gpu": asdict(self.gpu.device) if self.gpu else None,
             "gpu_note": self.gpu_note,
@@ -80,6 +83,7 @@ def examine(config: Config) -> Health:
     with ExpertModel.open(config.model, config.low) as model:
         plan, plan_note = _try_plan(config, model, machine)
         disk = read_bandwidth(model, threads=config.io_threads)
+        expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)
     return Health(
         threads=threads,
         memory_bytes=machine.memory_bytes,
@@ -87,6 +91,7 @@ def examine(config: Config) -> Health:
         system=bindings.api.llama_print_system_info().decode("utf-8", "replace").strip(),
         memory_speed=memory_bandwidth(threads),
         model=config.model,
+        expert_bytes=expert_bytes,
         disk=disk,
         gpu=gpu,
         gpu_note=note,
@@ -140,8 +145,25 @@ def render(health: Health) -> str:
         ]
         if health.gpu_note:
             lines.append(f"          {health.gpu_note}")
+        lines.append(f"Misses    {misses_line(copies, health.expert_bytes)}")
     plan = _plan_line(health.plan) if health.plan else health.plan_note
     return "\n".join([*lines, f"Model     {plan}"])
+
+
+def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
+    """How long an expert that the GPU lacks takes on each way, and which way --misses auto goes."""
+    if not copies.pinned:
+        return "all are copied: host memory cannot be pinned"
+    beside = 2 * copies.round_trip_us / 1e6  # of gate and up, and of down
+    ways = {"copied": copies.pinned, "read in place": copies.read, "computed here": copies.compute}
+    took = {way: expert_bytes / speed for way, speed in ways.items() if speed}
+    times = ", ".join(f"{way} {seconds * 1e3:.2f} ms" for way, seconds in took.items())
+    here = took.pop("computed here", float("inf")) + beside
+    first = "computed here" if here < min(took.values()) else min(took, key=lambda way: took[way])
+    return (
+        f"an expert of {format_size(expert_bytes)}: {times} and {beside * 1e3:.2f} ms a layer; "
+        f"the first of a layer is {first}, more are shared"
+    )
 
 
 def _plan_line(plan: Plan) -> str:

@@ -90,7 +90,7 @@ def test_one_tier_is_lossless(device: Device, tiny_model: Callable[..., Path]) -
     library = device.library
     model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
     plain = engine(library, 6, model=model, device="cuda0", policy="plain")
-    found = engine(library, 6, model=model, device="cuda0", **POLICIES["lru"])
+    found = engine(library, 6, model=model, device="cuda0", misses="copy", **POLICIES["lru"])
     assert not plain["managed"] and found["managed"]
     assert found["tokens"] == plain["tokens"]
     assert nmse(found["last"], plain["last"]) < 1e-6

@@ -10,10 +10,11 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.doctor import examine, render
+from orchestrator.doctor import examine, misses_line, render
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import device_shape
 from orchestrator.hardware import Device, Machine
+from orchestrator.native import Bandwidths
 from orchestrator.plan import make_plan
 
 MIB = 1 << 20
@@ -48,7 +49,19 @@ def test_copies_to_a_device_are_timed(model: Path) -> None:
     assert health.gpu is not None and health.copies is not None
     assert health.copies.pageable > 0
     assert health.plan is not None and health.plan.device is not None
-    assert "there and back" in render(health)
+    text = render(health)
+    assert "there and back" in text and "all are copied: host memory cannot be pinned" in text
+
+
+def test_the_quickest_way_of_a_miss_is_named() -> None:
+    slow_link = Bandwidths(pinned=1e9, pageable=1e9, round_trip_us=10, read=2e9, compute=20e9)
+    line = misses_line(slow_link, 2_400_000)
+    assert "copied 2.40 ms, read in place 1.20 ms, computed here 0.12 ms" in line
+    assert "0.02 ms a layer" in line and "first of a layer is computed here" in line
+    far = slow_link._replace(round_trip_us=5000)
+    assert "is read in place, more are shared" in misses_line(far, 2_400_000)
+    assert "is copied, more are shared" in misses_line(far._replace(pinned=4e9), 2_400_000)
+    assert "computed" not in misses_line(far._replace(compute=0), 2_400_000)
 
 
 def test_vram_without_a_gpu_is_refused(model: Path) -> None:
