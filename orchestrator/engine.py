@@ -395,7 +395,16 @@ class Engine:
         direct = "direct I/O" if stats.direct_io else "buffered I/O"
         on_gpu = self._gpu is not None and self._gpu.index is not None
         pageable = ", host memory not pinned" if on_gpu and not stats.host_pinned else ""
-        return f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
+        text = f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
+        return text + self._served
+
+    @property
+    def _served(self) -> str:
+        """For the mode: how a GPU gets the experts that it lacks."""
+        if self._gpu is None:
+            return ""
+        asked, served = self._misses.mode, self.store.misses()
+        return f", misses: {served}" + (f" ({asked} cannot be had)" if served != asked else "")
 
     def _start(self, plan: Plan, progress: Callable[[float], None] | None = None) -> None:
         """Loads what is planned; a second time where llama.cpp takes more of a GPU's memory than
