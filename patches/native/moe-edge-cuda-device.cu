@@ -34,10 +34,10 @@ __global__ void read_all(const int4 * from, const int64_t n) {
 }
 
 // Of its lane; ticket_of puts the lane into the top byte.
-uint64_t number_of(moe_edge_ticket ticket) { return ticket << 8 >> 8; }
+static uint64_t number_of(moe_edge_ticket ticket) { return ticket << 8 >> 8; }
 
 // Whether every expert has the same tier in both, going by the tables on the device.
-bool same_tiers(const moe_edge_matrix & a, const moe_edge_matrix & b) {
+static bool same_tiers(const moe_edge_matrix & a, const moe_edge_matrix & b) {
     const std::vector<int32_t> & of_a = moe_edge_cuda_table_of(a)->host;
     const std::vector<int32_t> & of_b = moe_edge_cuda_table_of(b)->host;
     return of_a.size() == of_b.size() && std::equal(of_a.begin(), of_a.begin() + of_a.size()/2, of_b.begin());
