@@ -80,13 +80,15 @@ def test_an_executor_that_never_waits(
     compile_stress: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """10,000 steps of swaps, computing and skips on a device, in its order alone: late copies,
-    poisoned slots, no wrong row; then under fixed tables; then the device is lost."""
+    poisoned slots, no wrong row, misses copied or used in place; misses shared by speeds; then
+    under fixed tables; then the device is lost."""
     output = run_program(compile_stress("device_stress"), tmp_path, 10_000, 3)
-    assert output.count("none wrong") == 2
+    assert output.count("none wrong") == 5
+    assert "places: by speed" in output
     assert "brought up to date" in output
     assert "published when they had passed" in output
     assert "told once" in output
-    assert "lost device: reported" in output
+    assert output.count("lost device: reported") == 2
 
 
 def test_model_without_python(
