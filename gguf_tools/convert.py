@@ -97,8 +97,8 @@ def convert(
             )
             if file.metadata["general.architecture"] not in MANAGED_ARCHITECTURES:
                 report.warnings.append(
-                    f"{checkpoint.architecture} does not build its experts in the common way:"
-                    " such a model runs only where all of it fits the memory"
+                    f"moe-edge does not manage experts of {checkpoint.architecture}: such a model"
+                    " runs only where all of it fits the memory"
                 )
     weak = by.note() if by else None
     report.warnings += [weak] if weak else []

@@ -161,9 +161,14 @@ class GGUFFile:
             if info.name in self.tensors:
                 raise errors.DuplicateError(f"{where}: the name occurs twice")
             if info.offset % self.alignment:
+                # gguf-split copies the key, and aligns by 32 all the same.
+                hint = (
+                    "; llama.cpp's gguf-split writes that of a packed model, and cannot read it"
+                    " either: split the model before it is packed"
+                )
                 raise errors.TensorOffsetError(
                     f"{where} ({info.offset} in the data section) is not a multiple of the"
-                    f" alignment {self.alignment}"
+                    f" alignment {self.alignment}{hint if KEY_SPLIT_COUNT in self.metadata else ''}"
                 )
             if offset + info.nbytes > self.size:
                 raise errors.TensorBoundsError(

@@ -227,6 +227,15 @@ HEADERS = {
         errors.TensorOffsetError,
         "not a multiple of the alignment 32",
     ),
+    "offset-of-gguf-split": (
+        craft(
+            [kv("general.alignment", 64, U32), kv("split.count", 2, U32)],
+            [GOOD_TENSOR, tensor("b", offset=32)],
+            b"\0" * 256,
+        ),
+        errors.TensorOffsetError,
+        "split the model before it is packed",
+    ),
     "overlap": (
         craft(tensors=[GOOD_TENSOR, tensor("b", (32,), 0, 96)], data=b"\0" * 512),
         errors.TensorOverlapError,
