@@ -80,6 +80,13 @@ def test_named_paths_exist(name: str) -> None:
     assert not missing, f"{name} names {', '.join(missing)}"
 
 
+def test_every_native_source_has_its_line() -> None:
+    text = text_of("ARCHITECTURE.md")
+    sources = sorted((REPO / "patches" / "native").glob("*.c*"))
+    missing = [path.name for path in sources if f"`{path.name}`" not in text]
+    assert sources and not missing, f"ARCHITECTURE.md does not name {', '.join(missing)}"
+
+
 @pytest.mark.parametrize("name", DOCS)
 def test_named_commands_exist(name: str) -> None:
     targets = re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE)

@@ -31,8 +31,10 @@ def test_bad_options_are_named(options, message):
 
 def test_lengths_are_numbers():
     assert parse_numbers("8, 16") == (8, 16)
-    with pytest.raises(ConfigError, match="'8,,' is no list"):
-        parse_numbers("8,,", "prompt lengths")
+    for wrong in ("8,,", "8;16"):
+        message = f"'{wrong}' is no list of prompt lengths such as 8,16,32"
+        with pytest.raises(ConfigError, match=message):
+            parse_numbers(wrong, "prompt lengths")
 
 
 def test_every_prompt_finds_what_decoding_left():

@@ -16,7 +16,6 @@ from orchestrator.bench.child import play, topic_streams
 from orchestrator.bench.job import DECODE, Job, context_tokens
 from orchestrator.bench.marks import MARKS, Marks, of_slowest
 from orchestrator.bench.models import DEMO_TEXT
-from orchestrator.bench.plan import parse_numbers
 from orchestrator.bench.topics import (
     ALL_LOW,
     FIXED,
@@ -44,12 +43,6 @@ from orchestrator.errors import ConfigError
 def test_bad_options_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
         TopicOptions(**options)
-
-
-def test_intervals_are_numbers():
-    assert parse_numbers("8,16") == (8, 16)
-    with pytest.raises(ConfigError, match="8,16,32"):
-        parse_numbers("8;16")
 
 
 def test_topics_take_turns_and_the_last_one_stays():
