@@ -122,6 +122,10 @@ def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
         raise click.UsageError("the prompt is empty")
     config = make_config({**options, "remember": True})
     with open_engine(config, console) as engine:
+        if options["ctx"] and engine.n_ctx < config.ctx:
+            console.note(
+                f"--ctx {config.ctx}: it gets {engine.n_ctx}, which the model was made for."
+            )
         session = Session(engine, config)
         if prompt is None:
             Chat(session, console).run()
@@ -129,7 +133,7 @@ def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
             raise KeyboardInterrupt
 
 
-@cli.command()
+@cli.command(short_help="Write a GGUF's experts in several precisions into one file.")
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("target", metavar="OUT", type=FILE)
 @TIERS
@@ -160,7 +164,7 @@ def pack(
     cli_files.print_report(report)
 
 
-@cli.command()
+@cli.command(short_help="Write one precision of a packed file, for any llama.cpp.")
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("target", metavar="OUT", type=FILE)
 @click.option("--tier", required=True, metavar="TIER", help="The precision to keep, as q4_k.")
