@@ -204,11 +204,18 @@ method_options = together(
 
 def make_config(options: dict[str, Any]) -> Config:
     """The config of the options that were given; without --model, of the demo model."""
+    from orchestrator.choice import DYMOE
+
     chosen = given(options)
     if "model" not in chosen:
         chosen["model"] = demo_model()
     for name in {"model", "low"} & chosen.keys():
         chosen[name] = model_path(str(chosen[name]))
+    for name in ("schedule", "prefetch"):
+        if chosen.get(name, "off") != "off" and chosen.get("policy", DYMOE) != DYMOE:
+            raise click.UsageError(
+                f"--{name} is for --policy {DYMOE}: leave it out, or ask for that policy"
+            )
     try:
         return Config.build(**chosen)
     except SettingError as error:

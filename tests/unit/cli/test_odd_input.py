@@ -36,6 +36,12 @@ def test_nan_is_no_retention_of_a_benchmark() -> None:
     assert "nan is no number" in refused("bench", "--retention", "nan")
 
 
+@pytest.mark.parametrize("option", [("--schedule", "flat"), ("--prefetch", "on")])
+def test_what_dymoe_alone_does_is_refused_with_another_policy(option: tuple[str, str]) -> None:
+    args = ("chat", "-m", "x.gguf", "-p", "x", "--policy", "lru", *option)
+    assert f"{option[0]} is for --policy dymoe" in refused(*args)
+
+
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
     assert "name a GGUF in it" in refused("chat", "-m", str(tmp_path), "-p", "x")
     (tmp_path / "config.json").touch()
