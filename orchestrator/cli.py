@@ -34,6 +34,9 @@ from orchestrator.cli_options import (
 from orchestrator.console import Console, progress_bar, strip_controls
 from orchestrator.errors import MoeEdgeError
 
+# Characters: more than the largest context holds of any text.
+LONGEST_PROMPT = 1 << 27
+
 
 class Commands(click.Group):
     """The commands, and the edge where an error becomes one sentence and an exit status."""
@@ -113,7 +116,9 @@ def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
 
     console = Console()
     if prompt is None and not console.in_tty:
-        prompt = sys.stdin.read() if sys.stdin else ""
+        prompt = sys.stdin.read(LONGEST_PROMPT + 1) if sys.stdin else ""
+        if len(prompt) > LONGEST_PROMPT:
+            raise click.UsageError("the text on stdin is longer than any context")
         if not prompt.strip():
             raise click.UsageError("no prompt: give -p TEXT, or text on stdin, or a terminal")
     if prompt is None and as_json:

@@ -269,7 +269,10 @@ def chosen_method(threads: int | None, options: dict[str, Any]) -> Method:
 
 def open_engine(config: Config, console: Console) -> Engine:
     from orchestrator.engine import Engine
+    from orchestrator.files import check_target
 
+    if config.profile is not None and config.profile.parent.is_dir():  # else it is made
+        check_target(config.profile)
     try:
         engine = Engine.open(config, console.load_bar)
     finally:

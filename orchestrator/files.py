@@ -78,7 +78,8 @@ def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that only its owner may read, whole or not at all. Raises OSError."""
-    with whole_file(path, 0o600) as file:
+def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
+    """Writes a file, without a mode one that only its owner may read, whole or not at all. Raises
+    OSError."""
+    with whole_file(path, mode) as file:
         file.write(text.encode())
