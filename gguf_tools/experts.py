@@ -220,7 +220,7 @@ def _open_one(parts: list[GGUFFile]) -> ExpertModel:
             + (
                 " (one tensor per expert is an old layout: convert the model again)"
                 if "blk.0.ffn_gate.0.weight" in first.tensors
-                else ""
+                else ": llama.cpp itself runs it"
             )
         )
 

@@ -28,7 +28,8 @@ def check_pair(high: "ExpertModel", low: "ExpertModel") -> None:
     check_same(high, low)
     if len(high.tiers) + len(low.tiers) > MAX_TIERS:
         raise MismatchError(
-            f"{low.path}: {len(low.tiers)} tiers on top of {len(high.tiers)}; at most {MAX_TIERS}"
+            f"{low.path}: {len(high.tiers)} tiers and {len(low.tiers)}, but at most {MAX_TIERS} go"
+            " together: `moe-edge export` makes a file of one"
         )
     if low.tiers[0].bpw == high.tiers[-1].bpw:
         raise MismatchError(

@@ -34,6 +34,9 @@ from orchestrator.cli_options import (
 from orchestrator.console import Console, progress_bar, strip_controls
 from orchestrator.errors import MoeEdgeError
 
+# Characters: more than the largest context holds of any text.
+LONGEST_PROMPT = 1 << 27
+
 
 class Commands(click.Group):
     """The commands, and the edge where an error becomes one sentence and an exit status."""
@@ -113,7 +116,9 @@ def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
 
     console = Console()
     if prompt is None and not console.in_tty:
-        prompt = sys.stdin.read() if sys.stdin else ""
+        prompt = sys.stdin.read(LONGEST_PROMPT + 1) if sys.stdin else ""
+        if len(prompt) > LONGEST_PROMPT:
+            raise click.UsageError("the text on stdin is longer than any context")
         if not prompt.strip():
             raise click.UsageError("no prompt: give -p TEXT, or text on stdin, or a terminal")
     if prompt is None and as_json:
@@ -122,6 +127,10 @@ def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
         raise click.UsageError("the prompt is empty")
     config = make_config({**options, "remember": True})
     with open_engine(config, console) as engine:
+        if options["ctx"] and engine.n_ctx < config.ctx:
+            console.note(
+                f"--ctx {config.ctx}: it gets {engine.n_ctx}, which the model was made for."
+            )
         session = Session(engine, config)
         if prompt is None:
             Chat(session, console).run()
@@ -129,7 +138,7 @@ def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
             raise KeyboardInterrupt
 
 
-@cli.command()
+@cli.command(short_help="Write a GGUF's experts in several precisions into one file.")
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("target", metavar="OUT", type=FILE)
 @TIERS
@@ -160,7 +169,7 @@ def pack(
     cli_files.print_report(report)
 
 
-@cli.command()
+@cli.command(short_help="Write one precision of a packed file, for any llama.cpp.")
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("target", metavar="OUT", type=FILE)
 @click.option("--tier", required=True, metavar="TIER", help="The precision to keep, as q4_k.")

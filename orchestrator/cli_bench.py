@@ -114,7 +114,9 @@ def _chosen(options: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-@click.group(invoke_without_command=True)
+@click.group(
+    invoke_without_command=True, short_help="Measure upstream and every policy on this machine."
+)
 @measure_options(routing="uniform", tokens=128, runs=2, prompt_tokens=128)
 @retention_option
 @click.pass_context

@@ -116,7 +116,7 @@ def verify(
         ctx.exit(1)
 
 
-@click.command()
+@click.command(short_help="Download a model from the Hugging Face Hub.")
 @click.argument("repo", metavar="REPO")
 @click.option(
     "--include",

@@ -204,11 +204,18 @@ method_options = together(
 
 def make_config(options: dict[str, Any]) -> Config:
     """The config of the options that were given; without --model, of the demo model."""
+    from orchestrator.choice import DYMOE
+
     chosen = given(options)
     if "model" not in chosen:
         chosen["model"] = demo_model()
     for name in {"model", "low"} & chosen.keys():
         chosen[name] = model_path(str(chosen[name]))
+    for name in ("schedule", "prefetch"):
+        if chosen.get(name, "off") != "off" and chosen.get("policy", DYMOE) != DYMOE:
+            raise click.UsageError(
+                f"--{name} is for --policy {DYMOE}: leave it out, or ask for that policy"
+            )
     try:
         return Config.build(**chosen)
     except SettingError as error:
@@ -262,7 +269,10 @@ def chosen_method(threads: int | None, options: dict[str, Any]) -> Method:
 
 def open_engine(config: Config, console: Console) -> Engine:
     from orchestrator.engine import Engine
+    from orchestrator.files import check_target
 
+    if config.profile is not None and config.profile.parent.is_dir():  # else it is made
+        check_target(config.profile)
     try:
         engine = Engine.open(config, console.load_bar)
     finally:

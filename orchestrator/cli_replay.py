@@ -80,7 +80,7 @@ def trace(
     click.echo(f"{out}: {steps} steps of {recorded.header.model}, {format_size(nbytes)}")
 
 
-@click.command()
+@click.command(short_help="Play a trace with another policy, memory or disk.")
 @click.argument("file", metavar="FILE", type=FILE)
 @click.option(
     "--policy", metavar="NAME", help="Who decides: lru, dymoe, dynaexq.  [default: as recorded]"

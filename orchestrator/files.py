@@ -67,7 +67,8 @@ def _about(path: Path) -> Iterator[None]:
 
 def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:
     """The JSON object in a file; None for anything else, or more. Raises OSError."""
-    with path.open("rb") as file:
+    # a pipe is empty then, and nobody waits for its writer
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         # read(n) would allocate n bytes for the smallest file
         text = file.read() if os.fstat(file.fileno()).st_size <= most_bytes else b""
     try:
@@ -77,7 +78,8 @@ def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that only its owner may read, whole or not at all. Raises OSError."""
-    with whole_file(path, 0o600) as file:
+def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
+    """Writes a file, without a mode one that only its owner may read, whole or not at all. Raises
+    OSError."""
+    with whole_file(path, mode) as file:
         file.write(text.encode())

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from gguf_tools.units import format_size
 from orchestrator.console import strip_controls
 from orchestrator.errors import ConfigError
-from orchestrator.files import whole_file
-from orchestrator.plotting import COLOURS, require_matplotlib
+from orchestrator.plotting import COLOURS, require_matplotlib, save_figure
 
 _FORMATS = (".png", ".svg")
 _DENSE_COLOUR = "#999999"
@@ -81,14 +79,9 @@ def draw(facts: dict[str, Any], path: Path) -> None:
             fontsize=9,
         )
         figure.suptitle(_title(facts), fontsize=11)
-        picture = io.BytesIO()
-        kind = path.suffix.lower().removeprefix(".")
-        metadata = {"Date": None} if kind == "svg" else None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-            figure.savefig(picture, format=kind, dpi=150, metadata=metadata)
-    with whole_file(path) as file:
-        file.write(picture.getvalue())
+            save_figure(figure, path)
 
 
 def _label(tier: dict[str, Any]) -> str:

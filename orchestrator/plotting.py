@@ -1,10 +1,13 @@
-"""What all plots share: whether they can be drawn, and their colours."""
+"""What all plots share: whether they can be drawn, their colours, and their files."""
 
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
+from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.files import whole_file
 
 # The palette of Okabe and Ito, which colour-blind people can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
@@ -16,3 +19,12 @@ def require_matplotlib(option: str) -> None:
         raise ConfigError(
             f"a plot needs matplotlib: run `pip install -e '.[plot]'`, or leave {option} away"
         )
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes a figure of matplotlib, whole or not at all, as what the name's ending says: PNG or
+    SVG, of which equal figures have equal bytes. Raises OSError."""
+    kind = path.suffix.lower().removeprefix(".")
+    metadata = {"Date": None} if kind == "svg" else None
+    with whole_file(path) as file:
+        figure.savefig(file, format=kind, dpi=150, metadata=metadata)

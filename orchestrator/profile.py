@@ -61,14 +61,14 @@ def _parse(path: Path) -> dict[str, Any]:
     if data is None or data.get("format") != _FORMAT:
         raise _damaged(path)
     if data.get("version") != _VERSION:
-        raise ProfileError(f"{path}: this profile has another format version: delete it")
+        raise ProfileError(f"{path}: this profile has another format version: name a new file")
     if not isinstance(data.get("model"), str) or not isinstance(data.get("name"), str):
         raise _damaged(path)
     return data
 
 
 def _damaged(path: Path) -> ProfileError:
-    return ProfileError(f"{path}: this is no profile, or a damaged one: delete it")
+    return ProfileError(f"{path}: this is no profile, or a damaged one: name a new file")
 
 
 def save(path: Path, model: ExpertModel, hotness: np.ndarray) -> None:

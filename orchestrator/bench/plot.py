@@ -7,7 +7,7 @@ from typing import Any
 
 from gguf_tools.units import format_size
 from orchestrator.bench.ablation import BASELINE, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD
-from orchestrator.plotting import COLOURS, require_matplotlib
+from orchestrator.plotting import COLOURS, require_matplotlib, save_figure
 
 SHOWN = (BASELINE, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD, "lru")
 LABELS = {"lru": "null baseline: global LRU"}
@@ -54,8 +54,8 @@ def draw(report: dict[str, Any], folder: Path) -> list[Path]:
         figure.suptitle(_title(report, caps), fontsize=11)
         stem = folder / f"ablation-{report['model']['shape']}"
         paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-        figure.savefig(paths[0], dpi=150)
-        figure.savefig(paths[1], metadata={"Date": None})
+        for path in paths:
+            save_figure(figure, path)
     return paths
 
 

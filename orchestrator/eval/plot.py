@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.eval.arithmetic import Estimate
-from orchestrator.plotting import COLOURS, require_matplotlib
+from orchestrator.plotting import COLOURS, require_matplotlib, save_figure
 
 MARKERS = "os^Dv"
 
@@ -38,8 +38,8 @@ def figure(folder: Path, name: str, panels: int = 1, rows: int = 1) -> Iterator[
             for axis in axes.ravel():
                 axis.grid(alpha=0.3)
                 axis.spines[["top", "right"]].set_visible(False)
-            drawing.savefig(folder / f"{name}.png", dpi=150)
-            drawing.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            save_figure(drawing, folder / f"{name}.png")
+            save_figure(drawing, folder / f"{name}.svg")
         finally:
             plt.close(drawing)
 

@@ -19,6 +19,7 @@ from orchestrator.eval.run import EvalOptions, Report, pair
 from orchestrator.eval.similarity import similarity
 from orchestrator.eval.studies_dynaexq import demotion, memory
 from orchestrator.eval.subject import SKIP, Row, Subject
+from orchestrator.files import write_whole
 from orchestrator.plotting import COLOURS
 
 SEEDS = (1, 2, 3)
@@ -46,10 +47,11 @@ def run_study(
     folder.mkdir(parents=True, exist_ok=True)
     tables = study(subject, folder)
     text = "\n\n".join(table.markdown() for table in tables)
-    (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+    write_whole(folder / f"{name}.md", text + "\n", 0o644)
     data = {"study": name, "model": subject.name, "tokens": subject.n_tokens}
     rows = [{"title": table.title, "rows": table.data} for table in tables]
-    (folder / f"{name}.json").write_text(json.dumps({**data, "tables": rows}, indent=1) + "\n")
+    written = json.dumps({**data, "tables": rows}, indent=1) + "\n"
+    write_whole(folder / f"{name}.json", written, 0o644)
     return tables
 
 

@@ -360,6 +360,34 @@ def interrupted(log: Path, event: str, *args: str) -> tuple[int, bytes, bytes]:
     return process.returncode, stdout, stderr
 
 
+def test_ctrl_c_while_python_loads_shows_nothing(tmp_path):
+    """A module of the command line stands still until the key is pressed."""
+    (tmp_path / "click.py").write_text("import time; print('loading', flush=True); time.sleep(60)")
+    with subprocess.Popen(
+        [sys.executable, "-m", "orchestrator", "--help"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{fake_engine.ROOT}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.readline() == b"loading\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == b""
+        assert process.wait() == -signal.SIGINT
+
+
+def test_a_context_beyond_the_model_is_noted(opened, monkeypatch):
+    real = fake_engine.FakeEngine.__enter__
+
+    def enter(engine):
+        engine.n_ctx = 256
+        return real(engine)
+
+    monkeypatch.setattr(fake_engine.FakeEngine, "__enter__", enter)
+    said = "--ctx 1000: it gets 256, which the model was made for."
+    assert said in run("chat", "-m", "x.gguf", "-p", "x", "--ctx", "1000").stderr
+    assert run("chat", "-m", "x.gguf", "-p", "x").stderr == ""
+
+
 def test_ctrl_c_in_one_shot_exits_130(tmp_path):
     status, stdout, stderr = interrupted(tmp_path / "log", "long", "-m", "x.gguf", "-p", "long")
     assert (status, stderr) == (130, b"")
@@ -396,6 +424,8 @@ def test_help_lists_the_commands():
     for command in ("chat", "pack", "export", "inspect", "verify", "pull", "bench"):
         assert f"\n  {command} " in result.stdout
         assert run(command, "--help").exit_code == 0
+    listed = result.stdout.partition("Commands:")[2]
+    assert "...\n" not in listed  # as click ends a line that is too long
 
 
 def test_help_imports_nothing_heavy():

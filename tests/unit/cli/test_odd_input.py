@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from orchestrator.cli import cli
+from orchestrator.plotting import save_figure
 
 FAKE = [sys.executable, fake_engine.__file__]
 
@@ -34,6 +36,12 @@ def test_numbers_of_a_replay_are_numbers(option: str, number: str) -> None:
 
 def test_nan_is_no_retention_of_a_benchmark() -> None:
     assert "nan is no number" in refused("bench", "--retention", "nan")
+
+
+@pytest.mark.parametrize("option", [("--schedule", "flat"), ("--prefetch", "on")])
+def test_what_dymoe_alone_does_is_refused_with_another_policy(option: tuple[str, str]) -> None:
+    args = ("chat", "-m", "x.gguf", "-p", "x", "--policy", "lru", *option)
+    assert f"{option[0]} is for --policy dymoe" in refused(*args)
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
@@ -80,6 +88,30 @@ def test_a_table_that_cannot_be_written_is_refused_before_calibrating(tmp_path: 
 def test_an_importance_matrix_takes_no_option_of_the_table(option: str, value: str) -> None:
     args = ("--calib", "T.txt", "--save-imatrix", "M.gguf")
     assert f"{option} is for the table" in refused("calibrate", "in.gguf", *args, option, value)
+
+
+def test_a_profile_that_cannot_be_kept_is_refused_before_the_chat(tmp_path: Path) -> None:
+    args = ("chat", "-m", "x.gguf", "-p", "x", "--policy", "dynaexq", "--profile", str(tmp_path))
+    assert refused(*args) == f"Error: {tmp_path}: Is a directory"
+
+
+def test_an_endless_stdin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.cli.LONGEST_PROMPT", 10)
+    result = CliRunner().invoke(cli, ["chat", "-m", "x.gguf"], input="x" * 11)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "longer than any context" in result.stderr
+
+
+def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    class Figure:
+        def savefig(self, file, **_options) -> None:
+            file.write(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space") as caught:
+        save_figure(Figure(), tmp_path / "plot.png")
+    assert caught.value.filename == str(tmp_path / "plot.png")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_closed_stdout_is_one_sentence() -> None:

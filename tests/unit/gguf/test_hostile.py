@@ -356,7 +356,7 @@ MODELS = {
         [("token_embd.weight", (N_EMBD, 3), GGMLType.F32)],
         model_metadata(),
         errors.NotMoEError,
-        "no expert tensors: not a Mixture-of-Experts model",
+        "no expert tensors: not a Mixture-of-Experts model: llama.cpp itself runs it",
     ),
     "one-tensor-per-expert": (
         [("blk.0.ffn_gate.0.weight", (N_EMBD, 3), GGMLType.F32)],
