@@ -62,8 +62,8 @@ def compile_native(
             libraries = ("llama", "ggml", "ggml-cpu", "ggml-base")
         command = [
             compiler,
-            *flags,
             *("-Wall", "-Wextra", "-Werror", "-O1", "-g"),
+            *flags,
             *(f"-I{path}" for path in (PATCHES / "native", llama_source / "ggml/include")),
             f"-I{llama_source / 'include'}",
             *map(str, sources),

@@ -119,13 +119,12 @@ def test_upstreams_own_operator_tests(
     """test-backend-ops on MUL_MAT_ID: the plain op is what it was. It compares backends, so a
     second CPU backend stands for the reference."""
     if not SLOW:
-        pytest.skip("compiles for a minute: set MOE_EDGE_SLOW=1 (CI runs it)")
+        pytest.skip("compiles a large program: set MOE_EDGE_SLOW=1 (CI runs it)")
     program = compile_native(
         "test-backend-ops",
         [llama_source / "tests/test-backend-ops.cpp"],
-        "-std=c++17",
-        "-w",
-        "-Wno-error",
+        # compiled in a quarter of the time
+        *("-std=c++17", "-w", "-O0", "-g0"),
         f"-I{llama_source / 'src'}",
     )
     # all of them take over ten minutes

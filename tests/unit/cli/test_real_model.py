@@ -11,8 +11,10 @@ from pathlib import Path
 
 import fake_engine
 import pytest
+from click.testing import CliRunner
 
 from orchestrator.chat import Session
+from orchestrator.cli import cli
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 
@@ -122,9 +124,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "parts"), REFUSED)
-def test_a_refusal_is_one_sentence(model, options, parts):
-    done = moe_edge("chat", "-m", str(model), "-p", "x", *options)
-    assert (done.returncode, done.stdout) == (1, "")
+def test_a_refusal_is_one_sentence(model, options, parts, capfd):
+    done = CliRunner().invoke(cli, ["chat", "-m", str(model), "-p", "x", *options])
+    assert capfd.readouterr() == ("", "")  # llama.cpp says nothing beside it
+    assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("Error: ")
     assert done.stderr.count("\n") == 1
     for part in parts:
