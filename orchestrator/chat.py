@@ -223,7 +223,7 @@ def stats_table(stats: GenerationStats) -> str:
         if value is None:
             text = "-"
         elif isinstance(value, list):
-            text = " ".join("-" if each is None else f"{each:.2f}" for each in value)
+            text = " ".join(_short(each) for each in value)
         elif isinstance(value, dict):
             text = ", ".join(f"{name} {_number(share)}" for name, share in value.items())
         elif "bytes" in key:
@@ -233,6 +233,10 @@ def stats_table(stats: GenerationStats) -> str:
         rows.append((key, text))
     width = max(len(key) for key, _ in rows)
     return "\n".join(f"{key:<{width}}  {text}" for key, text in rows)
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def _number(value: object) -> str:

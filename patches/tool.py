@@ -5,7 +5,7 @@ import signal
 import sys
 
 # No traceback for a Ctrl-C while modules are imported; main() has a sentence for later ones.
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 if sys.version_info < (3, 10):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 from contextlib import closing, suppress
@@ -228,6 +229,12 @@ def test_the_statistics_line_of_the_plain_path():
 )
 def test_the_statistics_line_says_why_an_answer_is_short(finish, first):
     assert stats_fields(replace(STATS, finish=finish), 2**30)[0] == first
+
+
+def test_the_statistics_table_shows_counts_as_counts():
+    table = stats_table(replace(STATS, policy={"high_per_layer": [3, 12], "recall": [None, 0.5]}))
+    assert re.search(r"high_per_layer +3 12\n", table)
+    assert re.search(r"recall +- 0\.50$", table)
 
 
 def test_the_statistics_table_has_every_figure():
