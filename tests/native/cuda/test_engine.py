@@ -56,13 +56,12 @@ def test_decodes_as_on_the_host(device: Device, tiny_model: Callable[..., Path],
     assert not found["over_budget"]
     assert found["copied"] > 0
     assert found["tokens"] == wanted["tokens"]
-    assert found["requests"] == wanted["requests"]
     if name == "dynaexq":
-        # no op asks the store: what the device counted. When a version changes is up to copies.
+        # no op asks the store: what the device counted, of the last step what is computed by now
         assert found["hits"] == found["requests"] and any(found["requests"])
-        for key in ("routed", "computed"):
-            assert list(map(sum, found[key])) == list(map(sum, wanted[key]))
+        assert sum(map(sum, found["computed"])) == sum(found["requests"])
     else:
+        assert found["requests"] == wanted["requests"]
         assert found["computed"] == wanted["computed"]
     # activations are rounded to 8 bits in blocks of another size
     assert nmse(found["first"], wanted["first"]) < 1e-2
@@ -126,11 +125,11 @@ def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> No
     assert found["tokens"] == wanted["tokens"]
 
 
-@pytest.mark.parametrize("name", [*POLICIES, "plain"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_vram_is_a_cap(device: Device, tiny_model: Callable[..., Path], name: str) -> None:
     """The smallest --vram that a message names works, and what was really taken of the device,
     memory of kernels included, stays within it. One byte less is refused."""
-    options = {**POLICIES.get(name, {"policy": name}), "n_ubatch": 8}
+    options = {**POLICIES[name], "n_ubatch": 8}
     options.pop("expert_ram", None)
     library = device.library
     model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
@@ -139,7 +138,6 @@ def test_vram_is_a_cap(device: Device, tiny_model: Callable[..., Path], name: st
     again = engine(library, 0, **options, model=model, device="cuda0", vram=least - 1)
     assert f"{least} bytes" in again["error"]
     found = engine(library, 2, **options, model=model, device="cuda0", vram=least)
-    assert found["managed"] == (name != "plain")
     assert found["cap"] == least >= found["planned"]
     assert 0 < found["llama"] + found["slots"] < found["took"][-1] <= least
 
@@ -182,5 +180,3 @@ def test_one_of_several_gpus_is_used_and_named(
     found = engine(device.library, 1, **options, device="auto")
     assert found["device"] == "cuda0"
     assert found["note"] == "One of 2 GPUs is used, cuda0: --device names another."
-    second = engine(device.library, 1, **options, device="cuda1")
-    assert second["device"] == "cuda1" and second["tokens"] == found["tokens"]
