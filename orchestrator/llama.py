@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +21,8 @@ from orchestrator.native import Library
 from orchestrator.sampling import Sampling
 
 EXPERT_PATTERN = rb"blk\.\d+\.ffn_(up|gate|gate_up|down)_exps\.weight"
-_LOG_ERROR = 3
+_LOG_ERROR = 4
+_MAX_COMPLAINTS = 4
 _ALL_LAYERS = 1 << 20
 _PIECE_BYTES = 256
 _GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
@@ -44,7 +44,7 @@ class Bindings:
             self.api: Any = import_module("llama_cpp.llama_cpp")
         except (ImportError, OSError, RuntimeError) as error:
             raise NativeError(f"llama_cpp cannot be loaded ({error}): run `make build`") from error
-        self.complaints: deque[str] = deque(maxlen=4)
+        self.complaints: list[str] = []
         self._log = self.api.llama_log_callback(self._on_log)
         self.api.llama_log_set(self._log, ctypes.c_void_p(0))
         self.api.llama_backend_init()
@@ -74,14 +74,17 @@ class Bindings:
 
     def _on_log(self, level: int, text: bytes, _user: int | None) -> None:
         line = text.decode("utf-8", "replace")
-        if level == _LOG_ERROR and line.strip():
+        if level == _LOG_ERROR and line.strip() and len(self.complaints) < _MAX_COMPLAINTS:
             self.complaints.append(line.strip())
         if native_log_enabled():
             print(line, end="", file=sys.stderr, flush=True)
 
     def complaint(self) -> str:
-        """The latest error of the library's log in brackets, or nothing."""
-        return f" ({self.complaints[-1]})" if self.complaints else ""
+        """The first error in the library's log, in brackets, or nothing: later ones follow from
+        it. They are forgotten then."""
+        said = list(self.complaints)
+        self.complaints.clear()
+        return f" ({said[0]})" if said else ""
 
 
 class Model:

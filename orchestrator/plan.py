@@ -148,8 +148,8 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine, more_scratch
         if not fits and config.policy == PLAIN and room.asked:
             raise BudgetError(
                 f"{room.given} is too little for the policy plain, which keeps everything "
-                f"in memory: it needs {needed} bytes ({format_size(needed)}); the other policies "
-                f"keep experts on disk",
+                f"in memory: it needs at least {needed} bytes ({format_size(needed)}); the "
+                f"other policies keep experts on disk",
                 needed,
             )
         if fits or config.policy == PLAIN:

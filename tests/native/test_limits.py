@@ -33,6 +33,16 @@ def test_an_architecture_outside_the_list_is_refused_by_name(
         Engine.open(config)
 
 
+def test_what_llama_cpp_says_first_is_the_reason(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its last line only says that it failed."""
+    model = copied(tiny_model("qwen3moe", "q4_k"), tmp_path / "other.gguf", arch="no-such-one")
+    config = Config.build(model=model, ctx=64, threads=1, policy="plain")
+    with pytest.raises(NativeError, match=r"cannot load it \(.*unknown model architecture"):
+        Engine.open(config)
+
+
 def chat(model: Path, *words: str) -> dict[str, Any]:
     """Statistics of one answer by a process of its own; the prompt meets most experts."""
     prompt = " ".join(f"{i * i:x}" for i in range(1, 70))

@@ -180,3 +180,5 @@ def test_one_of_several_gpus_is_used_and_named(
     found = engine(device.library, 1, **options, device="auto")
     assert found["device"] == "cuda0"
     assert found["note"] == "One of 2 GPUs is used, cuda0: --device names another."
+    second = engine(device.library, 1, **options, device="cuda1")
+    assert second["device"] == "cuda1" and second["tokens"] == found["tokens"]

@@ -669,7 +669,7 @@ cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr attribute, int d)
     }
     return cudaSuccess;
 }
-cudaError_t cudaDeviceGetPCIBusId(char * id, int length, int) { snprintf(id, length, "0000:00:00.0"); return cudaSuccess; }
+cudaError_t cudaDeviceGetPCIBusId(char * id, int length, int d) { snprintf(id, length, "0000:%02x:00.0", d); return cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int * least, int * greatest) { *least = 0; *greatest = -5; return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { drain_all(); return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int * can, int, int) { *can = 0; return cudaSuccess; }
