@@ -86,6 +86,7 @@ struct table_device : moe_edge_host_device {
     uint64_t version[LAYERS][MOE_EDGE_N_KINDS] = {};
     uint64_t uploads = 0;
     bool     fixed   = false;
+    uint32_t uncounted = 0;
     moe_edge_ticket last = 0;  // of what was submitted
     moe_edge_ticket held = 0;  // copies into slots that nothing was read from come behind it
 
@@ -96,6 +97,7 @@ struct table_device : moe_edge_host_device {
     void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool tables_fixed) override {
         wait(last);
         fixed = tables_fixed;
+        uncounted += fixed;
         for (int32_t i = 0; fixed && i < n; i++) {
             const auto & m = *matrices[i];
             if (version[m.layer][m.kind] != m.version) {
@@ -106,10 +108,14 @@ struct table_device : moe_edge_host_device {
         }
     }
 
+    bool counts_routing() const override { return true; }
+
+    // Every step of fixed tables routes one token to expert 1.
     bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override {
         for (int32_t i = 0; i < n; i++) {
-            out[(size_t) matrices[i]->layer * EXPERTS + 1] += 7;
+            out[(size_t) matrices[i]->layer * EXPERTS + 1] += uncounted;
         }
+        uncounted = 0;
         return true;
     }
 };
@@ -334,13 +340,13 @@ void run_fixed(const expert_file & file, int32_t steps, unsigned seed) {
     if (count.wrong != 0) {
         die(std::to_string(count.wrong) + " wrong rows from fixed tables");
     }
-    if (s.experts_promoted == 0 || s.experts_demoted == 0 || s.evictions != 0 || s.requests[1] != 0 ||
+    if (s.experts_promoted == 0 || s.experts_demoted == 0 || s.evictions != 0 || s.requests[1] != (uint64_t) LAYERS * 3 * steps ||
         device.uploads <= (uint64_t) LAYERS * 3) {
         die("versions did not change under fixed tables");
     }
     std::vector<uint32_t> counts(LAYERS * EXPERTS);
     moe_edge_take_counts(store, counts.data());
-    if (counts[1] != 7 || counts[0] != 0 || counts[EXPERTS + 1] != 7) {
+    if (counts[1] != (uint32_t) steps || counts[0] != 0 || counts[EXPERTS + 1] != (uint32_t) steps) {
         die("the device's counts did not arrive");
     }
     const uint8_t high = 0;
