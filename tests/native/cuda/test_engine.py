@@ -166,7 +166,7 @@ def test_memory_that_is_not_pinned_is_reported(
     wanted = engine(device.library, 2, **options)
     found = engine(device.library, 2, **options, pinned_limit=65536)
     assert "not pinned" not in wanted["mode"]
-    assert found["mode"].endswith("host memory not pinned")
+    assert "host memory not pinned" in found["mode"]
     assert found["tokens"] == wanted["tokens"]
 
 
