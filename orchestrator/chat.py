@@ -8,31 +8,22 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.console import Console
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.files import write_whole
 from orchestrator.policy import known_policies
 from orchestrator.sampling import Sampling
+from orchestrator.stats_text import stats_fields, stats_table
 
 if TYPE_CHECKING:
     from orchestrator.engine import Engine
-    from orchestrator.events import GenerationStats
-
-# Why an answer ended, where it was not the model that ended it.
-ENDINGS = {
-    "cancelled": "stopped",
-    "context": "cut: the context is full (--ctx)",
-    "length": "cut at --max-tokens",
-}
 
 # What other programs call the commands.
 ALIASES = {"/bye": "/quit", "/clear": "/reset", "/exit": "/quit", "/?": "/help"}
@@ -182,65 +173,6 @@ def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> 
     if console.err_tty and stats is not None:
         console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
     return not session.stopped
-
-
-def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
-    """The statistics of one answer, short: the fields of the dim line below it.
-
-    ram_bytes is the cap on everything that the model takes.
-    What the plain path does not have (hits, mix, reads, slots) is left out there.
-    """
-    fields = [ENDINGS[stats.finish]] if stats.finish in ENDINGS else []
-    fields.append(f"TTFT {stats.ttft_ms:.0f} ms")
-    if math.isfinite(stats.tokens_per_s):
-        fields.append(f"{stats.tokens_per_s:.1f} tokens/s")
-    if stats.hit_rate is not None:
-        fields.append(f"hits {100 * stats.hit_rate:.0f} %")
-        shares = (f"{name} {100 * stats.mix[name]:.0f} %" for name in ("high", "low", "skip"))
-        fields.append(" ".join(shares))
-    if stats.budget_bytes:
-        fields.append(f"read {format_size(stats.bytes_read)}")
-    fields.append(f"memory {format_size(stats.peak_rss_bytes)} of {format_size(ram_bytes)}")
-    if stats.budget_bytes:
-        fields.append(f"expert slots {format_size(stats.budget_bytes)}")
-    fields.append(_short_mode(stats.mode))
-    return fields
-
-
-def _short_mode(mode: str) -> str:
-    """The part of the mode line before its reasons and amounts."""
-    if mode.startswith("managed: "):
-        return mode.removeprefix("managed: ").split(",")[0]
-    return mode.split(":")[0]
-
-
-def stats_table(stats: GenerationStats) -> str:
-    """All statistics of an answer, one a line."""
-    rows: list[tuple[str, str]] = []
-    values = stats.as_dict()
-    policy = values.pop("policy")
-    for key, value in (values | policy).items():
-        if value is None:
-            text = "-"
-        elif isinstance(value, list):
-            text = " ".join(_short(each) for each in value)
-        elif isinstance(value, dict):
-            text = ", ".join(f"{name} {_number(share)}" for name, share in value.items())
-        elif "bytes" in key:
-            text = f"{value} ({format_size(value)})"
-        else:
-            text = _number(value)
-        rows.append((key, text))
-    width = max(len(key) for key, _ in rows)
-    return "\n".join(f"{key:<{width}}  {text}" for key, text in rows)
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _number(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 class Chat:

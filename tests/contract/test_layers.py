@@ -23,7 +23,12 @@ LAYERS = (
         "orchestrator.plotting",
     ),
     ("orchestrator.native",),
-    ("orchestrator.policy", "orchestrator.sampling", "orchestrator.template"),
+    (
+        "orchestrator.policy",
+        "orchestrator.sampling",
+        "orchestrator.stats_text",
+        "orchestrator.template",
+    ),
     (
         "orchestrator.hardware",
         "orchestrator.footprint",

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from fake_engine import STATS, FakeEngine
 
-from orchestrator.chat import Session, stats_fields, stats_table
+from orchestrator.chat import Session
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
+from orchestrator.stats_text import stats_fields, stats_table
 
 
 def make(**settings) -> Session:
