@@ -46,7 +46,8 @@ def build(folder: Path) -> None:
     command += [f"-D{each}" for each in ("LLAMA_BUILD_COMMON=ON", "LLAMA_BUILD_TOOLS=ON")]
     command += ["-DGGML_CUDA=OFF", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=OFF"]
     subprocess.run(command, check=True)
-    command = ["cmake", "--build", str(folder / "build"), "--parallel", "--target", *TARGETS]
+    jobs = str(os.cpu_count() or 1)
+    command = ["cmake", "--build", str(folder / "build"), "--parallel", jobs, "--target", *TARGETS]
     subprocess.run(command, check=True)
 
 
