@@ -26,7 +26,7 @@ help:
 	@echo 'make bench            the benchmark (BENCH="--routing zipf --json" passes options)'
 	@echo 'make patches-verify   check the patch series'
 	@echo 'make patches-refresh  rewrite the patches (TREE=DIR: from an edited llama.cpp)'
-	@echo 'make cuda-check       compile some CUDA objects; needs nvcc, no GPU'
+	@echo 'make cuda-check       compile CUDA objects (FULL=1: the library); needs nvcc, no GPU'
 	@echo 'make gpu-check        all that needs a GPU, into gpu-report.md (PART=build|correct|bench)'
 	@echo 'make fuzz             ten minutes of damaged files (SECONDS=N)'
 	@echo 'make clean            remove .venv and tool caches'
@@ -60,7 +60,7 @@ patches-refresh:
 	@$(TOOL) refresh $(if $(TREE),--tree $(TREE))
 
 cuda-check:
-	@$(TOOL) cuda-check $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH))
+	@$(TOOL) cuda-check $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH)) $(if $(FULL),--full)
 
 gpu-check:
 	@$(TOOL) gpu-check $(if $(PART),--part $(PART)) $(if $(STEP),--step "$(STEP)")
