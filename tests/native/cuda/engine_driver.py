@@ -1,9 +1,10 @@
 """Decodes greedily with an engine; run as a program, because a backend stays once it is loaded.
 
 engine_driver.py LIBRARY JOB: LIBRARY is a libggml-cuda.so to load, or "-". JOB is JSON: options of
-Config.build, a prompt, n_decode, warm: every expert is read before the first token. Prints JSON:
-tokens, logits of the first and last of them, statistics, and what was taken of the device after
-each chunk of the prompt and in the end. Options that do not work print {"error": sentence}.
+Config.build, a prompt, n_decode, warm: every expert is read before the first token; answer: tokens
+to go on with in the place of its own. Prints JSON: its own tokens, logits before each of them and
+behind the last, statistics, and what was taken of the device after each chunk of the prompt and in
+the end. Options that do not work print {"error": sentence}.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
             took.append(on_device())
         for i in range(job["n_decode"]):
             tokens.append(int(rows[-1].argmax()))
-            rows.append(engine.eval(tokens[-1:], len(prompt) + i)[-1])
+            fed = job["answer"][i : i + 1] if "answer" in job else tokens[-1:]
+            rows.append(engine.eval(fed, len(prompt) + i)[-1])
         found = {
             "tokens": tokens,
-            "first": rows[0].tolist(),
-            "last": rows[-1].tolist(),
+            "rows": [row.tolist() for row in rows],
             "device": engine.plan.device.name if engine.plan.device else None,
             "managed": engine.managed,
             "mode": engine.mode,

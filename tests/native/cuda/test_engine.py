@@ -27,7 +27,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def engine(library: Path | str, n_decode: int, **options: object) -> dict[str, Any]:
     job: dict[str, object] = {"prompt": PROMPT, "n_decode": n_decode, "warm": False}
-    job |= {key: options.pop(key) for key in ("prompt", "warm", "pinned_limit") if key in options}
+    given = ("prompt", "warm", "pinned_limit", "answer")
+    job |= {key: options.pop(key) for key in given if key in options}
     job["options"] = {"ctx": 128, "threads": 1, **options}
     driver = HERE / "engine_driver.py"
     found: dict[str, Any] = json.loads(run_python(driver, library, json.dumps(job)))
@@ -44,18 +45,27 @@ def nmse(found: list[float], wanted: list[float]) -> float:
     return float(((a - b) ** 2).sum() / (b**2).sum())
 
 
+def assert_same_answer(found: dict[str, Any], wanted: dict[str, Any], limit: float = 1e-3) -> None:
+    """Both went on with the same tokens: the logits of each step are near, and so is the best of
+    them where it is clear. Activations are rounded to 8 bits in blocks of another size."""
+    for step, (row, right) in enumerate(zip(found["rows"], wanted["rows"], strict=True)):
+        assert nmse(row, right) < limit, step
+        second, best = np.sort(right)[-2:]
+        if best - second > 5 * np.sqrt(limit) * np.std(right):
+            assert np.argmax(row) == np.argmax(right), step
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_decodes_as_on_the_host(device: Device, tiny_model: Callable[..., Path], name: str) -> None:
-    """Same policy, same budget: the same tokens and the same decisions as with experts in the
+    """Same policy, same budget: the same answer and the same decisions as with experts in the
     host's memory, through the same seam. Streams of the emulated GPU sleep at random."""
     options = {**POLICIES[name], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
     options["misses"] = "copy"
     wanted = engine("-", 6, **options, device="host")
-    found = engine(device.library, 6, **options, device="cuda0")
+    found = engine(device.library, 6, **options, device="cuda0", answer=wanted["tokens"])
     assert found["device"] == "cuda0" and found["managed"] and wanted["managed"]
     assert not found["over_budget"]
     assert found["copied"] > 0
-    assert found["tokens"] == wanted["tokens"]
     if name == "dynaexq":
         # no op asks the store: what the device counted, of the last step what is computed by now
         assert found["hits"] == found["requests"] and any(found["requests"])
@@ -63,21 +73,20 @@ def test_decodes_as_on_the_host(device: Device, tiny_model: Callable[..., Path],
     else:
         assert found["requests"] == wanted["requests"]
         assert found["computed"] == wanted["computed"]
-    # activations are rounded to 8 bits in blocks of another size
-    assert nmse(found["first"], wanted["first"]) < 1e-2
-    assert nmse(found["last"], wanted["last"]) < 1e-2
+    # when a version of an expert changes is up to copies
+    assert_same_answer(found, wanted, 0.1 if name == "dynaexq" else 1e-3)
 
 
 @pytest.mark.parametrize("name", ["lru", "dymoe", "dymoe-skip"])
 def test_misses_by_choice(device: Device, tiny_model: Callable[..., Path], name: str) -> None:
-    """Read in place, computed by the host, each by the speeds measured: the same tokens."""
+    """Read in place, computed by the host, each by the speeds measured: the same answer."""
     options = {**POLICIES[name], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
     options["exact_tiers"] = name == "dymoe"  # else what is there by now is computed with
     wanted = engine("-", 6, **options, device="host")
     for misses in ("read", "compute", "auto"):
-        found = engine(device.library, 6, **options, device="cuda0", misses=misses)
-        assert found["tokens"] == wanted["tokens"], misses
-        assert nmse(found["last"], wanted["last"]) < 1e-2
+        options |= {"answer": wanted["tokens"], "misses": misses}
+        found = engine(device.library, 6, **options, device="cuda0")
+        assert_same_answer(found, wanted)
         assert not found["over_budget"] and found["misses"] == misses
         if misses != "auto":
             assert found["in_place"] > 0
@@ -92,7 +101,7 @@ def test_one_tier_is_lossless(device: Device, tiny_model: Callable[..., Path]) -
     found = engine(library, 6, model=model, device="cuda0", misses="copy", **POLICIES["lru"])
     assert not plain["managed"] and found["managed"]
     assert found["tokens"] == plain["tokens"]
-    assert nmse(found["last"], plain["last"]) < 1e-6
+    assert nmse(found["rows"][-1], plain["rows"][-1]) < 1e-6
 
 
 def test_steps_that_nobody_watches_are_counted(
