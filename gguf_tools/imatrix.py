@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from . import errors
 from .experts import ExpertModel
+from .files import open_file
 from .layout import GATE, GATE_UP, MAGIC, UP, GGMLType, ValueType, expert_tensor_name
 from .quantize import Floats
-from .reader import GGUFFile, metadata_value, open_file
+from .reader import GGUFFile, metadata_value
 from .streaming import sha256_of
 from .writer import GGUFWriter
 

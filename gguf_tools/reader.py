@@ -10,11 +10,12 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from . import errors
+from .files import open_file
 from .layout import (
     DEFAULT_ALIGNMENT,
     KEY_ALIGNMENT,
@@ -34,7 +35,7 @@ from .parse import (
     read_value_type,
 )
 
-__all__ = ["GGUFFile", "TensorInfo", "architecture", "metadata_value", "open_file", "open_model"]
+__all__ = ["GGUFFile", "TensorInfo", "architecture", "metadata_value", "open_model"]
 
 MAX_KEY_BYTES = 65535
 MAX_PARTS = 65535
@@ -44,12 +45,6 @@ SPLIT_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 KEY_SPLIT_NO = "split.no"
 KEY_SPLIT_COUNT = "split.count"
 KEY_SPLIT_TENSORS = "split.tensors.count"
-
-
-def open_file(path: Path) -> BinaryIO:
-    """A file to read; a pipe that nobody writes into is empty, and nobody waits for it. Raises
-    OSError."""
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 class GGUFFile:

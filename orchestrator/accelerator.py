@@ -63,18 +63,22 @@ def one_of_several(bindings: Bindings, gpu: Accelerator | None) -> str | None:
     return f"One of {n} GPUs is used, {gpu.info.name}: --device names another."
 
 
+def check_misses(gpu: Accelerator | None, config: Config) -> None:
+    """Raises ConfigError for --misses without a GPU."""
+    if gpu is None and config.misses is not None:
+        raise ConfigError(
+            "--misses says how a GPU gets the experts that it lacks, and none is in use: "
+            "leave it out"
+        )
+
+
 def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:
     """How a GPU gets the experts that it lacks. Where that is for speeds to say, measures them,
     which takes some tenths of a second.
 
-    Raises ConfigError for --misses without a GPU, or for one that does not answer.
+    Raises ConfigError for a GPU that does not answer.
     """
     if gpu is None:
-        if config.misses is not None:
-            raise ConfigError(
-                "--misses says how a GPU gets the experts that it lacks, and none is in use: "
-                "leave it out"
-            )
         return Misses()
     mode, threads = config.misses or AUTO, config.threads or default_threads()
     if mode != AUTO or gpu.index is None:  # main memory in the place of a GPU has no link to it

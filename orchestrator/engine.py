@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from time import perf_counter
 
 import numpy as np
@@ -15,14 +16,14 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator import hardware
-from orchestrator.accelerator import find_gpu, one_of_several, serve_misses
+from orchestrator.accelerator import check_misses, find_gpu, one_of_several, serve_misses
 from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase, RouteEvent, StepReport
 from orchestrator.llama import Bindings, Context, Model, SamplerChain
 from orchestrator.meter import Meter
-from orchestrator.native import Store, taken_by
+from orchestrator.native import Misses, Store, taken_by
 from orchestrator.plan import Plan, importance_window, make_plan, store_spec
 from orchestrator.policy import Counting, Policy
 from orchestrator.profile import Memory
@@ -57,7 +58,7 @@ class Engine:
         self._parts: list[Context | Store | Model] = []
         self._bindings = Bindings.load()
         self._gpu = find_gpu(self._bindings, config.device, config.vram)
-        self._misses = serve_misses(self._bindings, self._gpu, config)
+        check_misses(self._gpu, config)
         self._machine = hardware.probe(self._gpu.device if self._gpu else None)
         self._start(make_plan(config, model, self._machine), progress)
 
@@ -397,6 +398,11 @@ class Engine:
         pageable = ", host memory not pinned" if on_gpu and not stats.host_pinned else ""
         text = f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
         return text + self._served
+
+    @cached_property
+    def _misses(self) -> Misses:
+        """Measured for the first store: where everything fits, nothing is missed."""
+        return serve_misses(self._bindings, self._gpu, self.config)
 
     @property
     def _served(self) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gguf_tools import partial
+from gguf_tools.files import open_file
 
 _USUAL = {"cache": ".cache", "state": ".local/state"}
 
@@ -67,8 +68,7 @@ def _about(path: Path) -> Iterator[None]:
 
 def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:
     """The JSON object in a file; None for anything else, or more. Raises OSError."""
-    # a pipe is empty then, and nobody waits for its writer
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    with open_file(path) as file:
         # read(n) would allocate n bytes for the smallest file
         text = file.read() if os.fstat(file.fileno()).st_size <= most_bytes else b""
     try:

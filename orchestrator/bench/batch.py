@@ -12,13 +12,7 @@ import numpy as np
 from orchestrator.bench.job import Part, decode, prompt, settle
 from orchestrator.bench.loop import Loop
 from orchestrator.bench.models import Note
-from orchestrator.bench.plan import (
-    REFERENCE,
-    SKIPPING,
-    BenchOptions,
-    Case,
-    policies,
-)
+from orchestrator.bench.plan import REFERENCE, SKIPPING, BenchOptions, Case, policies
 from orchestrator.bench.report import WIDTH, heading, mix_of, percent, title, tokens_of
 from orchestrator.bench.rows import (
     Result,

@@ -74,8 +74,8 @@ def _compare(row: Result, others: Sequence[Result], tpot: str, ttft: str) -> Non
 
 
 def add_bounds(rows: Sequence[Result], copies: Sequence[Result], reads: Sequence[float]) -> None:
-    """The bound of a token of each row (DESIGN section 8) and how much of it was reached, run by
-    run; and the share of the copies' peak that a prompt reached.
+    """The bound of a token of each row and how much of it was reached, run by run; and the share
+    of the copies' peak that a prompt reached.
 
     max(computing, bytes missed / bandwidth of where they come from): computing is the managed
     path with everything on the GPU, 0 where that did not fit; what was read in place comes over

@@ -105,6 +105,7 @@ class GpuLoop(Loop):
 
     options: GpuOptions
     room: Room
+    shape_of = staticmethod(device_shape)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -120,17 +121,9 @@ class GpuLoop(Loop):
     def job(self, case: Case, number: int) -> Job:
         job = super().job(case, number)
         job.device = self.options.device
-        if case.one_token:
-            job.settings["expert_ram"] = self.one_token_bytes()
         if case.role == "probe":
             job.parts, job.warm = [], False
         return job
-
-    def one_token_bytes(self) -> int:
-        """Slots on the GPU for the experts of one token in one layer."""
-        shape = device_shape(self.model, (0,))
-        sizes = {each for layer in shape.slots for each in layer[0].items()}
-        return self.model.n_expert_used * sum(size for _, size in sizes)
 
     def measure_room(self, gpu: int) -> None:
         """Loads the model twice, without experts, to see what it takes. Raises MoeEdgeError."""

@@ -10,7 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ from orchestrator.bench.models import DEMO_TEXT, LOW, Note, build_models
 from orchestrator.bench.plan import BenchOptions, Case
 from orchestrator.errors import ConfigError
 from orchestrator.footprint import model_shape
+from orchestrator.policy.base import ModelShape
 
 START_SECONDS = 300.0
 
@@ -36,10 +37,13 @@ class Measured(NamedTuple):
 
 
 L = TypeVar("L", bound="Loop")
+ShapeOf = Callable[[ExpertModel, tuple[int, ...]], ModelShape]
 
 
 class Loop:
     """The cases of one benchmark on one model. Make it with Loop.prepare."""
+
+    shape_of: ShapeOf = staticmethod(model_shape)
 
     def __init__(
         self, options: BenchOptions, high: Path, low: Path, model: ExpertModel, note: Note
@@ -133,7 +137,7 @@ class Loop:
             settings["sequences"] = options.sequences
             settings |= self.cap_settings(case)
             if case.one_token:
-                settings["expert_ram"] = token_slot_bytes(self.model)
+                settings["expert_ram"] = token_slot_bytes(self.model, self.shape_of)
         return Job(
             system=case.system,
             model=str(self.high),
@@ -230,10 +234,11 @@ def read_child(status: int, out: str, err: str, out_of_memory: bool) -> Result:
     return result
 
 
-def token_slot_bytes(model: ExpertModel) -> int:
+def token_slot_bytes(model: ExpertModel, shape_of: ShapeOf = model_shape) -> int:
     """Expert slots for the experts of one token in one layer, each matrix kind once, shared by
-    all layers: the fewest with which an op never waits for a slot."""
-    shape = model_shape(model, (0,))
+    all layers: the fewest with which an op never waits for a slot. shape_of: of the memory that
+    the slots are in."""
+    shape = shape_of(model, (0,))
     sizes = {each for layer in shape.slots for each in layer[0].items()}
     return model.n_expert_used * sum(size for _, size in sizes)
 

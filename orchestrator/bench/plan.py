@@ -133,7 +133,7 @@ class Case:
 
     role says what a report does with it: "resident" (everything in memory, on the plain path),
     "reference" (the same on the managed path, which limits the others), "mmap" (what speed-ups
-    refer to), or "". `bench gpu` has "managed" for reference, and "upstream" for mmap.
+    refer to; "upstream" in `bench gpu`), "probe" (loaded to see what it takes), or "".
     one_token: expert slots for one token of one layer, so that nothing that was read is there
     when it is needed again.
     """
