@@ -11,6 +11,7 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,9 @@ from orchestrator.config import Config
 from orchestrator.console import Console
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.files import write_whole
-from orchestrator.policy import known_policies
+from orchestrator.policy import known_policies, owners, policy_settings
 from orchestrator.sampling import Sampling
+from orchestrator.settings import Setting
 from orchestrator.stats_text import stats_fields, stats_table
 
 if TYPE_CHECKING:
@@ -189,7 +191,7 @@ class Chat:
             "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
             "/stats": ("", "everything measured on the last answer", self._stats),
             "/policy": ("NAME", "change the policy, live", self._policy),
-            "/retention": ("R", "change the share of critical experts, 0 to 1", self._retention),
+            **self._live_settings(),
             "/save": ("FILE", "write the conversation as JSON lines", self._save),
             "/quit": ("", "leave (so does Ctrl-D)", self._quit),
         }
@@ -344,15 +346,24 @@ class Chat:
         if not argument:
             self.console.note(f"Known policies: {', '.join(known_policies())}")
 
-    def _retention(self, argument: str) -> None:
+    def _live_settings(self) -> dict[str, tuple[str, str, Callable[[str], None]]]:
+        """A command for each setting of a policy that may change between two tokens."""
+        return {
+            "/" + name.replace("_", "-"): (
+                declared.metavar,
+                f"change, live: {declared.help.rstrip('.')}",
+                partial(self._change, declared),
+            )
+            for name, declared in policy_settings().items()
+            if declared.live
+        }
+
+    def _change(self, declared: Setting, argument: str) -> None:
         if argument:
-            try:
-                retention = float(argument)
-            except ValueError:
-                self.console.error(f"retention is a number from 0 to 1, not {argument!r}")
-                return
-            if not self.session.engine.set_retention(retention):
-                self.console.note("It has no effect under this policy: dymoe would use it.")
+            value = declared.parse(argument)
+            if not self.session.engine.change(declared.name, value):
+                having = " or ".join(owners(declared.name))
+                self.console.note(f"It has no effect under this policy: {having} would use it.")
         self.console.note(self.session.engine.mode)
 
     def _save(self, argument: str) -> None:

@@ -3,87 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, PolicyError
-from orchestrator.footprint import slots_of_all
-from orchestrator.policy import PolicySettings
-from orchestrator.policy.base import ModelShape
-from orchestrator.policy.versions import resident_plan
+from orchestrator.events import SKIP_TIER
+from orchestrator.policy import (
+    BASELINE,
+    DEFAULT,
+    PLAIN,
+    PLAIN_REASON,
+    ModelShape,
+    Policy,
+    Rules,
+    owners,
+    policy_class,
+)
+from orchestrator.policy.base import TierOffer
+from orchestrator.settings import flag_of
 
 # A model reduced to some of its tiers, as it lies in the memory of its experts.
 ShapeOf = Callable[[tuple[int, ...]], ModelShape]
 
-PLAIN, LRU, DYMOE, DYNAEXQ = "plain", "lru", "dymoe", "dynaexq"
-SKIP_TIER = "skip"
-USUAL_HIGH = "q4_k"
-USUAL_RETENTION = 0.75
 
-# Why a policy has no use for which options.
-_UNUSED: dict[str | None, tuple[str, tuple[str, ...]]] = {
-    PLAIN: ("runs the best precision alone", ("low", "low_tier", "retention")),
-    LRU: ("runs one precision", ("low", "low_tier", "retention")),
-    DYNAEXQ: ("fills the budget with high copies", ("retention",)),
-}
+class Choice(NamedTuple):
+    """A policy, and the file's tier indices that it works with, best first. skip: the tier of no
+    bytes comes below them."""
 
-
-def prefetch_mode(config: Config) -> str:
-    """ "auto", "on" or "off": what was asked for, as far as there is a look-ahead and what is
-    computed may depend on what is in memory."""
-    return config.prefetch if config.n_ahead and not config.exact_tiers else "off"
+    policy: type[Policy]
+    tiers: tuple[int, ...]
+    skip: bool
 
 
 def check_unused(config: Config) -> None:
     """Raises ConfigError for an option that the policy asked for has no use for.
 
-    For what a command line asks for at once: a policy that is changed later, to compare, just
-    leaves such options alone.
+    For what is asked for at once: a policy that is changed later, to compare, just leaves such
+    options alone.
     """
-    for name in ("profile", "transition_rate"):
-        if config.policy != DYNAEXQ and getattr(config, name) is not None:
-            option = "--" + name.replace("_", "-")
+    name = config.policy
+    for given in config.of_policies:
+        having = owners(given)
+        if name is None and DEFAULT not in having:
             raise ConfigError(
-                f"{option} is for --policy dynaexq: leave it out, or ask for that policy"
+                f"{flag_of(given)} is for --policy {' or '.join(having)}: leave it out, or ask "
+                f"for that policy"
             )
+        if name is not None and name not in having:
+            raise _unused(given, name)
     if config.renormalize and config.low_tier != SKIP_TIER:
-        raise ConfigError("--renormalize is for --low-tier skip: leave it out, or ask for that")
-    if config.policy not in _UNUSED:
-        return
-    reason, unused = _UNUSED[config.policy]
-    for name in unused:
-        if getattr(config, name) is not None:
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"{option} has no effect with --policy {config.policy}, which {reason}: leave one "
-                f"of the two out"
-            )
+        raise ConfigError(
+            f"--renormalize is for --low-tier {SKIP_TIER}: leave it out, or ask for that"
+        )
+    if name is not None and (name == PLAIN or policy_class(name).most_tiers == 1):
+        for lower in ("low", "low_tier"):
+            if getattr(config, lower) is not None:
+                raise _unused(lower, name)
 
 
-def policy_settings(config: Config, tiers: tuple[int, ...]) -> PolicySettings:
-    """The options that policies have a use for; tiers: the file's tier indices in use."""
-    return PolicySettings(
-        retention=_retention(config, tiers),
-        skip_low=config.low_tier == SKIP_TIER,
-        prefetch=prefetch_mode(config),
-        renormalize=config.renormalize,
-        schedule=config.schedule,
-        heavy_hitters=config.heavy_hitters,
-        prompts_pass=config.prompts_pass,
-        exact=config.exact_tiers,
-        update_steps=config.update_steps,
-        hotness_decay=config.hotness_decay,
-        hysteresis=config.hysteresis,
-        rank_slack=config.rank_slack,
-        hot_experts=config.hot_experts,
+def _unused(given: str, policy: str) -> ConfigError:
+    reason = PLAIN_REASON if policy == PLAIN else policy_class(policy).reason
+    return ConfigError(
+        f"{flag_of(given)} has no effect with --policy {policy}, which {reason}: leave one of "
+        f"the two out"
     )
 
 
-def _retention(config: Config, tiers: tuple[int, ...]) -> float:
-    """What was asked for; else 1 where there is nothing below the high tier."""
-    if config.retention is not None:
-        return config.retention
-    return 1.0 if len(tiers) == 1 and config.low_tier != SKIP_TIER else USUAL_RETENTION
+def make_policy(config: Config, choice: Choice, shape: ModelShape) -> Policy:
+    """The chosen policy with its settings. Raises PolicyError where it cannot work with the
+    model's tiers."""
+    rules = Rules(choice.skip, config.renormalize, config.exact_tiers)
+    return choice.policy(shape, config.settings_of(choice.policy), rules)
 
 
 def wants_plain(config: Config, model: ExpertModel) -> bool:
@@ -101,53 +92,45 @@ def wants_plain(config: Config, model: ExpertModel) -> bool:
     return config.policy is None and best and not managed
 
 
-def choose(
-    config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int
-) -> tuple[str, tuple[int, ...]]:
-    """(policy name, file tier indices) where the user left them open."""
+def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -> Choice:
+    """The policy and its tiers, where the user left them open.
+
+    Without --policy it is the baseline where everything fits the slots and nothing lower or
+    tunable is asked for, else the default. Raises PolicyError for a low tier that is not below
+    the high one.
+    """
     names = [tier.name for tier in model.tiers]
-    # Experts below the high tier, as far as the user said: a tier of that name, or any.
+    policy = None if config.policy is None else policy_class(config.policy)
+    lower = policy is None or policy.most_tiers > 1
+    # The low tier, as far as the user said: one of that name, or any.
     named = None
-    if config.policy != LRU and config.low_tier not in (None, SKIP_TIER):
+    if lower and config.low_tier not in (None, SKIP_TIER):
         named = model.tier_index(config.low_tier or "")
+    offer = TierOffer(names, shape_of, budget, named, config.low is not None)
     if config.high_tier is not None:
         high = model.tier_index(config.high_tier)
-    elif config.policy == DYNAEXQ and len(names) > 1:
-        high = _above_what_fits(model, shape_of, budget) if named is None else max(0, named - 1)
     else:
-        high = _best_that_fits(config, model, shape_of, budget, named)
+        high = (policy or Policy).high_tier(offer)
     low = named if named is not None else high + 1 if high + 1 < len(names) else None
     if low is not None and low <= high:
         raise PolicyError(
             f"the low tier {names[low]} is not below the high tier {names[high]}; the file "
             f"holds {', '.join(names)}, best first"
         )
-    if config.policy is not None:
-        name = config.policy
-    elif config.low is not None or config.low_tier is not None or config.retention is not None:
-        name = DYMOE
-    else:
-        name = LRU if slots_of_all(shape_of((high,))) <= budget else DYMOE
-    if name == LRU or low is None or config.low_tier == SKIP_TIER:
-        return name, (high,)
-    return name, (high, low)
+    if policy is None:
+        tunes = config.low is not None or config.low_tier is not None or config.of_policies
+        policy = policy_class(BASELINE if offer.fits_whole(high) and not tunes else DEFAULT)
+    skip = config.low_tier == SKIP_TIER and policy.most_tiers > 1
+    if skip or low is None:
+        return Choice(policy, (high,), skip)
+    return Choice(policy, tiers_between(policy, high, named, len(names)), skip)
 
 
-def _best_that_fits(
-    config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int, low: int | None
-) -> int:
-    """The best tier where all of it fits, else q4_k where the file has it above a low tier that
-    was asked for, else the best one after all."""
-    names = [tier.name for tier in model.tiers]
-    if slots_of_all(shape_of((0,))) <= budget or USUAL_HIGH not in names:
-        return 0
-    usual = names.index(USUAL_HIGH)
-    above = usual < (len(names) - 1 if low is None else low)
-    return usual if above or (low is None and config.low is None) else 0
-
-
-def _above_what_fits(model: ExpertModel, shape_of: ShapeOf, budget: int) -> int:
-    """The tier above the best one whose copies all fit; else the one above the lowest."""
-    above = range(len(model.tiers) - 1)
-    fits = (at for at in above if resident_plan(shape_of((at, at + 1)), budget, None))
-    return next(fits, above[-1])
+def tiers_between(policy: type[Policy], high: int, low: int | None, n: int) -> tuple[int, ...]:
+    """The tiers that a policy works with, of n: from the high one on, at most as many as it wants,
+    the last of them the low one that was named."""
+    if policy.most_tiers == 1:
+        return (high,)
+    end = n if low is None else low + 1
+    tiers = tuple(range(high, end))[: policy.most_tiers]
+    return tiers if low is None else (*tiers[:-1], low)

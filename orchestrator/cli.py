@@ -1,6 +1,6 @@
 """The command line: parse, build the config, call one function.
 
-Everything heavy is imported inside the commands, so that --help answers at once.
+A command is imported when it runs, and what it needs inside of it, so that --help answers at once.
 """
 
 from __future__ import annotations
@@ -8,38 +8,91 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, MutableMapping
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import click
 
-from orchestrator import (
-    cli_bench,
-    cli_calibrate,
-    cli_convert,
-    cli_doctor,
-    cli_eval,
-    cli_files,
-    cli_replay,
-)
-from orchestrator.cli_files import FILE, THREADS, TIERS
-from orchestrator.cli_options import (
-    answer_options,
-    make_config,
-    method_options,
-    model_options,
-    open_engine,
-    quantizer,
-)
-from orchestrator.console import Console, progress_bar, strip_controls
+from orchestrator.console import strip_controls
 from orchestrator.errors import MoeEdgeError
 
-# Characters: more than the largest context holds of any text.
-LONGEST_PROMPT = 1 << 27
+
+class Entry(NamedTuple):
+    """Where a command is: a module of this package, and its name there; and what it does."""
+
+    module: str
+    name: str
+    help: str
+
+
+COMMANDS = {
+    "chat": Entry("cli_chat", "chat", "Talk to a model."),
+    "inspect": Entry(
+        "cli_files", "inspect", "Show what a model file holds, and what fits which budget."
+    ),
+    "pull": Entry("cli_files", "pull", "Download a model from the Hugging Face Hub."),
+    "pack": Entry(
+        "cli_pack", "pack", "Write a GGUF's experts in several precisions into one file."
+    ),
+    "export": Entry(
+        "cli_pack", "export", "Write one precision of a packed file, for any llama.cpp."
+    ),
+    "convert": Entry(
+        "cli_convert", "convert", "Make a packed file of a checkpoint of transformers."
+    ),
+    "verify": Entry("cli_files", "verify", "Check every block of a model file, and its metadata."),
+    "calibrate": Entry(
+        "cli_calibrate", "calibrate", "Measure what each expert loses in each precision."
+    ),
+    "doctor": Entry(
+        "cli_doctor", "doctor", "Measure this machine, and say how a model would run on it."
+    ),
+    "bench": Entry("cli_bench", "bench", "Measure upstream and every policy on this machine."),
+    "eval": Entry("cli_eval", "evaluate", "Measure quality: perplexity, KL divergence, choices."),
+    "trace": Entry("cli_replay", "trace", "Record the routing of a run, for `moe-edge replay`."),
+    "replay": Entry("cli_replay", "replay", "Play a trace with another policy, memory or disk."),
+}
+
+
+class _Loaded(MutableMapping[str, click.Command]):
+    """The commands by name, each imported when it is asked for."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, click.Command] = {}
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in self._found:
+            entry = COMMANDS[name]
+            command = getattr(import_module(f"orchestrator.{entry.module}"), entry.name)
+            command.short_help = entry.help
+            self._found[name] = command
+        return self._found[name]
+
+    def __setitem__(self, name: str, command: click.Command) -> None:
+        self._found[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
 
 
 class Commands(click.Group):
     """The commands, and the edge where an error becomes one sentence and an exit status."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Loaded()
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands, without importing one."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name].help) for name in sorted(COMMANDS)])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -93,105 +146,6 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 def cli() -> None:
     """Run Mixture-of-Experts models that do not fit the memory: experts stay on
     disk in several precisions, and come into RAM within a budget."""
-
-
-@cli.command()
-@model_options
-@answer_options
-@click.option(
-    "-p",
-    "--prompt",
-    metavar="TEXT",
-    help="Answer this, print the answer alone, and exit. So does text on stdin.",
-)
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="With a prompt: print one JSON object, the text and its statistics.",
-)
-def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
-    """Talk to a model."""
-    from orchestrator.chat import Chat, Session, one_shot
-
-    console = Console()
-    if prompt is None and not console.in_tty:
-        prompt = sys.stdin.read(LONGEST_PROMPT + 1) if sys.stdin else ""
-        if len(prompt) > LONGEST_PROMPT:
-            raise click.UsageError("the text on stdin is longer than any context")
-        if not prompt.strip():
-            raise click.UsageError("no prompt: give -p TEXT, or text on stdin, or a terminal")
-    if prompt is None and as_json:
-        raise click.UsageError("--json needs a prompt: give -p TEXT, or text on stdin")
-    if prompt is not None and not prompt.strip():
-        raise click.UsageError("the prompt is empty")
-    config = make_config({**options, "remember": True})
-    with open_engine(config, console) as engine:
-        if options["ctx"] and engine.n_ctx < config.ctx:
-            console.note(
-                f"--ctx {config.ctx}: it gets {engine.n_ctx}, which the model was made for."
-            )
-        session = Session(engine, config)
-        if prompt is None:
-            Chat(session, console).run()
-        elif not one_shot(session, console, prompt.strip(), as_json):
-            raise KeyboardInterrupt
-
-
-@cli.command(short_help="Write a GGUF's experts in several precisions into one file.")
-@click.argument("source", metavar="IN", type=FILE)
-@click.argument("target", metavar="OUT", type=FILE)
-@TIERS
-@click.option(
-    "--dense",
-    type=click.Choice(["q8_0"]),
-    help="Also quantize the F16 and F32 matrices that are not experts.",
-)
-@method_options
-@THREADS
-def pack(
-    source: Path, target: Path, tiers: str, dense: str | None, threads: int | None, **options: Any
-) -> None:
-    """Write the experts of a GGUF in several precisions into one file."""
-    from gguf_tools.pack import pack as run
-
-    names = cli_files.tier_names(tiers)
-    with quantizer(source, threads, options) as chosen, progress_bar("Packing") as progress:
-        report = run(
-            source,
-            target,
-            names,
-            dense=dense,
-            quantizer=chosen,
-            progress=progress,
-            threads=threads,
-        )
-    cli_files.print_report(report)
-
-
-@cli.command(short_help="Write one precision of a packed file, for any llama.cpp.")
-@click.argument("source", metavar="IN", type=FILE)
-@click.argument("target", metavar="OUT", type=FILE)
-@click.option("--tier", required=True, metavar="TIER", help="The precision to keep, as q4_k.")
-def export(source: Path, target: Path, tier: str) -> None:
-    """Write one precision of a packed file as a GGUF for any llama.cpp."""
-    from gguf_tools.pack import export as run
-
-    with progress_bar("Exporting") as progress:
-        report = run(source, target, tier.lower(), progress=progress)
-    cli_files.print_report(report)
-
-
-cli.add_command(cli_convert.convert)
-cli.add_command(cli_files.inspect)
-cli.add_command(cli_files.pull)
-cli.add_command(cli_files.verify)
-cli.add_command(cli_doctor.doctor)
-cli.add_command(cli_bench.bench)
-cli.add_command(cli_calibrate.calibrate)
-cli.add_command(cli_eval.evaluate)
-cli.add_command(cli_replay.trace)
-cli.add_command(cli_replay.replay)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from orchestrator.console import Console, progress_bar, strip_controls
 TYPES = "q4_k,q3_k,q2_k,q1_0"
 
 
-@click.command(short_help="Measure what each expert loses in each precision.")
+@click.command()
 @click.argument("file", metavar="FILE", type=FILE)
 @click.option("--calib", required=True, type=FILE, metavar="TEXT", help="The text to read.")
 @CALIB_TOKENS

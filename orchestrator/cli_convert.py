@@ -11,7 +11,7 @@ from orchestrator.cli_options import quantizer
 from orchestrator.console import progress_bar
 
 
-@click.command(short_help="Make a packed file of a checkpoint of transformers.")
+@click.command()
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="OUT", type=FILE)
 @TIERS

@@ -13,7 +13,7 @@ from orchestrator.cli_options import given, make_config, model_options
 from orchestrator.console import Console, strip_controls
 
 
-@click.command("eval", short_help="Measure quality: perplexity, KL divergence, choices.")
+@click.command("eval")
 @model_options
 @click.option(
     "--text",

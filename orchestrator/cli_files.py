@@ -116,7 +116,7 @@ def verify(
         ctx.exit(1)
 
 
-@click.command(short_help="Download a model from the Hugging Face Hub.")
+@click.command()
 @click.argument("repo", metavar="REPO")
 @click.option(
     "--include",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gguf_tools.units import format_size
 from orchestrator.cli_files import AT_LEAST_1, FILE, model_path, print_notes
-from orchestrator.config import TRANSITION_RATE, Config, parse_size
+from orchestrator.config import Config
 from orchestrator.console import Console, progress_bar
 from orchestrator.errors import MoeEdgeError, SettingError
+from orchestrator.policy import owners, policy_settings
+from orchestrator.settings import RATE, Setting, flag_of, parse_size
 
 if TYPE_CHECKING:
     from gguf_tools.methods import ExpertQuantizer
@@ -38,11 +40,6 @@ def rate(ctx: click.Context, param: click.Parameter, value: str | None) -> int |
     return 0 if value is not None and value.strip() == "0" else size(ctx, param, value)
 
 
-def _default(name: str) -> str:
-    """The default of a field of the config, for a help text."""
-    return f"[default: {Config.__dataclass_fields__[name].default}]"
-
-
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several options as one decorator, in the order of the help."""
 
@@ -54,122 +51,48 @@ def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
-model_options = together(
-    click.option(
-        "-m",
-        "--model",
-        type=FILE,
-        metavar="FILE",
-        help="A MoE model: any GGUF, or a packed one; hf:OWNER/NAME[/FILE] fetches it.  "
-        "[default: the demo]",
-    ),
-    click.option(
-        "--low",
-        type=FILE,
-        metavar="FILE",
-        help="The same model in a lower precision, as a second GGUF.",
-    ),
-    click.option(
-        "--ram",
-        callback=size,
-        metavar="SIZE",
-        help="Cap on everything the model takes, as 6GiB or 500MB.  [default: free memory]",
-    ),
-    click.option(
-        "--vram",
-        callback=size,
-        metavar="SIZE",
-        help="Cap on everything the model takes of a GPU's memory.  [default: what is free there]",
-    ),
-    click.option(
-        "--device",
-        metavar="NAME",
-        help=f"Where experts compute: cuda0, cpu, or auto: a GPU if there is one.  "
-        f"{_default('device')}",
-    ),
-    click.option(
-        "--misses",
-        metavar="HOW",
-        help="How a GPU gets experts that it lacks: auto, copy, read (in place, from the host's "
-        "memory) or compute (on the CPU).  [default: auto]",
-    ),
-    click.option(
-        "--expert-ram",
-        callback=size,
-        metavar="SIZE",
-        help="Cap on the expert slots alone, for experiments.",
-    ),
-    click.option(
-        "--policy",
-        metavar="NAME",
-        help="Who decides what stays in memory: plain, lru, dymoe, dynaexq.  [default: by fit]",
-    ),
-    click.option(
-        "--retention",
-        type=float,
-        metavar="R",
-        help="Average share of critical experts, 0 to 1.  [default: 1 with one precision, else "
-        "0.75]",
-    ),
-    click.option(
-        "--schedule",
-        metavar="NAME",
-        help=f"How that share falls with depth: cosine, linear, flat.  {_default('schedule')}",
-    ),
-    click.option(
-        "--prefetch",
-        metavar="WHEN",
-        help=f"Load ahead: on, off, or auto: while it pays.  {_default('prefetch')}",
-    ),
-    click.option(
-        "--high-tier",
-        metavar="TIER",
-        help="Precision of critical experts, as q4_k.  [default: the best that fits, else q4_k]",
-    ),
-    click.option(
-        "--low-tier", metavar="TIER", help="Precision of the others, or skip.  [default: by fit]"
-    ),
-    click.option(
-        "--renormalize",
-        is_flag=True,
-        help="With --low-tier skip: the weights of the other experts make up for the skipped.",
-    ),
-    click.option(
-        "--profile",
-        type=FILE,
-        metavar="FILE",
-        help="Where dynaexq keeps which experts were used; without it, a chat uses the user cache.",
-    ),
-    click.option(
-        "--transition-rate",
-        callback=rate,
-        metavar="SIZE",
-        help="What dynaexq may read in a second beside decoding, as 64MiB; 0: no limit.  "
-        f"[default: {format_size(TRANSITION_RATE)}]",
-    ),
-    click.option("--ctx", type=int, metavar="N", help=f"Context in tokens.  {_default('ctx')}"),
-    click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores]"),
-)
+def option_of(declared: Setting, default: str | None = None) -> Callable[[F], F]:
+    """The option of a setting. default: how the help names it, in the place of the declared
+    one."""
+    shown = declared.default_text if default is None else default
+    text = f"{declared.help}  [default: {shown}]" if shown else declared.help
+    more: dict[str, Any] = {"help": text, "hidden": declared.hidden}
+    if bool in declared.kinds:
+        flags = declared.flag
+        if declared.default:
+            flags += f"/--no-{declared.flag.removeprefix('--')}"
+        return click.option(flags, is_flag=True, default=None, **more)
+    if declared.unit is not None:
+        more["callback"] = rate if declared.unit == RATE else size
+    elif int in declared.kinds:
+        more["type"] = float if float in declared.kinds else int
+    elif Path in declared.kinds:
+        more["type"] = FILE
+    short = ["-m"] if declared.name == "model" else []
+    return click.option(*short, declared.flag, metavar=declared.metavar, **more)
 
-answer_options = together(
-    click.option(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="Longest answer in tokens.  [default: what the context has room for]",
-    ),
-    click.option(
-        "--temp",
-        type=float,
-        metavar="T",
-        help=f"Temperature; 0 takes the likeliest.  {_default('temp')}",
-    ),
-    click.option(
-        "--top-p", type=float, metavar="P", help=f"Nucleus sampling.  {_default('top_p')}"
-    ),
-    click.option("--seed", type=int, metavar="N", help="Makes the sampling repeatable."),
-    click.option("--system", metavar="TEXT", help="System prompt."),
-)
+
+def policy_options(default: str | None = None, recorded: bool = False) -> list[Callable[[F], F]]:
+    """The options of all policies' settings, each with the policies that have it. recorded: of
+    those alone that a trace records."""
+    return [
+        option_of(
+            replace(declared, help=f"{declared.help} For {' and '.join(owners(name))}."), default
+        )
+        for name, declared in policy_settings().items()
+        if declared.option and (declared.recorded or not recorded)
+    ]
+
+
+# Of an answer, not of how the model runs.
+_ANSWER = ("max_tokens", "temp", "top_p", "seed", "system")
+
+_OWN = {name: each for name, each in Config.declared().items() if each.option}
+_BESIDE_POLICY = list(_OWN).index("policy") + 1
+_MODEL = [option_of(each) for name, each in _OWN.items() if name not in _ANSWER]
+
+model_options = together(*_MODEL[:_BESIDE_POLICY], *policy_options(), *_MODEL[_BESIDE_POLICY:])
+answer_options = together(*(option_of(_OWN[name]) for name in _ANSWER))
 
 
 CALIB_TOKENS = click.option(
@@ -204,23 +127,20 @@ method_options = together(
 
 def make_config(options: dict[str, Any]) -> Config:
     """The config of the options that were given; without --model, of the demo model."""
-    from orchestrator.choice import DYMOE
-
     chosen = given(options)
     if "model" not in chosen:
         chosen["model"] = demo_model()
     for name in {"model", "low"} & chosen.keys():
         chosen[name] = model_path(str(chosen[name]))
-    for name in ("schedule", "prefetch"):
-        if chosen.get(name, "off") != "off" and chosen.get("policy", DYMOE) != DYMOE:
-            raise click.UsageError(
-                f"--{name} is for --policy {DYMOE}: leave it out, or ask for that policy"
-            )
     try:
         return Config.build(**chosen)
     except SettingError as error:
-        option = "--" + error.name.replace("_", "-")
-        raise click.BadParameter(error.complaint, param_hint=f"'{option}'") from error
+        raise bad_option(error) from error
+
+
+def bad_option(error: SettingError) -> click.BadParameter:
+    """The same about the option that asks for the setting."""
+    return click.BadParameter(error.complaint, param_hint=f"'{flag_of(error.name)}'")
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
@@ -271,8 +191,9 @@ def open_engine(config: Config, console: Console) -> Engine:
     from orchestrator.engine import Engine
     from orchestrator.files import check_target
 
-    if config.profile is not None and config.profile.parent.is_dir():  # else it is made
-        check_target(config.profile)
+    profile = config.given("profile")
+    if profile is not None and profile.parent.is_dir():  # else it is made
+        check_target(profile)
     try:
         engine = Engine.open(config, console.load_bar)
     finally:

@@ -11,15 +11,18 @@ import click
 from gguf_tools.units import format_size
 from orchestrator.cli_files import AT_LEAST_1, FILE, Number
 from orchestrator.cli_options import (
+    bad_option,
     given,
     make_config,
     model_options,
     open_engine,
-    rate,
+    policy_options,
     size,
+    together,
 )
-from orchestrator.config import PREFETCHES, SCHEDULES
 from orchestrator.console import Console, strip_controls
+from orchestrator.errors import SettingError
+from orchestrator.policy import DEFAULT, POLICIES, policy_settings
 
 
 @click.command()
@@ -53,9 +56,10 @@ def trace(
 ) -> None:
     """Record the routing of a run, for `moe-edge replay`.
 
-    Without --policy it is dymoe, which looks ahead, under the whole memory."""
+    Without --policy it is the one for models that do not fit, which looks ahead, under the whole
+    memory."""
     from orchestrator.eval.text import read_text
-    from orchestrator.replay.file import check_target, write_trace
+    from orchestrator.replay.file import check_trace_target, write_trace
     from orchestrator.replay.record import record_answer, record_text
     from orchestrator.sampling import Sampling
 
@@ -65,8 +69,8 @@ def trace(
         raise click.UsageError("the prompt is empty")
     if prefill and text is None:
         raise click.UsageError("--prefill is for --text: a prompt is a prefill already")
-    check_target(out)
-    options["policy"] = options["policy"] or "dymoe"
+    check_trace_target(out)
+    options["policy"] = options["policy"] or DEFAULT
     config = make_config(options)
     words = None if text is None else read_text(text)
     with open_engine(config, Console()) as engine:
@@ -80,10 +84,10 @@ def trace(
     click.echo(f"{out}: {steps} steps of {recorded.header.model}, {format_size(nbytes)}")
 
 
-@click.command(short_help="Play a trace with another policy, memory or disk.")
+@click.command()
 @click.argument("file", metavar="FILE", type=FILE)
 @click.option(
-    "--policy", metavar="NAME", help="Who decides: lru, dymoe, dynaexq.  [default: as recorded]"
+    "--policy", metavar="NAME", help=f"Who decides: {', '.join(POLICIES)}.  [default: as recorded]"
 )
 @click.option(
     "--expert-ram",
@@ -91,30 +95,9 @@ def trace(
     metavar="SIZE",
     help="Cap on the expert slots.  [default: as recorded]",
 )
-@click.option(
-    "--retention",
-    type=Number(0, 1),
-    metavar="R",
-    help="Average share of critical experts.  [default: as recorded]",
-)
 @click.option("--high-tier", metavar="TIER", help="As q4_k.  [default: as recorded]")
 @click.option("--low-tier", metavar="TIER", help="As q2_k, or skip.  [default: as recorded]")
-@click.option(
-    "--schedule",
-    type=click.Choice(SCHEDULES),
-    help="How the share of critical experts falls with depth.  [default: as recorded]",
-)
-@click.option(
-    "--prefetch",
-    type=click.Choice(PREFETCHES),
-    help="Auto stops it while it does not pay.  [default: as recorded]",
-)
-@click.option(
-    "--n-ahead",
-    type=click.IntRange(0, 4),
-    metavar="N",
-    help="Look-ahead in layers; 0: no prefetch.  [default: as recorded]",
-)
+@together(*policy_options("as recorded", recorded=True))
 @click.option(
     "--bandwidth",
     callback=size,
@@ -132,12 +115,6 @@ def trace(
     type=click.IntRange(1, 64),
     metavar="N",
     help="Reads at once.  [default: as recorded]",
-)
-@click.option(
-    "--transition-rate",
-    callback=rate,
-    metavar="SIZE",
-    help="What changes of versions may read in a second; 0: no limit.  [default: as recorded]",
 )
 @click.option(
     "--compute-ms",
@@ -160,6 +137,12 @@ def replay(file: Path, as_json: bool, **options: Any) -> None:
     from orchestrator.replay import ReplayOptions, read_trace, render
     from orchestrator.replay import replay as run
 
+    chosen = given(options)
+    settings = {name: chosen.pop(name) for name in policy_settings() if name in chosen}
+    try:
+        asked = ReplayOptions(**chosen, settings=settings)
+    except SettingError as error:
+        raise bad_option(error) from error
     recorded = read_trace(file)
-    result = run(Bindings.load().library(), recorded, ReplayOptions(**given(options)))
+    result = run(Bindings.load().library(), recorded, asked)
     click.echo(json.dumps(result) if as_json else strip_controls(render(result)))

@@ -19,7 +19,7 @@ from orchestrator.errors import MoeEdgeError
 from orchestrator.hardware import Machine, probe
 from orchestrator.llama import Bindings
 from orchestrator.native import Bandwidths, measure_device
-from orchestrator.plan import Plan, make_plan
+from orchestrator.plan import MemoryPlan, plan_memory
 
 _MEMORY_BYTES = 256 * 2**20
 _MEMORY_SECONDS = 0.5
@@ -42,7 +42,7 @@ class Health:
     gpu: Accelerator | None
     gpu_note: str
     copies: Bandwidths | None
-    plan: Plan | None
+    plan: MemoryPlan | None
     plan_note: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,9 +101,11 @@ def examine(config: Config) -> Health:
     )
 
 
-def _try_plan(config: Config, model: ExpertModel, machine: Machine) -> tuple[Plan | None, str]:
+def _try_plan(
+    config: Config, model: ExpertModel, machine: Machine
+) -> tuple[MemoryPlan | None, str]:
     try:
-        return make_plan(config, model, machine), ""
+        return plan_memory(config, model, machine), ""
     except MoeEdgeError as error:
         return None, str(error)
 
@@ -166,7 +168,7 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
     )
 
 
-def _plan_line(plan: Plan) -> str:
+def _plan_line(plan: MemoryPlan) -> str:
     how = plan.reason if plan.managed else f"plain upstream path: {plan.reason}"
     where = f"on {plan.device.name}" if plan.device else "in main memory"
     return f"{how}; {format_size(plan.total_bytes)} {where}"

@@ -1,7 +1,4 @@
-"""The engine: a model, a policy, a store, and the loop between them.
-
-router -> on_route: the policy decides -> the store acts -> experts compute
-"""
+"""The engine: a model, a policy, a store, and what is asked of them."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +17,15 @@ from orchestrator import hardware
 from orchestrator.accelerator import check_misses, find_gpu, one_of_several, serve_misses
 from orchestrator.choice import check_unused
 from orchestrator.config import Config
+from orchestrator.driver import Driver
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.events import GenerationStats, Phase, RouteEvent, StepReport
+from orchestrator.events import GenerationStats, Phase
 from orchestrator.llama import Bindings, Context, Model, SamplerChain
 from orchestrator.meter import Meter
 from orchestrator.native import Misses, Store, taken_by
-from orchestrator.plan import Plan, importance_window, make_plan, store_spec
-from orchestrator.policy import Counting, Policy
+from orchestrator.plan import MemoryPlan, importance_window, plan_memory, store_spec
+from orchestrator.policy import Policy
+from orchestrator.policy.base import Transition
 from orchestrator.profile import Memory
 from orchestrator.sampling import Sampling
 from orchestrator.sequences import Sequences
@@ -43,8 +43,7 @@ class Engine:
     store exist in managed mode only. One generation at a time.
     """
 
-    policy: Policy
-    store: Store
+    driver: Driver
 
     def __init__(
         self, config: Config, model: ExpertModel, progress: Callable[[float], None] | None
@@ -60,7 +59,7 @@ class Engine:
         self._gpu = find_gpu(self._bindings, config.device, config.vram)
         check_misses(self._gpu, config)
         self._machine = hardware.probe(self._gpu.device if self._gpu else None)
-        self._start(make_plan(config, model, self._machine), progress)
+        self._start(plan_memory(config, model, self._machine), progress)
 
     @classmethod
     def open(cls, config: Config, progress: Callable[[float], None] | None = None) -> Engine:
@@ -76,30 +75,25 @@ class Engine:
             model.close()
             raise
 
-    def on_route(self, event: RouteEvent) -> None:
-        """Once per MoE layer: the policy decides, the store acts."""
-        self.policy.decide(event, self.store.view, self.store.decision)
-        self.store.apply(self.store.decision)
-
     def generate(
         self,
         tokens: Sequence[int],
         sampling: Sampling,
         max_tokens: int,
         on_prefill: Callable[[int, int], None] | None = None,
-        retention: float | None = None,
+        changes: Mapping[str, Any] | None = None,
     ) -> Iterator[str]:
         """Streams the answer to a prompt as whole characters.
 
         What the cache holds of the prompt already is not evaluated again. on_prefill gets
-        (tokens done, tokens to do). retention: another share of critical experts than the
-        configured one, for this answer alone. Ends at the model's end token, after max_tokens, when
+        (tokens done, tokens to do). changes: other values of the policy's live settings, for
+        this answer alone. Ends at the model's end token, after max_tokens, when
         the context is full, or after cancel; last_stats.finish says which: "end", "length",
         "context" or "cancelled". Afterwards, closed early included, the engine is ready for
         the next call and last_stats is set.
 
-        Raises ConfigError for a prompt that leaves no room for an answer and for a retention
-        outside 0 to 1, NativeError for a failed step, and whatever a policy raised.
+        Raises ConfigError for a prompt that leaves no room for an answer and for a setting out of
+        its range, NativeError for a failed step, and whatever a policy raised.
         """
         if not tokens:
             raise ConfigError("the prompt is empty")
@@ -108,16 +102,18 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}"
                 f"{self._more_context('shorten it')}"
             )
-        if retention is not None:
-            self.config.with_changes(retention=retention)  # checks it
-        before = self.policy.retention if self.managed else None
+        asked = dict(changes or {})
+        self.config.with_changes(**asked)  # checks them
+        usual = {}
+        if self.managed:
+            usual = {name: getattr(self.policy.settings, name, None) for name in asked}
         self._begin()
-        meter = Meter(self.store if self.managed else None, len(tokens))
+        plan = self.plan
+        meter = Meter(self.store if self.managed else None, len(tokens), plan.tier_names, plan.skip)
         chain = SamplerChain(self._context, sampling)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         try:
-            if retention is not None and before is not None:
-                self.policy.set_retention(retention)
+            self._change(asked)
             if not self._prefill(list(tokens), meter, on_prefill):
                 return
             token = -1
@@ -144,10 +140,9 @@ class Engine:
                 yield rest
         finally:
             chain.close()
-            report = self.policy.report() if self.managed else {}
+            report = dict(self.policy.report()) if self.managed else {}
             self.last_stats = meter.stats(self.mode, self.plan.budget_bytes, report)
-            if retention is not None and before is not None:
-                self.policy.set_retention(before)
+            self._change(usual)
 
     def _begin(self) -> None:
         self._cancelled = False
@@ -219,7 +214,10 @@ class Engine:
             if self.managed:
                 self.store.check_step()
                 if status == 0:
-                    self._step_done(phase, n_tokens, 1e6 * (perf_counter() - start))
+                    us = 1e6 * (perf_counter() - start)
+                    moves = self.driver.step_done(phase, n_tokens, us)
+                    if moves:
+                        self.store.transition(moves)
         except BaseException:
             undo()
             raise
@@ -239,15 +237,6 @@ class Engine:
         if self.config.ctx > self.plan.n_ctx:
             return f", and the model was made for no more: {else_do}"
         return f": {else_do}, or raise --ctx"
-
-    def _step_done(self, phase: Phase, n_tokens: int, us: float) -> None:
-        """Once per step: the policy learns, and may start transitions."""
-        counts = states = None
-        if self._counting is not None:
-            counts, states = self.store.take_counts(), self.store.states()
-        moves = self.policy.step_done(StepReport(phase, n_tokens, us, counts, states))
-        if moves:
-            self.store.transition(moves)
 
     def cancel(self) -> None:
         """Stops the running generation soon; safe in a signal handler and from any thread."""
@@ -344,16 +333,21 @@ class Engine:
         call. Raises before anything changes where the policy cannot work."""
         self._restart(self.config.with_changes(policy=name))
 
-    def set_retention(self, retention: float) -> bool:
-        """Changes the share of critical experts from the next token on; False where the policy
-        that runs has no use for it, so that it waits for another one."""
-        config = self.config.with_changes(retention=retention)
-        used = self.managed and self.policy.set_retention(retention)
+    def change(self, name: str, value: Any) -> bool:
+        """Changes a live setting of a policy from the next token on; False where the policy that
+        runs has no such setting, so that it waits for another one."""
+        config = self.config.with_changes(**{name: value})
+        used = self._change({name: value})
         self.config = config
         return used
 
+    def _change(self, settings: Mapping[str, Any]) -> bool:
+        """Whether the policy that runs has all of these live settings, and changed them."""
+        used = [self.managed and self.policy.change(*item) for item in settings.items()]
+        return all(used)
+
     def _restart(self, config: Config) -> None:
-        plan = make_plan(config, self.model, self._machine)
+        plan = plan_memory(config, self.model, self._machine)
         old_config, old_plan = self.config, self.plan
         self._learn()
         self._stop()
@@ -364,6 +358,16 @@ class Engine:
             self.config = old_config
             self._start(old_plan)
             raise
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that decides, in managed mode."""
+        return self.driver.policy
+
+    @property
+    def store(self) -> Store:
+        """The native store, in managed mode."""
+        return self.driver.store
 
     @property
     def managed(self) -> bool:
@@ -380,6 +384,11 @@ class Engine:
     def n_ctx(self) -> int:
         """Tokens that a conversation may have, answers included."""
         return self._context.n_ctx
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens of the conversation that the KV cache holds."""
+        return len(self._cached)
 
     @property
     def device_bytes(self) -> int:
@@ -412,7 +421,7 @@ class Engine:
         asked, served = self._misses.mode, self.store.misses()
         return f", misses: {served}" + (f" ({asked} cannot be had)" if served != asked else "")
 
-    def _start(self, plan: Plan, progress: Callable[[float], None] | None = None) -> None:
+    def _start(self, plan: MemoryPlan, progress: Callable[[float], None] | None = None) -> None:
         """Loads what is planned; a second time where llama.cpp takes more of a GPU's memory than
         was estimated, so that the cap holds."""
         self._load(plan, progress)
@@ -421,25 +430,27 @@ class Engine:
         beyond = self.device_bytes - plan.llama_bytes
         if beyond > 0:
             self._stop()
-            self._load(make_plan(self.config, self.model, self._machine, beyond), progress)
+            self._load(plan_memory(self.config, self.model, self._machine, beyond), progress)
 
-    def _load(self, plan: Plan, progress: Callable[[float], None] | None) -> None:
+    def _load(self, plan: MemoryPlan, progress: Callable[[float], None] | None) -> None:
         config, bindings = self.config, self._bindings
         self.plan = plan
         extra = config.use_extra_bufts
-        self._counting = plan.policy if isinstance(plan.policy, Counting) else None
-        if self._counting is not None:
-            known = self._memory.recall()
+        policy = plan.policy
+        first: Sequence[Transition] = ()
+        if policy is not None:
+            known = self._memory.recall() if policy.learns else None
             if known is not None:
-                self._counting.set_hotness(known)
-        # of the time that loading takes; the experts are read before the first token, or never
-        share = 0.5 if self._counting is not None else 1.0
+                policy.set_hotness(known)
+            first = policy.start()
+        # of the time that loading takes; experts are read before the first token, or never
+        share = 0.5 if first else 1.0
         try:
-            if plan.policy is not None:
-                self.policy = plan.policy
+            if policy is not None:
                 spec = store_spec(config, self.model, plan, self._misses)
-                self.store = Store.create(bindings.library(), spec)
-                self._parts.append(self.store)
+                store = Store.create(bindings.library(), spec)
+                self._parts.append(store)
+                self.driver = Driver(policy, store)
             self._model = Model(
                 bindings,
                 config.model,
@@ -451,11 +462,14 @@ class Engine:
                 progress=(lambda done: progress(share * done)) if progress else None,
             )
             self._parts.append(self._model)
-            if plan.policy is not None:
+            if policy is not None:
                 self.store.attach(self._model.handle)
-                self.set_route()
-                if self._counting is not None:
-                    self._warm(self._counting, share, progress)
+                self.driver.set_route()
+                self.driver.load_first(
+                    first,
+                    policy.transition_rate,
+                    (lambda done: progress(share + (1 - share) * done)) if progress else None,
+                )
             self._context = Context(
                 bindings,
                 self._model,
@@ -478,26 +492,11 @@ class Engine:
         loaded = self._model
         self._template = ChatTemplate(loaded.chat_template(), loaded.bos(), loaded.eos())
 
-    def set_route(self) -> None:
-        """Lets the policy decide, in the way it does: by on_route, or by its default tier."""
-        tier = self._counting.default_tier if self._counting is not None else 0
-        self.store.set_route(self.on_route if self.policy.needs_callback else None, tier)
-
-    def _warm(
-        self, policy: Counting, share: float, progress: Callable[[float], None] | None
-    ) -> None:
-        """Reads every expert in its first version, so that no token waits for one."""
-        self.store.set_transition_rate(self.config.transition_bytes_per_s)
-        self.store.warm(
-            policy.start(),
-            (lambda done: progress(share + (1 - share) * done)) if progress else None,
-        )
-        self.store.reset_stats()
-
     def _learn(self) -> None:
         """What the policy that runs knows about the model, for the next one."""
-        if self._parts and self._counting is not None:
-            self._memory.learn(self._counting.hotness)
+        hotness = self.policy.hotness if self._parts and self.managed else None
+        if hotness is not None:
+            self._memory.learn(hotness)
 
     def _stop(self) -> None:
         """The context goes first, then the store, then the model that it was attached to."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 SKIP = 255  # tier of an expert that contributes nothing
+SKIP_TIER = "skip"  # its name
 ABSENT = 254  # residency: no tier of the expert is in memory
 MAX_PREFETCH = 1024
 ALL_KINDS = 0  # in a prefetch request: every matrix of the layer
@@ -221,7 +222,8 @@ class GenerationStats:
     tokens after it; nan with fewer than two. hit_rate is the share of matrices whose
     asked-for tier (or a better one) was in memory while decoding; prefill_hit_rate the
     same in prefill; None where nothing was asked for. mix: shares of the routed experts by
-    decided tier, while decoding. budget_bytes is the budget of the expert slots. policy is
+    decided tier, while decoding; computed: of the matrices by the tier that was computed, which is
+    a better one where that was in memory. budget_bytes is the budget of the expert slots. policy is
     what the policy reports about itself.
     """
 
@@ -237,6 +239,7 @@ class GenerationStats:
     bytes_read: int
     wait_ms: float
     mix: dict[str, float]
+    computed: dict[str, float]
     peak_rss_bytes: int
     budget_bytes: int
     mode: str

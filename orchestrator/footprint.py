@@ -97,9 +97,13 @@ class Placed(Protocol):
     """Where the experts of one (layer, kind, tier) lie: gguf_tools.experts.Slice."""
 
     @property
+    def file_index(self) -> int: ...
+    @property
     def offset(self) -> int: ...
     @property
     def expert_bytes(self) -> int: ...
+    @property
+    def type(self) -> int: ...
 
 
 class Experts(Protocol):
@@ -158,9 +162,3 @@ def _shape(
     )
     names = tuple(model.tiers[tier].name for tier in tiers)
     return ModelShape(model.n_expert, model.n_expert_used, names, slots)
-
-
-def slots_of_all(shape: ModelShape, tier: int = 0) -> int:
-    """Bytes of slots for every expert in one tier of a shape."""
-    layers = range(shape.n_layers)
-    return shape.n_expert * sum(shape.expert_slot_bytes(layer, tier) for layer in layers)

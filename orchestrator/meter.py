@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.events import GenerationStats, Phase, percentile
-from orchestrator.native import MAX_TIERS, CStats, Store
+from orchestrator.mix import Mix, computed, decided
+from orchestrator.native import CStats, Store
 
 
 class Meter:
     """Counts from its creation; token() at every chosen token; stats() at the end."""
 
-    def __init__(self, store: Store | None, prompt_tokens: int) -> None:
-        """store None: the plain path, where there is nothing to count."""
+    def __init__(
+        self, store: Store | None, prompt_tokens: int, tiers: Sequence[str], skip: bool = False
+    ) -> None:
+        """store None: the plain path, where there is nothing to count. tiers: names of those in
+        use, best first; skip: experts may be skipped."""
         self._store = store
+        self._tiers, self._skip = tiers, skip
         self._prompt_tokens = prompt_tokens
         self.evaluated_tokens = 0
         self.finish = "cancelled"
@@ -41,7 +47,8 @@ class Meter:
         gaps_ms = [1000.0 * (b - a) for a, b in pairwise(times[1:])]
         hit_rate = prefill_hit_rate = callback_us = None
         bytes_read, wait_ms = 0, 0.0
-        mix = {"high": 1.0, "low": 0.0, "skip": 0.0}
+        mix = best = {self._tiers[0]: 1.0}
+        as_computed = best
         if store is not None:
             old, new = self._before, store.stats()
             prefill_hit_rate = _rate(old, new, Phase.PREFILL)
@@ -51,7 +58,7 @@ class Meter:
                 bytes_read += new.prefetch_bytes[phase] - old.prefetch_bytes[phase]
                 wait_ms += (new.wait_us[phase] - old.wait_us[phase]) / 1000.0
             bytes_read += new.transition_bytes - old.transition_bytes
-            mix = _mix(old, new)
+            mix, as_computed = self._mixes(old, new)
             callback_us = store.callback_us(since=self._calls)
         return GenerationStats(
             ttft_ms=1000.0 * (times[1] - times[0]) if len(times) > 1 else float("nan"),
@@ -66,6 +73,7 @@ class Meter:
             bytes_read=bytes_read,
             wait_ms=wait_ms,
             mix=mix,
+            computed=as_computed,
             peak_rss_bytes=peak_rss_bytes(),
             budget_bytes=budget_bytes,
             mode=mode,
@@ -74,22 +82,21 @@ class Meter:
             policy=policy,
         )
 
+    def _mixes(self, old: CStats, new: CStats) -> tuple[Mix, Mix]:
+        """As decided and as computed while decoding; in the prompt where nothing was decoded."""
+        for phase in (Phase.DECODE, Phase.PREFILL):
+            routed = _moved(old.routed[phase], new.routed[phase])
+            mix = decided(routed, self._tiers, self._skip)
+            if mix is not None:
+                matrices = _moved(old.computed[phase], new.computed[phase])
+                return mix, computed(matrices, self._tiers) or {}
+        return {self._tiers[0]: 1.0}, {self._tiers[0]: 1.0}
+
 
 def _rate(old: CStats, new: CStats, phase: Phase) -> float | None:
     asked = new.requests[phase] - old.requests[phase]
     return (new.hits[phase] - old.hits[phase]) / asked if asked else None
 
 
-def _mix(old: CStats, new: CStats) -> dict[str, float]:
-    """Shares of the routed experts by decided tier while decoding; of the prefill where
-    nothing was decoded."""
-    for phase in (Phase.DECODE, Phase.PREFILL):
-        counts = [b - a for a, b in zip(old.routed[phase], new.routed[phase], strict=True)]
-        total = sum(counts)
-        if total:
-            return {
-                "high": counts[0] / total,
-                "low": sum(counts[1:MAX_TIERS]) / total,
-                "skip": counts[MAX_TIERS] / total,
-            }
-    return {"high": 1.0, "low": 0.0, "skip": 0.0}
+def _moved(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    return [b - a for a, b in zip(before, after, strict=True)]

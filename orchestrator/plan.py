@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.layout import KINDS, POOL_ALIGNMENT
 from gguf_tools.units import format_size
-from orchestrator.choice import (
-    LRU,
-    PLAIN,
-    choose,
-    policy_settings,
-    prefetch_mode,
-    wants_plain,
-)
+from orchestrator.choice import choose, make_policy, wants_plain
 from orchestrator.config import Config
-from orchestrator.errors import BudgetError, ConfigError, PolicyError
+from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import (
+    Placed,
     attention_weights,
     compute_bytes,
     context_tokens,
@@ -27,20 +22,19 @@ from orchestrator.footprint import (
     kernel_bytes,
     model_shape,
     process_bytes,
-    slots_of_all,
 )
 from orchestrator.hardware import Device, Machine
 from orchestrator.native import Misses, Slices, StoreSpec
-from orchestrator.policy import Policy, PolicySettings, known_policies, make_policy
-from orchestrator.policy.base import ModelShape, SlotPlan
+from orchestrator.policy import BASELINE, PLAIN, ModelShape, Policy, policy_class
+from orchestrator.policy.base import Callback, SlotPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """Where everything goes. Sizes in bytes.
 
-    tiers: the file's tier indices in use, best first; policy, shape and slots are None in
-    plain mode. ram_bytes is the cap over all that the host's memory takes.
+    tiers: the file's tier indices in use, best first; skip: experts may be skipped; policy, shape
+    and slots are None in plain mode. ram_bytes is the cap over all that the host's memory takes.
 
     On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, capped by
     vram_bytes; host_bytes is then the cache of experts in the host's memory behind it, and
@@ -52,6 +46,7 @@ class Plan:
     reason: str
     n_ctx: int
     tiers: tuple[int, ...]
+    skip: bool
     tier_names: tuple[str, ...]
     ram_bytes: int
     dense_bytes: int
@@ -98,22 +93,24 @@ class _Room:
         return f"{what} {format_size(self.cap)}"
 
 
-def make_plan(config: Config, model: ExpertModel, machine: Machine, more_scratch: int = 0) -> Plan:
+def plan_memory(
+    config: Config, model: ExpertModel, machine: Machine, more_scratch: int = 0
+) -> MemoryPlan:
     """Lays the model out in memory: that of the machine's device, where it has one, with the
     host's behind it.
 
     Without a policy: the plain upstream path where everything fits and neither a low tier
-    nor expert slots are asked for; else lru where the high tier fits whole, so that there is
-    nothing to decide; else dymoe. That is lossless where the file has one tier and none is
-    skipped: the default retention is 1 there.
+    nor expert slots are asked for; else the baseline where the high tier fits whole, so that
+    there is nothing to decide; else the default policy. That is lossless where the file has one
+    tier and none is skipped.
 
     more_scratch: bytes that llama.cpp was seen to take beyond the estimate.
 
     Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
     for a policy or tiers that do not go with the model.
     """
-    if config.policy is not None and config.policy not in known_policies():
-        raise PolicyError(f"unknown policy '{config.policy}'; known: {', '.join(known_policies())}")
+    if config.policy not in (None, PLAIN):
+        policy_class(config.policy or "")  # raises for an unknown one
     device = machine.device
     n_ctx = context_tokens(model, config)
     ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
@@ -124,12 +121,15 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine, more_scratch
     def shape_of(tiers: tuple[int, ...]) -> ModelShape:
         return device_shape(model, tiers) if device else model_shape(model, tiers)
 
-    def plan(managed: bool, reason: str, tiers: tuple[int, ...], **fields: Any) -> Plan:
-        return Plan(
+    def plan(
+        managed: bool, reason: str, tiers: tuple[int, ...], skip: bool = False, **fields: Any
+    ) -> MemoryPlan:
+        return MemoryPlan(
             managed=managed,
             reason=reason,
             n_ctx=n_ctx,
             tiers=tiers,
+            skip=skip,
             tier_names=tuple(model.tiers[tier].name for tier in tiers),
             ram_bytes=ram,
             dense_bytes=room.dense,
@@ -164,23 +164,24 @@ def make_plan(config: Config, model: ExpertModel, machine: Machine, more_scratch
         if config.expert_ram and room.asked
         else (config.expert_ram or rest)
     )
-    name, tiers = choose(config, model, shape_of, budget)
-    shape = shape_of(tiers)
-    policy = make_policy(name, shape, policy_settings(config, tiers))
+    choice = choose(config, model, shape_of, budget)
+    shape = shape_of(choice.tiers)
+    policy = make_policy(config, choice, shape)
     try:
         slots = policy.plan(max(0, budget))
     except BudgetError as error:
-        raise _too_small(config, name, shape, error.needed_bytes, room) from None
+        raise _too_small(config, policy.name, shape, error.needed_bytes, room) from None
     asked = config.expert_ram or room.asked
     return plan(
         True,
         policy.describe(),
-        tiers,
+        choice.tiers,
+        choice.skip,
         budget_bytes=budget if asked else slots.total_bytes,
         policy=policy,
         shape=shape,
         slots=slots,
-        host_bytes=_host_bytes(config, model, tiers, ram) if device else 0,
+        host_bytes=_host_bytes(config, model, choice.tiers, ram) if device else 0,
     )
 
 
@@ -223,7 +224,7 @@ def _host_bytes(config: Config, model: ExpertModel, tiers: tuple[int, ...], ram:
     slots = {size for layer in shape.slots for sizes in layer for size in sizes.values()}
     # every size has slots of its own, two at least
     in_flight = max(2 * config.io_threads * max(slots), 2 * sum(slots))
-    every = sum(slots_of_all(model_shape(model, (tier,))) for tier in tiers)
+    every = sum(model_shape(model, (tier,)).all_slot_bytes() for tier in tiers)
     if ram - fixed < in_flight:
         needed = fixed + in_flight
         raise BudgetError(
@@ -241,10 +242,11 @@ def _too_small(
     expert_ram = config.expert_ram
     by_slots = expert_ram is not None and (room.asked is None or expert_ram < slots)
     other = ""
-    if name != LRU:
-        least = _least_slots(LRU, shape)
+    if name != BASELINE:
+        least = _least_slots(policy_class(BASELINE), shape)
         if least < slots:
-            other = f"; --policy lru works from {least if by_slots else room.fixed + least} bytes"
+            from_bytes = least if by_slots else room.fixed + least
+            other = f"; --policy {BASELINE} works from {from_bytes} bytes"
     if expert_ram is not None and by_slots:
         return BudgetError(
             f"--expert-ram {format_size(expert_ram)} is too small: the smallest that works "
@@ -261,54 +263,67 @@ def _too_small(
     )
 
 
-def _least_slots(name: str, shape: ModelShape) -> int:
+def _least_slots(policy: type[Policy], shape: ModelShape) -> int:
     try:
-        return make_policy(name, shape, PolicySettings()).plan(0).total_bytes
+        return policy(shape).plan(0).total_bytes
     except BudgetError as error:
         return error.needed_bytes
 
 
-def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -> StoreSpec:
+def store_spec(config: Config, model: ExpertModel, plan: MemoryPlan, misses: Misses) -> StoreSpec:
     """The native store's layout: the plan's tiers renumbered from 0."""
-    if plan.slots is None:
+    if plan.slots is None or plan.policy is None:
         raise ConfigError("the plain path has no store")
-    layers = []
-    for layer, (il, kinds) in enumerate(zip(model.layer_ids, model.slices, strict=True)):
-        slices = {}
-        for kind, by_tier in enumerate(kinds):
-            for tier, file_tier in enumerate(plan.tiers):
-                each = by_tier[file_tier]
-                if each is not None:
-                    group = plan.slots.group_of[layer, kind, tier]
-                    slices[kind, tier] = Slices(
-                        each.file_index, each.offset, each.expert_bytes, int(each.type), group
-                    )
-        layers.append((il, slices))
-    prefetches = (
-        plan.policy is not None and plan.policy.needs_callback and prefetch_mode(config) != "off"
-    )
     return StoreSpec(
         files=tuple(model.files),
-        layers=tuple(layers),
+        layers=store_layers(model.layer_ids, model.slices, plan.tiers, plan.slots),
         groups=tuple((group.slot_bytes, group.n_slots) for group in plan.slots.groups),
         budget_bytes=plan.budget_bytes,
         n_tiers=len(plan.tiers),
         n_expert=model.n_expert,
         n_expert_used=model.n_expert_used,
         max_tokens=min(config.n_ubatch, plan.n_ctx),
-        n_ahead=config.n_ahead if prefetches else 0,
+        n_ahead=plan.policy.n_ahead,
         n_io_threads=config.io_threads,
         direct_io=config.direct_io,
         n_passing=tuple(group.n_passing for group in plan.slots.groups),
         importance_window=importance_window(config, plan),
-        exact_tiers=config.exact_tiers and plan.policy is not None and plan.policy.needs_callback,
+        exact_tiers=config.exact_tiers and plan.policy.callback is not Callback.NEVER,
         device=plan.device.name if plan.device else None,
         host_bytes=plan.host_bytes,
         misses=misses,
     )
 
 
-def importance_window(config: Config, plan: Plan) -> int:
+def store_layers(
+    layer_ids: Sequence[int],
+    slices: Sequence[Sequence[Sequence[Placed | None]]],
+    tiers: Sequence[int],
+    slots: SlotPlan,
+) -> tuple[tuple[int, dict[tuple[int, int], Slices]], ...]:
+    """StoreSpec.layers: where the experts of each layer lie, in the tiers in use, renumbered from
+    0, and which group holds them. slices[layer][kind][tier] of the file."""
+    return tuple(
+        (
+            il,
+            {
+                (kind, tier): Slices(
+                    each.file_index,
+                    each.offset,
+                    each.expert_bytes,
+                    int(each.type),
+                    slots.group_of[layer, kind, tier],
+                )
+                for kind, by_tier in enumerate(kinds)
+                for tier, file_tier in enumerate(tiers)
+                if (each := by_tier[file_tier]) is not None
+            },
+        )
+        for layer, (il, kinds) in enumerate(zip(layer_ids, slices, strict=True))
+    )
+
+
+def importance_window(config: Config, plan: MemoryPlan) -> int:
     """Queries whose attention makes a prompt's token scores: 0 none, -1 all."""
     if plan.policy is None or not plan.policy.needs_importance:
         return 0

@@ -87,12 +87,12 @@ def save(path: Path, model: ExpertModel, hotness: np.ndarray) -> None:
 class Memory:
     """What an engine knows about its model's hotness, from this run or an earlier one.
 
-    config.profile names a file, which may not exist yet; where none is named, config.remember
+    the setting profile names a file, which may not exist yet; where none is named, config.remember
     stands for the user cache. note: why that was left aside, or None.
     """
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
-        self._named, self._remember, self._model = config.profile, config.remember, model
+        self._named, self._remember, self._model = config.given("profile"), config.remember, model
         self._hotness: np.ndarray | None = None
         self._path: Path | None = None
         self._read = self._learned = False

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from gguf_tools.units import format_size
+from orchestrator.events import SKIP_TIER
 
 if TYPE_CHECKING:
     from orchestrator.events import GenerationStats
@@ -30,8 +32,12 @@ def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
         fields.append(f"{stats.tokens_per_s:.1f} tokens/s")
     if stats.hit_rate is not None:
         fields.append(f"hits {100 * stats.hit_rate:.0f} %")
-        shares = (f"{name} {100 * stats.mix[name]:.0f} %" for name in ("high", "low", "skip"))
-        fields.append(" ".join(shares))
+        fields.append(_mix_text(stats.mix))
+        differs = any(
+            abs(stats.mix.get(tier, 0.0) - x) > 0.005 for tier, x in stats.computed.items()
+        )
+        if differs and SKIP_TIER not in stats.mix:
+            fields[-1] += f" (computed {_mix_text(stats.computed)})"
     if stats.budget_bytes:
         fields.append(f"read {format_size(stats.bytes_read)}")
     fields.append(f"memory {format_size(stats.peak_rss_bytes)} of {format_size(ram_bytes)}")
@@ -39,6 +45,10 @@ def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
         fields.append(f"expert slots {format_size(stats.budget_bytes)}")
     fields.append(_short_mode(stats.mode))
     return fields
+
+
+def _mix_text(mix: Mapping[str, float]) -> str:
+    return " ".join(f"{tier} {100 * share:.0f} %" for tier, share in mix.items())
 
 
 def _short_mode(mode: str) -> str:

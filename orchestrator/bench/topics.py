@@ -11,8 +11,8 @@ from orchestrator.bench.loop import Loop
 from orchestrator.bench.models import LOW, Note
 from orchestrator.bench.plan import MANAGED, NO_REPACK, REPACK, RESIDENT, BenchOptions, Case, mapped
 from orchestrator.bench.topics_report import STEADY, WINDOW, goals, topic_rows, window_name
-from orchestrator.config import Config
 from orchestrator.errors import ConfigError
+from orchestrator.policy.dynaexq import DynaExq
 
 ALL_LOW, FIXED, RESTLESS = "all low", "fixed hot set", "no hysteresis"
 MIB = 1 << 20
@@ -58,7 +58,7 @@ class TopicOptions(BenchOptions):
     def usual(self) -> int:
         """The interval of all cases but those that are about intervals: the usual one, or the
         first."""
-        usual = Config.__dataclass_fields__["update_steps"].default
+        usual = DynaExq.Settings().update_steps
         return usual if usual in self.updates else self.updates[0]
 
     def parts(self) -> list[Part]:

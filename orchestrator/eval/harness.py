@@ -23,12 +23,11 @@ try:
 except ImportError as error:
     raise ImportError("lm_eval is missing: install it with `pip install -e '.[eval]'`") from error
 
-from orchestrator.config import Config, parse_size
+from orchestrator.config import Config
 from orchestrator.engine import Engine, Sampling
 from orchestrator.errors import ConfigError
 from orchestrator.eval.judge import Judge
 
-_SIZES = ("ram", "expert_ram")
 _MAX_GEN_TOKENS = 256
 
 
@@ -47,9 +46,9 @@ class MoeEdgeLM(TemplateLM):
         """settings: Config's, `model` at least. lm_eval always passes the three named ones; one
         sequence is evaluated at a time, on the CPU. Raises MoeEdgeError in one of its forms."""
         super().__init__()
-        for name in _SIZES:
-            if name in settings:
-                settings[name] = parse_size(str(settings[name]))
+        for name, declared in Config.declared().items():
+            if name in settings and declared.unit is not None:
+                settings[name] = declared.parse(str(settings[name]))
         settings.setdefault("exact_tiers", True)
         self.engine = Engine.open(Config.build(**settings))
         self._judge = Judge(self.engine)

@@ -20,6 +20,7 @@ from orchestrator.eval.perplexity import TextScores, score_text
 from orchestrator.eval.text import Window, cut_windows, read_documents
 from orchestrator.eval.usage import counters, usage_between
 from orchestrator.events import Phase
+from orchestrator.policy import BASELINE
 
 # (what is being done, how much of it, 0 to 1)
 Report = Callable[[str, float], None]
@@ -67,14 +68,12 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
 
 def best_config(config: Config, best: str) -> Config:
     """The same model in its best tier alone, without the caps: nothing is decided there."""
-    return config.with_changes(
-        policy="lru",
+    return config.compared(
+        policy=BASELINE,
         high_tier=best,
         low=None,
         low_tier=None,
-        retention=None,
         renormalize=False,
-        profile=None,
         ram=None,
         expert_ram=None,
     )

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config import SCHEDULES, Config
+from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.eval import arithmetic, plot
@@ -21,6 +21,7 @@ from orchestrator.eval.studies_dynaexq import demotion, memory
 from orchestrator.eval.subject import SKIP, Row, Subject
 from orchestrator.files import write_whole
 from orchestrator.plotting import COLOURS
+from orchestrator.policy.retention import SCHEDULES
 
 SEEDS = (1, 2, 3)
 SWEEP = (0.6, 0.7, 0.75, 0.8, 0.9, 1.0)

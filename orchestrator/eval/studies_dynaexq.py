@@ -15,6 +15,7 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from orchestrator import profile
+from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.eval import arithmetic, plot
@@ -25,7 +26,8 @@ from orchestrator.eval.report import Table, change, percent, with_error
 from orchestrator.eval.run import pair
 from orchestrator.eval.subject import Row, Subject
 from orchestrator.eval.text import Window
-from orchestrator.footprint import model_shape, slots_of_all
+from orchestrator.footprint import model_shape
+from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.policy.versions import HIGH, LOW, resident_plan
 
 SEEDS = (1, 2, 3)
@@ -89,7 +91,7 @@ class Residency:
 
     def uniform_bytes(self, tier: int) -> int:
         """Slot bytes of every expert in one of the two tiers."""
-        return slots_of_all(self.shape, tier)
+        return self.shape.all_slot_bytes(tier)
 
     def budget_bytes(self, n_high: int) -> int:
         """The least budget that holds n_high experts of each layer high, and what swaps need."""
@@ -134,13 +136,18 @@ class Residency:
         with self.open(self.n_expert, None, update_steps=0) as engine:
             counts = Counts(engine.policy)
             self.subject.on(windows).score_open(engine, "hotness", lambda own: counts)
-        return counts.per_step * max(1, self.subject.config.update_steps)
+        return counts.per_step * max(1, _interval(self.subject.config))
 
     def random(self, seed: int) -> np.ndarray:
         """A hotness that says nothing: an order of each layer's experts by chance."""
         rng = np.random.default_rng(seed)
         layers = range(self.shape.n_layers)
         return np.stack([rng.permutation(self.n_expert) + 1.0 for _ in layers])
+
+
+def _interval(config: Config) -> int:
+    """Decode steps between two updates of the hot sets."""
+    return DynaExq.Settings.of(config.of_policies).update_steps
 
 
 def _held_high(row: Row) -> float:
@@ -277,7 +284,7 @@ def memory(subject: Subject, folder: Path) -> list[Table]:
             for number, work in enumerate(works):
                 panels = (axes[number], axes[len(works) + number])
                 tables.append(_budgets(residency, work, ends.part(work.places), reference, panels))
-    interval = subject.config.update_steps
+    interval = _interval(subject.config)
     tables[-1].notes.append(
         f"Each text is read token by token in one go, the hot sets updated every {interval} steps. "
         f"{STARTED[0].upper()}{STARTED[1:]}: what {subject.on(first).n_tokens} other tokens of "
@@ -370,7 +377,7 @@ def _budgets(
 
 def _best_bytes(subject: Subject) -> int:
     with ExpertModel.open(subject.config.model) as model:
-        return slots_of_all(model_shape(model, (0,)))
+        return model_shape(model, (0,)).all_slot_bytes()
 
 
 def _adder(table: Table, ends: Ends) -> Callable[..., None]:

@@ -65,7 +65,7 @@ class Subject:
                 "a study chooses how it judges: no --prefill, --reuse or --kl with it"
             )
         for name in ("policy", "retention"):
-            if getattr(config, name) is not None:
+            if config.given(name) is not None:
                 raise ConfigError(f"a study chooses what it compares: leave out --{name}")
         documents = read_documents(options.text)
         self.questions: list[Question] = read_questions(options.choices) if options.choices else []
@@ -148,7 +148,7 @@ class Subject:
     ) -> Row:
         """One configuration. wrap: what decides in the place of its policy. ask: put the
         questions too."""
-        with Engine.open(self.config.with_changes(**settings)) as engine:
+        with Engine.open(self.config.compared(**settings)) as engine:
             return self.score_open(engine, label, wrap, prefill, against, ask)
 
     def score_open(
@@ -163,7 +163,7 @@ class Subject:
         """As score, with an engine that stays open; its own policy is put back."""
         own = engine.policy
         if wrap is not None:
-            engine.policy = cast(Policy, wrap(own))
+            engine.driver.policy = cast(Policy, wrap(own))
         try:
             judge = Judge(engine, prefill)
             before = counters(engine)
@@ -179,7 +179,7 @@ class Subject:
                 else None
             )
         finally:
-            engine.policy = own
+            engine.driver.policy = own
         realised = None if prefill else getattr(own, "realised", None)
         return Row(text, choices, usage, realised)
 

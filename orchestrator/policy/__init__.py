@@ -1,44 +1,71 @@
-"""The policies by name. A policy decides; the native store moves the bytes."""
+"""The policies by name. A policy decides; the native store moves the bytes.
+
+A new policy is one file here and one line in POLICIES.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from orchestrator.errors import PolicyError
-from orchestrator.policy.base import Counting, ModelShape, Policy, PolicySettings
+from orchestrator.policy.base import ModelShape, Policy, Rules
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.policy.lru import LRU
+from orchestrator.settings import Setting
 
-POLICIES: dict[str, Callable[[ModelShape, PolicySettings], Policy]] = {
-    LRU.name: LRU,
-    DyMoE.name: DyMoE,
-    DynaExq.name: DynaExq,
-}
+POLICIES: dict[str, type[Policy]] = {each.name: each for each in (LRU, DyMoE, DynaExq)}
+
+# The upstream path without a store, which a user asks for like a policy.
+PLAIN = "plain"
+PLAIN_REASON = "runs the best precision alone"
+# What others are compared with, and what decides where everything fits the slots.
+BASELINE = LRU.name
+# What decides where not everything fits.
+DEFAULT = DyMoE.name
 
 
-def make_policy(name: str, shape: ModelShape, settings: PolicySettings) -> Policy:
-    """The named policy for a model. Raises PolicyError for an unknown name, or where the
-    policy cannot work with the model's tiers."""
+def policy_class(name: str) -> type[Policy]:
+    """The named policy. Raises PolicyError listing those that there are."""
     try:
-        policy = POLICIES[name]
+        return POLICIES[name]
     except KeyError:
         known = ", ".join(known_policies())
         raise PolicyError(f"unknown policy '{name}'; known: {known}") from None
-    return policy(shape, settings)
 
 
 def known_policies() -> tuple[str, ...]:
-    """Every name that a user may give; "plain" is the upstream path without a store."""
-    return (*POLICIES, "plain")
+    """Every name that a user may give."""
+    return (*POLICIES, PLAIN)
+
+
+def policy_settings() -> Mapping[str, Setting]:
+    """Every setting of every policy, by name. Those that several policies have are one: they
+    share its declaration."""
+    found: dict[str, Setting] = {}
+    for policy in POLICIES.values():
+        for name, declared in policy.Settings.declared().items():
+            if found.setdefault(name, declared) != declared:
+                raise TypeError(f"two policies declare the setting {name} in two ways")
+    return found
+
+
+def owners(name: str) -> tuple[str, ...]:
+    """Names of the policies that have a setting."""
+    return tuple(each.name for each in POLICIES.values() if name in each.Settings.declared())
 
 
 __all__ = [
+    "BASELINE",
+    "DEFAULT",
+    "PLAIN",
+    "PLAIN_REASON",
     "POLICIES",
-    "Counting",
     "ModelShape",
     "Policy",
-    "PolicySettings",
+    "Rules",
     "known_policies",
-    "make_policy",
+    "owners",
+    "policy_class",
+    "policy_settings",
 ]

@@ -5,14 +5,17 @@ No clock, no I/O, no global; the same object runs live and in replay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, ClassVar
 
 import numpy as np
 
+from gguf_tools.layout import MAX_TIERS
 from orchestrator.errors import BudgetError
 from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
+from orchestrator.settings import Settings
 
 Transition = tuple[int, int, int]  # layer, expert, tier to bring it to
 
@@ -37,33 +40,20 @@ class ModelShape:
         """Slot bytes of one whole expert: all of its matrices."""
         return sum(self.slots[layer][tier].values())
 
+    def all_slot_bytes(self, tier: int = 0) -> int:
+        """Slot bytes of every expert in one tier."""
+        return self.n_expert * sum(self.expert_slot_bytes(il, tier) for il in range(self.n_layers))
+
 
 @dataclass(frozen=True, slots=True)
-class PolicySettings:
-    """What a user can tune. skip_low: experts that are not critical are skipped (4/0).
-    schedule: "cosine", "linear" or "flat"; prefetch: "on", "off", or "auto", which stops it
-    while it does not pay; heavy_hitters: the share of a prompt's tokens that count as such;
-    prompts_pass: a prompt's experts pass through a part of the slots; exact: what is decided
-    does not depend on what is in memory.
+class Rules:
+    """What holds for every policy. skip: the tier of no bytes is in use, below the others.
+    renormalize: the weights of a token's other experts make up for the skipped ones. exact: what
+    is decided does not depend on what is in memory."""
 
-    Of dynaexq: update_steps, decode steps between two updates of the hot sets, 0 for none;
-    hotness_decay, its alpha; hysteresis, in mean scores of a layer, and rank_slack, in ranks;
-    hot_experts, the most that a layer may have in the high tier.
-    """
-
-    retention: float = 0.75
-    skip_low: bool = False
-    prefetch: str = "auto"
+    skip: bool = False
     renormalize: bool = False
-    schedule: str = "cosine"
-    heavy_hitters: float = 0.4
-    prompts_pass: bool = True
     exact: bool = False
-    update_steps: int = 32
-    hotness_decay: float = 0.8
-    hysteresis: float = 0.25
-    rank_slack: int = 0
-    hot_experts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,63 +78,170 @@ class SlotPlan:
         return sum(group.slot_bytes * group.n_slots for group in self.groups)
 
 
-class Policy(Protocol):
-    """One way to decide. needs_callback False: every routed expert is asked for in tier 0
-    and Python is never called."""
+class Callback(Enum):
+    """In which steps a policy is asked once per MoE layer. In the others every routed expert is
+    asked for in the policy's default tier, or a better one that is in memory, without Python."""
 
-    name: str
-    needs_callback: bool
-    retention: float | None  # None where nothing is retained
+    NEVER = "never"
+    PREFILL = "in prefill only"
+    ALWAYS = "always"
+
+
+class TierOffer:
+    """What a policy may choose its high tier from: the tiers of a file, best first, and what their
+    slots take. low is the index of the low tier that a user named, or None; paired says that the
+    low tier comes with a second file."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shape_of: Any,
+        budget_bytes: int,
+        low: int | None = None,
+        paired: bool = False,
+    ) -> None:
+        """shape_of: from file tier indices to a ModelShape."""
+        self.names = tuple(names)
+        self.budget_bytes = budget_bytes
+        self.low = low
+        self.paired = paired
+        self._shape_of = shape_of
+
+    def shape(self, *tiers: int) -> ModelShape:
+        """The model reduced to some of its tiers."""
+        shape: ModelShape = self._shape_of(tiers)
+        return shape
+
+    def fits_whole(self, tier: int) -> bool:
+        """Whether slots for every expert in this tier fit the budget."""
+        return self.shape(tier).all_slot_bytes() <= self.budget_bytes
+
+
+class Policy:
+    """One way to decide. The class says what a policy wants, its methods what it does; what a
+    policy leaves alone does nothing.
+
+    name: what a user calls it; summary: what it does, in a sentence for tables of the documents.
+    Settings: the record of its own settings, all of which become options. least_tiers, most_tiers:
+    how many precisions it works with. reason: why other policies' options have no effect with it,
+    the end of "NAME, which ...". callback: when it is asked. counts: StepReport.counts is wanted.
+    follows_tiers: StepReport.resident and target are. learns: its hotness is kept for the next
+    start. default_tier: what is asked for where the policy is not.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str] = ""
+    Settings: ClassVar[type[Settings]] = Settings
+    least_tiers: ClassVar[int] = 1
+    most_tiers: ClassVar[int] = MAX_TIERS
+    reason: ClassVar[str] = "has settings of its own"
+    callback: ClassVar[Callback] = Callback.NEVER
+    counts: ClassVar[bool] = False
+    follows_tiers: ClassVar[bool] = False
+    learns: ClassVar[bool] = False
+    default_tier: int = 0
+
+    # Whether tokens may wait although the policy wants everything in memory.
+    caching: bool = False
+    # How often it renewed what it wants in memory.
+    updates: int = 0
+
+    def __init__(self, shape: ModelShape, settings: Any = None, rules: Rules | None = None) -> None:
+        """settings: a record of the class's Settings, None for its defaults. Raises PolicyError
+        where the policy cannot work with the model's tiers."""
+        self.shape = shape
+        self.settings = self.Settings() if settings is None else settings
+        self.rules = rules or Rules()
+
+    @classmethod
+    def high_tier(cls, offer: TierOffer) -> int:
+        """The file tier to take as the best one, where the user left that open: the best one
+        where all of it fits, else q4_k where the file has it above a low tier, else the best."""
+        if offer.fits_whole(0) or _USUAL_HIGH not in offer.names:
+            return 0
+        usual = offer.names.index(_USUAL_HIGH)
+        above = usual < (len(offer.names) - 1 if offer.low is None else offer.low)
+        return usual if above or (offer.low is None and not offer.paired) else 0
+
+    @property
+    def n_ahead(self) -> int:
+        """How many layers ahead it wants the routers asked, 0 for none."""
+        return 0
 
     @property
     def needs_importance(self) -> bool:
         """Whether prefill events must carry the attention that tokens receive."""
+        return False
 
-    def plan(self, budget_bytes: int) -> SlotPlan:
-        """How the budget is divided into slots. Raises BudgetError when it is too small."""
-
-    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Writes a tier for the routed experts (0 where nothing is written) and what to
-        prefetch. Mutates only `out`; keeps no reference to what it was given."""
-
-    def step_done(self, report: StepReport) -> Sequence[Transition] | None:
-        """After every step that succeeded; returns the transitions to start, if any."""
-
-    def report(self) -> dict[str, Any]:
-        """What the policy knows about its own work, JSON-ready; empty where nothing."""
-
-    def describe(self) -> str:
-        """One phrase for the mode line."""
-
-    def set_retention(self, retention: float) -> bool:
-        """Changes the share of critical experts while running; False where there is none."""
-
-
-@runtime_checkable
-class Counting(Protocol):
-    """What a policy has besides, where it decides between steps and not during them: it needs no
-    callback, and gets counts and states with each StepReport.
-
-    default_tier: what every routed expert is asked for; a better copy in memory is used.
-    """
-
-    default_tier: int
-    caching: bool  # not every expert is in memory, so that tokens may wait
-    updates: int  # so often the hot sets were renewed
+    @property
+    def transition_rate(self) -> int:
+        """Bytes per second that its transitions may read beside decoding, 0 for no limit."""
+        return 0
 
     @property
     def fresh(self) -> bool:
-        """Whether no step was reported yet."""
+        """Whether it would decide as a new one: it was told of no step yet, or keeps nothing."""
+        return True
 
     @property
-    def hotness(self) -> np.ndarray:
-        """What it has learned, float64 [n_layers, n_expert], a copy."""
+    def hotness(self) -> np.ndarray | None:
+        """What it has learned, float64 [n_layers, n_expert], a copy; None where it learns
+        nothing."""
+        return None
 
     def set_hotness(self, scores: np.ndarray) -> None:
-        """Starts from what an earlier run learned."""
+        """Starts from what an earlier run learned, [n_layers, n_expert]."""
+
+    def plan(self, budget_bytes: int) -> SlotPlan:
+        """How the budget is divided into slots. Raises BudgetError when it is too small."""
+        raise NotImplementedError
 
     def start(self) -> Sequence[Transition]:
-        """(layer, expert, tier) to load before the first token; after plan."""
+        """What to load before the first token; after plan."""
+        return ()
+
+    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        """Writes a tier for the routed experts (0 where nothing is written) and what to
+        prefetch. Mutates only `out`; keeps no reference to what it was given.
+
+        A policy that is not asked is asked by a recorder all the same: it answers what is asked
+        for without it, its default tier or a better one in memory."""
+        if self.default_tier:
+            np.minimum(view.resident_array[event.layer], self.default_tier, out=out.tier_array)
+
+    def step_done(self, report: StepReport) -> Sequence[Transition]:
+        """After every step that succeeded; returns the transitions to start."""
+        return ()
+
+    def change(self, name: str, value: Any) -> bool:
+        """Changes a live setting; False where the policy has none of this name. Slots stay as
+        planned. Raises SettingError and what settings_changed raises, and changes nothing then."""
+        declared = self.Settings.declared().get(name)
+        if declared is None or not declared.live:
+            return False
+        before = self.settings
+        self.settings = replace(before, **{name: value})
+        try:
+            self.settings_changed()
+        except BaseException:
+            self.settings = before
+            raise
+        return True
+
+    def settings_changed(self) -> None:
+        """After a live setting changed. Changes nothing where it raises PolicyError."""
+
+    def report(self) -> Mapping[str, Any]:
+        """What the policy knows about its own work, JSON-ready; empty where nothing."""
+        return {}
+
+    def describe(self) -> str:
+        """One phrase for the mode line."""
+        return f"{self.name} {'/'.join(self.shape.tiers)}"
+
+
+# The precision that most models are published in.
+_USUAL_HIGH = "q4_k"
 
 
 @dataclass(frozen=True, slots=True)

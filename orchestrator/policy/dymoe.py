@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,8 +13,10 @@ from orchestrator.errors import PolicyError
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy import prefetch
 from orchestrator.policy.base import (
+    Callback,
     ModelShape,
-    PolicySettings,
+    Policy,
+    Rules,
     Share,
     SlotGroup,
     SlotPlan,
@@ -25,7 +29,9 @@ from orchestrator.policy.importance import (
     token_order,
 )
 from orchestrator.policy.monitor import Monitor, Prediction
-from orchestrator.policy.retention import realised, solve
+from orchestrator.policy.prefetch import AUTO, OFF, ON, LookAhead
+from orchestrator.policy.retention import COSINE, SCHEDULES, realised, solve
+from orchestrator.settings import setting
 
 _DECODE = int(Phase.DECODE)
 
@@ -34,8 +40,43 @@ _DECODE = int(Phase.DECODE)
 _STAYS_SHARE = 0.75
 _PASSING_SHARE = 0.5
 
+_USUAL_RETENTION = 0.75
 
-class DyMoE:
+
+@dataclass(frozen=True)
+class DyMoESettings(LookAhead):
+    """What a user can tune."""
+
+    retention: float | None = setting(
+        None,
+        "Average share of critical experts, 0 to 1.",
+        metavar="R",
+        within=(0.0, 1.0),
+        shown=f"1 with one precision, else {_USUAL_RETENTION}",
+        live=True,
+    )
+    schedule: str = setting(
+        COSINE,
+        f"How that share falls with depth: {', '.join(SCHEDULES)}.",
+        choices=SCHEDULES,
+    )
+    heavy_hitters: float = setting(
+        0.4,
+        "Share of a prompt's tokens whose experts count as critical, by the attention that they "
+        "receive.",
+        metavar="R",
+        within=(0.0, 1.0),
+        hidden=True,
+    )
+    prompts_pass: bool = setting(
+        True,
+        "Whether the experts that a prompt uses less pass through a part of the slots, instead of "
+        "taking them all.",
+        hidden=True,
+    )
+
+
+class DyMoE(Policy):
     """Per layer and step, the t_l most important experts in tier 0, the others in tier 1 or
     skipped; slot quotas per layer; the next layer's experts prefetched.
 
@@ -45,41 +86,62 @@ class DyMoE:
     """
 
     name = "dymoe"
-    needs_callback = True
+    summary = (
+        "critical experts high, the others low (`--low-tier q2_k`) or skipped "
+        "(`--low-tier skip`), more of them critical in early layers than in late ones; prefetch "
+        "for the next layer, as long as it pays"
+    )
+    Settings = DyMoESettings
+    most_tiers = 2
+    reason = "decides token by token"
+    callback = Callback.ALWAYS
+    settings: DyMoESettings
 
-    def __init__(self, shape: ModelShape, settings: PolicySettings) -> None:
-        """Raises PolicyError as set_retention does."""
-        self._shape = shape
-        self._settings = settings
-        self._one_precision = len(shape.tiers) < 2 and not settings.skip_low
-        self._low = SKIP if settings.skip_low or len(shape.tiers) < 2 else 1
+    def __init__(
+        self,
+        shape: ModelShape,
+        settings: DyMoESettings | None = None,
+        rules: Rules | None = None,
+    ) -> None:
+        """Raises PolicyError as settings_changed does."""
+        super().__init__(shape, settings, rules)
+        self._one_precision = len(shape.tiers) < 2 and not self.rules.skip
+        self._low = SKIP if self.rules.skip or len(shape.tiers) < 2 else 1
+        self._prefetch = self.settings.prefetch if self.n_ahead else OFF
         self._monitor = Monitor()
         self._prediction = Prediction(shape.n_layers)
         self._high_slots = [0] * shape.n_layers
         self._low_slots = [0] * shape.n_layers
-        self.set_retention(settings.retention)
+        self.settings_changed()
 
     @property
-    def needs_importance(self) -> bool:
-        """Whether prefill decides by the attention that tokens receive."""
-        return not self._one_precision
+    def n_ahead(self) -> int:
+        """None where what is computed must not depend on what is in memory."""
+        wanted = self.settings.prefetch != OFF and not self.rules.exact
+        return self.settings.n_ahead if wanted else 0
 
-    def set_retention(self, retention: float) -> bool:
-        """Solves the depth schedule for a new share; the slot quotas stay as planned.
+    def settings_changed(self) -> None:
+        """Solves the depth schedule for the share of critical experts.
 
         Raises PolicyError where experts would need a second tier and there is none."""
-        shape, schedule = self._shape, self._settings.schedule
+        asked, shape = self.settings.retention, self.shape
+        usual = 1.0 if self._one_precision else _USUAL_RETENTION
+        retention = usual if asked is None else asked
         if self._one_precision and retention < 1.0:
             raise PolicyError(
                 "the policy dymoe needs a second precision: give --low FILE, a file packed with "
                 "several tiers, or --low-tier skip"
             )
         k = shape.n_expert_used
-        self.lam, self.critical = solve(retention, shape.n_layers, k, schedule)
+        self.lam, self.critical = solve(retention, shape.n_layers, k, self.settings.schedule)
         self._prefill_counts: dict[int, list[int]] = {}
-        self.retention: float | None = retention
+        self.retention = retention
         self.realised = realised(self.critical, k)
-        return True
+
+    @property
+    def needs_importance(self) -> bool:
+        """Whether prefill decides by the attention that tokens receive."""
+        return not self._one_precision
 
     def prefill_critical(self, layer: int, n_used: int) -> int:
         """t_l = ceil(r(l) * M) of a prompt's step, M being the experts that any of its tokens
@@ -87,8 +149,8 @@ class DyMoE:
         solved for each M, so that the mean is r in spite of the ceiling."""
         counts = self._prefill_counts.get(n_used)
         if counts is None:
-            shape, schedule = self._shape, self._settings.schedule
-            _, counts = solve(self.retention or 0.0, shape.n_layers, n_used, schedule)
+            shape, schedule = self.shape, self.settings.schedule
+            _, counts = solve(self.retention, shape.n_layers, n_used, schedule)
             self._prefill_counts[n_used] = counts
         return counts[layer]
 
@@ -101,7 +163,7 @@ class DyMoE:
         layer's demand per byte; a low slot only the low ones, (k-t) / k. The high ones win
         unless a layer is almost wholly sub-critical.
         """
-        shape, k = self._shape, self._shape.n_expert_used
+        shape, k = self.shape, self.shape.n_expert_used
         two = len(shape.tiers) > 1
         first: list[Share] = []
         for layer, t in enumerate(self.critical):
@@ -149,7 +211,7 @@ class DyMoE:
         k, t, low = event.k, self.critical[event.layer], self._low
         used = event.ids.tolist()
         if t < k:
-            out.renormalize = self._settings.renormalize
+            out.renormalize = self.rules.renormalize
             if event.n_tokens == 1:
                 tier = out.tier
                 order = gate_order(event.weights.tolist())
@@ -171,18 +233,18 @@ class DyMoE:
         scores = event.importance_array
         heavy = None
         if scores is not None:
-            heavy = heavy_hitters(scores, self._settings.heavy_hitters)
+            heavy = heavy_hitters(scores, self.settings.heavy_hitters)
         # equals in importance: what is in memory costs nothing
-        here = None if self._settings.exact else view.resident_array[layer] == 0
+        here = None if self.rules.exact else view.resident_array[layer] == 0
         order, n_used = token_order(event.ids_array, heavy, n_expert, here)
         t = self.prefill_critical(layer, n_used)
         if t < n_used:
-            out.renormalize = self._settings.renormalize
+            out.renormalize = self.rules.renormalize
             out.tier_array[order[t:]] = low
         out.passing_array[order[self._stays(layer) :]] = 1
-        if event.n_ahead and self._settings.prefetch != "off":
+        if event.n_ahead and self._prefetch != OFF:
             ids = event.ahead_ids_array[0]
-            if layer + 2 == self._shape.n_layers:  # the last one computes the last token alone
+            if layer + 2 == self.shape.n_layers:  # the last one computes the last token alone
                 ids, heavy = ids[-1:], None
             prefetch.by_frequency(
                 layer + 1,
@@ -198,33 +260,33 @@ class DyMoE:
 
     def _stays(self, layer: int) -> int:
         """How many of a prompt's experts stay in memory."""
-        if not self._settings.prompts_pass:
-            return self._shape.n_expert
+        if not self.settings.prompts_pass:
+            return self.shape.n_expert
         return int(self._high_slots[layer] * _STAYS_SHARE)
 
     def _prefetches(self) -> bool:
-        how = self._settings.prefetch
-        return how == "on" or (how == "auto" and self._monitor.on)
+        return self._prefetch == ON or (self._prefetch == AUTO and self._monitor.on)
 
-    def step_done(self, report: StepReport) -> None:
+    def step_done(self, report: StepReport) -> tuple[()]:
         """The monitor learns from decode steps of one token."""
-        if report.phase == _DECODE and report.n_tokens == 1 and self._settings.prefetch == "auto":
+        if report.phase == _DECODE and report.n_tokens == 1 and self._prefetch == AUTO:
             self._monitor.step(report.us)
+        return ()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Mapping[str, Any]:
         """prefetch: "off", "on" or "paused", while it does not pay; recall and precision of
         the decode look-ahead per layer, since the engine started."""
-        how = self._settings.prefetch
-        if how == "auto":
-            how = "on" if self._monitor.pays else "paused"
+        how = self._prefetch
+        if how == AUTO:
+            how = ON if self._monitor.pays else "paused"
         recall, precision = self._prediction.recall(), self._prediction.precision()
         return {"prefetch": how, "recall": recall, "precision": precision}
 
     def describe(self) -> str:
-        high = self._shape.tiers[0]
+        high = self.shape.tiers[0]
         if self._one_precision:
             text = f"dymoe {high}, one precision"
         else:
-            low = "skip" if self._low == SKIP else self._shape.tiers[1]
+            low = "skip" if self._low == SKIP else self.shape.tiers[1]
             text = f"dymoe {high}/{low} r={self.retention:g} (realised {self.realised:.3f})"
         return text if self._monitor.pays else text + ", prefetch paused"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,23 +11,18 @@ import numpy as np
 
 from gguf_tools.units import format_size
 from orchestrator.errors import PolicyError
-from orchestrator.events import (
-    DecisionBuffer,
-    ExpertState,
-    Phase,
-    RouteEvent,
-    StepReport,
-    StoreView,
-)
-from orchestrator.policy.base import ModelShape, PolicySettings, SlotPlan, Transition
+from orchestrator.events import ExpertState, Phase, StepReport
+from orchestrator.policy.base import ModelShape, Policy, Rules, SlotPlan, TierOffer, Transition
 from orchestrator.policy.versions import (
     HIGH,
     LOW,
+    Background,
     VersionPools,
     cache_plan,
     least_resident_bytes,
     resident_plan,
 )
+from orchestrator.settings import setting
 
 UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING, ExpertState.EVICTING)))
 
@@ -51,7 +46,43 @@ class Swap:
         return self.up if self.promoting or self.down is None else self.down
 
 
-class DynaExq:
+@dataclass(frozen=True)
+class DynaExqSettings(Background):
+    """What a user can tune."""
+
+    update_steps: int = setting(
+        32,
+        "Decode steps between two updates of the hot sets, 0 for none; a prompt's part ends an "
+        "interval too.",
+        within=(0, 2**24),
+        hidden=True,
+    )
+    hotness_decay: float = setting(
+        0.8, "The alpha of the hotness's moving average.", within=(0.0, 1.0), hidden=True
+    )
+    hysteresis: float = setting(
+        0.25,
+        "By how many mean scores of its layer an expert has to be hotter than the one that it "
+        "replaces.",
+        within=(0.0, 1e6),
+        hidden=True,
+    )
+    rank_slack: int = setting(
+        0,
+        "How many ranks below the hot set an expert may fall before it is replaced.",
+        within=(0, 65535),
+        hidden=True,
+    )
+    hot_experts: int | None = setting(
+        None,
+        "The most experts of a layer that may be high.",
+        within=(0, 65535),
+        shown="what the budget has room for",
+        hidden=True,
+    )
+
+
+class DynaExq(Policy):
     """n_l experts of each layer in tier 0, the others in tier 1, all of them in memory.
 
     At each update S <- alpha S + (1 - alpha) count (3.5); an expert outside the hot set replaces
@@ -71,20 +102,32 @@ class DynaExq:
     """
 
     name = "dynaexq"
-    needs_callback = False
-    needs_importance = False
-    retention: float | None = None
+    summary = (
+        "every expert in memory, in one of two precisions: high the ones that are used most, as "
+        "many as the budget has room for, low the others; the exchange runs in the background, and "
+        "no token waits for it. Where not even the low copies fit, they are cached"
+    )
+    Settings = DynaExqSettings
+    least_tiers = most_tiers = 2
+    reason = "fills the budget with high copies"
+    counts = True
+    learns = True
     default_tier = LOW
+    settings: DynaExqSettings
 
-    def __init__(self, shape: ModelShape, settings: PolicySettings) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        settings: DynaExqSettings | None = None,
+        rules: Rules | None = None,
+    ) -> None:
         """Raises PolicyError where the model has no second precision in use."""
-        if len(shape.tiers) < 2 or settings.skip_low:
+        super().__init__(shape, settings, rules)
+        if len(shape.tiers) < self.least_tiers or self.rules.skip:
             raise PolicyError(
                 "the policy dynaexq keeps every expert in one of two precisions: give --low FILE "
                 "or a file packed with several tiers, and not --low-tier skip"
             )
-        self._shape = shape
-        self._settings = settings
         self._pools: VersionPools | None = None
         self.capacity = np.zeros(shape.n_layers, np.int64)  # n_l
         self.caching = False
@@ -96,12 +139,32 @@ class DynaExq:
         self.updates = 0
         self._done = {"promotions": 0, "demotions": 0, "given_up": 0}
 
+    @classmethod
+    def high_tier(cls, offer: TierOffer) -> int:
+        """The tier above the low one that was named, else above the best one whose copies all
+        fit; else above the lowest."""
+        if len(offer.names) < 2:
+            return 0
+        if offer.low is not None:
+            return max(0, offer.low - 1)
+        above = range(len(offer.names) - 1)
+        fits = (
+            at
+            for at in above
+            if resident_plan(offer.shape(at, at + 1), offer.budget_bytes, None) is not None
+        )
+        return next(fits, above[-1])
+
+    @property
+    def transition_rate(self) -> int:
+        return self.settings.transition_rate
+
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert low, and n_l = spare bytes / (high - low) of each layer high instead;
         where that does not fit, slots for some low copies of each layer. Raises BudgetError."""
-        resident = resident_plan(self._shape, budget_bytes, self._settings.hot_experts)
+        resident = resident_plan(self.shape, budget_bytes, self.settings.hot_experts)
         if resident is None:
-            slots, kept = cache_plan(self._shape, budget_bytes)
+            slots, kept = cache_plan(self.shape, budget_bytes)
             self.caching, self.capacity, self._pools = True, np.array(kept), None
             return slots
         slots, self._pools = resident
@@ -137,17 +200,13 @@ class DynaExq:
                 wanted += [(layer, expert, LOW) for expert in cold]
         return wanted
 
-    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """What is resident, as without a callback; a recorder asks all the same."""
-        np.minimum(view.resident_array[event.layer], LOW, out=out.tier_array)
-
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Learns from the step's counts; returns the transitions to start now."""
         if report.counts is None or report.states is None:
             return ()
         self._counts += report.counts
         self._steps += 1
-        interval = self._settings.update_steps
+        interval = self.settings.update_steps
         if interval and (report.phase == Phase.PREFILL or self._steps >= interval):
             self._update(report.states)
         if not (self._queue or self._active) or self._pools is None:
@@ -156,7 +215,7 @@ class DynaExq:
 
     def _update(self, states: np.ndarray) -> None:
         """The end of an interval: S, and the list of swaps that it asks for."""
-        alpha = self._settings.hotness_decay
+        alpha = self.settings.hotness_decay
         self._scores = alpha * self._scores + (1 - alpha) * self._counts
         self._counts[:] = 0
         self._steps = 0
@@ -177,7 +236,7 @@ class DynaExq:
         of them. hot and busy bool [L, E]: in the hot set when all that is under way is done;
         under way."""
         scores, n = self._scores, self.capacity[:, None]
-        settings = self._settings
+        settings = self.settings
         unit = np.maximum(scores.mean(axis=1, keepdims=True), np.finfo(float).tiny)
         order = np.argsort(-scores, axis=1, kind="stable")
         rank = np.empty_like(order)
@@ -252,7 +311,7 @@ class DynaExq:
             swap.promoting = True
         return True
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Mapping[str, Any]:
         """Since the engine started: updates of the hotness, experts promoted and demoted, swaps
         given up and waiting; high_per_layer is n_l, the fewest and the most."""
         high = [0, 0] if self.caching else [int(self.capacity.min()), int(self.capacity.max())]
@@ -265,15 +324,11 @@ class DynaExq:
         }
 
     def describe(self) -> str:
-        high, low = self._shape.tiers[:2]
+        high, low = self.shape.tiers[:2]
         fewest, most = int(self.capacity.min()), int(self.capacity.max())
         n = str(fewest) if fewest == most else f"{fewest} to {most}"
-        of = f"{n} of {self._shape.n_expert} experts a layer"
+        of = f"{n} of {self.shape.n_expert} experts a layer"
         if self.caching:
-            needed = format_size(least_resident_bytes(self._shape))
+            needed = format_size(least_resident_bytes(self.shape))
             return f"dynaexq {low}, caching {of}: low copies of all do not fit, they take {needed}"
         return f"dynaexq {high}/{low}, {of} high"
-
-    def set_retention(self, retention: float) -> bool:
-        """The budget says how many are high: nothing to retain."""
-        return False

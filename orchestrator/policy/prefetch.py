@@ -6,12 +6,44 @@ eq. 6, is computed in the model's graph and arrives with the route event, best f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from orchestrator.errors import ConfigError
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
 from orchestrator.policy.importance import token_order
+from orchestrator.settings import Settings, setting
+
+PREFETCHES = ("auto", "on", "off")
+AUTO, ON, OFF = PREFETCHES
+
+
+@dataclass(frozen=True)
+class LookAhead(Settings):
+    """Settings of policies that prefetch what the next layers are predicted to choose."""
+
+    prefetch: str = setting(
+        AUTO, "Load ahead: on, off, or auto: while it pays.", metavar="WHEN", choices=PREFETCHES
+    )
+    n_ahead: int = setting(
+        1, "How many layers ahead experts are predicted.", within=(0, 4), hidden=True
+    )
+
+    def limited(self, depth: int, asked: Collection[str]) -> LookAhead:
+        """The same where routers were only asked `depth` layers ahead. asked: names of what was
+        set on purpose. Raises ConfigError where that cannot be had."""
+        if "n_ahead" in asked and self.n_ahead > depth:
+            raise ConfigError(
+                f"the trace looks {depth} layers ahead, not {self.n_ahead}: record it with a "
+                f"policy that looks ahead"
+            )
+        if "prefetch" in asked and self.prefetch == ON and depth == 0:
+            raise ConfigError(
+                "--prefetch on: the trace does not look ahead, record it with a policy that does"
+            )
+        return replace(self, n_ahead=min(self.n_ahead, depth))
 
 
 def direct(

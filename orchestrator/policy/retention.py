@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-from orchestrator.config import SCHEDULES
 from orchestrator.errors import ConfigError
 
+SCHEDULES = ("cosine", "linear", "flat")
 COSINE, LINEAR, FLAT = SCHEDULES
 
 # r(l) * M is exact in theory where it lands on an integer; the ceiling must not turn

@@ -4,13 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from gguf_tools.units import format_size
 from orchestrator.events import ExpertState
 from orchestrator.policy.base import ModelShape, Share, SlotGroup, SlotPlan, divide
+from orchestrator.settings import RATE, Settings, setting
 
 HIGH, LOW = 0, 1
+
+_USUAL_RATE = 128 << 20
+
+
+@dataclass(frozen=True)
+class Background(Settings):
+    """Settings of policies that exchange versions beside decoding, by what was used so far."""
+
+    profile: Path | None = setting(
+        None,
+        "Where it is kept which experts were used; without it, a chat uses the user cache.",
+        recorded=False,
+    )
+    transition_rate: int = setting(
+        _USUAL_RATE,
+        "What exchanges of versions may read in a second beside decoding, as 64MiB; 0: no limit.",
+        within=(0, 2**48),
+        unit=RATE,
+        shown=format_size(_USUAL_RATE),
+        timing=True,
+    )
+
 
 # Slots of one pool have one size. Layers whose sizes differ by less share one, with the largest.
 _SAME_SIZE = 1.02

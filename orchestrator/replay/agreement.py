@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from orchestrator import mix
 from orchestrator.events import Phase, percentile
-from orchestrator.native import MAX_TIERS, CStats
-from orchestrator.replay.trace import COUNTERS, Trace
+from orchestrator.native import CStats
+from orchestrator.replay.trace import COMPUTED, COUNTERS, MOVED, ROUTED, Trace
 
 Figures = dict[str, Any]
 
@@ -16,37 +18,54 @@ Figures = dict[str, Any]
 def recorded_figures(trace: Trace) -> Figures:
     """What the recorded run came to, in the form of a replay's figures."""
     phases = trace.arrays["step_phase"]
-    tiers = trace.arrays["published"][:, 3]
+    promoted, demoted = _directions(trace)
     return figures(
+        trace.header.in_use,
+        trace.header.rules.skip,
         trace.arrays["counters"],
         [float(trace.wait_ms[phases == phase].sum()) for phase in Phase],
         phases,
         trace.step_ms,
     ) | {
         "transition_bytes": trace.header.transition_bytes,
-        "experts_promoted": int((tiers == 0).sum()),
-        "experts_demoted": int((tiers != 0).sum()),
+        "experts_promoted": promoted,
+        "experts_demoted": demoted,
     }
+
+
+def _directions(trace: Trace) -> tuple[int, int]:
+    """How many experts got a better version while the run went on, and how many a worse one."""
+    tiers = trace.arrays["start_tier"].copy()
+    better = 0
+    published = trace.arrays["published"].tolist()
+    for _, layer, expert, tier in published:
+        better += tier < tiers[layer, expert]
+        tiers[layer, expert] = tier
+    return int(better), len(published) - int(better)
 
 
 def counted(stats: CStats) -> np.ndarray:
     """int64 [2, len(COUNTERS)]: what both a store and its replay count, by phase."""
     rows = np.zeros((len(Phase), len(COUNTERS)), np.int64)
     for phase in Phase:
-        routed = list(stats.routed[phase])
-        sums = (routed[0], sum(routed[1:MAX_TIERS]), routed[MAX_TIERS])
-        rows[phase] = *(getattr(stats, name)[phase] for name in COUNTERS[:4]), *sums
+        moved = (getattr(stats, name)[phase] for name in MOVED)
+        rows[phase] = *moved, *stats.routed[phase], *stats.computed[phase]
     return rows
 
 
 def figures(
-    counters: np.ndarray, wait_ms: list[float], phases: np.ndarray, step_ms: np.ndarray
+    tiers: Sequence[str],
+    skip: bool,
+    counters: np.ndarray,
+    wait_ms: list[float],
+    phases: np.ndarray,
+    step_ms: np.ndarray,
 ) -> Figures:
-    """counters [2, len(COUNTERS)] and wait_ms by phase; phases [S] and step_ms [S] by step."""
+    """tiers: names of those in use, best first; skip: experts may be skipped. counters
+    [2, len(COUNTERS)] and wait_ms by phase; phases [S] and step_ms [S] by step."""
     found: Figures = {}
     for phase in Phase:
         count = dict(zip(COUNTERS, counters[phase].tolist(), strict=True))
-        routed = count["high"] + count["low"] + count["skip"]
         found[phase.name.lower()] = {
             "requests": count["requests"],
             "hits": count["hits"],
@@ -54,7 +73,8 @@ def figures(
             "demand_bytes": count["demand_bytes"],
             "prefetch_bytes": count["prefetch_bytes"],
             "wait_ms": wait_ms[phase],
-            "mix": {name: share(count[name], routed) for name in ("high", "low", "skip")},
+            "mix": mix.decided([count[name] for name in ROUTED], tiers, skip),
+            "computed": mix.computed([count[name] for name in COMPUTED], tiers),
         }
     decode = phases == Phase.DECODE
     tpot = step_ms[decode].tolist()
@@ -71,15 +91,17 @@ def share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-# What is compared: a name, where the figure stands, what it is printed in and divided by.
-_ROWS: tuple[tuple[str, tuple[str, ...], str, float], ...] = (
+# A name, where the figure stands, what it is printed in and divided by.
+_Row = tuple[str, tuple[str, ...], str, float]
+
+_BEFORE_MIX: tuple[_Row, ...] = (
     ("prompt: hits", ("prefill", "hits"), "", 1),
     ("prompt: read", ("prefill", "demand_bytes"), "MB", 1e6),
     ("prompt: waited", ("prefill", "wait_ms"), "ms", 1),
     ("hits", ("decode", "hits"), "", 1),
     ("of requests", ("decode", "requests"), "", 1),
-    ("routed in high", ("decode", "mix", "high"), "%", 0.01),
-    ("routed in low", ("decode", "mix", "low"), "%", 0.01),
+)
+_AFTER_MIX: tuple[_Row, ...] = (
     ("read", ("decode", "demand_bytes"), "MB", 1e6),
     ("read ahead", ("decode", "prefetch_bytes"), "MB", 1e6),
     ("waited", ("decode", "wait_ms"), "ms", 1),
@@ -97,7 +119,7 @@ def agreement(recorded: Figures, replayed: Figures) -> list[dict[str, Any]]:
     """A row for each figure that is not zero in both: name, unit, recorded, replayed, and error,
     the difference in parts of what was recorded; None where that is zero."""
     rows = []
-    for name, path, unit, scale in _ROWS:
+    for name, path, unit, scale in (*_BEFORE_MIX, *_mix_rows(recorded), *_AFTER_MIX):
         ours, theirs = _at(replayed, path), _at(recorded, path)
         if not ours and not theirs:
             continue
@@ -109,10 +131,20 @@ def agreement(recorded: Figures, replayed: Figures) -> list[dict[str, Any]]:
     return rows
 
 
+def _mix_rows(found: Figures) -> list[_Row]:
+    """What was decided, by tier, and what was computed instead."""
+    said = (("routed in", "mix"), ("computed in", "computed"))
+    return [
+        (f"{what} {tier}", ("decode", key, tier), "%", 0.01)
+        for what, key in said
+        for tier in found["decode"][key] or ()
+    ]
+
+
 def _at(found: Figures, path: tuple[str, ...]) -> float | None:
     value: Any = found
     for key in path:
-        value = value[key]
+        value = None if value is None else value.get(key)
     return value  # type: ignore[no-any-return]
 
 

@@ -17,17 +17,17 @@ import numpy as np
 from gguf_tools.files import open_file
 from gguf_tools.layout import DOWN, KINDS, MAX_TIERS
 from orchestrator import files
-from orchestrator.config import PREFETCHES, SCHEDULES
-from orchestrator.errors import TraceError
+from orchestrator.errors import PolicyError, SettingError, TraceError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.native import MAX_AHEAD
+from orchestrator.policy import Rules, policy_class
 from orchestrator.replay.trace import ARRAYS, COUNTERS, FORMAT, VERSION, Header, Trace
 
 # How much larger than its file a trace may be: routing weights hardly compress.
 _UNPACKED_LEAST, _UNPACKED_MOST = 1 << 24, 64
 
 
-def check_target(path: Path) -> None:
+def check_trace_target(path: Path) -> None:
     """Raises TraceError where no trace can be written, before a long run finds out."""
     try:
         files.check_target(path)
@@ -122,9 +122,25 @@ def _header(array: np.ndarray) -> Header:
     for name, kind in _FIELDS.items():
         if not kind(raw[name]):
             raise _Wrong(f"the header is damaged: {name} is {raw[name]!r}")
-    for name in ("layer_ids", "tiers", "files", "dense_share"):
+    if [tier for tier in raw["tiers"] if tier in raw["in_use"]] != raw["in_use"]:
+        raise _Wrong(f"the header is damaged: in_use is {raw['in_use']!r}")
+    _check_settings(raw["policy"], raw["settings"])
+    for name in ("layer_ids", "tiers", "files", "in_use", "dense_share"):
         raw[name] = tuple(raw[name])
-    return Header(**raw)
+    return Header(**(raw | {"rules": Rules(**raw["rules"])}))
+
+
+def _check_settings(policy: str, settings: dict[str, Any]) -> None:
+    """Settings of the policy that ran, against its own declarations."""
+    try:
+        declared = policy_class(policy).Settings
+        wanted = declared().as_dict()
+        if set(settings) != set(wanted):
+            odd = ", ".join(sorted(set(settings) ^ set(wanted)))
+            raise _Wrong(f"the header is damaged: settings missing or unknown: {odd}")
+        declared(**settings)
+    except (PolicyError, SettingError) as error:
+        raise _Wrong(f"the header is damaged: {error}") from error
 
 
 def _text(value: Any) -> bool:
@@ -137,6 +153,15 @@ def _number(low: int, high: int) -> Any:
 
 def _share(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= 1
+
+
+def _rules(value: Any) -> bool:
+    names = {field.name for field in fields(Rules)}
+    return (
+        isinstance(value, dict)
+        and set(value) == names
+        and all(isinstance(each, bool) for each in value.values())
+    )
 
 
 def _texts(most: int) -> Any:
@@ -158,22 +183,9 @@ _FIELDS: dict[str, Any] = {
     "tiers": _texts(MAX_TIERS),
     "files": _texts(1024),
     "policy": _text,
-    "high": _text,
-    "low": lambda v: v is None or _text(v),
-    "retention": _share,
-    "schedule": lambda v: v in SCHEDULES,
-    "heavy_hitters": _share,
-    "prompts_pass": lambda v: isinstance(v, bool),
-    "renormalize": lambda v: isinstance(v, bool),
-    "exact_tiers": lambda v: isinstance(v, bool),
-    "prefetch": lambda v: v in PREFETCHES,
-    "n_ahead": _number(0, MAX_AHEAD),
-    "update_steps": _number(0, 2**24),
-    "hotness_decay": _share,
-    "hysteresis": lambda v: type(v) in (int, float) and 0 <= v <= 1e6,
-    "rank_slack": _number(0, 65535),
-    "hot_experts": lambda v: v is None or _number(0, 65535)(v),
-    "transition_rate": _number(0, 2**48),
+    "in_use": _texts(MAX_TIERS),
+    "settings": lambda v: isinstance(v, dict),
+    "rules": _rules,
     "transition_bytes": _number(0, 2**62),
     "expert_bytes": _number(1, 2**62),
     "io_threads": _number(1, 64),
@@ -284,15 +296,16 @@ def _check_routing(trace: Trace) -> None:
 
 def _check_versions(trace: Trace) -> None:
     a = trace.arrays
-    in_use = (0, 1) if trace.header.low in trace.header.tiers else (0,)
+    in_use = tuple(range(len(trace.header.in_use)))
     if not np.isin(a["start_tier"], (*in_use, ABSENT)).all():
         raise _Wrong("start_tier: a tier is out of range")
     if not (np.isfinite(a["start_hotness"]).all() and (a["start_hotness"] >= 0).all()):
         raise _Wrong("start_hotness: negative or not a finite number")
     if (a["counters"] < 0).any():
         raise _Wrong("counters: a negative number")
-    if (a["step_tick"] > 1).any():
-        raise _Wrong("step_tick is neither 0 nor 1")
+    for name in ("step_starts", "step_tick"):
+        if (a[name] > 1).any():
+            raise _Wrong(f"{name} is neither 0 nor 1")
     step, layer, expert, tier = a["published"].T
     ends = len(a["step_phase"]), trace.n_layers, trace.n_expert, len(in_use)
     for name, column, end in zip(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from orchestrator.errors import TraceError
 from orchestrator.events import ExpertState
 from orchestrator.native import Simulation, Store
-from orchestrator.policy import Counting
+from orchestrator.policy import Policy
 from orchestrator.policy.base import Transition
 from orchestrator.replay.trace import Step, Trace
 
@@ -23,7 +25,7 @@ class RecordedVersions:
     """
 
     def __init__(
-        self, store: Store, policy: Counting, clock: Simulation, bytes_per_s: int, latency_us: int
+        self, store: Store, policy: Policy, clock: Simulation, bytes_per_s: int, latency_us: int
     ) -> None:
         self._store, self._policy, self._clock = store, policy, clock
         self._speed = bytes_per_s, latency_us
@@ -59,7 +61,7 @@ class RecordedVersions:
             states[layer, expert] = _MOVING[tier]
         return states
 
-    def step_done(self, step: Step, moves: list[Transition]) -> None:
+    def step_done(self, step: Step, moves: Sequence[Transition]) -> None:
         """After the policy's step_done, which returned moves. Raises TraceError where it renewed
         its hot sets after another step than it did."""
         self._under_way.update(moves)

@@ -11,13 +11,13 @@ import numpy as np
 
 from gguf_tools.layout import KINDS
 from orchestrator.bench.disk import read_bandwidth
-from orchestrator.choice import LRU, SKIP_TIER
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import SKIP, Phase, RouteEvent
 from orchestrator.footprint import model_shape
 from orchestrator.native import CStats
-from orchestrator.policy import Counting, PolicySettings, make_policy
+from orchestrator.policy import BASELINE, POLICIES, policy_class
+from orchestrator.policy.base import Callback
 from orchestrator.replay.agreement import counted
 from orchestrator.replay.trace import VERSION, Header, Trace
 from orchestrator.sampling import Sampling
@@ -41,24 +41,29 @@ UNMEASURED = (0.5, 0.5)
 class Recorder:
     """Records while it is entered; trace() afterwards gives the recording.
 
-    A policy that Python is not called for (lru, dynaexq) is called, and decides the same. The
-    engine must be managed and must not change its policy meanwhile. Raises ConfigError, also
-    where dynaexq has decided before: a replay starts where the policy started.
+    A policy that Python is not called for is called, and decides the same. The engine must be
+    managed and must not change its policy meanwhile. Raises ConfigError, also where the policy
+    has learned from steps before: a replay starts where the policy started.
     """
 
     def __init__(self, engine: Engine) -> None:
         if not engine.managed:
-            raise ConfigError("the plain path routes unseen: choose --policy lru or dymoe")
+            raise ConfigError(
+                f"the plain path routes unseen: choose --policy {' or '.join(POLICIES)}"
+            )
         policy = engine.policy
-        self._counting = policy if isinstance(policy, Counting) else None
-        if self._counting is not None and not self._counting.fresh:
+        if not policy.fresh:
             raise ConfigError(
                 f"the policy {policy.name} has decided already: record with a new engine"
             )
         self._engine = engine
+        self._policy = policy
+        # Versions change at step boundaries only, and where the policy said.
+        self._follows = bool(policy.start()) and not policy.caching
         self._step = -1
         self._phases: list[int] = []
         self._tokens_of_step: list[int] = []
+        self._starts: list[bool] = []
         self._ticks: list[bool] = []
         self._updates = 0
         self._published: list[tuple[int, int, int, int]] = []
@@ -81,18 +86,19 @@ class Recorder:
     def __enter__(self) -> Recorder:
         engine, store = self._engine, self._engine.store
         shape = (engine.model.n_layers, engine.model.n_expert)
-        self._start_hotness = self._counting.hotness if self._counting else np.zeros(shape)
+        hotness = self._policy.hotness
+        self._start_hotness = np.zeros(shape) if hotness is None else hotness
         self._resident = self._start = store.resident()
         self._before = store.stats()
         self._waited_us = sum(self._before.wait_us)
-        store.set_route(self._on_route)
+        engine.driver.set_route(self._on_route)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end_event(perf_counter_ns())
         self._end_step()
         self._after = self._engine.store.stats()
-        self._engine.set_route()
+        self._engine.driver.set_route()
 
     def _end_event(self, now_ns: int) -> None:
         """The time of the event before, if there is one."""
@@ -102,8 +108,8 @@ class Recorder:
         self._waited_us = waited_us
 
     def _end_step(self) -> None:
-        if self._counting is not None and self._phases:
-            updates, self._updates = self._updates, self._counting.updates
+        if self._phases:
+            updates, self._updates = self._updates, self._policy.updates
             self._ticks[-1] = self._updates > updates
 
     def _begin_step(self, event: RouteEvent) -> None:
@@ -112,9 +118,9 @@ class Recorder:
         self._phases.append(event.phase)
         self._tokens_of_step.append(event.n_tokens)
         self._ticks.append(False)
-        if self._counting is None or self._counting.caching:
+        self._starts.append(self._engine.n_cached == 0)
+        if not self._follows:
             return
-        # versions change between steps only
         resident = self._engine.store.view.resident_array
         for layer, expert in np.argwhere(resident != self._resident).tolist():
             tier = int(resident[layer, expert])
@@ -137,13 +143,13 @@ class Recorder:
             self._ahead_ids.append(event.ahead_ids_array.tobytes())
             self._ahead.append(event.ahead_array.tobytes())
         self._since = perf_counter_ns()  # what was before, a run without recording does not do
-        self._engine.on_route(event)
+        self._engine.driver.on_route(event)
         decided_ns = perf_counter_ns()
         chosen = np.unique(event.ids_array)
         self._computed.append(int((self._engine.store.decision.tier_array[chosen] != SKIP).sum()))
         done_ns = perf_counter_ns()
         self._since += done_ns - decided_ns
-        if not self._engine.policy.needs_callback:
+        if self._policy.callback is Callback.NEVER:
             self._since = done_ns
 
     def trace(self, disk: Disk = UNKNOWN) -> Trace:
@@ -168,6 +174,7 @@ class Recorder:
             "counters": counted(after) - counted(before),
             "step_phase": np.array(self._phases, np.uint8),
             "step_tokens": np.array(self._tokens_of_step, np.int32),
+            "step_starts": np.array(self._starts, np.uint8),
             "step_tick": np.array(self._ticks, np.uint8),
             "published": np.array(self._published, np.int32).reshape(-1, 4),
             "event_step": events[:, 0].copy(),
@@ -207,11 +214,6 @@ def _slices(engine: Engine) -> np.ndarray:
 
 def _header(engine: Engine, disk: Disk, transition_bytes: int) -> Header:
     model, plan, config = engine.model, engine.plan, engine.config
-    names = plan.tier_names
-    low = names[1] if len(names) > 1 else None
-    if plan.policy is not None and plan.policy.name != LRU and config.low_tier == SKIP_TIER:
-        low = SKIP_TIER
-    retention = engine.policy.retention
     return Header(
         version=VERSION,
         model=model.name,
@@ -222,22 +224,9 @@ def _header(engine: Engine, disk: Disk, transition_bytes: int) -> Header:
         tiers=tuple(tier.name for tier in model.tiers),
         files=tuple(path.name for path in model.files),
         policy=engine.policy.name,
-        high=names[0],
-        low=low,
-        retention=1.0 if retention is None else float(retention),
-        schedule=config.schedule,
-        heavy_hitters=float(config.heavy_hitters),
-        prompts_pass=config.prompts_pass,
-        renormalize=config.renormalize,
-        exact_tiers=config.exact_tiers,
-        prefetch=config.prefetch if engine.store.spec.n_ahead else "off",
-        n_ahead=engine.store.spec.n_ahead,
-        update_steps=config.update_steps,
-        hotness_decay=float(config.hotness_decay),
-        hysteresis=float(config.hysteresis),
-        rank_slack=config.rank_slack,
-        hot_experts=config.hot_experts,
-        transition_rate=config.transition_bytes_per_s,
+        in_use=plan.tier_names,
+        settings=engine.policy.settings.as_dict(),
+        rules=engine.policy.rules,
         transition_bytes=transition_bytes,
         expert_bytes=plan.budget_bytes,
         io_threads=config.io_threads,
@@ -318,10 +307,10 @@ def dense_share(engine: Engine, trace: Trace) -> tuple[float, float]:
         engine.eval(tokens, pos, phase=phase)
         steps[phase].append(1e3 * (perf_counter() - start) / len(tokens))
 
-    policy = engine.policy
-    idle = make_policy(LRU, model_shape(engine.model, engine.plan.tiers[:1]), PolicySettings())
-    engine.store.set_route(skip)
-    engine.policy = idle
+    driver = engine.driver
+    policy = driver.policy
+    driver.set_route(skip)
+    driver.policy = policy_class(BASELINE)(model_shape(engine.model, engine.plan.tiers[:1]))
     try:
         for _ in range(DENSE_PROMPTS):
             engine.reset()
@@ -329,8 +318,8 @@ def dense_share(engine: Engine, trace: Trace) -> tuple[float, float]:
         for pos in range(n, min(n + DENSE_STEPS, engine.n_ctx)):
             timed(token, pos, Phase.DECODE)
     finally:
-        engine.policy = policy
-        engine.set_route()
+        driver.policy = policy
+        driver.set_route()
         engine.reset()
     shares = []
     for phase in Phase:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.choice import DYMOE, LRU, PLAIN, USUAL_RETENTION
-from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.events import Phase
+from orchestrator.choice import tiers_between
+from orchestrator.errors import BudgetError, ConfigError, TraceError
+from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native import Library
-from orchestrator.policy import Counting, PolicySettings
+from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class, policy_settings
+from orchestrator.policy.prefetch import LookAhead
 from orchestrator.replay.agreement import (
     agreement,
     counted,
@@ -22,55 +24,68 @@ from orchestrator.replay.agreement import (
     share,
 )
 from orchestrator.replay.bounds import Optimum, belady, bound_us
-from orchestrator.replay.simulate import Compute, Outcome, Plan, Transport, plan, simulate
+from orchestrator.replay.simulate import Compute, Outcome, Setup, Transport, set_up, simulate
 from orchestrator.replay.trace import Header, Trace
+from orchestrator.settings import flag_of
 
 RECORDED, SIMULATED = "recorded", "simulated"
 
-# Where a recorded run says what an option would change; the others stand under their own names.
-_RECORDED_AS = {
-    "expert_ram": "expert_bytes",
-    "high_tier": "high",
-    "low_tier": "low",
-    "bandwidth": "read_bytes_per_s",
-    "latency_us": "read_latency_us",
-}
-
 # What else than the policy and its slots an option can change.
-_OF_TIME = ("bandwidth", "latency_us", "io_threads", "transition_rate", "compute_ms")
+_OF_TIME = ("bandwidth", "latency_us", "io_threads", "compute_ms")
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What differs from the recorded run; None: as recorded. bandwidth and transition_rate in
-    bytes per second; compute_ms for each decoded token, without waits. clock: whether versions
-    change when the simulated reads are done or where they did in the recorded run; None: the
-    latter where nothing differs."""
+    """What differs from the recorded run; None: as recorded. settings: of policies, by name.
+    bandwidth in bytes per second; compute_ms for each decoded token, without waits. clock: whether
+    versions change when the simulated reads are done or where they did in the recorded run; None:
+    the latter where nothing differs. Raises SettingError for a setting out of its range."""
 
     policy: str | None = None
     expert_ram: int | None = None
-    retention: float | None = None
     high_tier: str | None = None
     low_tier: str | None = None
-    schedule: str | None = None
-    prefetch: str | None = None
-    n_ahead: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     bandwidth: int | None = None
     latency_us: int | None = None
     io_threads: int | None = None
-    transition_rate: int | None = None
     compute_ms: float | None = None
     clock: str | None = None
 
-    def changes(self, header: Header) -> list[str]:
-        """Names of the options that differ from the recorded run."""
-        given = [name for name in self.__dataclass_fields__ if getattr(self, name) is not None]
-        return [
-            name
-            for name in given
-            if name != "clock"
-            and getattr(self, name) != getattr(header, _RECORDED_AS.get(name, name), None)
-        ]
+    def __post_init__(self) -> None:
+        for name, value in self.settings.items():
+            policy_settings()[name].check(value)
+
+    def changes(self, header: Header) -> dict[str, bool]:
+        """Names of what differs from the recorded run, and whether it only changes when things
+        happen, not what is decided."""
+        recorded = {
+            "policy": header.policy,
+            "expert_ram": header.expert_bytes,
+            "high_tier": header.in_use[0],
+            "low_tier": _low_name(header),
+            "bandwidth": header.read_bytes_per_s,
+            "latency_us": header.read_latency_us,
+            "io_threads": header.io_threads,
+            "compute_ms": None,
+        }
+        differing = {
+            name: name in _OF_TIME
+            for name, value in recorded.items()
+            if getattr(self, name) is not None and getattr(self, name) != value
+        }
+        declared = policy_settings()
+        return differing | {
+            name: declared[name].timing
+            for name, value in self.settings.items()
+            if value != header.settings.get(name)
+        }
+
+
+def _low_name(header: Header) -> str | None:
+    if header.rules.skip:
+        return SKIP_TIER
+    return header.in_use[-1] if len(header.in_use) > 1 else None
 
 
 def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, Any]:
@@ -88,35 +103,36 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         options.bandwidth or header.read_bytes_per_s,
         header.read_latency_us if options.latency_us is None else options.latency_us,
         options.io_threads or header.io_threads,
-        header.transition_rate if options.transition_rate is None else options.transition_rate,
     )
     if speed.bytes_per_s == 0:
         raise ConfigError("the trace has no measured bandwidth: give --bandwidth, as 2GB")
     changes = options.changes(header)
     if options.clock == RECORDED and changes:
-        option = "--" + changes[0].replace("_", "-")
         raise ConfigError(
-            f"--clock recorded is for a replay that changes nothing: leave {option} out"
+            f"--clock recorded is for a replay that changes nothing: leave "
+            f"{flag_of(next(iter(changes)))} out"
         )
     decode_us = None if options.compute_ms is None else 1000 * options.compute_ms
     time = Compute(None, decode_us, header.dense_share)
-    asked = make_plan(trace, options, options.policy or header.policy, speed)
-    changes_versions = isinstance(asked.policy, Counting) and not asked.policy.caching
+    asked = set_up_for(trace, options, policy_class(options.policy or header.policy), speed)
+    name = asked.policy.name
+    changes_versions = bool(asked.policy.start()) and not asked.policy.caching
     if options.clock == RECORDED and not changes_versions:
         raise ConfigError(
-            f"--clock recorded is for versions that change, and with {asked.name} none did: leave "
-            f"it out"
+            f"--clock recorded is for versions that change, and with {name} none did: leave it out"
         )
     as_recorded = changes_versions and not changes and options.clock != SIMULATED
-    plain = asked if asked.name == LRU else make_plan(trace, options, LRU, speed)
-    outcomes = {asked.name: simulate(library, trace, asked, speed, time, as_recorded)}
+    plain = asked
+    if name != BASELINE:
+        bare = replace(options, settings={})
+        plain = set_up_for(trace, bare, policy_class(BASELINE), speed)
+    runs = {name: _figures(asked, simulate(library, trace, asked, speed, time, as_recorded))}
     if plain is not asked:
-        outcomes[LRU] = simulate(library, trace, plain, speed, time)
-    best = belady(trace, plain.shape, plain.slots, plain.high)
+        runs[BASELINE] = _figures(plain, simulate(library, trace, plain, speed, time))
+    best = belady(trace, plain.shape, plain.slots, plain.tiers[0])
     tokens, compute_us = _work(trace, time)
-    runs = {name: _figures(outcome) for name, outcome in outcomes.items()}
     recorded = recorded_figures(trace)
-    same = all(name in _OF_TIME for name in changes)
+    same = all(changes.values())
     return {
         "model": header.model,
         "steps": len(trace.arrays["step_phase"]),
@@ -128,7 +144,7 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         "bandwidth": speed.bytes_per_s,
         "latency_us": speed.latency_us,
         "io_threads": speed.threads,
-        "transition_rate": speed.transition_rate,
+        "transition_rate": asked.policy.transition_rate,
         "clock": RECORDED if as_recorded else SIMULATED,
         "compute_ms": {
             "prefill_token": _per(compute_us[Phase.PREFILL] / 1000, tokens[Phase.PREFILL]),
@@ -139,63 +155,71 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         "belady": _best(best),
         "bound": _bound(best, tokens, compute_us, speed),
         "recorded": {"policy": header.policy, **recorded},
-        "agreement": agreement(recorded, runs[asked.name]) if same else None,
+        "agreement": agreement(recorded, runs[name]) if same else None,
     }
 
 
-def make_plan(trace: Trace, options: ReplayOptions, policy: str, speed: Transport) -> Plan:
-    """The named policy over a trace, with what the options change. Raises MoeEdgeError."""
+def set_up_for(
+    trace: Trace, options: ReplayOptions, policy: type[Policy], speed: Transport
+) -> Setup:
+    """The policy over a trace, with what the options change. Raises MoeEdgeError."""
     header = trace.header
-    high = options.high_tier or header.high
-    low = options.low_tier or header.low
-    if options.retention is not None:
-        retention = options.retention
-    elif low is None:
-        retention = 1.0
-    else:
-        has_one = header.policy == DYMOE and header.low is not None
-        retention = header.retention if has_one else USUAL_RETENTION
-    recorded_ahead = int(trace.arrays["event_ahead"].max(initial=0))
-    n_ahead = recorded_ahead if options.n_ahead is None else options.n_ahead
-    if n_ahead > recorded_ahead:
+    asked = {k: v for k, v in options.settings.items() if k in policy.Settings.declared()}
+    if len(asked) < len(options.settings):
+        foreign = next(k for k in options.settings if k not in asked)
         raise ConfigError(
-            f"the trace looks {recorded_ahead} layers ahead, not {n_ahead}: record it with the "
-            f"policy dymoe"
+            f"{flag_of(foreign)} has no effect with --policy {policy.name}, which "
+            f"{policy.reason}: leave one of the two out"
         )
-    if options.prefetch == "on" and n_ahead == 0:
-        raise ConfigError("--prefetch on: the trace does not look ahead, record it with dymoe")
-    if options.prefetch is not None:
-        prefetch = options.prefetch
-    else:
-        prefetch = header.prefetch if header.policy == policy else PolicySettings().prefetch
-    settings = PolicySettings(
-        retention=retention,
-        prefetch=prefetch,
-        renormalize=header.renormalize,
-        schedule=options.schedule or header.schedule,
-        heavy_hitters=header.heavy_hitters,
-        prompts_pass=header.prompts_pass,
-        exact=header.exact_tiers,
-        update_steps=header.update_steps,
-        hotness_decay=header.hotness_decay,
-        hysteresis=header.hysteresis,
-        rank_slack=header.rank_slack,
-        hot_experts=header.hot_experts,
-    )
+    recorded = header.settings if header.policy == policy.name else {}
+    settings = policy.Settings.of({**recorded, **asked})
+    if isinstance(settings, LookAhead):
+        settings = settings.limited(int(trace.arrays["event_ahead"].max(initial=0)), asked)
+    tiers, skip = _tiers(trace, options, policy)
     expert_bytes = options.expert_ram or header.expert_bytes
     try:
-        made = plan(trace, policy, expert_bytes, settings, high, low, n_ahead, speed.threads)
+        made = set_up(
+            trace,
+            policy,
+            expert_bytes,
+            settings,
+            tiers,
+            replace(header.rules, skip=skip),
+            speed.threads,
+        )
     except BudgetError as error:
         least = error.needed_bytes
         raise BudgetError(
             f"--expert-ram {format_size(expert_bytes)} is too small: the smallest that works with "
-            f"the policy {policy} is {least} bytes ({format_size(least)})",
+            f"the policy {policy.name} is {least} bytes ({format_size(least)})",
             least,
         ) from None
     hotness = trace.arrays["start_hotness"]
-    if isinstance(made.policy, Counting) and hotness.any():
+    if policy.learns and hotness.any():
         made.policy.set_hotness(hotness)
     return made
+
+
+def _tiers(
+    trace: Trace, options: ReplayOptions, policy: type[Policy]
+) -> tuple[tuple[int, ...], bool]:
+    """The trace's tiers that a policy works with, and whether experts may be skipped. Raises
+    TraceError."""
+    header = trace.header
+    high = options.high_tier or header.in_use[0]
+    low = options.low_tier or _low_name(header)
+    first = trace.tier_index(high)
+    if policy.most_tiers == 1 or low is None:
+        return (first,), False
+    if low == SKIP_TIER:
+        return (first,), True
+    same = options.high_tier is None and options.low_tier is None
+    if same and header.policy == policy.name:
+        return tuple(trace.tier_index(name) for name in header.in_use), False
+    last = trace.tier_index(low)
+    if last <= first:
+        raise TraceError(f"the low tier {low} is not below the high tier {high}")
+    return tiers_between(policy, first, last, len(header.tiers)), False
 
 
 def _work(trace: Trace, time: Compute) -> tuple[list[int], list[float]]:
@@ -207,10 +231,16 @@ def _work(trace: Trace, time: Compute) -> tuple[list[int], list[float]]:
     return tokens, compute_us
 
 
-def _figures(outcome: Outcome) -> dict[str, Any]:
+def _figures(setup: Setup, outcome: Outcome) -> dict[str, Any]:
     stats = outcome.stats
-    wait_ms = [stats.wait_us[phase] / 1000 for phase in Phase]
-    found = figures(counted(stats), wait_ms, np.array(outcome.phases), outcome.step_us / 1000)
+    found = figures(
+        setup.shape.tiers,
+        setup.policy.rules.skip,
+        counted(stats),
+        [stats.wait_us[phase] / 1000 for phase in Phase],
+        np.array(outcome.phases),
+        outcome.step_us / 1000,
+    )
     names = ("transition_bytes", "experts_promoted", "experts_demoted", "promotions", "evictions")
     found |= {name: getattr(stats, name) for name in names}
     return found | {
@@ -271,7 +301,7 @@ def render(result: dict[str, Any]) -> str:
             lines.append(f"  {ups} promoted and {downs} demoted, {where}")
     best, bound, recorded = result["belady"]["decode"], result["bound"], result["recorded"]
     lines.append(
-        f"{'Belady, lru slots':<20}{_percent(best['hit_rate']):>8}"
+        f"{f'Belady, {BASELINE} slots':<20}{_percent(best['hit_rate']):>8}"
         f"{_size(best['miss_bytes'], tokens):>13}"
     )
     lines.append(

@@ -1,6 +1,6 @@
 """A recorded run: what the routers chose, step by step, in one .npz file.
 
-Format, version 2. Numpy arrays by name; S steps, E route events in the order in which they
+Format, version 3. Numpy arrays by name; S steps, E route events in the order in which they
 came, N = sum of their tokens, A = sum of tokens times look-ahead layers, I = sum of the tokens
 that have an importance, P versions published, k experts a token:
 
@@ -10,13 +10,14 @@ that have an importance, P versions published, k experts a token:
                                   file -1: no such matrix. Slot sizes follow from these.
     start_tier     uint8 [layers, experts]    best of the tiers in use (0 the best) that was in
                                   memory at the start, events.ABSENT for none
-    start_hotness  float64 [layers, experts]  S of dynaexq at the start; 0 with other policies
-    counters       int64 [2 phases, 7]        what the run came to: COUNTERS
+    start_hotness  float64 [layers, experts]  what a policy that learns knew at the start; else 0
+    counters       int64 [2 phases, COUNTERS]  what the run came to
     step_phase     uint8 [S]      orchestrator.events.Phase
     step_tokens    int32 [S]      tokens of the step
-    step_tick      uint8 [S]      1 where dynaexq renewed its hot sets after the step
+    step_starts    uint8 [S]      1 where the step begins a sequence
+    step_tick      uint8 [S]      1 where the policy renewed what it wants in memory after the step
     published      int32 [P, 4]   step, layer, expert, tier: versions that changed at the boundary
-                                  before the step
+                                  before the step; only of a policy that has all in memory
     event_step     int32 [E]
     event_layer    int16 [E]      MoE layers only, counted from 0
     event_tokens   int32 [E]      T of the event; a last layer may see fewer than the step
@@ -40,19 +41,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gguf_tools.experts import Tier
 from orchestrator.errors import TraceError
-from orchestrator.events import Phase
+from orchestrator.events import SKIP_TIER, Phase
+from orchestrator.native import MAX_TIERS
+from orchestrator.policy import Rules
 
 FORMAT = "moe-edge-trace"
-VERSION = 2
+VERSION = 3
 
-# Columns of the counters; routed experts by decided tier in the last three.
-COUNTERS = ("requests", "hits", "demand_bytes", "prefetch_bytes", "high", "low", "skip")
+# Columns of the counters: what was moved; routed experts by decided tier, the skipped ones last;
+# matrices by the tier that was computed.
+MOVED = ("requests", "hits", "demand_bytes", "prefetch_bytes")
+ROUTED = tuple(f"routed_{tier}" for tier in (*range(MAX_TIERS), "skip"))
+COMPUTED = tuple(f"computed_{tier}" for tier in range(MAX_TIERS))
+COUNTERS = (*MOVED, *ROUTED, *COMPUTED)
 
 ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "slices": (np.int64, 4),
@@ -61,6 +68,7 @@ ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "counters": (np.int64, 2),
     "step_phase": (np.uint8, 1),
     "step_tokens": (np.int32, 1),
+    "step_starts": (np.uint8, 1),
     "step_tick": (np.uint8, 1),
     "published": (np.int32, 2),
     "event_step": (np.int32, 1),
@@ -82,13 +90,13 @@ ARRAYS: dict[str, tuple[type[np.generic], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What ran. tiers: of the model file, best first; files: their names; high and low name
-    the tiers in use, low "skip" or None where there was none. expert_bytes: budget of the
-    slots. read_bytes_per_s, of as many reads at once as there are threads, and read_latency_us,
-    which one alone takes beside its bytes: measured on the file, 0 where they were not.
-    dense_share: by phase, the part of the computing that is not in the experts, measured with
-    all of them skipped. From update_steps to transition_rate: the settings of dynaexq, as in
-    Config; transition_bytes is what its transitions read."""
+    """What ran. tiers: of the model file, best first; files: their names; in_use: the tiers that
+    the policy worked with, best first. settings: the policy's own, as it declares them; rules:
+    those that hold for every policy. expert_bytes: budget of the slots. read_bytes_per_s, of as
+    many reads at once as there are threads, and read_latency_us, which one alone takes beside its
+    bytes: measured on the file, 0 where they were not. dense_share: by phase, the part of the
+    computing that is not in the experts, measured with all of them skipped. transition_bytes is
+    what transitions read."""
 
     version: int
     model: str
@@ -99,28 +107,20 @@ class Header:
     tiers: tuple[str, ...]
     files: tuple[str, ...]
     policy: str
-    high: str
-    low: str | None
-    retention: float
-    schedule: str
-    heavy_hitters: float
-    prompts_pass: bool
-    renormalize: bool
-    exact_tiers: bool
-    prefetch: str
-    n_ahead: int
-    update_steps: int
-    hotness_decay: float
-    hysteresis: float
-    rank_slack: int
-    hot_experts: int | None
-    transition_rate: int
+    in_use: tuple[str, ...]
+    settings: dict[str, Any]
+    rules: Rules
     transition_bytes: int
     expert_bytes: int
     io_threads: int
     read_bytes_per_s: int
     read_latency_us: int
     dense_share: tuple[float, float]
+
+    @property
+    def mix_names(self) -> tuple[str, ...]:
+        """Names of what an expert can be decided as."""
+        return (*self.in_use, SKIP_TIER) if self.rules.skip else self.in_use
 
 
 class PlacedSlices(NamedTuple):
@@ -149,11 +149,13 @@ class Event(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One llama_decode. published: (layer, expert, tier) of what changed right before it."""
+    """One llama_decode. starts: it begins a sequence; published: (layer, expert, tier) of what
+    changed right before it."""
 
     phase: Phase
     n_tokens: int
     events: list[Event]
+    starts: bool
     ticks: bool
     published: list[tuple[int, int, int]]
 
@@ -266,6 +268,7 @@ class Trace:
                 Phase(int(a["step_phase"][step])),
                 int(a["step_tokens"][step]),
                 events,
+                bool(a["step_starts"][step]),
                 bool(a["step_tick"][step]),
                 [(layer, expert, tier) for layer, expert, tier in published],
             )

@@ -18,17 +18,19 @@ LAYERS = (
         "gguf_tools",
         "orchestrator.errors",
         "orchestrator.events",
-        "orchestrator.config",
+        "orchestrator.settings",
         "orchestrator.files",
         "orchestrator.plotting",
     ),
     ("orchestrator.native",),
     (
+        "orchestrator.mix",
         "orchestrator.policy",
         "orchestrator.sampling",
         "orchestrator.stats_text",
         "orchestrator.template",
     ),
+    ("orchestrator.config", "orchestrator.driver"),
     (
         "orchestrator.hardware",
         "orchestrator.footprint",
@@ -53,6 +55,8 @@ LAYERS = (
     ("orchestrator.cli_files", "orchestrator.doctor"),
     ("orchestrator.cli_options",),
     (
+        "orchestrator.cli_chat",
+        "orchestrator.cli_pack",
         "orchestrator.cli_bench",
         "orchestrator.cli_calibrate",
         "orchestrator.cli_convert",
@@ -70,6 +74,8 @@ ONLY = {
     "click": (
         "orchestrator.cli",
         "orchestrator.cli_bench",
+        "orchestrator.cli_chat",
+        "orchestrator.cli_pack",
         "orchestrator.cli_calibrate",
         "orchestrator.cli_convert",
         "orchestrator.cli_doctor",

@@ -43,7 +43,7 @@ from orchestrator.config import Config
 from orchestrator.footprint import scratch_bytes
 from orchestrator.hardware import Machine
 from orchestrator.losses import Candidate, LossTable
-from orchestrator.plan import make_plan
+from orchestrator.plan import plan_memory
 from orchestrator.replay.file import read_trace, write_trace
 from orchestrator.replay.trace import FORMAT
 
@@ -188,7 +188,7 @@ def plan(bench: Bench, random: Random) -> str:
                 del options["expert_ram"]
             config = Config.build(model=path, **options)
             scratch_bytes(model, config)
-            made = make_plan(config, model, Machine(1 << 34))
+            made = plan_memory(config, model, Machine(1 << 34))
             assert made.total_bytes >= 0
     except MoeEdgeError as error:
         assert str(error)

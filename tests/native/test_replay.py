@@ -14,9 +14,10 @@ from orchestrator.engine import Engine
 from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.llama import Bindings
 from orchestrator.native import CStats
+from orchestrator.policy import policy_class
 from orchestrator.replay import ReplayOptions, Trace, read_trace, replay, write_trace
 from orchestrator.replay.record import Disk, Recorder, record_answer, record_text
-from orchestrator.replay.report import make_plan
+from orchestrator.replay.report import set_up_for
 from orchestrator.replay.simulate import Compute, Outcome, Transport, simulate
 from orchestrator.sampling import Sampling
 
@@ -48,8 +49,8 @@ def recorded(config: Config, prompt: bool) -> tuple[Trace, CStats, np.ndarray]:
 
 def replayed(trace: Trace, speed: Transport) -> Outcome:
     """With the recorded policy, settings and slots."""
-    plan = make_plan(trace, ReplayOptions(), trace.header.policy, speed)
-    return simulate(Bindings.load().library(), trace, plan, speed, Compute(20.0, 20.0), True)
+    setup = set_up_for(trace, ReplayOptions(), policy_class(trace.header.policy), speed)
+    return simulate(Bindings.load().library(), trace, setup, speed, Compute(20.0, 20.0), True)
 
 
 def counters(stats: CStats) -> dict[str, object]:
@@ -202,7 +203,8 @@ def test_texts_and_answers(policy: str, tiny_model: Callable[..., Path]) -> None
         assert (text.wait_ms <= text.step_ms).all()
         assert text.wait_ms.sum() > 0
         assert (text.compute_ms + text.wait_ms).sum() == pytest.approx(text.step_ms.sum())
-        assert text.header.n_ahead == (policy == "dymoe")
+        assert text.header.settings.get("n_ahead", 0) == (policy == "dymoe")
+        assert text.arrays["step_starts"].tolist() == [1] + 22 * [0]
         assert text.header.read_bytes_per_s > 0
         assert all(0 < share <= 1 for share in text.header.dense_share)
         answer = record_answer(engine, "Hello", Sampling(temp=0), 6)

@@ -19,7 +19,7 @@ from orchestrator.native import CStats
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.replay import ReplayOptions, Trace, read_trace, render, replay, write_trace
 from orchestrator.replay.record import Disk, Recorder, record_text
-from orchestrator.replay.report import make_plan
+from orchestrator.replay.report import set_up_for
 from orchestrator.replay.simulate import Compute, Transport, simulate
 
 pytestmark = pytest.mark.usefixtures("library_folder")
@@ -97,7 +97,7 @@ def test_it_agrees_exactly(
     write_trace(tmp_path / "t.npz", trace)
     trace = read_trace(tmp_path / "t.npz")
     for speed in SPEEDS:
-        plan = make_plan(trace, ReplayOptions(), "dynaexq", speed)
+        plan = set_up_for(trace, ReplayOptions(), DynaExq, speed)
         time = Compute(None, None, trace.header.dense_share)
         found = simulate(Bindings.load().library(), trace, plan, speed, time, True)
         if caching:  # it waits, and for how long the disk says
@@ -120,7 +120,7 @@ def test_a_batch_agrees_exactly(both: Path) -> None:
         trace, stats = recorder.trace(Disk(10**9, 50)), engine.store.stats()
     assert trace.arrays["step_tokens"].tolist() == [8, 8, 7] + 20 * [3]
     assert trace.arrays["step_phase"].tolist() == 3 * [Phase.PREFILL] + 20 * [Phase.DECODE]
-    plan = make_plan(trace, ReplayOptions(), "dynaexq", SPEEDS[0])
+    plan = set_up_for(trace, ReplayOptions(), DynaExq, SPEEDS[0])
     time = Compute(None, None)
     found = simulate(Bindings.load().library(), trace, plan, SPEEDS[0], time, True)
     same(found.stats, stats)
@@ -132,7 +132,15 @@ def test_the_report_says_how_well_it_agrees(both: Path) -> None:
     result = replay(library, trace, ReplayOptions())
     assert result["clock"] == "recorded"
     rows = {row["name"]: row for row in result["agreement"]}
-    for name in ("hits", "of requests", "routed in high", "promoted", "demoted", "prompt: hits"):
+    for name in (
+        "hits",
+        "of requests",
+        "routed in q4_k",
+        "computed in q2_k",
+        "promoted",
+        "demoted",
+        "prompt: hits",
+    ):
         assert rows[name]["error"] == 0, name
     assert rows["promoted"]["recorded"] == stats.experts_promoted
     assert abs(rows["TPOT mean"]["error"]) < 0.01  # nothing waits, and computing is as recorded
@@ -145,7 +153,7 @@ def test_the_report_says_how_well_it_agrees(both: Path) -> None:
         high_tier="q4_k",
         low_tier="q2_k",
         bandwidth=header.read_bytes_per_s,
-        transition_rate=header.transition_rate,
+        settings={"transition_rate": header.settings["transition_rate"]},
         clock="recorded",
     )
     assert replay(library, trace, unchanged) == result
@@ -155,12 +163,12 @@ def test_the_report_says_how_well_it_agrees(both: Path) -> None:
     rows = {row["name"]: row for row in result["agreement"]}
     assert rows["hits"]["error"] == rows["of requests"]["error"] == 0
     assert result["runs"]["dynaexq"]["experts_promoted"] > 0
-    speed = Transport(10**9, 50, 4, trace.header.transition_rate)
-    plan = make_plan(trace, ReplayOptions(), "dynaexq", speed)
+    speed = Transport(10**9, 50, 4)
+    plan = set_up_for(trace, ReplayOptions(), DynaExq, speed)
     simulate(library, trace, plan, speed, Compute(None, None))
     assert isinstance(plan.policy, DynaExq)
     np.testing.assert_array_equal(plan.policy.hotness, learned)
-    for options in ({"transition_rate": 1}, {"bandwidth": 10**6}):
+    for options in ({"settings": {"transition_rate": 1}}, {"bandwidth": 10**6}):
         changed = replay(library, trace, ReplayOptions(**options))  # type: ignore[arg-type]
         assert changed["clock"] == "simulated" and changed["agreement"] is not None
     assert replay(library, trace, ReplayOptions(policy="lru"))["agreement"] is None
@@ -176,7 +184,7 @@ def test_measuring_the_dense_share_teaches_nothing(both: Path, tmp_path: Path) -
         model = engine.model
     assert trace.arrays["step_tokens"].tolist() == [8, 8, 4] + 40 * [1]
     assert all(0 < share <= 1 for share in trace.header.dense_share)
-    plan = make_plan(trace, ReplayOptions(), "dynaexq", SPEEDS[0])
+    plan = set_up_for(trace, ReplayOptions(), DynaExq, SPEEDS[0])
     time = Compute(None, None)
     simulate(Bindings.load().library(), trace, plan, SPEEDS[0], time, True)
     assert isinstance(plan.policy, DynaExq)

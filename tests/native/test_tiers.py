@@ -26,10 +26,8 @@ THREE = ("q8_0", "q4_k", "q2_k")
 def open_model(model: Path, **options: object) -> Engine:
     """Half of the experts critical in every layer, token by token; nothing is read ahead."""
     settings = {"retention": 0.5, "schedule": "flat", "n_ahead": 0, "expert_ram": 1 << 26}
-    config = Config.build(
-        model=model, ctx=128, threads=1, use_extra_bufts=False, **{**settings, **options}
-    )
-    return Engine.open(config)
+    chosen = Config.build(model=model, ctx=128, threads=1, use_extra_bufts=False, **settings)
+    return Engine.open(chosen.compared(**options))
 
 
 def decode(engine: Engine) -> np.ndarray:
@@ -39,7 +37,7 @@ def decode(engine: Engine) -> np.ndarray:
 
 
 def uniform(model: Path) -> np.ndarray:
-    with open_model(model, policy="plain", expert_ram=None, retention=None) as engine:
+    with open_model(model, policy="plain", expert_ram=None) as engine:
         return decode(engine)
 
 
@@ -127,7 +125,7 @@ def test_retention_changes_at_the_next_token(tiny_model: Callable[..., Path]) ->
         at = len(TOKENS)
         seen = [decided(engine)]
         for retention in (0.5, 1.0, 0.5):
-            assert engine.set_retention(retention)
+            assert engine.change("retention", retention)
             for _ in range(3):
                 engine.eval([TOKENS[0]], at)
                 at += 1
@@ -143,12 +141,12 @@ def test_retention_of_one_request(tiny_model: Callable[..., Path]) -> None:
     sampling = Sampling(temp=1.0, seed=5)
     with open_model(model, policy="dymoe", low_tier="q2_k") as engine:
         seen = [decided(engine)]
-        for retention in (None, 1.0, None):
-            for _ in engine.generate(TOKENS, sampling, 6, retention=retention):
+        for changes in (None, {"retention": 1.0}, None):
+            for _ in engine.generate(TOKENS, sampling, 6, changes=changes):
                 pass
             seen.append(decided(engine))
         half, whole, again = np.diff(seen, axis=0).tolist()
         assert half[0] == half[1] > 0
         assert whole[0] > 0 and whole[1] == 0
         assert again[0] == again[1] > 0
-        assert engine.config.retention == 0.5
+        assert engine.config.given("retention") == 0.5

@@ -23,7 +23,6 @@ from orchestrator.bench.plan import MANAGED
 from orchestrator.bench.report import WIDTH
 from orchestrator.errors import ConfigError
 from orchestrator.footprint import model_shape
-from orchestrator.policy.base import PolicySettings
 from orchestrator.policy.lru import LRU
 
 ROWS = [BASELINE, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD]
@@ -81,7 +80,7 @@ def test_ttft_is_taken_cold_and_after_decoding():
 def test_slots_of_one_token_hold_k_experts_of_one_layer(tmp_path):
     model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
     budget = loop.token_slot_bytes(model)
-    policy = LRU(model_shape(model, (0,)), PolicySettings())
+    policy = LRU(model_shape(model, (0,)))
     assert {group.n_slots for group in policy.plan(budget).groups} == {model.n_expert_used}
 
 

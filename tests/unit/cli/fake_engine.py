@@ -34,7 +34,8 @@ STATS = GenerationStats(
     prefill_hit_rate=None,
     bytes_read=5 * 2**20,
     wait_ms=1.5,
-    mix={"high": 0.75, "low": 0.25, "skip": 0.0},
+    mix={"q4_k": 0.75, "q2_k": 0.25},
+    computed={"q4_k": 0.8125, "q2_k": 0.1875},
     peak_rss_bytes=300 * 2**20,
     budget_bytes=64 * 2**20,
     mode="managed: dymoe 4/2 (q4_k/q2_k) r=0.75, 64 MiB of expert slots, direct I/O",
@@ -151,10 +152,10 @@ class FakeEngine:
             raise PolicyError(f"unknown policy '{name}'; known: dymoe, lru")
         self.mode = f"managed: {name}"
 
-    def set_retention(self, retention):
+    def change(self, name, value):
         used = "lru" not in self.mode
         if used:
-            self.mode = f"managed: dymoe r={retention}"
+            self.mode = f"managed: dymoe {name[0]}={value}"
         return used
 
 

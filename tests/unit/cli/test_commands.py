@@ -297,7 +297,8 @@ def test_json_is_one_object(opened):
         "budget_bytes mode callback_us_p50"
     )
     assert set(wanted.split()) <= set(stats)
-    assert stats["mix"] == {"high": 0.75, "low": 0.25, "skip": 0.0}
+    assert stats["mix"] == {"q4_k": 0.75, "q2_k": 0.25}
+    assert stats["computed"] == {"q4_k": 0.8125, "q2_k": 0.1875}
     assert stats["tokens"] == 3
 
 

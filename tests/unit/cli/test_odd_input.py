@@ -41,7 +41,9 @@ def test_nan_is_no_retention_of_a_benchmark() -> None:
 @pytest.mark.parametrize("option", [("--schedule", "flat"), ("--prefetch", "on")])
 def test_what_dymoe_alone_does_is_refused_with_another_policy(option: tuple[str, str]) -> None:
     args = ("chat", "-m", "x.gguf", "-p", "x", "--policy", "lru", *option)
-    assert f"{option[0]} is for --policy dymoe" in refused(*args)
+    assert f"{option[0]} has no effect with --policy lru, which runs one precision" in refused(
+        *args
+    )
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_a_profile_that_cannot_be_kept_is_refused_before_the_chat(tmp_path: Path
 
 
 def test_an_endless_stdin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.cli.LONGEST_PROMPT", 10)
+    monkeypatch.setattr("orchestrator.cli_chat.LONGEST_PROMPT", 10)
     result = CliRunner().invoke(cli, ["chat", "-m", "x.gguf"], input="x" * 11)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "longer than any context" in result.stderr

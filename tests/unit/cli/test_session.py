@@ -193,7 +193,7 @@ def test_the_statistics_line_of_a_managed_model():
         "TTFT 12 ms",
         "48.9 tokens/s",
         "hits 93 %",
-        "high 75 % low 25 % skip 0 %",
+        "q4_k 75 % q2_k 25 % (computed q4_k 81 % q2_k 19 %)",
         "read 5 MiB",
         "memory 300 MiB of 1 GiB",
         "expert slots 64 MiB",

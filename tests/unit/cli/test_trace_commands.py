@@ -42,8 +42,10 @@ def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_text_becomes_a_trace(recorded: Path) -> None:
     trace = read_trace(recorded)
     header = trace.header
-    assert (header.policy, header.high, header.low) == ("dymoe", "q4_k", "q2_k")
-    assert (header.retention, header.n_ahead, header.expert_bytes) == (0.75, 1, 2 << 20)
+    assert (header.policy, header.in_use) == ("dymoe", ("q4_k", "q2_k"))
+    assert (header.settings["n_ahead"], header.expert_bytes) == (1, 2 << 20)
+    assert header.settings["retention"] is None  # not asked for
+    assert trace.arrays["step_starts"].tolist() == [1] + 24 * [0]
     assert header.tiers == ("q4_k", "q2_k")
     assert trace.arrays["step_tokens"].tolist() == [16] + 24 * [1]
 
@@ -62,7 +64,7 @@ def test_replay_prints_the_policy_beside_its_baselines(recorded: Path) -> None:
 def test_options_reach_the_replay(recorded: Path) -> None:
     result = run(
         *("replay", recorded, "--json", "--policy=lru", "--expert-ram=1MiB", "--bandwidth=1GB"),
-        *("--latency-us=70", "--io-threads=3", "--compute-ms=2.5", "--transition-rate=0"),
+        *("--latency-us=70", "--io-threads=3", "--compute-ms=2.5"),
     )
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
@@ -95,7 +97,7 @@ def test_a_run_of_dynaexq_is_replayed_as_it_was(model: Path, tmp_path: Path) -> 
         assert result.exit_code == 0, result.stderr
     trace = read_trace(out)
     assert trace.arrays["start_hotness"].any()
-    assert trace.header.transition_rate == 64 << 20
+    assert trace.header.settings["transition_rate"] == 64 << 20
     for clock in ("recorded", "simulated"):
         result = run("replay", out, "--json", f"--clock={clock}")
         assert result.exit_code == 0, result.stderr
@@ -104,7 +106,7 @@ def test_a_run_of_dynaexq_is_replayed_as_it_was(model: Path, tmp_path: Path) -> 
         rows = {row["name"]: row["error"] for row in found["agreement"]}
         assert rows["hits"] == rows["of requests"] == 0
         if clock == "recorded":
-            assert rows["routed in high"] == 0
+            assert rows["routed in q4_k"] == 0
 
 
 def test_an_answer_becomes_a_trace(model: Path, tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ USAGE = [
     (["replay"], "Missing argument 'FILE'"),
     (["replay", "t.npz", "--io-threads", "0"], "is not in the range"),
     (["replay", "t.npz", "--bandwidth", "fast"], "'fast' is not a size"),
-    (["replay", "t.npz", "--prefetch", "maybe"], "is not one of"),
+    (["replay", "t.npz", "--prefetch", "maybe"], "'--prefetch': must be auto, on or off"),
     (["replay", "t.npz", "--clock", "stopped"], "is not one of"),
     (["replay", "t.npz", "--transition-rate", "00"], "must be more than zero"),
 ]

@@ -105,7 +105,7 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> 
                 seen[event.layer] = event.ids_array.copy(), event.tokens_array.copy()
 
         own = engine.policy
-        engine.policy = Watch()
+        engine.driver.policy = Watch()
         engine.eval(tokens, 0, phase=Phase.PREFILL)
         layer_ids = list(engine.model.layer_ids)
         router = dense(engine.model, f"blk.{layer_ids[0]}.ffn_gate_inp.weight")

@@ -13,7 +13,7 @@ from gguf_tools.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.pack import export
 from gguf_tools.units import format_size
 from orchestrator.cli import cli
-from orchestrator.config import parse_size
+from orchestrator.settings import parse_size
 
 
 def run(*args):

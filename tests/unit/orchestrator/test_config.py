@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from gguf_tools.units import format_size
-from orchestrator.config import Config, native_log_enabled, parse_size
+from orchestrator.config import Config, native_log_enabled
 from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.settings import parse_size
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import device_shape
 from orchestrator.hardware import Device, Machine
 from orchestrator.native import Bandwidths
-from orchestrator.plan import make_plan
+from orchestrator.plan import plan_memory
 
 MIB = 1 << 20
 
@@ -77,30 +77,30 @@ def on_gpu(total: int, ram: int = 8 << 30) -> Machine:
 def test_vram_caps_everything_there(model: Path) -> None:
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256)
-        all_of_it = make_plan(config.with_changes(policy="lru"), opened, on_gpu(1 << 30))
+        all_of_it = plan_memory(config.with_changes(policy="lru"), opened, on_gpu(1 << 30))
         assert all_of_it.slots is not None
         fixed = all_of_it.total_bytes - all_of_it.slots.total_bytes
         one_expert = device_shape(opened, (0,)).expert_slot_bytes(0, 0)
         vram = fixed + 24 * one_expert
-        plan = make_plan(config.with_changes(vram=vram, policy="lru"), opened, on_gpu(1 << 30))
+        plan = plan_memory(config.with_changes(vram=vram, policy="lru"), opened, on_gpu(1 << 30))
         assert plan.slots is not None and plan.device is not None
         assert plan.total_bytes <= plan.vram_bytes == vram
         # what llama.cpp was seen to take beyond the estimate comes off the slots
-        less = make_plan(
+        less = plan_memory(
             config.with_changes(vram=vram, policy="lru"), opened, on_gpu(1 << 30), 8 * one_expert
         )
         assert less.slots is not None
         assert 0 < less.slots.total_bytes <= plan.slots.total_bytes - 7 * one_expert
         assert less.total_bytes <= vram
         with pytest.raises(BudgetError, match=r"--vram .* smallest --vram that works") as caught:
-            make_plan(config.with_changes(vram=fixed), opened, on_gpu(1 << 30))
+            plan_memory(config.with_changes(vram=fixed), opened, on_gpu(1 << 30))
         again = config.with_changes(vram=caught.value.needed_bytes)
-        assert make_plan(again, opened, on_gpu(1 << 30)).total_bytes <= caught.value.needed_bytes
+        assert plan_memory(again, opened, on_gpu(1 << 30)).total_bytes <= caught.value.needed_bytes
 
 
 def test_a_card_takes_the_whole_model_where_it_fits(model: Path) -> None:
     with ExpertModel.open(model) as opened:
-        plan = make_plan(Config.build(model=model), opened, on_gpu(8 << 30))
+        plan = plan_memory(Config.build(model=model), opened, on_gpu(8 << 30))
         assert not plan.managed and plan.device is not None
 
 
@@ -108,9 +108,9 @@ def test_the_host_behind_a_card_needs_room_for_reads(model: Path) -> None:
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, policy="lru", ram=1 * MIB)
         with pytest.raises(BudgetError, match="beside a GPU: the smallest that works") as caught:
-            make_plan(config, opened, on_gpu(8 << 30))
+            plan_memory(config, opened, on_gpu(8 << 30))
         again = config.with_changes(ram=caught.value.needed_bytes)
-        assert make_plan(again, opened, on_gpu(8 << 30)).host_bytes > 0
+        assert plan_memory(again, opened, on_gpu(8 << 30)).host_bytes > 0
 
 
 def test_a_device_that_is_not_here(model: Path) -> None:

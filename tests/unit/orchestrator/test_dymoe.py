@@ -12,7 +12,8 @@ from shapes import make_decision, make_event, make_shape, make_view, prefetches
 
 from orchestrator.errors import PolicyError
 from orchestrator.events import ABSENT, SKIP, Phase
-from orchestrator.policy import PolicySettings, known_policies, make_policy
+from orchestrator.policy import Rules, known_policies, policy_class
+from orchestrator.policy.base import Callback
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.importance import gate_critical, gate_order
 from orchestrator.policy.retention import solve
@@ -36,7 +37,7 @@ def reference_tiers(ids: np.ndarray, weights: np.ndarray, t: int, low: int) -> d
 def test_decode_tiers(seed: int, n_tokens: int, layer: int, skip: bool, ties: bool) -> None:
     rng = np.random.default_rng(seed)
     shape = make_shape(tiers=("q4_k",) if skip else ("q4_k", "q2_k"))
-    policy = DyMoE(shape, PolicySettings(retention=0.6, skip_low=skip))
+    policy = DyMoE(shape, DyMoE.Settings(retention=0.6), Rules(skip=skip))
     event = make_event(shape, rng, n_tokens, layer, ties=ties)
     out = make_decision(shape)
     policy.decide(event, make_view(shape), out)
@@ -86,7 +87,7 @@ def test_prefill_follows_the_heavy_hitters(
 ) -> None:
     shape = make_shape(tiers=("q4_k",) if skip else ("q4_k", "q2_k"))
     low = SKIP if skip else 1
-    policy = DyMoE(shape, PolicySettings(retention=0.6, skip_low=skip, heavy_hitters=share))
+    policy = DyMoE(shape, DyMoE.Settings(retention=0.6, heavy_hitters=share), Rules(skip=skip))
     slots = policy.plan(10**6)
     event_rng = np.random.default_rng(seed)
     event = make_event(shape, event_rng, n_tokens, layer, phase=Phase.PREFILL, n_ahead=1)
@@ -127,7 +128,7 @@ def test_prefill_follows_the_heavy_hitters(
 def test_decode_prefetch(seed: int, layer: int, n_ahead: int) -> None:
     rng = np.random.default_rng(seed)
     shape = make_shape()
-    policy = DyMoE(shape, PolicySettings(retention=0.6))
+    policy = DyMoE(shape, DyMoE.Settings(retention=0.6))
     event = make_event(shape, rng, layer=layer, n_ahead=n_ahead)
     out = make_decision(shape)
     policy.decide(event, make_view(shape), out)
@@ -141,7 +142,7 @@ def test_decode_prefetch(seed: int, layer: int, n_ahead: int) -> None:
 
 
 def test_the_share_of_a_prompt_is_the_share_asked_for() -> None:
-    policy = DyMoE(make_shape(n_layers=32), PolicySettings(retention=0.75))
+    policy = DyMoE(make_shape(n_layers=32), DyMoE.Settings(retention=0.75))
     for n_used in (5, 8, 13, 64):
         counts = [policy.prefill_critical(layer, n_used) for layer in range(32)]
         assert sum(counts) / (32 * n_used) == pytest.approx(0.75, abs=0.5 / n_used)
@@ -150,7 +151,7 @@ def test_the_share_of_a_prompt_is_the_share_asked_for() -> None:
 def test_one_token_of_a_prompt_is_decided_by_its_gates() -> None:
     """A last layer that computes the prompt's last token alone."""
     shape = make_shape()
-    policy = DyMoE(shape, PolicySettings(retention=0.6))
+    policy = DyMoE(shape, DyMoE.Settings(retention=0.6))
     policy.plan(10**6)
     event = make_event(shape, np.random.default_rng(4), layer=5, phase=Phase.PREFILL)
     event.has_importance = 1
@@ -163,7 +164,7 @@ def test_one_token_of_a_prompt_is_decided_by_its_gates() -> None:
 
 def test_skip_prefetches_only_critical_ones() -> None:
     shape = make_shape(tiers=("q4_k",))
-    policy = DyMoE(shape, PolicySettings(retention=0.5, skip_low=True))
+    policy = DyMoE(shape, DyMoE.Settings(retention=0.5), Rules(skip=True))
     event = make_event(shape, np.random.default_rng(0), layer=3, n_ahead=1)
     out = make_decision(shape)
     policy.decide(event, make_view(shape), out)
@@ -173,7 +174,7 @@ def test_skip_prefetches_only_critical_ones() -> None:
 
 def test_prefill_prefetch_counts_tokens() -> None:
     shape = make_shape()
-    policy = DyMoE(shape, PolicySettings())
+    policy = DyMoE(shape, DyMoE.Settings())
     policy.plan(sum(4 * shape.expert_slot_bytes(0, tier) * 6 for tier in (0, 1)))
     event = make_event(shape, np.random.default_rng(5), 64, phase=Phase.PREFILL, n_ahead=1)
     resident = np.full((shape.n_layers, shape.n_expert), ABSENT, np.uint8)
@@ -188,7 +189,7 @@ def test_prefill_prefetch_counts_tokens() -> None:
 
 def test_prefetch_can_be_off() -> None:
     shape = make_shape()
-    policy = DyMoE(shape, PolicySettings(prefetch="off"))
+    policy = DyMoE(shape, DyMoE.Settings(prefetch="off"))
     out = make_decision(shape)
     for phase in Phase:
         event = make_event(shape, np.random.default_rng(0), 2, phase=phase, n_ahead=1)
@@ -198,9 +199,9 @@ def test_prefetch_can_be_off() -> None:
 
 def test_retention_changes_live() -> None:
     shape = make_shape()
-    policy = DyMoE(shape, PolicySettings(retention=1.0))
+    policy = DyMoE(shape, DyMoE.Settings(retention=1.0))
     assert policy.critical == [4] * 6
-    policy.set_retention(0.6)
+    assert policy.change("retention", 0.6)
     assert sum(policy.critical) == pytest.approx(0.6 * 24, abs=1)
     assert f"realised {sum(policy.critical) / 24:.3f}" in policy.describe()
 
@@ -208,26 +209,28 @@ def test_retention_changes_live() -> None:
 def test_a_second_tier_is_needed() -> None:
     shape = make_shape(tiers=("q4_k",))
     with pytest.raises(PolicyError, match="--low"):
-        make_policy("dymoe", shape, PolicySettings())
+        DyMoE(shape, DyMoE.Settings(retention=0.75))
     out = make_decision(shape)
-    policy = make_policy("dymoe", shape, PolicySettings(retention=1.0))
+    policy = DyMoE(shape)
+    assert policy.retention == 1.0  # nothing else is possible
     policy.decide(make_event(shape, np.random.default_rng(0)), make_view(shape), out)
     assert not any(out.tier)
     with pytest.raises(PolicyError, match="--low"):
-        policy.set_retention(0.5)
+        policy.change("retention", 0.5)
+    assert (policy.settings.retention, policy.retention) == (None, 1.0)
 
 
 def test_unknown_policy_lists_the_known() -> None:
     with pytest.raises(PolicyError) as caught:
-        make_policy("belady", make_shape(), PolicySettings())
+        policy_class("belady")
     for name in known_policies():
         assert name in str(caught.value)
 
 
 def test_lru_needs_no_python() -> None:
     shape = make_shape()
-    policy = make_policy("lru", shape, PolicySettings())
-    assert not policy.needs_callback
+    policy = policy_class("lru")(shape)
+    assert policy.callback is Callback.NEVER
     out = make_decision(shape)
     policy.decide(make_event(shape, np.random.default_rng(0)), make_view(shape), out)
     assert not any(out.tier)

@@ -14,8 +14,8 @@ from shapes import make_shape
 from gguf_tools.units import format_size
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import ExpertState, Phase, StepReport
-from orchestrator.policy import Counting
-from orchestrator.policy.base import ModelShape, PolicySettings, SlotPlan, Transition
+from orchestrator.policy import ModelShape, Rules
+from orchestrator.policy.base import Callback, SlotPlan, Transition
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq
 from orchestrator.policy.lru import LRU
@@ -37,7 +37,7 @@ def make(
     if budget_bytes is None:
         both = expert_bytes(shape, HIGH) + expert_bytes(shape, LOW)
         budget_bytes = both // 2 + 4 * shape.expert_slot_bytes(0, HIGH)
-    policy = DynaExq(shape, PolicySettings(**options))  # type: ignore[arg-type]
+    policy = DynaExq(shape, DynaExq.Settings(**options))  # type: ignore[arg-type]
     return policy, policy.plan(budget_bytes)
 
 
@@ -118,19 +118,19 @@ def draw(rng: np.random.Generator, shares: np.ndarray, k: int) -> np.ndarray:
 def test_it_counts_and_needs_no_callback() -> None:
     shape = make_shape()
     policy, _ = make(shape)
-    assert isinstance(policy, Counting)
-    assert not policy.needs_callback
+    assert policy.counts and policy.learns
+    assert policy.callback is Callback.NEVER
     assert policy.default_tier == LOW
     for other in (LRU, DyMoE):
-        assert not isinstance(other(shape, PolicySettings()), Counting)
+        assert not other.counts and other(shape).hotness is None
 
 
 @pytest.mark.parametrize(
-    ("tiers", "options"), [(("q4_k",), {}), (("q4_k", "q2_k"), {"skip_low": True})]
+    ("tiers", "rules"), [(("q4_k",), Rules()), (("q4_k", "q2_k"), Rules(skip=True))]
 )
-def test_two_precisions_are_needed(tiers: tuple[str, ...], options: dict[str, bool]) -> None:
+def test_two_precisions_are_needed(tiers: tuple[str, ...], rules: Rules) -> None:
     with pytest.raises(PolicyError, match=r"--low FILE"):
-        DynaExq(make_shape(tiers=tiers), PolicySettings(**options))
+        DynaExq(make_shape(tiers=tiers), rules=rules)
 
 
 @given(
@@ -147,7 +147,7 @@ def test_plans_fit_and_fill_the_budget(
     shape = with_larger_last_layer(shape, odd)
     low, high = expert_bytes(shape, LOW), expert_bytes(shape, HIGH)
     budget = int(share * (high + low // 4))
-    policy = DynaExq(shape, PolicySettings(hot_experts=most))
+    policy = DynaExq(shape, DynaExq.Settings(hot_experts=most))
     try:
         plan = policy.plan(budget)
     except BudgetError as error:
@@ -333,7 +333,7 @@ def run_stationary(margin: float, slack: int) -> tuple[int, float]:
 def test_hysteresis_halves_the_promotions_on_a_steady_text() -> None:
     """Each form by itself, and both; the hot set is no worse for it."""
     restless, share = run_stationary(0.0, 0)
-    usual = PolicySettings()
+    usual = DynaExq.Settings()
     for margin, slack in [
         (usual.hysteresis, 0),
         (0.0, 4),
@@ -374,7 +374,7 @@ def test_without_counts_nothing_happens() -> None:
     policy, _ = make(make_shape())
     assert not policy.step_done(StepReport(Phase.DECODE, 1, 1.0))
     assert policy.report()["updates"] == 0
-    assert policy.set_retention(0.5) is False
+    assert policy.change("retention", 0.5) is False
 
 
 def test_too_small_for_all_low_means_caching() -> None:
@@ -397,7 +397,7 @@ def test_the_smallest_budget_without_caching_is_the_smallest(
 ) -> None:
     shape = with_larger_last_layer(make_shape(n_layers=layers, n_expert=n_expert, k=1), odd)
     least = least_resident_bytes(shape)
-    policy = DynaExq(shape, PolicySettings())
+    policy = DynaExq(shape)
     assert policy.plan(least).total_bytes == least
     assert not policy.caching
     assert policy.plan(least - 1).total_bytes < least

@@ -15,11 +15,12 @@ from gguf_tools.experts import ExpertModel
 from orchestrator import engine as engine_module
 from orchestrator import hardware
 from orchestrator.config import Config
+from orchestrator.driver import Driver
 from orchestrator.engine import Engine, Sampling
 from orchestrator.errors import ConfigError, NativeError, PolicyError
 from orchestrator.hardware import Machine
 from orchestrator.native import Misses
-from orchestrator.plan import make_plan, store_spec
+from orchestrator.plan import plan_memory, store_spec
 
 END = 0
 GREEDY = Sampling(temp=0.0)
@@ -339,9 +340,9 @@ def test_begin_token_stands_once(opened: tuple[Engine, FakeContext]) -> None:
 def test_retention_is_checked(opened: tuple[Engine, FakeContext]) -> None:
     engine, _ = opened
     with pytest.raises(ConfigError):
-        engine.set_retention(1.5)
-    assert engine.set_retention(0.5) is False  # the plain path: nothing to retain
-    assert engine.config.retention == 0.5
+        engine.change("retention", 1.5)
+    assert engine.change("retention", 0.5) is False  # the plain path: nothing to retain
+    assert engine.config.given("retention") == 0.5
 
 
 def test_a_policy_that_cannot_start_changes_nothing(opened: tuple[Engine, FakeContext]) -> None:
@@ -369,16 +370,15 @@ def test_the_loop() -> None:
         def apply(self, decision: object) -> None:
             done.append(decision)
 
-    engine = object.__new__(Engine)
-    engine.policy = engine.store = Recorder()  # type: ignore[assignment]
-    engine.on_route("event")  # type: ignore[arg-type]
+    both = Recorder()
+    Driver(both, both).on_route("event")  # type: ignore[arg-type]
     assert done == [("event", "view", "decision"), "decision"]
 
 
 def test_store_spec_renumbers_tiers(path: Path) -> None:
     model = ExpertModel.open(path)
     config = Config.build(model=path, policy="dymoe", expert_ram=2 * 10**6, n_ubatch=128)
-    plan = make_plan(config, model, Machine(2**34))
+    plan = plan_memory(config, model, Machine(2**34))
     spec = store_spec(config, model, plan, Misses())
     assert (spec.n_tiers, spec.max_tokens, spec.n_ahead) == (2, 128, 1)
     assert [il for il, _ in spec.layers] == model.layer_ids

@@ -91,7 +91,8 @@ def test_stats_are_json() -> None:
         prefill_hit_rate=None,
         bytes_read=0,
         wait_ms=0.0,
-        mix={"high": 1.0, "low": 0.0, "skip": 0.0},
+        mix={"q4_k": 1.0},
+        computed={"q4_k": 1.0},
         peak_rss_bytes=1,
         budget_bytes=0,
         mode="m",
@@ -101,7 +102,7 @@ def test_stats_are_json() -> None:
     )
     parsed = json.loads(json.dumps(stats.as_dict(), allow_nan=False))
     assert parsed["tpot_ms_p50"] is None
-    assert parsed["mix"]["high"] == 1.0
+    assert parsed["mix"]["q4_k"] == parsed["computed"]["q4_k"] == 1.0
 
 
 def test_percentile() -> None:

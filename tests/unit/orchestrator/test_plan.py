@@ -13,11 +13,12 @@ from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.choice import check_unused
-from orchestrator.config import Config, parse_size
+from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.footprint import scratch_bytes
 from orchestrator.hardware import Machine
-from orchestrator.plan import Plan, make_plan
+from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.settings import parse_size
 
 ROOMY = Machine(64 * 2**30)
 TIERS = ("q8_0", "q4_k", "q2_k")
@@ -36,8 +37,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExpertModel]:
     return opened
 
 
-def plan_for(model: ExpertModel, machine: Machine = ROOMY, **settings: Any) -> Plan:
-    return make_plan(Config.build(model=model.path, **settings), model, machine)
+def plan_for(model: ExpertModel, machine: Machine = ROOMY, **settings: Any) -> MemoryPlan:
+    return plan_memory(Config.build(model=model.path, **settings), model, machine)
 
 
 def tight(model: ExpertModel, slots: int, **settings: Any) -> Machine:

@@ -9,7 +9,7 @@ from shapes import DOWN, GATE, UP, make_shape
 
 from gguf_tools.layout import slot_bytes
 from orchestrator.errors import BudgetError
-from orchestrator.policy import PolicySettings, make_policy
+from orchestrator.policy import policy_class
 from orchestrator.policy.base import ModelShape, Share, divide
 from orchestrator.policy.dymoe import DyMoE
 
@@ -75,7 +75,7 @@ def test_slot_bytes_covers_every_expert(offset: int, expert_bytes: int, n_expert
 @pytest.mark.parametrize("spare", [0, 5000, 10**6, 10**8])
 def test_plans(name: str, spare: int) -> None:
     shape = make_shape()
-    policy = make_policy(name, shape, PolicySettings())
+    policy = policy_class(name)(shape)
     with pytest.raises(BudgetError) as caught:
         policy.plan(1)
     budget = caught.value.needed_bytes + spare
@@ -99,7 +99,7 @@ def test_plans(name: str, spare: int) -> None:
 def test_lru_shares_slots_over_layers_of_one_size() -> None:
     sizes = [({UP: 8192, GATE: 8192, DOWN: 8192 if layer % 2 else 12288},) for layer in range(4)]
     shape = ModelShape(8, 2, ("q4_k",), tuple(sizes))
-    plan = make_policy("lru", shape, PolicySettings()).plan(8 * (2 * 24576 + 2 * 28672) // 2)
+    plan = policy_class("lru")(shape).plan(8 * (2 * 24576 + 2 * 28672) // 2)
     assert len(plan.groups) == 4
     assert plan.group_of[0, DOWN, 0] == plan.group_of[2, DOWN, 0] != plan.group_of[1, DOWN, 0]
     assert plan.group_of[0, UP, 0] != plan.group_of[0, GATE, 0]
@@ -110,7 +110,7 @@ def test_lru_shares_slots_over_layers_of_one_size() -> None:
 
 def test_dymoe_holds_a_token_without_waves_before_it_caches() -> None:
     shape = make_shape()
-    policy = DyMoE(shape, PolicySettings(retention=0.75))
+    policy = DyMoE(shape, DyMoE.Settings(retention=0.75))
     one_token = sum(
         t * shape.expert_slot_bytes(layer, 0) + max(1, 4 - t) * shape.expert_slot_bytes(layer, 1)
         for layer, t in enumerate(policy.critical)
@@ -123,7 +123,7 @@ def test_dymoe_holds_a_token_without_waves_before_it_caches() -> None:
 
 def test_dymoe_gives_spare_memory_to_high_slots() -> None:
     shape = make_shape()
-    policy = DyMoE(shape, PolicySettings(retention=0.75))
+    policy = DyMoE(shape, DyMoE.Settings(retention=0.75))
     plan = policy.plan(6 * 10 * shape.expert_slot_bytes(0, 0))
     low = [plan.groups[plan.group_of[layer, UP, 1]].n_slots for layer in range(6)]
     high = [plan.groups[plan.group_of[layer, UP, 0]].n_slots for layer in range(6)]
@@ -133,7 +133,7 @@ def test_dymoe_gives_spare_memory_to_high_slots() -> None:
 
 
 def test_every_matrix_of_a_layer_has_as_many_slots() -> None:
-    plan = DyMoE(make_shape(), PolicySettings()).plan(3_000_000)
+    plan = DyMoE(make_shape()).plan(3_000_000)
     for layer in range(6):
         for tier in (0, 1):
             counts = {

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import HEADER, decode, random_trace
+from traces import HEADER, decode, over, random_trace
 
 from gguf_tools.layout import DOWN
 from orchestrator.events import Phase
 from orchestrator.footprint import model_shape
 from orchestrator.native import Library
-from orchestrator.policy import PolicySettings
 from orchestrator.policy.lru import LRU
 from orchestrator.replay import Trace
 from orchestrator.replay.bounds import Optimum, belady, bound_us, fewest_misses
-from orchestrator.replay.simulate import Compute, Transport, plan, simulate
+from orchestrator.replay.simulate import Compute, Transport, simulate
 
 EXPERT = 16384  # slot bytes of one expert, all kinds
 SLOW = Transport(10**9, 20, 2)
@@ -28,7 +27,7 @@ COMPUTE = Compute(50.0, 50.0)
 def optimum(trace: Trace, n_experts: int) -> Optimum:
     """With slots for so many experts, shared by all layers."""
     shape = model_shape(trace, (0,))
-    return belady(trace, shape, LRU(shape, PolicySettings()).plan(n_experts * EXPERT), 0)
+    return belady(trace, shape, LRU(shape).plan(n_experts * EXPERT), 0)
 
 
 def best_of_all(events: list[tuple[int, list[int]]], capacity: int) -> int:
@@ -90,10 +89,9 @@ def test_no_policy_does_better(library: Library, seed: int, n_experts: int, poli
     """One precision, on demand, and the slots of that very policy."""
     trace = random_trace(np.random.default_rng(seed))
     budget = max(n_experts, 6) * EXPERT
-    asked = PolicySettings(retention=1.0)
-    made = plan(trace, policy, budget, asked, "q4_k", None, 0, 2)
+    made = over(trace, policy, budget, threads=2, retention=1.0, n_ahead=0)
     stats = simulate(library, trace, made, SLOW, COMPUTE).stats
-    best = belady(trace, made.shape, made.slots, made.high)
+    best = belady(trace, made.shape, made.slots, made.tiers[0])
     for phase in Phase:
         assert stats.requests[phase] == best.requests[phase]
     assert sum(stats.hits) <= sum(best.hits)
@@ -104,10 +102,9 @@ def test_no_policy_does_better(library: Library, seed: int, n_experts: int, poli
 def test_a_prefetching_policy_reads_no_less(library: Library, seed: int, n_experts: int) -> None:
     """And takes no less time than the bound."""
     trace = random_trace(np.random.default_rng(seed))
-    asked = PolicySettings(retention=1.0)
-    made = plan(trace, "dymoe", n_experts * EXPERT, asked, "q4_k", None, 1, 2)
+    made = over(trace, "dymoe", n_experts * EXPERT, threads=2, retention=1.0, n_ahead=1)
     outcome = simulate(library, trace, made, SLOW, COMPUTE)
-    best = belady(trace, made.shape, made.slots, made.high)
+    best = belady(trace, made.shape, made.slots, made.tiers[0])
     stats = outcome.stats
     read = sum(stats.demand_bytes) + sum(stats.prefetch_bytes)
     assert read >= sum(best.miss_bytes)
@@ -121,7 +118,7 @@ def test_slot_sizes_are_pools_of_their_own() -> None:
     slices = trace.arrays["slices"]
     slices[1, DOWN, 0, 2] *= 2
     shape = model_shape(trace, (0,))
-    slots = LRU(shape, PolicySettings()).plan(2 * EXPERT)
+    slots = LRU(shape).plan(2 * EXPERT)
     assert len(slots.groups) == 4
     found = belady(trace, shape, slots, 0)
     ups = sum(g.n_slots for g in slots.groups if g.slot_bytes == 4096)
@@ -147,6 +144,6 @@ def test_capacity_never_hurts() -> None:
 def test_it_is_above_lru_by_a_margin_on_a_cycle(library: Library, n_experts: int) -> None:
     """Layers in turn with more experts than slots: lru never hits, the optimum does."""
     trace = decode(*[[[step % 4, step % 4 + 4] for _ in range(3)] for step in range(24)])
-    made = plan(trace, "lru", n_experts * EXPERT, PolicySettings(), "q4_k", None, 0, 1)
+    made = over(trace, "lru", n_experts * EXPERT)
     assert sum(simulate(library, trace, made, SLOW, COMPUTE).stats.hits) == 0
     assert sum(optimum(trace, n_experts).hits) > 0

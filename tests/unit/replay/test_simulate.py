@@ -13,22 +13,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import EXPERT_BYTES, decode, make_trace, random_trace
+from traces import EXPERT_BYTES, decode, make_trace, over, random_trace
 
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, NativeError, TraceError
 from orchestrator.events import Phase, RouteEvent
 from orchestrator.native import Library, Simulation, Store
-from orchestrator.policy import PolicySettings
+from orchestrator.policy import Rules
 from orchestrator.replay import ReplayOptions, Trace, render, replay
-from orchestrator.replay.simulate import Compute, Outcome, Plan, Transport, plan, simulate
+from orchestrator.replay.simulate import Compute, Outcome, Setup, Transport, simulate
 
 ALL = 24 * 16384
 BYTES_PER_S = 4096 * 10**6
 
 
-def planned(trace: Trace, policy: str = "lru", n_ahead: int = 0, budget: int = ALL) -> Plan:
-    asked = PolicySettings(retention=1.0)
-    return plan(trace, policy, budget, asked, "q4_k", None, n_ahead, 1)
+def planned(trace: Trace, policy: str = "lru", n_ahead: int = 0, budget: int = ALL) -> Setup:
+    return over(trace, policy, budget, retention=1.0, n_ahead=n_ahead)
 
 
 def played(library: Library, trace: Trace, speed: Transport, us: float, **more: object) -> Outcome:
@@ -76,7 +75,7 @@ def test_prefetch_uses_the_idle_disk(library: Library) -> None:
     """Layer 0 is read 0..4, layer 1 then 4..8, long before its route event at 13."""
     right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
     ids = [np.array([[0]]), np.array([[5]])]
-    trace = make_trace([(Phase.DECODE, ids)], [right], n_ahead=1)
+    trace = make_trace([(Phase.DECODE, ids)], [right])
     speed = Transport(BYTES_PER_S, 0, 1)
     with_it = played(library, trace, speed, 24.0, policy="dymoe", n_ahead=1)
     assert with_it.step_us.tolist() == [25.0]
@@ -92,7 +91,7 @@ def test_a_late_prefetch_is_waited_for_and_no_hit(library: Library) -> None:
     """At a quarter of the speed layer 0 is read 0..16 and layer 1 from 16 on."""
     right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
     ids = [np.array([[0]]), np.array([[5]])]
-    trace = make_trace([(Phase.DECODE, ids)], [right], n_ahead=1)
+    trace = make_trace([(Phase.DECODE, ids)], [right])
     outcome = played(
         library, trace, Transport(BYTES_PER_S // 4, 0, 1), 24.0, policy="dymoe", n_ahead=1
     )
@@ -112,8 +111,7 @@ def test_layers_share_a_step_by_their_tokens(library: Library) -> None:
 
 def test_a_skipped_expert_costs_nothing(library: Library) -> None:
     trace = decode([[0, 1]], [[0, 1]])
-    asked = PolicySettings(retention=0.5)
-    made = plan(trace, "dymoe", ALL, asked, "q4_k", "skip", 0, 1)
+    made = over(trace, "dymoe", ALL, "skip", retention=0.5, n_ahead=0)
     outcome = simulate(library, trace, made, Transport(0, 0, 1), Compute(24.0, 24.0))
     assert outcome.step_us.tolist() == [18.0, 18.0]
     assert list(outcome.stats.routed[Phase.DECODE]) == [2, 0, 0, 0, 2]
@@ -142,8 +140,7 @@ def test_every_invariant_holds_at_every_event(
     """Prefetches, promotions, skips and waves, with the store's own check in between."""
     trace = random_trace(np.random.default_rng(seed))
     retention = 1.0 if low is None else 0.5
-    asked = PolicySettings(retention=retention, prefetch="on")
-    made = plan(trace, "dymoe", n_experts * 16384, asked, "q4_k", low, 1, disk[0])
+    made = over(trace, "dymoe", n_experts * 16384, low, disk[0], retention=retention, prefetch="on")
     with Store.create(library, made.spec) as store:
 
         def route(event: RouteEvent) -> None:
@@ -207,10 +204,9 @@ def test_events_compute_as_long_as_they_did(library: Library) -> None:
 
 def test_what_was_skipped_computed_nothing(library: Library) -> None:
     """A run that skips half of its experts, and its replay: the other half took the time."""
-    trace = decode([[0, 1]], [[0, 1]], policy="dymoe", low="skip", retention=0.5)
+    trace = decode([[0, 1]], [[0, 1]], policy="dymoe", rules=Rules(skip=True))
     trace.arrays["event_computed"][:] = 1
-    asked = PolicySettings(retention=0.5)
-    made = plan(trace, "dymoe", ALL, asked, "q4_k", "skip", 0, 1)
+    made = over(trace, "dymoe", ALL, "skip", retention=0.5, n_ahead=0)
     outcome = simulate(library, trace, made, Transport(0, 0, 1), Compute(None, None))
     np.testing.assert_allclose(outcome.step_us, [100.0, 100.0], atol=0.01)
     trace.arrays["event_computed"][:] = 0  # all of it was outside the experts
@@ -264,8 +260,21 @@ def test_a_trace_without_decoding_has_no_tpot(library: Library) -> None:
         ),
         ({"high_tier": "q8_0"}, TraceError, "tier q8_0 is missing: the trace is of q4_k, q2_k"),
         ({"policy": "dymoe", "low_tier": "q4_k"}, TraceError, "q4_k is not below"),
-        ({"n_ahead": 2}, ConfigError, "looks 1 layers ahead, not 2"),
-        ({"policy": "dymoe", "retention": 0.5}, MoeEdgeError, "needs a second precision"),
+        (
+            {"policy": "dymoe", "settings": {"n_ahead": 2}},
+            ConfigError,
+            "looks 1 layers ahead, not 2",
+        ),
+        (
+            {"policy": "dymoe", "settings": {"retention": 0.5}},
+            MoeEdgeError,
+            "needs a second precision",
+        ),
+        (
+            {"settings": {"n_ahead": 1}},
+            ConfigError,
+            "--n-ahead has no effect with --policy lru, which runs one precision",
+        ),
         ({"clock": "recorded"}, ConfigError, "with lru none did: leave it out"),
         (
             {"clock": "recorded", "io_threads": 3},

@@ -15,6 +15,8 @@ from traces import decode, random_trace
 
 from orchestrator.errors import TraceError
 from orchestrator.events import Phase
+from orchestrator.native import MAX_TIERS
+from orchestrator.policy import policy_class
 from orchestrator.replay import Trace, read_trace, write_trace
 from orchestrator.replay.trace import FORMAT, VERSION
 
@@ -142,19 +144,18 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
         ("n_expert_used", 9, "9 of 8 experts a token"),
         ("layer_ids", [], "layer_ids is []"),
         ("layer_ids", [0, 1, 2, 3], "slices has the shape"),
-        ("tiers", ["a"] * 5, "tiers is "),
-        ("retention", 2, "retention is 2"),
-        ("low", 3, "low is 3"),
-        ("schedule", "steep", "schedule is 'steep'"),
-        ("prefetch", None, "prefetch is None"),
+        ("tiers", ["a"] * (MAX_TIERS + 1), "tiers is "),
+        ("policy", "other", "unknown policy 'other'"),
+        ("in_use", ["q2_k", "q4_k"], "in_use is ['q2_k', 'q4_k']"),
+        ("in_use", ["q3_k"], "in_use is ['q3_k']"),
+        ("rules", {"skip": 1}, "rules is {'skip': 1}"),
+        ("settings", [], "settings is []"),
+        ("settings", {"retention": 1.0}, "settings missing or unknown: retention"),
         ("expert_bytes", -1, "expert_bytes is -1"),
-        ("hot_experts", True, "hot_experts is True"),
-        ("hotness_decay", 1.5, "hotness_decay is 1.5"),
-        ("transition_rate", -1, "transition_rate is -1"),
         ("read_latency_us", 0.5, "read_latency_us is 0.5"),
         ("dense_share", [0.5], "dense_share is [0.5]"),
         ("dense_share", [0.5, 2], "dense_share is [0.5, 2]"),
-        ("version", 1, "of version 1; this moe-edge reads 2: record again"),
+        ("version", 2, "of version 2; this moe-edge reads 3: record again"),
         ("surplus", 1, "fields missing or unknown: surplus"),
     ],
 )
@@ -164,6 +165,28 @@ def test_a_wrong_header(tmp_path: Path, field: str, value: object, said: str) ->
     with pytest.raises(TraceError) as caught:
         read_trace(path)
     assert said in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "field", "value", "said"),
+    [
+        ("dymoe", "retention", 2, "'retention' must be 0.0 to 1.0, not 2"),
+        ("dymoe", "schedule", "steep", "'schedule' must be cosine, linear or flat, not 'steep'"),
+        ("dymoe", "prefetch", None, "'prefetch' must be str, not None"),
+        ("dynaexq", "hot_experts", True, "'hot_experts' must be int, not True"),
+        ("dynaexq", "hotness_decay", 1.5, "'hotness_decay' must be 0.0 to 1.0, not 1.5"),
+        ("dynaexq", "transition_rate", -1, "'transition_rate' must be 0 to"),
+    ],
+)
+def test_a_wrong_setting(tmp_path: Path, policy: str, field: str, value: object, said: str) -> None:
+    trace = random_trace(np.random.default_rng(0))
+    settings = policy_class(policy).Settings().as_dict()
+    header = header_of(trace) | {"policy": policy, "settings": settings}
+    assert read_trace(written(tmp_path / "t.npz", trace.arrays, header)).header.policy == policy
+    header["settings"] = settings | {field: value}
+    with pytest.raises(TraceError) as caught:
+        read_trace(written(tmp_path / "t.npz", trace.arrays, header))
+    assert said in str(caught.value) and "header is damaged" in str(caught.value)
 
 
 def changed(name: str, index: Any, value: Any) -> Any:

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import decode, make_trace, random_trace
+from traces import decode, make_trace, over, random_trace
 
 from orchestrator.events import ExpertState, Phase
 from orchestrator.native import Library, Simulation, Store
-from orchestrator.policy import PolicySettings
 from orchestrator.policy.dynaexq import DynaExq
-from orchestrator.replay.simulate import Compute, Plan, Transport, plan, simulate
+from orchestrator.replay.simulate import Compute, Setup, Transport, simulate
 from orchestrator.replay.trace import Trace
 
 BYTES_PER_S = 4096 * 10**6  # a kind of 4096 bytes takes 1 us
@@ -20,9 +19,8 @@ US, MS = 1_000, 1_000_000
 ALL_LOW = 8 * 3 * 12288  # slots of the made-up model; all high takes a third more
 
 
-def planned(trace: Trace, budget: int, **options: object) -> Plan:
-    asked = PolicySettings(**options)  # type: ignore[arg-type]
-    return plan(trace, "dynaexq", budget, asked, "q4_k", "q2_k", 0, 2)
+def planned(trace: Trace, budget: int, **options: object) -> Setup:
+    return over(trace, "dynaexq", budget, "q2_k", 2, **({"transition_rate": 0} | options))
 
 
 def test_the_rate_by_hand(library: Library) -> None:

@@ -8,6 +8,8 @@ import numpy as np
 
 from gguf_tools.layout import DOWN, GATE, KINDS, UP
 from orchestrator.events import ABSENT, Phase
+from orchestrator.policy import Rules, policy_class
+from orchestrator.replay.simulate import Setup, set_up
 from orchestrator.replay.trace import COUNTERS, VERSION, Header, Trace
 
 Q4_K = 12
@@ -24,22 +26,9 @@ HEADER = Header(
     tiers=("q4_k", "q2_k"),
     files=("a.gguf",),
     policy="lru",
-    high="q4_k",
-    low=None,
-    retention=1.0,
-    schedule="cosine",
-    heavy_hitters=0.2,
-    prompts_pass=True,
-    renormalize=False,
-    exact_tiers=False,
-    prefetch="on",
-    n_ahead=0,
-    update_steps=32,
-    hotness_decay=0.8,
-    hysteresis=0.25,
-    rank_slack=0,
-    hot_experts=None,
-    transition_rate=0,
+    in_use=("q4_k",),
+    settings={},
+    rules=Rules(),
     transition_bytes=0,
     expert_bytes=6 * 16384,
     io_threads=2,
@@ -91,6 +80,7 @@ def make_trace(
         "counters": np.zeros((len(Phase), len(COUNTERS)), np.int64),
         "step_phase": np.array([phase for phase, _ in steps], np.uint8),
         "step_tokens": np.array([len(layers[0]) for _, layers in steps], np.int32),
+        "step_starts": (np.arange(len(steps)) == 0).astype(np.uint8),
         "step_tick": np.zeros(len(steps), np.uint8),
         "published": np.zeros((0, 4), np.int32),
         "event_step": columns[:, 0].astype(np.int32),
@@ -141,4 +131,19 @@ def random_trace(
         ]
         steps.append((Phase.PREFILL if number == 0 else Phase.DECODE, layers))
         ahead.append(following)
-    return make_trace(steps, ahead, n_expert=n_expert, n_ahead=1)
+    return make_trace(steps, ahead, n_expert=n_expert)
+
+
+def over(
+    trace: Trace,
+    policy: str,
+    budget: int,
+    low: str | None = None,
+    threads: int = 1,
+    **settings: object,
+) -> Setup:
+    """A policy over a trace, in q4_k and maybe a lower tier, or "skip"."""
+    made = policy_class(policy)
+    tiers = (0,) if low in (None, "skip") else (0, trace.tier_index(str(low)))
+    rules = Rules(skip=low == "skip")
+    return set_up(trace, made, budget, made.Settings.of(settings), tiers, rules, threads)

@@ -1,0 +1,227 @@
+"""Declaring settings: one line says a setting's name, type, range, default, help and option.
+
+A record of settings is a frozen dataclass below Settings, whose fields are made by setting(). What
+checks values, offers options, prints help, writes traces and tables of the documents reads the
+declarations, and names no setting.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from orchestrator.errors import ConfigError, SettingError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_TOO_LARGE = 1 << 60
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+
+# Units of a value, as an option writes it.
+SIZE, RATE = "size", "rate"
+
+_DECLARED = "moe-edge"
+
+S = TypeVar("S", bound="Settings")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What one line declares. kinds: types of a value; optional: None is one too, and means that
+    nothing was asked for. within: the least and the most, both allowed. unit: SIZE, bytes that an
+    option writes as 6GiB; RATE, the same or 0. option: whether the command line has it; hidden:
+    its help is in the documents only. live: it may be changed between two tokens. recorded: it
+    says how a policy decides, so that a trace keeps it and a replay may change it; timing: it only
+    changes when that takes effect."""
+
+    name: str
+    kinds: tuple[type, ...]
+    optional: bool
+    default: Any
+    help: str
+    metavar: str
+    within: tuple[float, float] | None
+    choices: tuple[str, ...]
+    unit: str | None
+    shown: str | None
+    option: bool
+    hidden: bool
+    live: bool
+    recorded: bool
+    timing: bool
+
+    @property
+    def flag(self) -> str:
+        """The option that asks for it."""
+        return flag_of(self.name)
+
+    @property
+    def default_text(self) -> str:
+        """What stands for the default in a help text; empty where there is none to name."""
+        if self.shown is not None:
+            return self.shown
+        return "" if self.default is None or self.default is False else str(self.default)
+
+    def check(self, value: Any) -> None:
+        """Raises SettingError for a value that the declaration does not allow."""
+        if value is None and self.optional:
+            return
+        wrong_bool = isinstance(value, bool) and bool not in self.kinds
+        if not isinstance(value, self.kinds) or wrong_bool:
+            wanted = " or ".join(kind.__name__ for kind in self.kinds)
+            raise SettingError(self.name, f"must be {wanted}, not {value!r}")
+        if self.within is not None and isinstance(value, (int, float)):
+            low, high = self.within
+            if not (low <= value <= high and math.isfinite(value)):
+                upper = f" to {high}" if high != math.inf else " or more"
+                raise SettingError(self.name, f"must be {low}{upper}, not {value}")
+        if self.choices and value not in self.choices:
+            raise SettingError(self.name, f"must be {_listed(self.choices)}, not '{value}'")
+
+    def parse(self, text: str) -> Any:
+        """The value that a user writes as this text. Raises SettingError, ConfigError."""
+        if self.unit is not None:
+            return 0 if self.unit == RATE and text.strip() == "0" else parse_size(text)
+        kind = self.kinds[0]
+        if kind is bool:
+            known = {"true": True, "false": False, "1": True, "0": False}
+            if text.lower() not in known:
+                raise SettingError(self.name, f"must be true or false, not '{text}'")
+            return known[text.lower()]
+        try:
+            value = kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            if self.within is not None:
+                what += " from {:g} to {:g}".format(*self.within)
+            raise SettingError(self.name, f"must be {what}, not '{text}'") from None
+        self.check(value)
+        return value
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    metavar: str = "",
+    within: tuple[float, float] | None = None,
+    choices: tuple[str, ...] = (),
+    unit: str | None = None,
+    shown: str | None = None,
+    option: bool = True,
+    hidden: bool = False,
+    live: bool = False,
+    recorded: bool = True,
+    timing: bool = False,
+) -> Any:
+    """A field of a record of settings; see Setting. shown: how the help names the default, where
+    that is not the value itself. default MISSING: there is none, a value has to be given."""
+    said = {
+        "help": help,
+        "metavar": metavar,
+        "within": within,
+        "choices": choices,
+        "unit": unit,
+        "shown": shown,
+        "option": option,
+        "hidden": hidden,
+        "live": live,
+        "recorded": recorded,
+        "timing": timing,
+    }
+    return field(default=default, metadata={_DECLARED: said})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A record of settings. One that exists is checked: making it raises SettingError."""
+
+    _known: ClassVar[dict[type, dict[str, Setting]]] = {}
+
+    @classmethod
+    def declared(cls) -> Mapping[str, Setting]:
+        """The declarations by name, in the order of the fields."""
+        if cls not in Settings._known:
+            hints = typing.get_type_hints(cls)
+            Settings._known[cls] = {
+                each.name: _declaration(each.name, hints[each.name], each.default, each.metadata)
+                for each in fields(cls)
+                if _DECLARED in each.metadata
+            }
+        return Settings._known[cls]
+
+    def __post_init__(self) -> None:
+        for name, declared in self.declared().items():
+            declared.check(getattr(self, name))
+
+    @classmethod
+    def of(cls: type[S], given: Mapping[str, Any]) -> S:
+        """The record with those of the given settings that are its own; None counts as not
+        given."""
+        known = cls.declared()
+        return cls(**{k: v for k, v in given.items() if k in known and v is not None})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Values by name, of the settings that a trace records."""
+        return {name: getattr(self, name) for name, one in self.declared().items() if one.recorded}
+
+
+def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> Setting:
+    said = dict(metadata[_DECLARED])
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(hint) if union else (hint,)
+    optional = type(None) in kinds
+    kinds = tuple(kind for kind in kinds if kind is not type(None))
+    if float in kinds:
+        kinds = (float, int)
+    if not said["metavar"]:
+        said["metavar"] = _metavar(kinds[0], said["unit"])
+    return Setting(name, kinds, optional, None if default is MISSING else default, **said)
+
+
+def _metavar(kind: type, unit: str | None) -> str:
+    if unit is not None:
+        return "SIZE"
+    return {int: "N", float: "X", Path: "FILE"}.get(kind, "NAME")
+
+
+def flag_of(name: str) -> str:
+    """The option of a setting, as --low-tier of low_tier."""
+    return "--" + name.replace("_", "-")
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    return ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "6GiB", "1.5 GiB", "500MB" or "4096".
+
+    Raises ConfigError for anything else, zero and what no machine could have included.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _UNITS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"'{text}' is not a size: write it as 6GiB, 500MB or a number of bytes")
+    size_bytes = int(min(float(match.group(1)) * factor, float(_TOO_LARGE)))
+    if size_bytes <= 0:
+        raise ConfigError(f"the size '{text}' must be more than zero bytes")
+    if size_bytes >= _TOO_LARGE:
+        raise ConfigError(f"the size '{text}' is more than any machine has")
+    return size_bytes
