@@ -4,9 +4,9 @@ from collections import Counter
 from itertools import groupby
 from typing import Any
 
-from .experts import ExpertModel
-from .layout import KEY_CALIBRATION, KEY_QUANTIZATION, KINDS, slot_bytes
-from .units import format_size
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import KEY_CALIBRATION, KEY_QUANTIZATION, KINDS, slot_bytes
+from gguf_tools.units import format_size
 
 BUDGET_SHARES = (0.25, 0.40, 0.60, 0.80, 1.00)
 KV_TOKENS = 4096
@@ -20,7 +20,7 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
     dense weights, an F16 KV cache of KV_TOKENS tokens and scratch_bytes, what running it takes
     beside those: with them, a cap on everything that works.
     """
-    n_ctx = min(KV_TOKENS, model.context_length or KV_TOKENS)
+    n_ctx = min(KV_TOKENS, model.hparams.context_length or KV_TOKENS)
     kv_bytes = model.kv_bytes(n_ctx)
     budgets = []
     for share in BUDGET_SHARES:
@@ -40,14 +40,14 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
         "file": str(model.path),
         "files": [str(path) for path in model.files],
         "name": model.name,
-        "architecture": model.arch,
-        "layers": model.block_count,
+        "architecture": model.hparams.arch,
+        "layers": model.hparams.block_count,
         "moe_layers": model.n_layers,
         "experts": model.n_expert,
         "experts_used": model.n_expert_used,
         "shared_experts": model.has_shared,
-        "context_length": model.context_length,
-        "embedding_length": model.embedding_length,
+        "context_length": model.hparams.context_length,
+        "embedding_length": model.hparams.embedding_length,
         "matrices": _matrices(model),
         "file_bytes": sum(path.stat().st_size for path in model.files),
         "dense_bytes": model.dense_bytes,

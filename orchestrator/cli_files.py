@@ -132,7 +132,7 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
     it ended. HF_TOKEN or `hf auth login` opens what needs it.
     """
     from gguf_tools import hub
-    from gguf_tools.hub_choice import PREFIX
+    from gguf_tools.hub import PREFIX
 
     owner, _, rest = repo.removeprefix(PREFIX).partition("/")
     name, _, wanted = rest.partition("/")
@@ -187,7 +187,7 @@ def tier_names(text: str) -> list[str]:
 
 def model_path(text: str) -> Path:
     """The path that an option names: hf:OWNER/NAME and hf:OWNER/NAME/FILE are fetched."""
-    from gguf_tools.hub_choice import PREFIX
+    from gguf_tools.hub import PREFIX
 
     if not text.startswith(PREFIX):
         return _local(Path(text))

@@ -16,7 +16,7 @@ from orchestrator.console import Console, progress_bar
 from orchestrator.errors import MoeEdgeError, SettingError
 
 if TYPE_CHECKING:
-    from gguf_tools.methods import ExpertQuantizer
+    from gguf_tools.quantize.methods import ExpertQuantizer
     from orchestrator.calibrate.methods import Method
     from orchestrator.engine import Engine
 

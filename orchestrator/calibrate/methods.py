@@ -9,10 +9,11 @@ from itertools import chain
 from pathlib import Path
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import ExpertImportance, Imatrix, write_imatrix
-from gguf_tools.methods import ByImportance, ExpertQuantizer, Rtn
 from gguf_tools.process import default_threads
-from gguf_tools.quantize import load, parse_types
+from gguf_tools.quantize.ggml import load
+from gguf_tools.quantize.imatrix import ExpertImportance, Imatrix, write_imatrix
+from gguf_tools.quantize.methods import ByImportance, ExpertQuantizer, Rtn
+from gguf_tools.quantize.tiers import parse_types
 from orchestrator.calibrate.capture import Capture, Progress
 from orchestrator.calibrate.gather import gather
 from orchestrator.calibrate.gptq import Gptq, computing

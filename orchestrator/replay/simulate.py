@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gguf_tools.layout import DOWN, GATE, GATE_UP, UP
+from gguf_tools.file.layout import DOWN, GATE, GATE_UP, UP
 from orchestrator.choice import LRU, SKIP_TIER
 from orchestrator.errors import TraceError
 from orchestrator.events import Phase, RouteEvent, StepReport

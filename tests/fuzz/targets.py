@@ -29,14 +29,20 @@ from gguf_split import split
 from traces import random_trace
 
 from gguf_tools import inspect
-from gguf_tools.checkpoint import open_checkpoint
+from gguf_tools.convert.checkpoint import open_checkpoint
+from gguf_tools.convert.pretokenizer import pre_tokenizer
 from gguf_tools.errors import MoeEdgeError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import Entry, ExpertImportance, Imatrix, read_imatrix, write_imatrix
-from gguf_tools.layout import DOWN, GGMLType, expert_tensor_name
+from gguf_tools.file.layout import DOWN, GGMLType, expert_tensor_name
 from gguf_tools.pack import export, pack
-from gguf_tools.pretokenizer import pre_tokenizer
-from gguf_tools.quantize import load
+from gguf_tools.quantize.ggml import load
+from gguf_tools.quantize.imatrix import (
+    Entry,
+    ExpertImportance,
+    Imatrix,
+    read_imatrix,
+    write_imatrix,
+)
 from gguf_tools.verify import verify
 from orchestrator import losses, profile
 from orchestrator.config import Config

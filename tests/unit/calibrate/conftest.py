@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gguf_tools import synthetic
-from gguf_tools.quantize import Ggml, load
+from gguf_tools.quantize.ggml import Ggml, load
 from orchestrator.errors import MoeEdgeError
 from orchestrator.llama import Bindings
 

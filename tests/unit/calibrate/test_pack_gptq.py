@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from gguf_tools import gptq, synthetic
+from gguf_tools import synthetic
 from gguf_tools.errors import QuantizeError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import DOWN, GATE, UP, GGMLType
+from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.pack import pack
-from gguf_tools.quantize import Ggml, load
+from gguf_tools.quantize import gptq
+from gguf_tools.quantize.ggml import Ggml, load
 from orchestrator.calibrate import Capture, read_calibration
 from orchestrator.calibrate import gptq as calibrated
 from orchestrator.calibrate.compute import stored

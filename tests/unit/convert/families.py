@@ -32,7 +32,7 @@ from tokenizers import (
     trainers,
 )
 
-from gguf_tools.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
+from gguf_tools.convert.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
 
 from . import deepseek_moe
 

@@ -13,11 +13,11 @@ pytest.importorskip("transformers", reason="needs the extra `convert`")
 from gguf_tools.convert import convert
 from gguf_tools.errors import MismatchError, QuantizeError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import Entry, Imatrix, write_imatrix
-from gguf_tools.layout import expert_tensor_name
-from gguf_tools.methods import ByImportance
+from gguf_tools.file.layout import expert_tensor_name
 from gguf_tools.pack import pack
-from gguf_tools.quantize import load
+from gguf_tools.quantize.ggml import load
+from gguf_tools.quantize.imatrix import Entry, Imatrix, write_imatrix
+from gguf_tools.quantize.methods import ByImportance
 
 from . import families
 

@@ -19,7 +19,11 @@ from . import families
 
 # Upstream's converter and torch come before the first byte: most moments shall be behind it.
 OURS = tuple(
-    f"gguf_tools.{name}" for name in ("convert", "lazy", "pack", "partial", "streaming", "writer")
+    f"gguf_tools.{name}"
+    for name in (
+        *("convert.converting", "convert.lazy", "pack"),
+        *("file.unfinished", "file.chunks", "progress", "workers", "file.writer"),
+    )
 )
 
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from gguf_tools.convert import convert
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import DOWN, GATE, UP
-from gguf_tools.quantize import load
+from gguf_tools.file.layout import DOWN, GATE, UP
+from gguf_tools.quantize.ggml import load
 from gguf_tools.verify import verify
 
 from . import families

@@ -14,12 +14,12 @@ pytest.importorskip("transformers", reason="needs the extra `convert`")
 import unpatched
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import read_imatrix
-from gguf_tools.layout import parse_expert_name
-from gguf_tools.methods import ByImportance
+from gguf_tools.file.layout import parse_expert_name
+from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import export, pack
-from gguf_tools.quantize import load
-from gguf_tools.reader import GGUFFile
+from gguf_tools.quantize.ggml import load
+from gguf_tools.quantize.imatrix import read_imatrix
+from gguf_tools.quantize.methods import ByImportance
 from orchestrator.calibrate.capture import WINDOW
 from orchestrator.calibrate.methods import Method, save_imatrix
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from gguf_tools import quantize
 from gguf_tools.errors import QuantizeError
+from gguf_tools.quantize import ggml as library
 
 
 @pytest.fixture(scope="session")
 def ggml():
     try:
-        return quantize.load()
+        return library.load()
     except QuantizeError as error:
         pytest.skip(str(error))

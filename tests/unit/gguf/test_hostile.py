@@ -25,8 +25,9 @@ from gguf_split import split
 
 from gguf_tools import errors
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import DOWN, GATE, GGMLType, ValueType, expert_tensor_name
-from gguf_tools.reader import GGUFFile, open_model
+from gguf_tools.file.layout import DOWN, GATE, GGMLType, ValueType, expert_tensor_name
+from gguf_tools.file.parts import open_model
+from gguf_tools.file.reader import GGUFFile
 
 HUGE = (1 << 64) - 1
 ARRAY = struct.pack("<I", ValueType.ARRAY)

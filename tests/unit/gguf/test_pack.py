@@ -16,9 +16,9 @@ from gguf_craft import model_metadata, model_tensors, write_model
 
 from gguf_tools import errors
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import DOWN, GATE, UP, GGMLType, ValueType, expert_tensor_name
+from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType, ValueType, expert_tensor_name
+from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import export, pack
-from gguf_tools.reader import GGUFFile
 
 ROOT = Path(__file__).parents[3]
 
@@ -287,7 +287,7 @@ def test_ctrl_c_leaves_nothing(tmp_path, ggml):
         """
         import sys
         from gguf_tools.pack import pack
-        from gguf_tools.quantize import load
+        from gguf_tools.quantize.ggml import load
         from pathlib import Path
         src, out, library = sys.argv[1:]
         say = lambda share: print(share, flush=True)

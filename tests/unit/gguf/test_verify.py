@@ -20,13 +20,14 @@ from gguf_split import split
 
 from gguf_tools import synthetic
 from gguf_tools.errors import QuantizeError
-from gguf_tools.layout import BLOCK, DOWN, GGMLType
+from gguf_tools.file.chunks import CHUNK_BYTES
+from gguf_tools.file.layout import BLOCK, DOWN, GGMLType
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.pack import export, pack
-from gguf_tools.quantize import native_stderr_hidden
-from gguf_tools.reader import GGUFFile
-from gguf_tools.streaming import CHUNK_BYTES
-from gguf_tools.verify import MAX_COUNTED, verify
-from gguf_tools.writer import GGUFWriter
+from gguf_tools.quantize.ggml import native_stderr_hidden
+from gguf_tools.verify import verify
+from gguf_tools.verify.blocks import MAX_COUNTED
 from orchestrator.cli import cli
 
 NAN_HALF, INF_HALF = 0x7E00, 0xFC00

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from gguf_tools.codes import CODINGS, code_values, put_codes
-from gguf_tools.layout import BLOCK, TIER_TYPES, GGMLType
-from gguf_tools.quantize import Ggml, load
+from gguf_tools.file.layout import BLOCK, TIER_TYPES, GGMLType
+from gguf_tools.quantize.codes import CODINGS, code_values, put_codes
+from gguf_tools.quantize.ggml import Ggml, load
 
 GROUPED = {GGMLType.IQ2_S, GGMLType.IQ3_S, GGMLType.IQ3_XXS}
 FLOATS = {GGMLType.F32, GGMLType.F16, GGMLType.BF16}
