@@ -13,12 +13,12 @@ KV_TOKENS = 4096
 
 
 def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
-    """Facts about an opened model, ready for JSON; sizes in bytes.
+    """Facts about an opened model, ready for JSON. Sizes are bytes.
 
-    ``budgets``: for shares of the best tier's expert bytes, how many experts of each tier
+    ``budgets`` says for shares of the best tier's expert bytes how many experts of each tier
     a layer could keep resident if all of the budget went to that tier. ``ram_bytes`` adds
-    dense weights, an F16 KV cache of KV_TOKENS tokens and scratch_bytes, what running it takes
-    beside those: with them, a cap on everything that works.
+    dense weights, an F16 KV cache of KV_TOKENS tokens and scratch_bytes, which running it takes
+    beside those. It is a cap on everything under which the model runs.
     """
     n_ctx = min(KV_TOKENS, model.hparams.context_length or KV_TOKENS)
     kv_bytes = model.kv_bytes(n_ctx)
@@ -74,7 +74,7 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
 
 
 def _said(model: ExpertModel, key: str) -> str | None:
-    """What a packed file says of how it was made, None where it says nothing."""
+    """What a packed file says of how it was made. None: it says nothing."""
     return str(model.metadata[key]) if key in model.metadata else None
 
 
@@ -117,7 +117,7 @@ def _types(model: ExpertModel, tier: int) -> dict[str, list[str]]:
 
 def _per_layer(model: ExpertModel) -> list[dict[str, Any]]:
     """What each layer holds: its dense bytes, and by tier the bytes of its experts and the
-    ggml type of each matrix kind; no tiers in a dense layer."""
+    ggml type of each matrix kind. A dense layer has no tiers."""
     layers: list[dict[str, Any]] = [
         {"layer": il, "dense_bytes": nbytes, "tiers": []}
         for il, nbytes in enumerate(model.dense_layer_bytes)
@@ -189,7 +189,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _layer_rows(facts: dict[str, Any]) -> list[list[str]]:
-    """The per-layer table; neighbours that hold the same share a row. A tier has a column of
+    """The per-layer table. Neighbours that hold the same share a row. A tier has a column of
     types where a layer holds another one than the tier's name says."""
     names = [tier["name"] for tier in facts["tiers"]]
     mixed = {

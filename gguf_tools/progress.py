@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-# Called with the finished share, 0 to 1, on the calling thread.
+# It is called with the finished share, 0 to 1, on the thread that asked for the work.
 Progress = Callable[[float], None]
 
 
 @runtime_checkable
 class SizedProgress(Protocol):
-    """A Progress that also wants to know of how many bytes it is told the shares."""
+    """A Progress that also wants to know how many bytes all of them are."""
 
     total_bytes: int
 

@@ -5,7 +5,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from gguf_tools.progress import ProgressMeter
 
-# A piece of work that returns the bytes it wrote.
+# A job is a piece of work that returns the number of bytes it has dealt with.
 Job = Callable[[], int]
 
 
@@ -13,7 +13,7 @@ def run_all(jobs: Iterable[Job | None], threads: int, meter: ProgressMeter) -> N
     """Run all jobs on a pool, a few ahead at a time; the first error stops the rest. Jobs before
     a None have ended before those behind it begin.
 
-    The pool has ended when this returns or raises, Ctrl-C included: nobody writes to a
+    The pool has ended when this returns or raises, Ctrl-C included, so that nobody writes to a
     file that the caller has given up.
     """
     pending: set[Future[int]] = set()

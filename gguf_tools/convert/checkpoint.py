@@ -21,7 +21,7 @@ _SHARD = re.compile(r"(.*-)([0-9]{5})(-of-)([0-9]{5})(\.safetensors|\.bin)")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer.jsonl")
 _TIKTOKEN = ("*.tiktoken", "*tiktoken*.model")
 
-# Bits of each type that a safetensors file may hold.
+# A number of each type that a safetensors file may hold takes so many bits.
 DTYPE_BITS = {
     "BOOL": 8,
     "F4": 4,
@@ -48,10 +48,12 @@ DTYPE_BITS = {
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What a folder holds. ``architecture``: the class in its config.json, as
-    ``MixtralForCausalLM``. ``dtype``: that of most of its matrices, by weights, as safetensors
-    names it (``BF16``); empty where the weights are in another kind of file. ``nbytes``: its
-    weights on disk."""
+    """What a folder holds.
+
+    ``architecture`` is the class in its config.json, as ``MixtralForCausalLM``. ``dtype`` is that
+    of most of its matrices, by weights, as safetensors names it (``BF16``); it is empty where the
+    weights are in another kind of file. ``nbytes`` counts its weights on disk.
+    """
 
     folder: Path
     architecture: str
@@ -60,8 +62,8 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Look at a checkpoint folder; CheckpointError, in one sentence, for all that is missing,
-    cut short or contradicts itself."""
+    """Look at a checkpoint folder. Raises CheckpointError, in one sentence, for whatever is
+    missing, is cut short or contradicts itself."""
     if not folder.is_dir():
         what = "not a folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder}: {what}; a checkpoint is a folder with a config.json")
@@ -107,7 +109,7 @@ def _architecture(folder: Path, config: dict[str, Any]) -> str:
 
 
 def _parts(folder: Path) -> list[Path]:
-    """All files of weights, which are there; CheckpointError for one that is not."""
+    """All files of weights. Raises CheckpointError for one that is not there."""
     index = folder / INDEX
     if index.is_file():
         named = _read_json(index, "").get("weight_map")
@@ -132,7 +134,7 @@ def _parts(folder: Path) -> list[Path]:
                 for i in range(1, int(match[4]) + 1)
             }
     for part in sorted(expected):
-        if not os.path.isfile(part):  # also where such a name cannot be
+        if not os.path.isfile(part):  # It is false also for names that no file can have.
             raise CheckpointError(
                 f"{part}: is missing, one of {len(expected)} files of weights; download it again"
             )
@@ -140,8 +142,8 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _matrices(path: Path) -> Counter[str]:
-    """Weights in the matrices of a safetensors file, by type; CheckpointError where the file
-    is cut short or damaged."""
+    """Weights in the matrices of a safetensors file, by type. Raises CheckpointError where the
+    file is cut short or damaged."""
     weights: Counter[str] = Counter()
     header, data_bytes = _header(path)
     for name, entry in header.items():

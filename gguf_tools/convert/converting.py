@@ -39,8 +39,8 @@ from gguf_tools.quantize.tiers import parse_tiers
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# Tensors whose parts cannot be computed one by one, kept whole: the one that all threads read,
-# and the one that the first of them has gone on to.
+# Tensors whose parts cannot be computed one by one are kept whole. There are two of them at a
+# time: the one that all threads read, and the one that the first of them has gone on to.
 _KEPT_WHOLE = 2
 
 
@@ -87,7 +87,7 @@ def convert(
     check_arguments(dst, tiers, imatrix is not None)
     checkpoint = open_checkpoint(Path(src))
     ggml = load()
-    # Our threads are as many as the cores: torch shall not start others in each of them.
+    # There are as many threads of ours as cores, so torch shall not start others in each of them.
     with one_torch_thread():
         description = describe(checkpoint, title=title, trust_remote_code=trust_remote_code)
         with CheckpointFile(checkpoint, description, ggml) as file:
@@ -125,7 +125,7 @@ def _opened(file: GGUFFile, checkpoint: Checkpoint) -> ExpertModel:
 
 
 class CheckpointFile(GGUFFile):
-    """A checkpoint as a GGUF that nobody has written: its header is real, its data is
+    """A checkpoint as a GGUF that nobody has written. Its header is real, and its data is
     computed when it is read.
 
     Experts are F32 here, whatever the checkpoint holds, so that tiers lose nothing twice.

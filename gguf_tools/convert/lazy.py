@@ -2,10 +2,10 @@
 
 The converter describes a tensor by a graph of torch and numpy calls over memory-mapped
 files (``gguf.LazyBase``), the experts of a layer as one ``torch.stack``. Computing such a
-tensor whole takes the memory of a whole layer in float32, twice; here a piece is computed
-from pieces: what a stack holds at one place, or a call that leaves the leading dimensions
-alone over a part of its argument. Nothing is kept in the graph, so what was computed is freed
-with the result.
+tensor whole takes the memory of a whole layer in float32, twice. Here a piece is computed from
+pieces: one of the tensors that a stack holds, or a part of the argument of a call that leaves the
+leading dimensions alone. Nothing is kept in the graph, so what was computed is freed with the
+result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-# Calls that do the same to every number, whatever its place.
+# These calls do the same to every number, whatever its place.
 _ELEMENTWISE = ("to", "float", "half", "bfloat16", "contiguous", "clone", "numpy", "astype")
 _PARTS = ("split", "chunk")
 
@@ -22,8 +22,8 @@ Cuts = tuple[slice, ...]
 
 
 class _Call(NamedTuple):
-    """A call that leaves the first ``n_free`` dimensions of its operand alone: they may be cut
-    before it instead of after."""
+    """A call that leaves the first ``n_free`` dimensions of its operand alone, so that they may be
+    cut before it instead of after."""
 
     operand: Any
     n_free: int
@@ -33,8 +33,8 @@ class _Call(NamedTuple):
 def compute(node: Any, cuts: Cuts = ()) -> Any:
     """The part ``node[cuts]`` of a lazy tensor, or of an array or tensor that is there.
 
-    cuts: slices with start and stop, of the leading dimensions, first one first. All
-    dimensions stay. Whole where nothing is cut.
+    cuts: slices with start and stop, of the leading dimensions, the first one first. All
+    dimensions stay. The result is the whole where nothing is cut.
     """
     if not _is_lazy(node):
         return _cut(node, cuts)
@@ -56,7 +56,7 @@ def divisible(node: Any) -> bool:
     if not _is_lazy(node) or node._data is not None or _stacked(node) is not None:
         return True
     if not any(map(_holds_lazy, node._args)):
-        return True  # a view of a mapped file
+        return True  # The node is a view of a mapped file.
     call = _call(node)
     return call is not None and divisible(call.operand)
 
@@ -92,7 +92,7 @@ def _call(node: Any) -> _Call | None:
     """What a node calls; None where that is not known to leave any dimension alone."""
     func, args, kwargs, index = node._func, node._args, node._kwargs, None
     if getattr(func, "__name__", "") == "eager_tuple_element":
-        # One of several results: LazyBase keeps the call itself in the closure.
+        # The node is one of several results. LazyBase keeps the call itself in the closure.
         (args, _), index = args
         func = inspect.getclosurevars(func).nonlocals["fn"]
     if not args or not _is_lazy(args[0]):
@@ -111,7 +111,8 @@ def _call(node: Any) -> _Call | None:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """The method that a call is; LazyBase's own lambdas call one on their argument."""
+    """The name of the method that a call stands for, which LazyBase's own lambdas call on their
+    argument; empty where that is not known."""
     name = getattr(func, "__name__", "")
     if name != "<lambda>":
         return name if name in ("__getitem__", *_PARTS) else ""

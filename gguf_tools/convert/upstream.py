@@ -26,13 +26,13 @@ from gguf_tools.file.writer import encode_value
 
 MISSING_LIBRARIES = "a conversion needs torch and transformers: run `pip install -e '.[convert]'`"
 _LIBRARIES = ("torch", "transformers", "safetensors", "sentencepiece", "tokenizers")
-# Its modules carry the names of others on PyPI, so they live in sys.modules only while they run.
+# Others on PyPI have the names of its modules, so sys.modules holds them only while they run.
 _OURS = ("conversion", "gguf")
 _LOGGERS = ("hf-to-gguf", "gguf", "transformers")
 _FILE_TYPE = {"F32": "ALL_F32", "F16": "MOSTLY_F16"}
-# transformers' own class where the checkpoints were published with their makers' one.
+# Where checkpoints were published with a class of their makers, transformers' own has another name.
 _OTHER_NAMES = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
-# What a class implies, and its configuration leaves out when transformers writes it.
+# A class implies these settings, and transformers leaves them out of the configuration it writes.
 _IMPLIED = {
     name: {"scoring_func": "sigmoid"}
     for name in (
@@ -49,8 +49,11 @@ _modules: dict[str, ModuleType] = {}
 
 
 class LazyTensor(NamedTuple):
-    """A tensor to be: shape in ggml order (row length first), the type that upstream's rules
-    give it, and its values [reversed shape], or its bytes where the type is not a float one."""
+    """A tensor that is still to be computed.
+
+    Its shape is in ggml order (row length first), its type is what upstream's rules give it.
+    ``values`` [reversed shape] are bytes where that is not a float type.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -96,8 +99,8 @@ def describe(
 ) -> Description:
     """Let upstream's converter read a checkpoint.
 
-    title: general.name, if not what the folder says. trust_remote_code: run code that the
-    checkpoint brings for its tokenizer. Raises ConvertError: an unknown architecture, a missing
+    title: general.name, if it shall not be what the folder says. trust_remote_code: run code that
+    the checkpoint brings for its tokenizer. Raises ConvertError: an unknown architecture, a missing
     library, and whatever else upstream's code trips over, in one sentence.
     """
     with _loaded() as (conversion, base, gguf), _sentences(checkpoint, base):
@@ -119,7 +122,7 @@ def describe(
             for each in _changes(base, gguf, trust_remote_code):
                 stack.enter_context(each)
             stack.enter_context(torch.inference_mode())
-            # The layers that draft tokens ahead: no part of moe-edge runs them.
+            # The layers that draft tokens ahead are left out: no part of moe-edge runs them.
             model_class.no_mtp = model_class.supports_mtp_export
             model = model_class(
                 checkpoint.folder,
@@ -138,8 +141,9 @@ def describe(
 
 
 def _dense_layers(config: dict[str, Any]) -> dict[str, int]:
-    """How many layers come before the first with experts, which transformers now writes layer by
-    layer, in the words of the published checkpoints."""
+    """How many layers come before the first with experts, under the key that the published
+    checkpoints have for it. Where transformers wrote the configuration, it has a list of layers
+    instead."""
     kinds = config.get("mlp_layer_types")
     if not isinstance(kinds, list) or "sparse" not in kinds:
         return {}
@@ -157,7 +161,7 @@ def _changes(
     known = base.TextModel.get_vocab_base_pre
 
     def keep(data: Any, kind: Any) -> Any:
-        # Tiers are made from the checkpoint's own values; dense tensors are rounded later.
+        # Tiers are made from the checkpoint's own values, and dense tensors are rounded later.
         return data if GGMLType(int(kind)) in FLOAT_TYPES else quantize(data, kind)
 
     def load_tokenizer(*args: Any, **options: Any) -> Any:
@@ -179,7 +183,7 @@ def _changes(
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    # From __dict__: a classmethod read as an attribute would come back bound.
+    # It is read from __dict__, since a classmethod read as an attribute would come back bound.
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:

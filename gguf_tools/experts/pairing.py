@@ -1,4 +1,4 @@
-"""Are two files one model in two precisions? The first difference, in words."""
+"""Whether two files are one model in two precisions; if not, their first difference in words."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +47,9 @@ def check_pair(high: "ExpertModel", low: "ExpertModel") -> None:
 def check_same(high: "ExpertModel", low: "ExpertModel") -> None:
     """Raise MismatchError with the first difference between two opened models.
 
-    Compared: architecture, layers, experts, matrix shapes, hyperparameters, tokenizer, and
-    the routers of the first and last MoE layer where both files keep them in one type: a
-    fine-tune has the same shapes as its base, but not the same routers.
+    Architecture, layers, experts, matrix shapes, hyperparameters and tokenizer are compared. So
+    are the routers of the first and last MoE layer where both files keep them in one type, since
+    a fine-tune has the same shapes as its base, but not the same routers.
     """
     for what, of_high, of_low in (
         ("architecture", high.hparams.arch, low.hparams.arch),

@@ -24,8 +24,8 @@ class Slice(NamedTuple):
     type: GGMLType
 
 
-# [kind][tier] of one layer; None stands where the layer has no such matrix.
+# The slices of one layer, by [kind][tier]: None stands where the layer has no such matrix.
 LayerSlices = tuple[tuple[Slice | None, ...], ...]
 
-# [kind] of one layer: (row length, rows) of one expert's matrix.
+# The matrices of one expert in a layer, by [kind], each as (row length, rows).
 LayerShapes = tuple[tuple[int, int] | None, ...]

@@ -1,4 +1,4 @@
-"""Names, types and sizes of the expert file: everything that is a fact, not an action.
+"""Names, types and sizes of the expert file: the facts that reading and writing rely on.
 
 Sources: the GGUF specification (ggml/docs/gguf.md) and the block structs of ggml 0.25.3
 (ggml-common.h). The block sizes are checked against the library itself when
@@ -20,7 +20,7 @@ MAX_NAME_BYTES = 63
 MAX_TIERS = 4
 IO_BLOCK_BYTES = 4096
 
-# Index = enum moe_edge_kind of the native store.
+# A kind's index is its value in enum moe_edge_kind of the native store.
 KINDS = ("up", "gate", "gate_up", "down")
 UP, GATE, GATE_UP, DOWN = range(4)
 
@@ -43,7 +43,7 @@ KEY_SPLIT_COUNT = "split.count"
 KEY_SPLIT_TENSORS = "split.tensors.count"
 QUANTIZATION_VERSION = 2
 
-# The architectures whose experts the native store manages: ARCHITECTURES of
+# The native store manages the experts of these architectures. They are those of ARCHITECTURES in
 # patches/native/moe-edge-llama.cpp.
 MANAGED_ARCHITECTURES = (
     "qwen3moe",
@@ -87,7 +87,7 @@ class ValueType(IntEnum):
     FLOAT64 = 12
 
 
-# struct format character of each fixed-size metadata value.
+# The character that the struct module has for each metadata value of fixed size.
 VALUE_FORMAT = {
     ValueType.UINT8: "B",
     ValueType.INT8: "b",
@@ -193,8 +193,8 @@ BLOCK = {
     GGMLType.Q2_0: BlockSize(64, 18),
 }
 
-# Types that a tier can be quantized to without an importance matrix. TQ1_0 and TQ2_0 are
-# not among them: they fit only models that are ternary by training.
+# A tier can be quantized to these types without an importance matrix. TQ1_0 and TQ2_0 are not
+# among them, since they fit only models that are ternary by training.
 TIER_TYPES = (
     GGMLType.F32,
     GGMLType.F16,
@@ -219,8 +219,8 @@ TIER_TYPES = (
     GGMLType.Q1_0,
 )
 
-# Types that only become tiers with an importance matrix. ggml takes IQ1_M without one, but is
-# then no better than Q1_0, which is smaller and instant.
+# These types only become tiers with an importance matrix. ggml takes IQ1_M without one, but the
+# result is no better than Q1_0, which is smaller and made at once.
 IMPORTANCE_TYPES = (
     GGMLType.IQ2_XS,
     GGMLType.IQ2_XXS,
@@ -228,8 +228,8 @@ IMPORTANCE_TYPES = (
     GGMLType.IQ1_S,
 )
 
-# What takes the place of a type whose rows must be a multiple of 256, nearest size first.
-# Q2_0 keeps two bits with blocks of 64; IQ4_NL has the size of Q4_0 and a smaller error.
+# These types take the place of one whose rows must be a multiple of 256, the nearest size first.
+# Q2_0 keeps two bits with blocks of 64. IQ4_NL has the size of Q4_0 and a smaller error.
 FALLBACK = {
     GGMLType.Q6_K: (GGMLType.Q8_0,),
     GGMLType.Q5_K: (GGMLType.Q5_1,),
@@ -250,7 +250,7 @@ FALLBACK = {
 
 FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 
-# llama_ftype that describes a model whose matrices are mostly of one type.
+# A model whose matrices are mostly of one type is described by this llama_ftype.
 FILE_TYPE = {
     GGMLType.F32: 0,
     GGMLType.F16: 1,
@@ -342,8 +342,8 @@ def fitting_type(ggml_type: GGMLType, n: int) -> GGMLType:
 
 
 def fallback(kind: int, asked: GGMLType, n: int) -> list[str]:
-    """How a file says that a tier's rows of n weights have another type; nothing where they
-    have its own."""
+    """The sentences by which a file says that a tier's rows of n weights have another type. There
+    are none where they have the tier's own."""
     found = fitting_type(asked, n)
     if found is asked:
         return []
@@ -362,22 +362,22 @@ def slot_bytes(offset: int, expert_bytes: int, n_expert: int = 1) -> int:
     """Bytes of a slot that can hold any of n_expert slices, the first at this file offset.
 
     Direct reads cover whole 4096-byte blocks, so a slice that starts inside a block may
-    touch one more. The most that ``moe_edge_slot_bytes`` gives for any of the slices.
+    touch one more. The result is the most that ``moe_edge_slot_bytes`` gives for any slice.
     """
     period = IO_BLOCK_BYTES // math.gcd(IO_BLOCK_BYTES, expert_bytes)
     starts = ((offset + e * expert_bytes) % IO_BLOCK_BYTES for e in range(min(n_expert, period)))
     return pad(max(starts) + expert_bytes, IO_BLOCK_BYTES)
 
 
-# What CUDA kernels read past the end of a row of quantized weights, in weights; and where
-# a pool of slots in a GPU's memory starts, and each slot of float weights.
+# CUDA kernels read rows of quantized weights up to a multiple of so many weights.
 _DEVICE_ROW = 512
+# A pool of slots in a GPU's memory starts at a multiple of it, and so does each slot of floats.
 POOL_ALIGNMENT = 256
 
 
 def device_slot_bytes(ggml_type: GGMLType, expert_bytes: int, row_length: int) -> int:
-    """Bytes of a slot in a GPU's memory: the slice, what kernels may read behind it, rounded up
-    to whole blocks of the type. The same as ``moe_edge_device_slot_bytes``."""
+    """Bytes of a slot in a GPU's memory: the slice and what kernels may read behind it, rounded up
+    to whole blocks of the type. ``moe_edge_device_slot_bytes`` gives the same."""
     block = BLOCK[ggml_type]
     if block.weights == 1:
         return pad(expert_bytes, POOL_ALIGNMENT)

@@ -23,9 +23,9 @@ from gguf_tools.file.layout import (
 MAX_ARRAY_DEPTH = 4
 MAX_ARRAY_ELEMENTS = 1 << 24
 
-# The least that one entry can take: an empty name, a type tag and one byte of value;
-# an empty name, one dimension, a type and an offset.
+# The least bytes that a metadata entry can take: an empty name, a type tag, one byte of value.
 MIN_KV_BYTES = 8 + 4 + 1
+# A tensor's entry takes at least an empty name, one dimension, a type and an offset.
 MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 

@@ -9,16 +9,16 @@ from gguf_tools.file.reader import GGUFFile, architecture, metadata_value
 
 MAX_PARTS = 65535
 
-# NAME-00001-of-00003.gguf: the name, the part (from 1), the parts.
+# Such a name is NAME-00001-of-00003.gguf: it holds the part's number, from 1, and their count.
 SPLIT_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
-    """Open a model: one file, or all parts of a split one (llama.cpp's gguf-split), first part
-    first, which is also the one to name, as for llama.cpp.
+    """Open a model: one file, or all parts of a split one, the first part first. The first part
+    is also the one to name, as for llama.cpp.
 
-    Raises SplitError where parts are missing, out of order, of another model, or share a
-    tensor name; every part is also checked as GGUFFile.open does.
+    Raises SplitError where parts are missing, out of order or of another model, and
+    DuplicateError where they share a tensor name. Every part is also checked as GGUFFile.open does.
     """
     first = GGUFFile.open(path)
     n_parts = metadata_value(first, KEY_SPLIT_COUNT, int, 0)
@@ -77,7 +77,7 @@ def _open_part(first: GGUFFile, index: int, n_parts: int, name: str) -> GGUFFile
             raise errors.SplitError(f"{path}: key {key} is missing: not a part of a split model")
         if found != expected:
             raise errors.SplitError(f"{path}: key {key}: {found}, expected {expected}")
-    # gguf-split leaves the model's own metadata to the first part; what a part has must agree.
+    # gguf-split leaves the model's own metadata to the first part. What another one has must agree.
     for key in part.metadata:
         own = key in (KEY_SPLIT_NO, KEY_ALIGNMENT) or key not in first.metadata
         if not own and part.metadata[key] != first.metadata[key]:

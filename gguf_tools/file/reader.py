@@ -42,8 +42,8 @@ class GGUFFile:
     """An open GGUF. ``metadata`` and ``tensors`` keep the order of the file.
 
     ``value_spans[key]`` is the (start, end) of the encoded value, type tag included, so
-    that a copy of the metadata is exact to the byte. ``size``: that of the whole file where
-    the buffer holds its beginning only.
+    that a copy of the metadata is exact to the byte. ``size`` is that of the whole file, also
+    where the buffer holds its beginning only.
     """
 
     def __init__(self, path: Path, buffer: mmap.mmap | bytes, size: int | None = None) -> None:
@@ -171,7 +171,7 @@ class GGUFFile:
             last = info
 
     def array(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Read-only uint8 view [nbytes] of a tensor's data; valid as long as it is referenced.
+        """Read-only uint8 view [nbytes] of a tensor's data, valid as long as it is referenced.
 
         Raises MissingTensorError for an unknown name.
         """
@@ -181,7 +181,8 @@ class GGUFFile:
         return self.bytes_at(info.offset, info.nbytes)
 
     def bytes_at(self, offset: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Read-only uint8 view [nbytes] from a file offset; TensorBoundsError past the end."""
+        """Read-only uint8 view [nbytes] from a file offset. Raises TensorBoundsError past the
+        end."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise errors.TensorBoundsError(
                 f"{self.path}: {nbytes} bytes at offset {offset} reach past the end of the file"
@@ -225,7 +226,7 @@ def metadata_value(file: GGUFFile, key: str, kind: type | tuple[type, ...], defa
 
 
 def architecture(file: GGUFFile) -> str:
-    """``general.architecture``; MissingKeyError where it is absent or empty."""
+    """``general.architecture``. Raises MissingKeyError where it is absent or empty."""
     arch = metadata_value(file, KEY_ARCHITECTURE, str, "")
     if not arch:
         raise errors.MissingKeyError(f"{file.path}: key {KEY_ARCHITECTURE} is missing")

@@ -1,7 +1,8 @@
-"""Files that are being written: under another name, which is locked as long as the writer lives.
+"""Files that are being written, so that a file with its final name is always whole.
 
-A writer that was killed leaves such a file behind, and its lock is gone. So the next one tells it
-from those of writers that are still at work, and removes it.
+Until then a file has another name, and is locked as long as its writer lives. A writer that was
+killed leaves such a file behind without a lock. So the next one tells it from those of writers
+that are still at work, and removes it.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ class UnfinishedFile:
         Raises OSError, and then ``discard`` still has to be called."""
         if synced:
             os.fsync(self.fd)
-        # The descriptor is closed behind that: without its lock the file would count as abandoned.
+        # The descriptor is closed afterwards, since without its lock the file counts as abandoned.
         os.replace(self.part, self.path)
         self._close()
         if synced:

@@ -112,11 +112,12 @@ def encode_value(
 
 
 class GGUFWriter:
-    """One file being written. Use as a context manager: leaving it normally completes the
-    file (every declared byte must have been written), any exception removes it.
+    """One file being written, as a context manager. Leaving it normally completes the file, for
+    which every declared byte must have been written. Any exception removes it.
 
-    Call order: ``meta``/``meta_encoded`` and ``declare`` in any order, ``begin``, then the
-    data by ``write_tensor`` (in any order of tensors) or ``write_at`` (any order, threads).
+    ``meta``, ``meta_encoded`` and ``declare`` come first, in any order, and then ``begin``. The
+    data follows by ``write_tensor``, in any order of tensors, or by ``write_at``, in any order and
+    from several threads.
     """
 
     def __init__(self, path: str | os.PathLike[str], alignment: int = DEFAULT_ALIGNMENT) -> None:
@@ -207,7 +208,7 @@ class GGUFWriter:
             raise self._failed(error) from error
 
     def header(self) -> bytes:
-        """All that stands before the data, but for the padding."""
+        """The bytes before the data, without the padding."""
         parts = [MAGIC, struct.pack("<IQQ", VERSION, len(self.tensors), len(self._meta))]
         parts += (_encode_text(key) + encoded for key, encoded in self._meta.items())
         for each in self.tensors.values():

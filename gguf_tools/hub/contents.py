@@ -16,8 +16,11 @@ _ETAG = re.compile(r"[0-9A-Za-z_-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository. ``path``: where it is, or will be. ``blob``: where its bytes go
-    first, by content. ``have``: bytes that are here already."""
+    """A file of a repository.
+
+    ``path`` is where it is, or will be. ``blob`` is where its bytes go first, by content. ``have``
+    counts the bytes that are here already.
+    """
 
     name: str
     size: int
@@ -29,10 +32,10 @@ class HubFile:
 
 @dataclass(slots=True)
 class HubPlan:
-    """What to get from a repository; nothing is downloaded yet. Sizes in bytes.
+    """What to get from a repository, before anything is downloaded. Sizes are bytes.
 
-    ``models``: the GGUF models among the files, each by its first part. ``free``: room on the
-    disk of the cache.
+    ``models`` are the GGUF models among the files, each by its first part. ``free`` is the room on
+    the disk of the cache.
     """
 
     repo: str
@@ -45,12 +48,12 @@ class HubPlan:
 
     @property
     def nbytes(self) -> int:
-        """All files."""
+        """The size of all files."""
         return sum(each.size for each in self.files)
 
     @property
     def missing(self) -> int:
-        """What is to be downloaded."""
+        """Bytes that are still to be downloaded."""
         return sum(each.size - each.have for each in self.files)
 
     def summary(self) -> str:
@@ -84,11 +87,13 @@ def plan(
 ) -> HubPlan:
     """Ask the Hub what a repository (OWNER/NAME) holds, and choose from it.
 
-    include: patterns of file names, as ``*Q4_K_M*``; without one, the only GGUF model of the
-    repository, else a checkpoint's weights, configuration and tokenizer; checkpoint_first: the
-    other way round. Of a model in several files all are taken. Raises HubError, in one
-    sentence: no such repository or revision, no access, several models to choose from, nothing
-    that matches; HubUnreachableError.
+    include: patterns of file names, as ``*Q4_K_M*``. Without one, the only GGUF model of the
+    repository is chosen, else a checkpoint's weights, configuration and tokenizer;
+    checkpoint_first: the other way round. Of a model in several files all are taken.
+
+    Raises HubError, in one sentence, where there is no such repository or revision or no access
+    to it, where there are several models to choose from, and where nothing matches. Raises
+    HubUnreachableError where the Hub does not answer.
     """
     from huggingface_hub import HfApi
 
@@ -125,6 +130,7 @@ def _look_up(repo: str, commit: str, name: str, folder: Path) -> HubFile:
 
 
 def incomplete_blob(blob: Path) -> Path:
+    """Where the cache keeps a blob that has not been downloaded to its end."""
     return blob.with_name(blob.name + ".incomplete")
 
 

@@ -1,8 +1,8 @@
 """Files of a repository, downloaded into huggingface_hub's own cache.
 
-Files are fetched over its HTTP client into the cache's place for them, by us: its own
-``hf_hub_download`` throws a partial download away when the process ends, and a model is
-many gigabytes. What lies there complete is then handed to it.
+Its HTTP client fetches them, into the place that the cache has for them. Its own
+``hf_hub_download`` would throw a partial download away when the process ends, and a model is
+many gigabytes. It is called for what lies there complete.
 """
 
 import fcntl
@@ -26,8 +26,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def fetch(plan: HubPlan, progress: Progress | None = None) -> list[Path]:
     """Download what is missing; the local paths, in the order of ``plan.files``.
 
-    ``progress`` gets the finished share, 0 to 1. A connection that breaks is taken up again;
-    so is a download of an earlier run. Raises HubError; DiskSpaceError before the first byte.
+    ``progress`` gets the finished share, 0 to 1. A connection that breaks is taken up again, and
+    so is a download of an earlier run. Raises HubError, and DiskSpaceError before the first byte.
     """
     from huggingface_hub import constants, hf_hub_download
 
@@ -38,7 +38,7 @@ def fetch(plan: HubPlan, progress: Progress | None = None) -> list[Path]:
         for file in plan.files:
             meter.add(file.have)
             if not file.path.exists():
-                # Larger files go through the Hub's own protocol for them, not over HTTP.
+                # Larger files go through the Hub's own protocol for them instead of HTTP.
                 if not file.blob.exists() and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
                     _download(file, meter.add)
                 hf_hub_download(plan.repo, file.name, revision=plan.commit)
@@ -57,7 +57,7 @@ def _download(file: HubFile, add: Callable[[int], None]) -> None:
     from huggingface_hub.utils import build_hf_headers
 
     class Bar:
-        """What http_get wants of a tqdm."""
+        """The part of a tqdm that http_get uses."""
 
         def __init__(self, **_: Any) -> None:
             pass
@@ -108,7 +108,7 @@ def _download(file: HubFile, add: Callable[[int], None]) -> None:
 
 
 def _check_content(file: HubFile, incomplete: Path) -> None:
-    """Large files are named by their SHA-256: it must be that of what was downloaded."""
+    """Large files are named by their SHA-256, which must be that of what was downloaded."""
     if not _SHA256.fullmatch(file.blob.name):
         return
     if sha256_of(incomplete) != file.blob.name:

@@ -1,4 +1,4 @@
-"""What can go wrong with the Hub, in one sentence each; and where its cache is."""
+"""What can go wrong with the Hub and its cache, in one sentence each."""
 
 import logging
 from collections.abc import Iterator

@@ -17,8 +17,8 @@ def resolve(
 ) -> Path:
     """The local path of ``hf:OWNER/NAME`` or ``hf:OWNER/NAME/FILE``, downloaded where needed.
 
-    note gets a line before a download; progress opens a bar for it (a context manager that
-    gives a Progress). Without the Hub, what is in the cache is used. Raises HubError.
+    note gets a line before a download. progress opens a bar for it, as a context manager that
+    gives a Progress. Where the Hub does not answer, what is in the cache is used. Raises HubError.
     """
     words = text.removeprefix(PREFIX).split("/", 2)
     if len(words) < 2 or not all(words):
@@ -43,8 +43,8 @@ def resolve(
 def resolve_checkpoint(
     text: str, note: Callable[[str], None], progress: Callable[[], Any] | None = None
 ) -> tuple[Path, str]:
-    """(local folder, NAME) of the checkpoint ``hf:OWNER/NAME[@REVISION]``; the path of the only
-    GGUF where a repository holds no checkpoint. As ``resolve`` otherwise.
+    """The local folder and NAME of the checkpoint ``hf:OWNER/NAME[@REVISION]``. Where a repository
+    holds no checkpoint, it is the path of its only GGUF. Works as ``resolve`` otherwise.
     """
     repo, _, revision = text.removeprefix(PREFIX).partition("@")
     name = repo.rpartition("/")[2]

@@ -10,7 +10,7 @@ from gguf_tools.units import format_size
 
 PREFIX = "hf:"
 MAX_LISTED = 24
-# GGUF files that are no language model: projectors for images, calibration data.
+# GGUF files with such names are no language model but projectors for images, calibration data.
 _OTHER = ("mmproj", "imatrix")
 _CHECKPOINT = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 
@@ -24,8 +24,8 @@ def choose(
 ) -> list[str]:
     """The files to take of those that a repository holds (name: bytes), sorted.
 
-    include: patterns of file names or paths. Of a model in several files all are taken. Without
-    a pattern: the only GGUF model, else a checkpoint; checkpoint_first: the other way round.
+    include: patterns of file names or paths. Without one, the only GGUF model is taken, else a
+    checkpoint; checkpoint_first: the other way round. Of a model in several files all are taken.
     Raises HubError, in one sentence that lists what there is.
     """
     models = models_of(sizes)
@@ -65,7 +65,7 @@ def _checkpoint(sizes: Mapping[str, int]) -> list[str]:
         for name in sizes
         if "/" not in name and any(fnmatchcase(name, each) for each in _CHECKPOINT)
     }
-    # Some repositories hold the weights twice: the second time in their makers' own layout.
+    # Some repositories hold the weights a second time, in their makers' own layout.
     twice = {name for name in weights if name.startswith("consolidated")}
     if not weights:
         return []
@@ -92,19 +92,19 @@ def models_of(names: Mapping[str, int] | Sequence[str]) -> dict[str, list[str]]:
 
 
 def is_language_model(name: str) -> bool:
-    """Whether a GGUF's name is not that of something beside a model."""
+    """Whether a GGUF's name is that of a model, and not of something that goes with one."""
     return not PurePosixPath(name).name.lower().startswith(_OTHER)
 
 
 def _matching(names: Collection[str], pattern: str) -> list[str]:
-    """The paths that a pattern describes; where it describes none, those whose file name it
-    does."""
+    """The paths that a pattern describes. Where it describes none, they are those whose file name
+    it describes."""
     whole = [name for name in names if fnmatchcase(name, pattern)]
     return whole or [name for name in names if fnmatchcase(PurePosixPath(name).name, pattern)]
 
 
 def _listed(sizes: Mapping[str, int], models: Mapping[str, list[str]]) -> str:
-    """Models with their sizes, else files, as far as a person wants to read."""
+    """Models with their sizes, else files, and no more of them than a person wants to read."""
     if models:
         found = [
             f"{first} ({format_size(sum(sizes.get(part, 0) for part in parts))})"

@@ -1,7 +1,7 @@
 """The work of ``pack``, cut into runs of rows of one expert.
 
-So memory stays small whatever the model: each thread holds one run in float32 and its encodings,
-and writes them to their places.
+Each thread holds one run in float32 and its encodings, and writes them to their places. So memory
+stays small whatever the model.
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ def pack_jobs(
     ggml: Ggml | None,
     quantizer: ExpertQuantizer | None,
 ) -> Iterator[Job | None]:
-    """Pieces of work, each returning the bytes it wrote: layer by layer, expert by expert. With a
-    quantizer, a layer has ended before the next begins."""
+    """Pieces of work, layer by layer and expert by expert. A None behind each layer, where there is
+    a quantizer, lets it end before the next begins."""
     for other in others:
         yield partial(_write_dense, writer, other, ggml)
     for _, group in groupby(matrices, key=lambda matrix: matrix.layer):
@@ -104,7 +104,7 @@ def _quantize_run(
     ggml: Ggml,
     by: ExpertQuantizer,
 ) -> int:
-    """Encode ``count`` rows of one expert in every tier that has to be made."""
+    """Encodes a run (expert, first row, rows) of a matrix in every tier that has to be made."""
     expert, row, count = run
     n, rows = matrix.shape
     source = matrix.source
@@ -125,7 +125,7 @@ def _quantize_run(
 
 @contextmanager
 def _named(file: GGUFFile, name: str) -> Iterator[None]:
-    """Puts the place before what ggml complains about."""
+    """Puts the file and the tensor before what ggml says of it."""
     try:
         yield
     except QuantizeError as error:

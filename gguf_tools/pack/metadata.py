@@ -10,6 +10,7 @@ from gguf_tools.quantize.methods import ExpertQuantizer, Rtn
 
 
 def copy_metadata(model: ExpertModel, writer: GGUFWriter) -> None:
+    """Copies what the model says of itself, but for what depends on how it is stored."""
     first = model.parts[0]
     for key in first.metadata:
         own = key.startswith((layout.KEY_PREFIX, "split.")) or key == layout.KEY_ALIGNMENT
@@ -18,6 +19,7 @@ def copy_metadata(model: ExpertModel, writer: GGUFWriter) -> None:
 
 
 def write_quantization(writer: GGUFWriter, best: GGMLType) -> None:
+    """Writes llama.cpp's own keys for a model whose best tier has this type."""
     writer.meta(layout.KEY_FILE_TYPE, layout.FILE_TYPE[best], ValueType.UINT32)
     writer.meta(layout.KEY_QUANTIZATION_VERSION, layout.QUANTIZATION_VERSION, ValueType.UINT32)
 
@@ -28,7 +30,7 @@ def write_tiers(
     types: list[GGMLType],
     how: tuple[str, str],
 ) -> None:
-    """how: method and calibration."""
+    """Writes our keys of a packed file. how: its method and calibration."""
     write_quantization(writer, types[0])
     writer.meta(layout.KEY_FORMAT_VERSION, layout.FORMAT_VERSION, ValueType.UINT32)
     writer.meta(layout.KEY_TIERS, [name for name, _, _ in report.tiers])
@@ -46,7 +48,7 @@ def write_tiers(
 def method_and_calibration(
     model: ExpertModel, matrices: list[Matrix], quantizer: ExpertQuantizer | None
 ) -> tuple[str, str]:
-    """Method and calibration of the file: what the kept lower tiers say of theirs stays true."""
+    """Method and calibration of the file. Lower tiers that are kept keep what was said of them."""
     by = quantizer or Rtn
     lower = [each.same is None for matrix in matrices for each in matrix.targets[1:]]
     said = str(model.metadata.get(layout.KEY_QUANTIZATION, by.method)).split(",")[0]

@@ -40,11 +40,11 @@ def pack(
 ) -> PackReport:
     """Write ``dst`` with the experts of ``src`` in ``tiers`` (type names, best first).
 
-    A model that is open already stays open.
-    Tensors that have a tier's type already keep their bytes; with a ``quantizer`` (None: each
-    block to the nearest), only those of the best tier do. ``dense`` names a type for the
-    other two-dimensional float matrices. ``progress`` gets the finished share, 0 to 1.
-    Raises GGUFError; on any exception, Ctrl-C included, nothing is left behind.
+    A model that is open already stays open. Tensors that have a tier's type already keep their
+    bytes; with a ``quantizer``, only those of the best tier do. Without one, each block goes to the
+    nearest values. ``dense`` names a type for the other two-dimensional float matrices.
+    ``progress`` gets the finished share, 0 to 1. Raises GGUFError; on any exception, Ctrl-C
+    included, nothing is left behind.
     """
     started = time.monotonic()
     types = parse_tiers(tiers, quantizer is not None and quantizer.has_importance)

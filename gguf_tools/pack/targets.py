@@ -21,7 +21,7 @@ from gguf_tools.pack.report import PackReport
 # Below this many bits a source has lost what finer tiers could have kept.
 LOSSY_BPW = 8.0
 
-# Dense matrices that upstream's own quantizer leaves alone: small, or sensitive.
+# Upstream's own quantizer leaves these dense matrices alone, which are small or sensitive.
 _DENSE_KEEP = (
     "_norm.",
     "ffn_gate_inp",
@@ -40,8 +40,8 @@ _DENSE_KEEP = (
 
 
 class Target(NamedTuple):
-    """One tier of one matrix to be written, and where its bytes come from: a slice that
-    has the type already, or None to quantize from the best tier."""
+    """One tier of one matrix to be written. Its bytes come from a slice that has the type
+    already; None quantizes them from the best tier."""
 
     name: str
     type: GGMLType
@@ -67,6 +67,7 @@ class Dense(NamedTuple):
 
 
 def refuse_same_file(model: ExpertModel, dst: Path) -> None:
+    """Raises WriteError where the target is one of the model's files."""
     if any(dst.exists() and dst.samefile(part) for part in model.files):
         raise WriteError(f"{dst}: is also the input; write to another file")
 
@@ -74,8 +75,11 @@ def refuse_same_file(model: ExpertModel, dst: Path) -> None:
 def expert_targets(
     model: ExpertModel, dst: Path, types: list[GGMLType], reuse_lower: bool
 ) -> tuple[list[Matrix], PackReport]:
-    """What each expert tensor becomes, with the fallbacks and warnings on the way; reuse_lower:
-    the source's lower tiers are as good as new ones."""
+    """What each expert tensor becomes, and a report with the fallbacks and warnings.
+
+    reuse_lower: the source's lower tiers are as good as new ones. Raises QuantizeError where one
+    tier would not be smaller than the one before it.
+    """
     matrices: list[Matrix] = []
     fallbacks: dict[str, None] = {}
     nbytes = [0] * len(types)

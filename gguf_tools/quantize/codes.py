@@ -1,9 +1,9 @@
 """The codes inside a block: which bits of it hold the code of each weight, and what value a
 code stands for once the block's scales are fixed.
 
-For every type whose weights are coded one by one. IQ2 and IQ3 types code groups of weights by
-a codebook and are not here. Layouts: ggml-common.h and the dequantize functions of ggml-quants.c;
-the values come from ggml itself, which decodes the block with every code in turn.
+All types are here whose weights are coded one by one. IQ2 and IQ3 types are not, since they code
+groups of weights by a codebook. Layouts follow ggml-common.h and the dequantize functions of
+ggml-quants.c. The values come from ggml itself, which decodes the block with every code in turn.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,17 @@ import numpy as np
 from gguf_tools.file.layout import BLOCK, GGMLType
 from gguf_tools.quantize.ggml import Blocks, Floats
 
-# Bytes of whole blocks to float32 values.
+# Turns the bytes of whole blocks into float32 values.
 Decode = Callable[[Blocks], Floats]
 
 
 class Plane(NamedTuple):
-    """Bits ``low`` and up, ``width`` of them, of all codes of a block. Byte ``start`` and the
-    ``group - 1`` bytes behind it hold the first 8 / width groups of ``group`` codes, the next
-    ``group`` bytes the next, and so on; the first group of them in the lowest bits."""
+    """Where ``width`` bits of all codes of a block stand, from bit ``low`` of a code on.
+
+    Byte ``start`` and the ``group - 1`` bytes behind it hold the first 8 / width groups of
+    ``group`` codes, the first of these groups in the lowest bits. The next ``group`` bytes hold
+    the next ones, and so on.
+    """
 
     start: int
     width: int
@@ -30,8 +33,11 @@ class Plane(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """How a type codes a weight. first, last: the codes in use. even: consecutive codes are
-    one step apart. flip: what is stored is the code xor this."""
+    """How a type codes a weight.
+
+    first and last are the ends of the codes in use. even: consecutive codes are one step apart.
+    flip: a code is stored xor this.
+    """
 
     planes: tuple[Plane, ...]
     first: int
@@ -47,7 +53,7 @@ CODINGS = {
     GGMLType.Q4_1: Coding((Plane(4, 4, 16),), 0, 15),
     GGMLType.Q5_0: Coding((Plane(6, 4, 16), Plane(2, 1, 1, 4)), 0, 31),
     GGMLType.Q5_1: Coding((Plane(8, 4, 16), Plane(4, 1, 1, 4)), 0, 31),
-    # Signed; ggml does not use -128.
+    # Its codes are signed, and ggml does not use -128.
     GGMLType.Q8_0: Coding((Plane(2, 8, 1),), 1, 255, flip=0x80),
     GGMLType.Q2_K: Coding((Plane(16, 2, 32),), 0, 3),
     GGMLType.Q3_K: Coding((Plane(32, 2, 32), Plane(0, 1, 32, 2)), 0, 7),
@@ -79,7 +85,7 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
     """What the codes stand for in these blocks uint8 [blocks, bytes of one]: float32
-    [codes, blocks, weights of a block]. Of an even coding the first and the last code only."""
+    [codes, blocks, weights of a block]. An even coding has its first and its last code only."""
     coding = CODINGS[ggml_type]
     weights = BLOCK[ggml_type].weights
     if coding.even:

@@ -1,4 +1,4 @@
-"""ggml's own quantization, called through ctypes: the same bytes that llama.cpp writes,
+"""ggml's own quantization, called through ctypes. It gives the bytes that llama.cpp writes,
 except for Q2_0 (see ``q2_0``).
 
 The library is ``libggml-base`` of the installed ``llama_cpp`` package, or of the folder
@@ -27,11 +27,11 @@ from gguf_tools.quantize.tiers import unusable
 Floats = npt.NDArray[np.float32]
 Blocks = npt.NDArray[np.uint8]
 
-# The first version with Q1_0 and Q2_0; asking an older one about them would abort.
+# This is the first version with Q1_0 and Q2_0. An older one that is asked about them aborts.
 MIN_VERSION = (0, 25)
 _HALF_MAX = 65504.0
-# Least importance of a column, as a share of the mean. Where a whole block has none, ggml's
-# quantizers give up on it: its weights come out as zeros.
+# A column's importance is at least this share of the mean. Where a whole block has none, ggml's
+# quantizers give up on it, and its weights come out as zeros.
 _LEAST_IMPORTANCE = 1e-6
 _WIDE = (GGMLType.F32, GGMLType.BF16)
 _NAMES = ("libggml-base.so", "libggml-base.dylib", "ggml-base.dll")
@@ -115,7 +115,7 @@ class Ggml:
         return values
 
     def can_check(self, ggml_type: GGMLType) -> bool:
-        """Whether ``is_valid`` knows the type: of others it calls every block invalid."""
+        """Whether ``is_valid`` knows the type. It calls every block of another one invalid."""
         with native_stderr_hidden():
             return self.is_valid(ggml_type, np.zeros(BLOCK[ggml_type].bytes, np.uint8))
 
@@ -169,8 +169,10 @@ class Ggml:
 
 
 def _scaled(importance: Floats, n_per_row: int) -> Floats:
-    """Importance with a mean between 1 and 2, and nowhere next to none. Scaled by a power of two,
-    so that ggml writes the bytes that it would write for the values as they were.
+    """Importance with a mean between 1 and 2, which is nowhere next to none.
+
+    It is scaled by a power of two, so that ggml writes the bytes that it would write for the
+    values as they were.
 
     Raises QuantizeError for values that are no importance of such rows.
     """
@@ -210,7 +212,8 @@ def native_stderr_hidden() -> Iterator[None]:
 
 
 def library_path() -> Path:
-    """Where libggml-base is; QuantizeError with one sentence of advice where it is not."""
+    """Where libggml-base is. Raises QuantizeError, with one sentence of advice, where there is
+    none."""
     override = os.environ.get("LLAMA_CPP_LIB_PATH")
     if override:
         folder = Path(override)
@@ -231,5 +234,6 @@ def _load(path: Path) -> Ggml:
 
 
 def load(path: Path | None = None) -> Ggml:
-    """The loaded library, loaded once; QuantizeError where it is missing or does not fit."""
+    """The library, which is loaded once. Raises QuantizeError where it is missing or does not
+    fit."""
     return _load(library_path() if path is None else path)

@@ -27,15 +27,16 @@ from gguf_tools.file.layout import BLOCK, FLOAT_TYPES, GGMLType
 from gguf_tools.quantize.codes import CODINGS, code_values, put_codes
 from gguf_tools.quantize.ggml import Blocks, Floats, Ggml
 
-# Columns that get their scales together, the largest block there is; and those whose errors
-# are pushed one by one, before a matrix product pushes them on.
-SPAN, STRIDE = 256, 32
+# So many columns get their scales together: the largest block has as many weights.
+SPAN = 256
+# The errors of so many columns are pushed one by one, before a matrix product pushes them on.
+STRIDE = 32
 DAMPING = 0.01
 SWEEPS = 3
-# Tries with ten times the damping each, for a Hessian that rounding made indefinite.
+# A Hessian that rounding made indefinite is tried so often, each time with ten times the damping.
 _TRIES = 4
 
-# torch.Tensor: mypy does not look into torch, which is only there with the extra.
+# This is torch.Tensor, but mypy does not look into torch, which is only there with the extra.
 Tensor = Any
 Square = npt.NDArray[np.float64]
 
@@ -59,7 +60,7 @@ def default_device() -> str:
 class Factor:
     """A Hessian [n, n], ready to quantize the matrices that share it.
 
-    order int64 [n]: the columns in the order in which they are rounded: within a span, those that
+    order int64 [n]: the columns in the order in which they are rounded. Within a span, those that
     the loss depends on most go first, while there are others left to make up for their errors.
     hessian and upper: the damped H and U, float32 [n, n] in this order, on the device.
     importance float32 [n]: the damped diagonal, in the matrix's own order.
@@ -87,12 +88,12 @@ def outer_sum(parts: Iterable[Floats], device: str) -> Square:
 
 
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
-    """An expert's Hessian [n, n] with the weight of n more tokens, so that one who saw few keeps
-    a sound one.
+    """An expert's Hessian [n, n] with the weight of n more tokens, so that an expert that saw few
+    tokens has a sound one.
 
-    own: the sum of x x^T over the tokens that it saw. The n tokens more are, half of them, what
-    its diagonal alone says, and half the mean x x^T of the layer's tokens, shared [n, n]. Inputs
-    of down matrices have no such mean: each expert's columns are its own.
+    own: the sum of x x^T over the tokens that it saw. Half of the n tokens more count as its mean
+    diagonal, the other half as the mean x x^T of the layer's tokens, shared [n, n]. Inputs of down
+    matrices have no such mean, since each expert's columns are its own.
     """
     n = len(own)
     if not tokens:
@@ -104,9 +105,9 @@ def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
 def factorize(hessian: Square, device: str | None = None) -> Factor | None:
     """Damps a Hessian by a hundredth of its mean diagonal, and factorizes its inverse in float64.
 
-    hessian [n, n]: symmetric; rows of zeros, columns that were never used, are allowed. None
-    where it is all zeros, or cannot be factorized. Raises QuantizeError where a value is not
-    finite.
+    hessian [n, n]: symmetric; a column that was never used may be all zeros. The result is None
+    where the whole Hessian is, or where it cannot be factorized. Raises QuantizeError where a
+    value is not finite.
     """
     torch = torch_module()
     device = device or default_device()
@@ -214,7 +215,7 @@ class _Rounding:
         return self._torch.as_tensor(np.ascontiguousarray(values), device=self._factor.upper.device)
 
     def _choose_scales(self, start: int, stop: int) -> None:
-        """ggml encodes a span as it stands; what its codes can stand for is kept."""
+        """Lets ggml encode a span as it stands, and keeps the values that its codes stand for."""
         width = stop - start
         places = self._factor.order[start:stop]
         first = int(places.min())
@@ -237,8 +238,8 @@ class _Rounding:
         return self._ggml.dequantize(self._type, blocks, self._block.weights)
 
     def _error_of_span(self, start: int, stop: int) -> Tensor:
-        """Of a span that is rounded as a whole: the E for which E pushed within the span by
-        U's rows would have met every column on its turn."""
+        """The errors E of a span that is rounded as a whole. Pushed within the span along the rows
+        of U, they account for the whole difference between what was wanted and what was chosen."""
         inner = self._factor.upper[start:stop, start:stop]
         left = self._left[start:stop] - self._done[start:stop]
         return self._torch.linalg.solve_triangular(inner.T, left, upper=False)
@@ -257,8 +258,8 @@ class _Rounding:
         return error
 
     def _sweep(self) -> None:
-        """Coordinate descent: each column in turn takes the codes that are best while all others
-        stay: those nearest to Q[j] + ((W - Q) H)[j] / H[j, j]."""
+        """Coordinate descent. Each column in turn takes the codes that are best while all others
+        stay, which are those nearest to Q[j] + ((W - Q) H)[j] / H[j, j]."""
         hessian, done = self._factor.hessian, self._done
         pull = hessian @ (self._wanted - done)
         for start, stop in _spans(self._n):

@@ -3,7 +3,7 @@
 A GGUF imatrix holds, for each matrix of the model, ``NAME.in_sum2`` [row length, experts], sums
 of squared inputs, and ``NAME.counts`` [1, experts], the tokens that were summed; the keys
 ``imatrix.datasets``, ``imatrix.chunk_count`` and ``imatrix.chunk_size``. The format before it, a
-flat list of means, is read, too. Source: tools/imatrix/imatrix.cpp, common/imatrix-loader.cpp.
+flat list of means, is read as well. Sources: tools/imatrix/imatrix.cpp, common/imatrix-loader.cpp.
 """
 
 import mmap
@@ -47,8 +47,11 @@ class Entry(NamedTuple):
 
 @dataclass
 class Imatrix:
-    """An importance matrix by tensor name. has_counts: the counts are tokens, as they are not in
-    files of the format before GGUF. path and sha256: of the file that it was read from."""
+    """An importance matrix by tensor name.
+
+    has_counts: the counts are tokens; in files of the format before GGUF they are not. path and
+    sha256 are those of the file that it was read from.
+    """
 
     name: str
     entries: dict[str, Entry]
@@ -74,8 +77,8 @@ class ExpertImportance:
     another model's.
 
     An expert that saw fewer than LEAST_TOKENS tokens gets the mean over all tokens of its
-    layer, of whichever expert. (Upstream gives one without any token equal weights, and takes
-    the others as they are.)
+    layer, whichever expert they went to. (Upstream gives an expert without any token equal
+    weights, and takes the others as they are.)
     """
 
     def __init__(self, imatrix: Imatrix, model: ExpertModel) -> None:
@@ -163,10 +166,10 @@ def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
         with open_file(path) as file:
             found = None
             magic = file.read(len(MAGIC))
-            if not magic:  # cannot be mapped
+            if not magic:  # An empty file cannot be mapped.
                 found = _read_legacy(path, magic)
             elif magic != MAGIC:
-                # mapped: whatever else somebody names here may be larger than the memory
+                # It is mapped, since any other file that is named here may exceed the memory.
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                     found = _read_legacy(path, data)
     except (OSError, ValueError) as error:
@@ -216,7 +219,8 @@ def _floats(file: GGUFFile, name: str) -> Floats:
 
 
 def _read_legacy(path: Path, data: mmap.mmap | bytes) -> Imatrix:
-    """The format before GGUF: for each matrix a name, a number of calls, and means times it."""
+    """Reads the format before GGUF, which holds for each matrix a name, a number of calls, and
+    the means times that number."""
     at = 0
 
     def take(n: int) -> bytes:
@@ -238,7 +242,7 @@ def _read_legacy(path: Path, data: mmap.mmap | bytes) -> Imatrix:
         name = take(length if length <= _LEGACY_NAME_BYTES else -1).decode("utf-8", "replace")
         calls = number()
         values: npt.NDArray[np.float32] = np.frombuffer(take(4 * number()), np.float32)
-        # Without a call the values are means as they are.
+        # The values are means as they are where no call is counted.
         entries[name] = Entry(values, np.array([max(calls, 1)], np.float32))
     if not entries:
         take(-1)

@@ -12,12 +12,12 @@ from gguf_tools.quantize.imatrix import ExpertImportance, Imatrix, read_imatrix
 class ExpertQuantizer(Protocol):
     """A quantization method.
 
-    ``method`` and ``calibration`` are written into a file's metadata. ``has_importance``: it
-    serves the types that need an importance matrix, too.
+    ``method`` and ``calibration`` are written into a file's metadata. ``has_importance``: it also
+    serves the types that need an importance matrix.
 
-    Calls come from several threads, layer by layer in increasing order: all of a layer have
-    ended before the first of the next. A matrix may come in runs of rows; the types of one run
-    are asked for one after the other, by one thread.
+    Calls come from several threads, layer by layer in increasing order: all calls for a layer
+    have ended before the first one for the next. A matrix may come in runs of rows. The types of
+    one run are asked for one after the other, by one thread.
     """
 
     method: str
@@ -34,7 +34,7 @@ class ExpertQuantizer(Protocol):
 
 
 class Rtn:
-    """Each block on its own, to the nearest values that its format has: ggml as it is."""
+    """ggml as it is: each block on its own goes to the nearest values that its format has."""
 
     method = "rtn"
     calibration = "none"
@@ -59,8 +59,8 @@ class ByImportance:
     def __init__(
         self, ggml: Ggml, imatrix: Imatrix, model: ExpertModel, calibration: str | None = None
     ) -> None:
-        """calibration: None: what the imatrix says. Raises MismatchError where it is another
-        model's."""
+        """calibration: what the file shall say of it, if not what the imatrix says. Raises
+        MismatchError where the imatrix is another model's."""
         self.ggml = ggml
         self.importance = ExpertImportance(imatrix, model)
         self.calibration = calibration or imatrix.summary()
@@ -69,7 +69,7 @@ class ByImportance:
     def of_file(
         cls, path: str | os.PathLike[str], model: ExpertModel, ggml: Ggml
     ) -> "ByImportance":
-        """With a file of llama.cpp; raises GGUFError."""
+        """The method with a file of llama.cpp. Raises GGUFError."""
         return cls(ggml, read_imatrix(path), model)
 
     def note(self) -> str | None:

@@ -29,8 +29,8 @@ def unusable(name: str) -> str:
 
 
 def parse_types(names: Sequence[str], importance: bool = False) -> list[GGMLType]:
-    """ggml types of tier names; QuantizeError for unknown ones. importance: types that need an
-    importance matrix are fine, too."""
+    """ggml types of tier names. importance: types that need an importance matrix count as well.
+    Raises QuantizeError for any other name."""
     usable = TIER_TYPES + IMPORTANCE_TYPES if importance else TIER_TYPES
     types = []
     for name in names:
@@ -42,8 +42,8 @@ def parse_types(names: Sequence[str], importance: bool = False) -> list[GGMLType
 
 
 def parse_tiers(names: Sequence[str], importance: bool = False) -> list[GGMLType]:
-    """As ``parse_types``; QuantizeError, too, unless there are at most ``layout.MAX_TIERS``,
-    listed best first by bits per weight."""
+    """As ``parse_types``. Raises QuantizeError also where there are none or more than
+    ``layout.MAX_TIERS``, or where they are not listed best first by bits per weight."""
     types = parse_types(names, importance)
     if not 1 <= len(types) <= MAX_TIERS:
         raise QuantizeError(f"{len(types)} tiers; a file holds 1 to {MAX_TIERS}")

@@ -50,7 +50,7 @@ PRESETS = {
 }
 
 
-# deepseek2 attention of the tiny presets: low ranks of queries and keys, rotated part.
+# The attention of deepseek2 has these ranks and lengths of heads in the tiny presets.
 Q_RANK, KV_RANK, ROPE_DIM, NOPE_DIM, V_DIM = 64, 64, 32, 32, 32
 
 

@@ -21,9 +21,12 @@ from gguf_tools.file.layout import BLOCK, KINDS, GGMLType, expert_tensor_name
 from gguf_tools.synthetic import weights as sw
 from gguf_tools.synthetic.shapes import KV_RANK, NOPE_DIM, Q_RANK, ROPE_DIM, V_DIM, Shape
 
-RESIDUAL_POWER = 0.1  # variance that one layer adds, in units of the embedding's
-CONSTANT_POWER = 0.125  # share of the constant direction, in the same units
-ROUTER_SPREAD = 1.5  # standard deviation of the router logits over tokens
+# Each layer adds this variance to the stream, in units of the embedding's.
+RESIDUAL_POWER = 0.1
+# The constant direction has this share, in the same units.
+CONSTANT_POWER = 0.125
+# Router logits have this standard deviation over the tokens.
+ROUTER_SPREAD = 1.5
 
 
 class PlannedTensor(NamedTuple):
@@ -49,18 +52,20 @@ class ModelBuilder:
         else:
             self.bias = np.zeros(s.n_expert)
             self.constant_power = 0.0
-        # Balanced signs: a LayerNorm that subtracts the mean leaves the direction alone.
+        # The signs are balanced, so that a LayerNorm, which subtracts the mean, leaves them alone.
         signs = np.where(np.arange(s.n_embd) % 2 == 0, 1.0, -1.0)
         rng = np.random.default_rng([seed, 1])
         rng.shuffle(signs)
         directions = [signs]
-        if routing == "topics":  # another sign for half of each sign: orthogonal, and balanced too
+        if routing == "topics":
+            # Half of each sign gets the other one, so that both are orthogonal and balanced.
             other = signs.copy()
             for sign in (1.0, -1.0):
                 same = np.flatnonzero(signs == sign)
                 other[rng.permutation(same)[: len(same) // 2]] = -sign
             directions.append(other)
-        self.directions = np.stack(directions) / math.sqrt(s.n_embd)  # of each part of the tokens
+        # One direction for each part of the vocabulary has unit length.
+        self.directions = np.stack(directions) / math.sqrt(s.n_embd)
 
     def tensors(self) -> Iterator[PlannedTensor]:
         s = self.shape
@@ -208,7 +213,8 @@ class ModelBuilder:
         return chunks
 
     def _router(self, il: int) -> PlannedTensor:
-        """Rows [n_expert, n_embd] whose logits on a normalised input are b + N(0, 1), scaled."""
+        """Rows [n_expert, n_embd] whose logits on a normalised input are b + N(0, 1), times
+        ROUTER_SPREAD."""
         s, name = self.shape, f"blk.{il}.ffn_gate_inp.weight"
         rng = self._rng(name)
         # After l layers the stream has this power, and the norm divides by its root.

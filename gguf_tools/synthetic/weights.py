@@ -8,7 +8,7 @@ and no quantizer is needed:
 
 q4_k stores it exactly, q8_0 up to the rounding of one half-precision scale, q2_k keeps
 the two upper bits of q. Their standard deviation is d * LATTICE_STD. The float types
-f32 and f16 are plain Gaussians, meant as the source of a real quantization.
+f32 and f16 are plain Gaussians, and are meant as the source of a real quantization.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _U_LOW, _U_HIGH = 8, 16
 _U_RMS = math.sqrt(sum(u * u for u in range(_U_LOW, _U_HIGH)) / (_U_HIGH - _U_LOW))
 LATTICE_STD = 4 * _U_RMS * math.sqrt((16**2 - 1) / 12)
 
-# E[(silu(g) * u)^2] for independent standard normal g and u.
+# This is E[(silu(g) * u)^2] for independent standard normal g and u.
 SILU_GATED_POWER = 0.3553
 
 
@@ -46,7 +46,7 @@ def random_matrix(seed: list[int], kind: GGMLType, n_weights: int, std: float) -
         return encode(kind, rng.standard_normal(n_weights, dtype=np.float32) * np.float32(std))
     n_sub = n_weights // 32
     u = rng.integers(_U_LOW, _U_HIGH, n_sub, dtype=np.uint8)
-    # [n_sub/2, 32]: the low nibbles are sub-block 2c, the high ones sub-block 2c+1.
+    # Row c of [n_sub/2, 32] has sub-block 2c in its low nibbles, 2c+1 in its high ones.
     packed = np.frombuffer(rng.bytes(n_weights // 2), np.uint8).reshape(-1, 32)
     d = std / LATTICE_STD
     if kind is GGMLType.Q4_K:
@@ -94,7 +94,8 @@ def _q4_k(u: Bytes, packed: Bytes, d: float) -> Bytes:
 def _q2_k(u: Bytes, packed: Bytes, d: float) -> Bytes:
     scale = float(np.float16(16 * d))
     chunks = packed.reshape(-1, 4, 32)
-    upper = ((chunks >> 2) & 3) | (chunks >> 6) << 2  # two sub-blocks, two bits each
+    # Each byte holds two bits of each of two sub-blocks.
+    upper = ((chunks >> 2) & 3) | (chunks >> 6) << 2
     out = np.empty((len(chunks), 84), np.uint8)
     out[:, 0:16] = np.repeat((u | u << 4).reshape(-1, 8), 2, axis=1)
     out[:, 16:80] = (upper[:, 0::2] | upper[:, 1::2] << 4).reshape(-1, 64)

@@ -34,8 +34,8 @@ def write(
 ) -> Path:
     """Writes the model and returns its path.
 
-    tiers: one type gives an ordinary GGUF; several, best first, give the multi-tier file
-    (the best under the standard names, aligned to 4096 bytes). The same seed with another
+    tiers: one type gives an ordinary GGUF. Several, best first, give the multi-tier file, with
+    the best under the standard names, aligned to 4096 bytes. The same seed with another
     single tier gives a second precision of the same model. q8_0, q4_k and q2_k approximate
     the same weights; f32 and f16 are Gaussians of their own and stand alone.
     Raises TensorShapeError, QuantizeError or WriteError, all GGUFError.

@@ -13,7 +13,7 @@ from gguf_tools.quantize.ggml import Ggml, native_stderr_hidden
 from gguf_tools.verify.report import Problem, VerifyReport, problem_at
 from gguf_tools.workers import Job, run_all
 
-# A tensor of noise has a finding in every block: it gets one sentence, and a count up to here.
+# A tensor of noise has a finding in every block. They are one sentence, which counts up to here.
 MAX_COUNTED = 1000
 
 

@@ -35,14 +35,14 @@ def model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Prob
         return
     try:
         n_layers = routed_blocks(first)
-    except GGUFError:  # what is wrong there is found below
+    except GGUFError:  # What is wrong there is found below.
         n_layers = MAX_LAYERS
     found = list(_tier_problems(parts, tiers, n_layers)) if tiers != [""] else []
     yield from found
     try:
         model = ExpertModel.of_parts(parts)
     except GGUFError as error:
-        # the same finding, unless it is one that was already named above
+        # Nothing is said twice of a tensor that was named above.
         if not any(each.tensor and each.tensor in str(error) for each in found):
             yield Problem(str(error), str(first.path))
         return
@@ -58,8 +58,8 @@ def model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Prob
 
 
 def _statement_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:
-    """Our keys are those that there are, tiers have names of types, texts about how they were made
-    are of the right type, and each fallback is stated."""
+    """Finds keys of ours that do not exist, tiers whose name is no type, statements that are no
+    texts, and fallbacks that are not stated."""
     for key in first.metadata:
         if key.startswith(layout.KEY_PREFIX) and key not in _OWN_KEYS:
             yield Problem(f"{first.path}: key {key}: unknown", str(first.path))
@@ -105,8 +105,8 @@ def _bpw_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:
 
 
 def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -> Iterator[Problem]:
-    """Every expert matrix of the first n_layers has every tier, of the announced type, at a
-    whole disk block."""
+    """Finds expert matrices of the first n_layers that lack a tier, have another type than the
+    announced one, or do not start at a whole disk block."""
     first = parts[0]
     if first.alignment % layout.EXPERT_ALIGNMENT:
         yield Problem(

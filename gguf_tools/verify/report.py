@@ -23,7 +23,7 @@ class Problem(NamedTuple):
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What was looked at, and what was found. ``nbytes``: bytes of tensor data checked."""
+    """What was looked at, and what was found. ``nbytes`` counts the tensor data checked."""
 
     files: list[Path]
     tiers: list[str]
@@ -34,7 +34,7 @@ class VerifyReport:
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON; sizes in bytes."""
+        """The report ready for JSON. Sizes are bytes."""
         return {
             "ok": not self.problems,
             "files": [str(path) for path in self.files],

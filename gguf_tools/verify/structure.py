@@ -32,9 +32,12 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 
 
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
-    """A part of another quantization. Its header cannot tell: parts but the first say nothing of
-    the model, and names, shapes and counts are equal. So: none of its expert matrices, of any
-    kind, has a type that this kind has in another part."""
+    """Parts of another quantization of the same model.
+
+    Their headers cannot tell, since parts but the first say nothing of the model, and names,
+    shapes and counts are equal. Such a part is known by its expert matrices: none of them, of any
+    kind, has a type that this kind has in another part.
+    """
     types = [_expert_types(part) for part in parts]
     for index, (part, own) in enumerate(zip(parts, types, strict=True)):
         others: dict[tuple[int, str | None], set[GGMLType]] = {}
@@ -42,7 +45,7 @@ def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
             for key, each in found.items():
                 others.setdefault(key, set()).update(each)
         shared = [key for key in own if key in others]
-        if len(parts) == 2 and index == 0:  # of two, one finding is enough
+        if len(parts) == 2 and index == 0:  # One finding is enough for two parts.
             continue
         if len(shared) > 1 and all(own[key].isdisjoint(others[key]) for key in shared):
             have, rest = (

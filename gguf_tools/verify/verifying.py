@@ -30,8 +30,8 @@ def verify(
     threads: int | None = None,
     ggml: Ggml | None = None,
 ) -> VerifyReport:
-    """Check a model, all its parts; with ``low`` also that file's, and that it is the same model
-    in a lower precision. ``progress`` gets the finished share, 0 to 1.
+    """Check all parts of a model. ``low`` is checked as well, and that it is the same model in a
+    lower precision. ``progress`` gets the finished share, 0 to 1.
 
     Findings are in the report. A file whose structure cannot be followed (cut short, counts
     that do not fit, overlapping tensors, a part missing) is one finding that ends the search.
