@@ -137,7 +137,7 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
     owner, _, rest = repo.removeprefix(PREFIX).partition("/")
     name, _, wanted = rest.partition("/")
     patterns = (*include, glob.escape(wanted)) if wanted else include
-    found = hub.plan(f"{owner}/{name}" if rest else owner, patterns, revision)
+    found = hub.prepare(f"{owner}/{name}" if rest else owner, patterns, revision)
     note(found.summary())
     try:
         with progress_bar("Downloading") as progress:

@@ -18,7 +18,7 @@ import numpy as np
 
 from gguf_tools.convert import lazy
 from gguf_tools.convert.checkpoint import Checkpoint, open_checkpoint
-from gguf_tools.convert.upstream import Description, describe, one_torch_thread
+from gguf_tools.convert.upstream import Description, one_torch_thread, run_converter
 from gguf_tools.errors import ConvertError, NotMoEError, QuantizeError, WriteError
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import (
@@ -33,7 +33,7 @@ from gguf_tools.file.reader import GGUFFile
 from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.pack import PackReport, pack
 from gguf_tools.progress import Progress
-from gguf_tools.quantize.ggml import Ggml, load
+from gguf_tools.quantize.ggml import Ggml, load_ggml
 from gguf_tools.quantize.methods import ByImportance
 from gguf_tools.quantize.tiers import parse_tiers
 
@@ -86,10 +86,10 @@ def convert(
     started = time.monotonic()
     check_arguments(dst, tiers, imatrix is not None)
     checkpoint = open_checkpoint(Path(src))
-    ggml = load()
+    ggml = load_ggml()
     # There are as many threads of ours as cores, so torch shall not start others in each of them.
     with one_torch_thread():
-        description = describe(checkpoint, title=title, trust_remote_code=trust_remote_code)
+        description = run_converter(checkpoint, title=title, trust_remote_code=trust_remote_code)
         with CheckpointFile(checkpoint, description, ggml) as file:
             model = _opened(file, checkpoint)
             by = None if imatrix is None else ByImportance.of_file(imatrix, model, ggml)

@@ -94,7 +94,7 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def describe(
+def run_converter(
     checkpoint: Checkpoint, *, title: str | None = None, trust_remote_code: bool = False
 ) -> Description:
     """Let upstream's converter read a checkpoint.

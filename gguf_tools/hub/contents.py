@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from gguf_tools.errors import DiskSpaceError, HubError
 from gguf_tools.hub.explain import hub_sentences, storage_folder
-from gguf_tools.hub.selection import choose, is_language_model, models_of
+from gguf_tools.hub.selection import is_language_model, models_of, select_files
 from gguf_tools.units import format_size
 
 _ETAG = re.compile(r"[0-9A-Za-z_-]{1,128}")
@@ -31,7 +31,7 @@ class HubFile:
 
 
 @dataclass(slots=True)
-class HubPlan:
+class Download:
     """What to get from a repository, before anything is downloaded. Sizes are bytes.
 
     ``models`` are the GGUF models among the files, each by its first part. ``free`` is the room on
@@ -78,13 +78,13 @@ class HubPlan:
             )
 
 
-def plan(
+def prepare(
     repo: str,
     include: Sequence[str] = (),
     revision: str | None = None,
     *,
     checkpoint_first: bool = False,
-) -> HubPlan:
+) -> Download:
     """Ask the Hub what a repository (OWNER/NAME) holds, and choose from it.
 
     include: patterns of file names, as ``*Q4_K_M*``. Without one, the only GGUF model of the
@@ -100,12 +100,12 @@ def plan(
     with hub_sentences(repo, revision):
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
         sizes = {each.rfilename: int(each.size or 0) for each in info.siblings or ()}
-        names = choose(repo, sizes, include, checkpoint_first=checkpoint_first)
+        names = select_files(repo, sizes, include, checkpoint_first=checkpoint_first)
         commit = str(info.sha)
         folder = storage_folder(repo)
         files = [_look_up(repo, commit, name, folder) for name in names]
     models = [first for first in models_of(names) if is_language_model(first)]
-    return HubPlan(repo, commit, revision or "main", folder, files, models, _free_bytes(folder))
+    return Download(repo, commit, revision or "main", folder, files, models, _free_bytes(folder))
 
 
 def _look_up(repo: str, commit: str, name: str, folder: Path) -> HubFile:

@@ -15,7 +15,7 @@ from typing import Any
 
 from gguf_tools.errors import HubError
 from gguf_tools.file.chunks import sha256_of
-from gguf_tools.hub.contents import HubFile, HubPlan, incomplete_blob
+from gguf_tools.hub.contents import Download, HubFile, incomplete_blob
 from gguf_tools.hub.explain import hub_sentences
 from gguf_tools.progress import Progress, ProgressMeter
 
@@ -23,30 +23,30 @@ RETRIES = 5
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def fetch(plan: HubPlan, progress: Progress | None = None) -> list[Path]:
-    """Download what is missing; the local paths, in the order of ``plan.files``.
+def fetch(download: Download, progress: Progress | None = None) -> list[Path]:
+    """Download what is missing; the local paths, in the order of ``download.files``.
 
     ``progress`` gets the finished share, 0 to 1. A connection that breaks is taken up again, and
     so is a download of an earlier run. Raises HubError, and DiskSpaceError before the first byte.
     """
     from huggingface_hub import constants, hf_hub_download
 
-    plan.check_space()
-    meter = ProgressMeter(progress, plan.nbytes)
+    download.check_space()
+    meter = ProgressMeter(progress, download.nbytes)
     paths = []
-    with hub_sentences(plan.repo, plan.revision):
-        for file in plan.files:
+    with hub_sentences(download.repo, download.revision):
+        for file in download.files:
             meter.add(file.have)
             if not file.path.exists():
                 # Larger files go through the Hub's own protocol for them instead of HTTP.
                 if not file.blob.exists() and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
                     _download(file, meter.add)
-                hf_hub_download(plan.repo, file.name, revision=plan.commit)
+                hf_hub_download(download.repo, file.name, revision=download.commit)
             paths.append(file.path)
-        if plan.revision != plan.commit:
-            ref = plan.folder / "refs" / plan.revision
+        if download.revision != download.commit:
+            ref = download.folder / "refs" / download.revision
             ref.parent.mkdir(parents=True, exist_ok=True)
-            ref.write_text(plan.commit)
+            ref.write_text(download.commit)
     return paths
 
 

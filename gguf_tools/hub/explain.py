@@ -20,61 +20,74 @@ def storage_folder(repo: str) -> Path:
 @contextmanager
 def hub_sentences(repo: str, revision: str | None) -> Iterator[None]:
     """Turns what huggingface_hub raises into one sentence, and keeps its own log quiet."""
-    from huggingface_hub import constants
-    from huggingface_hub import errors as hub
+    from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
     log = logging.getLogger("huggingface_hub")
     level = log.level
     log.setLevel(logging.ERROR)
-    login = "log in with `hf auth login` or set HF_TOKEN"
     try:
         yield
-    except hub.GatedRepoError as error:
-        raise HubError(
-            f"{repo}: access to it is restricted: accept its terms at {constants.ENDPOINT}/{repo},"
-            f" then {login}"
-        ) from error
-    except hub.RepositoryNotFoundError as error:
-        raise HubError(
-            f"{repo}: no such model at {constants.ENDPOINT}, or a private one: check the name, or"
-            f" {login}"
-        ) from error
-    except hub.DisabledRepoError as error:
-        raise HubError(
-            f"{repo}: disabled at {constants.ENDPOINT}: nobody can download it"
-        ) from error
-    except hub.RevisionNotFoundError as error:
-        raise HubError(f"{repo}: no revision {revision}") from error
-    except hub.LocalEntryNotFoundError as error:
-        raise HubUnreachableError(
-            f"{repo}: {constants.ENDPOINT} no longer answers: try again later"
-        ) from error
-    except hub.EntryNotFoundError as error:
-        raise HubError(f"{repo}: a file of it is gone: {_first_line(error)}") from error
-    except hub.HFValidationError as error:
-        raise HubError(f"{repo}: not a repository's name: write it as OWNER/NAME") from error
-    except hub.OfflineModeIsEnabled as error:
-        raise HubUnreachableError(f"{repo}: HF_HUB_OFFLINE forbids asking the Hub") from error
-    except hub.HfHubHTTPError as error:
-        status = error.response.status_code
-        why = "is HF_ENDPOINT right?"
-        if status in (401, 403):
-            why = f"is the token right? {login}"
-        elif status == 429 or status >= 500:
-            why = "try again later"
-        kind = HubUnreachableError if status >= 500 else HubError
-        raise kind(f"{repo}: {constants.ENDPOINT} answers {status}: {why}") from error
-    except hub.HTTPError as error:
-        raise HubUnreachableError(
-            f"{repo}: {constants.ENDPOINT} cannot be reached: {_first_line(error)}"
-        ) from error
-    except ValueError as error:
-        raise HubError(f"{repo}: {_first_line(error)}") from error
-    except OSError as error:
-        where = error.filename or storage_folder(repo)
-        raise HubError(f"{where}: {error.strerror or _first_line(error)}") from error
+    except (EntryNotFoundError, HTTPError, OSError, ValueError) as error:
+        raise _explained(error, repo, revision) from error
     finally:
         log.setLevel(level)
+
+
+def _explained(error: Exception, repo: str, revision: str | None) -> HubError:
+    from huggingface_hub import constants
+    from huggingface_hub import errors as hub
+
+    endpoint, why = constants.ENDPOINT, _first_line(error)
+    login = "log in with `hf auth login` or set HF_TOKEN"
+    # The first line whose class an error has says what it is: some classes derive from others.
+    sentences: tuple[tuple[type[Exception], type[HubError], str], ...] = (
+        (
+            hub.GatedRepoError,
+            HubError,
+            f"access to it is restricted: accept its terms at {endpoint}/{repo}, then {login}",
+        ),
+        (
+            hub.RepositoryNotFoundError,
+            HubError,
+            f"no such model at {endpoint}, or a private one: check the name, or {login}",
+        ),
+        (
+            hub.DisabledRepoError,
+            HubError,
+            f"disabled at {endpoint}: nobody can download it",
+        ),
+        (hub.RevisionNotFoundError, HubError, f"no revision {revision}"),
+        (
+            hub.LocalEntryNotFoundError,
+            HubUnreachableError,
+            f"{endpoint} no longer answers: try again later",
+        ),
+        (hub.EntryNotFoundError, HubError, f"a file of it is gone: {why}"),
+        (hub.HFValidationError, HubError, "not a repository's name: write it as OWNER/NAME"),
+        (hub.OfflineModeIsEnabled, HubUnreachableError, "HF_HUB_OFFLINE forbids asking the Hub"),
+    )
+    for kind, ours, text in sentences:
+        if isinstance(error, kind):
+            return ours(f"{repo}: {text}")
+    if isinstance(error, hub.HfHubHTTPError):
+        return _answered(repo, endpoint, error.response.status_code, login)
+    if isinstance(error, hub.HTTPError):
+        return HubUnreachableError(f"{repo}: {endpoint} cannot be reached: {why}")
+    if isinstance(error, OSError) and not isinstance(error, ValueError):
+        where = error.filename or storage_folder(repo)
+        return HubError(f"{where}: {error.strerror or why}")
+    return HubError(f"{repo}: {why}")
+
+
+def _answered(repo: str, endpoint: str, status: int, login: str) -> HubError:
+    """What an HTTP status means that no class of the library stands for."""
+    advice = "is HF_ENDPOINT right?"
+    if status in (401, 403):
+        advice = f"is the token right? {login}"
+    elif status == 429 or status >= 500:
+        advice = "try again later"
+    kind = HubUnreachableError if status >= 500 else HubError
+    return kind(f"{repo}: {endpoint} answers {status}: {advice}")
 
 
 def _first_line(error: Exception) -> str:

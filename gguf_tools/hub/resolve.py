@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from gguf_tools.errors import HubError, HubUnreachableError
-from gguf_tools.hub.contents import HubPlan, plan
+from gguf_tools.hub.contents import Download, prepare
 from gguf_tools.hub.download import fetch
 from gguf_tools.hub.explain import storage_folder
-from gguf_tools.hub.selection import PREFIX, choose, models_of
+from gguf_tools.hub.selection import PREFIX, models_of, select_files
 
 
 def resolve(
@@ -26,7 +26,7 @@ def resolve(
     repo = "/".join(words[:2])
     include = [glob.escape(words[2])] if len(words) == 3 else []
     try:
-        found = plan(repo, include)
+        found = prepare(repo, include)
     except HubUnreachableError:
         here = _cached(repo, include)
         if here is None:
@@ -49,7 +49,7 @@ def resolve_checkpoint(
     repo, _, revision = text.removeprefix(PREFIX).partition("@")
     name = repo.rpartition("/")[2]
     try:
-        found = plan(repo, revision=revision or None, checkpoint_first=True)
+        found = prepare(repo, revision=revision or None, checkpoint_first=True)
     except HubUnreachableError:
         snapshot = _snapshot(repo, revision or "main")
         if snapshot is None or not (snapshot / "config.json").exists():
@@ -62,7 +62,7 @@ def resolve_checkpoint(
 
 
 def _fetch_noted(
-    found: HubPlan, note: Callable[[str], None], progress: Callable[[], Any] | None
+    found: Download, note: Callable[[str], None], progress: Callable[[], Any] | None
 ) -> None:
     if found.missing:
         note(found.summary())
@@ -83,7 +83,7 @@ def _cached(repo: str, include: Sequence[str]) -> Path | None:
         for path in snapshot.rglob("*.gguf")
         if path.exists()
     }
-    models = models_of(choose(repo, names, include)) if names else {}
+    models = models_of(select_files(repo, names, include)) if names else {}
     return snapshot / next(iter(models)) if models else None
 
 

@@ -15,7 +15,7 @@ _OTHER = ("mmproj", "imatrix")
 _CHECKPOINT = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 
 
-def choose(
+def select_files(
     repo: str,
     sizes: Mapping[str, int],
     include: Sequence[str] = (),

@@ -20,7 +20,7 @@ from gguf_tools.pack.targets import (
 )
 from gguf_tools.process import default_threads
 from gguf_tools.progress import Progress, ProgressMeter
-from gguf_tools.quantize.ggml import Ggml, load
+from gguf_tools.quantize.ggml import Ggml, load_ggml
 from gguf_tools.quantize.methods import ExpertQuantizer
 from gguf_tools.quantize.tiers import parse_tiers
 from gguf_tools.workers import run_all
@@ -82,4 +82,4 @@ def _tools(ggml: Ggml | None, matrices: list[Matrix], others: list[Dense]) -> Gg
     """ggml, loaded only if something must be quantized."""
     needed = any(target.same is None for matrix in matrices for target in matrix.targets)
     needed |= any(other.type != other.info.type for other in others)
-    return (ggml or load()) if needed else None
+    return (ggml or load_ggml()) if needed else None

@@ -233,7 +233,7 @@ def _load(path: Path) -> Ggml:
     return Ggml(path)
 
 
-def load(path: Path | None = None) -> Ggml:
+def load_ggml(path: Path | None = None) -> Ggml:
     """The library, which is loaded once. Raises QuantizeError where it is missing or does not
     fit."""
     return _load(library_path() if path is None else path)

@@ -15,7 +15,7 @@ from gguf_tools.file.parts import open_model
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.process import default_threads
 from gguf_tools.progress import Progress
-from gguf_tools.quantize.ggml import Ggml, load
+from gguf_tools.quantize.ggml import Ggml, load_ggml
 from gguf_tools.verify.blocks import check_blocks
 from gguf_tools.verify.promises import model_problems
 from gguf_tools.verify.report import Problem, VerifyReport
@@ -58,7 +58,9 @@ def verify(
             report.problems += _pair_problems(opened[0], opened[1], models[1], report)
         together = [part for parts in opened for part in parts]
         if together:
-            check_blocks(together, report, ggml or load(), threads or default_threads(), progress)
+            check_blocks(
+                together, report, ggml or load_ggml(), threads or default_threads(), progress
+            )
     finally:
         for parts in opened:
             for part in parts:

@@ -15,7 +15,7 @@ from killing import calls_of, killed, moments
 from gguf_tools.convert import convert
 from gguf_tools.verify import verify
 
-from . import families
+from . import checkpoints
 
 # Upstream's converter and torch come before the first byte: most moments shall be behind it.
 OURS = tuple(
@@ -28,7 +28,7 @@ OURS = tuple(
 
 
 def test_killed_at_twenty_moments(tmp_path: Path) -> None:
-    families.write_checkpoint("qwen3-moe", tmp_path / "hf")
+    checkpoints.write_checkpoint("qwen3-moe", tmp_path / "hf")
     out = tmp_path / "out" / "model.gguf"
     out.parent.mkdir()
 

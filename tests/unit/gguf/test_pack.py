@@ -287,11 +287,11 @@ def test_ctrl_c_leaves_nothing(tmp_path, ggml):
         """
         import sys
         from gguf_tools.pack import pack
-        from gguf_tools.quantize.ggml import load
+        from gguf_tools.quantize.ggml import load_ggml
         from pathlib import Path
         src, out, library = sys.argv[1:]
         say = lambda share: print(share, flush=True)
-        pack(src, out, ["q5_k", "q2_k"], progress=say, ggml=load(Path(library)))
+        pack(src, out, ["q5_k", "q2_k"], progress=say, ggml=load_ggml(Path(library)))
         """
     )
     process = subprocess.Popen(

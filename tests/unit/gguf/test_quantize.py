@@ -8,7 +8,7 @@ import pytest
 
 from gguf_tools.errors import QuantizeError
 from gguf_tools.file.layout import BLOCK, TIER_TYPES, GGMLType, bits_per_weight, fitting_type
-from gguf_tools.quantize.ggml import library_path, load
+from gguf_tools.quantize.ggml import library_path, load_ggml
 from gguf_tools.quantize.tiers import parse_tiers
 
 gguf = pytest.importorskip("gguf")
@@ -183,7 +183,7 @@ def test_a_missing_library_is_one_sentence(tmp_path, monkeypatch):
         library_path()
     (tmp_path / "libggml-base.so").write_bytes(b"not a library")
     with pytest.raises(QuantizeError, match="not a usable libggml-base"):
-        load()
+        load_ggml()
 
 
 def test_fallback_types_are_tier_types_with_smaller_blocks():
