@@ -1,4 +1,4 @@
-"""What can be wrong with a model file, one name per malformation.
+"""What can be wrong with a model file, with a name for each malformation.
 
 Every message starts with the file, then the key or tensor, then the byte offset where
 one is known, so that a person can look at the very place.
@@ -6,7 +6,7 @@ one is known, so that a person can look at the very place.
 
 
 class MoeEdgeError(Exception):
-    """The one base error: its text is shown to the user as it is."""
+    """The base of all our errors. Its text is shown to the user as it is."""
 
 
 class GGUFError(MoeEdgeError):

@@ -4,23 +4,23 @@ from collections import Counter
 from itertools import groupby
 from typing import Any
 
-from .experts import ExpertModel
-from .layout import KEY_CALIBRATION, KEY_QUANTIZATION, KINDS, slot_bytes
-from .units import format_size
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import KEY_CALIBRATION, KEY_QUANTIZATION, KINDS, slot_bytes
+from gguf_tools.units import format_size
 
 BUDGET_SHARES = (0.25, 0.40, 0.60, 0.80, 1.00)
 KV_TOKENS = 4096
 
 
 def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
-    """Facts about an opened model, ready for JSON; sizes in bytes.
+    """Facts about an opened model, ready for JSON. Sizes are bytes.
 
-    ``budgets``: for shares of the best tier's expert bytes, how many experts of each tier
+    ``budgets`` says for shares of the best tier's expert bytes how many experts of each tier
     a layer could keep resident if all of the budget went to that tier. ``ram_bytes`` adds
-    dense weights, an F16 KV cache of KV_TOKENS tokens and scratch_bytes, what running it takes
-    beside those: with them, a cap on everything that works.
+    dense weights, an F16 KV cache of KV_TOKENS tokens and scratch_bytes, which running it takes
+    beside those. It is a cap on everything under which the model runs.
     """
-    n_ctx = min(KV_TOKENS, model.context_length or KV_TOKENS)
+    n_ctx = min(KV_TOKENS, model.hparams.context_length or KV_TOKENS)
     kv_bytes = model.kv_bytes(n_ctx)
     budgets = []
     for share in BUDGET_SHARES:
@@ -40,14 +40,14 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
         "file": str(model.path),
         "files": [str(path) for path in model.files],
         "name": model.name,
-        "architecture": model.arch,
-        "layers": model.block_count,
+        "architecture": model.hparams.arch,
+        "layers": model.hparams.block_count,
         "moe_layers": model.n_layers,
         "experts": model.n_expert,
         "experts_used": model.n_expert_used,
         "shared_experts": model.has_shared,
-        "context_length": model.context_length,
-        "embedding_length": model.embedding_length,
+        "context_length": model.hparams.context_length,
+        "embedding_length": model.hparams.embedding_length,
         "matrices": _matrices(model),
         "file_bytes": sum(path.stat().st_size for path in model.files),
         "dense_bytes": model.dense_bytes,
@@ -74,7 +74,7 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
 
 
 def _said(model: ExpertModel, key: str) -> str | None:
-    """What a packed file says of how it was made, None where it says nothing."""
+    """What a packed file says of how it was made. None: it says nothing."""
     return str(model.metadata[key]) if key in model.metadata else None
 
 
@@ -117,7 +117,7 @@ def _types(model: ExpertModel, tier: int) -> dict[str, list[str]]:
 
 def _per_layer(model: ExpertModel) -> list[dict[str, Any]]:
     """What each layer holds: its dense bytes, and by tier the bytes of its experts and the
-    ggml type of each matrix kind; no tiers in a dense layer."""
+    ggml type of each matrix kind. A dense layer has no tiers."""
     layers: list[dict[str, Any]] = [
         {"layer": il, "dense_bytes": nbytes, "tiers": []}
         for il, nbytes in enumerate(model.dense_layer_bytes)
@@ -189,7 +189,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _layer_rows(facts: dict[str, Any]) -> list[list[str]]:
-    """The per-layer table; neighbours that hold the same share a row. A tier has a column of
+    """The per-layer table. Neighbours that hold the same share a row. A tier has a column of
     types where a layer holds another one than the tier's name says."""
     names = [tier["name"] for tier in facts["tiers"]]
     mixed = {

@@ -1,4 +1,4 @@
-"""What this process has of the machine: cores, and memory so far."""
+"""What this process may use of the machine's cores, and what it has used of its memory."""
 
 import os
 import sys
@@ -8,8 +8,8 @@ import psutil
 
 
 def default_threads() -> int:
-    """Cores that computing should use: physical ones where there are many, and no more than
-    this process is allowed to."""
+    """Cores that computing should use: the physical ones where there are many, and no more than
+    this process may use."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -20,8 +20,8 @@ def default_threads() -> int:
 def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
     """The most memory that this program ever had resident.
 
-    From VmHWM where there is one: getrusage's figure survives exec, so that it may be that of
-    the program which started this one.
+    VmHWM says it where there is one. The figure of getrusage survives exec, so that it may be
+    that of the program which started this one.
     """
     try:
         for line in status.read_text().splitlines():

@@ -204,7 +204,8 @@ class Chat:
         engine, model = self.session.engine, self.session.engine.model
         tiers = " ".join(tier.name for tier in model.tiers)
         self.console.note(
-            f"{model.name or model.arch}: {model.n_layers} layers of {model.n_expert} experts, "
+            f"{model.name or model.hparams.arch}:"
+            f" {model.n_layers} layers of {model.n_expert} experts, "
             f"{model.n_expert_used} a token, in {tiers}"
         )
         self.console.note(engine.mode)

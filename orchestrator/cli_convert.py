@@ -47,17 +47,16 @@ def convert(
     as `moe-edge pack` does. Methods that read a text need a model that runs: convert to f16 first,
     then pack that.
     """
-    from gguf_tools.convert import check_target
     from gguf_tools.convert import convert as run
-    from gguf_tools.hub import resolve_checkpoint
-    from gguf_tools.hub_choice import PREFIX
+    from gguf_tools.convert.converting import check_arguments
+    from gguf_tools.hub import PREFIX, resolve_checkpoint
     from gguf_tools.pack import pack
 
     names = tier_names(tiers)
     path, title = Path(source), None
     if source.startswith(PREFIX):
         # What can be refused shall be, before gigabytes are downloaded.
-        check_target(target, names, imatrix is not None)
+        check_arguments(target, names, imatrix is not None)
         path, title = resolve_checkpoint(source, note, lambda: progress_bar("Downloading"))
     with progress_bar("Converting") as progress:
         if path.is_file() and path.suffix == ".gguf":

@@ -132,12 +132,12 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
     it ended. HF_TOKEN or `hf auth login` opens what needs it.
     """
     from gguf_tools import hub
-    from gguf_tools.hub_choice import PREFIX
+    from gguf_tools.hub import PREFIX
 
     owner, _, rest = repo.removeprefix(PREFIX).partition("/")
     name, _, wanted = rest.partition("/")
     patterns = (*include, glob.escape(wanted)) if wanted else include
-    found = hub.plan(f"{owner}/{name}" if rest else owner, patterns, revision)
+    found = hub.prepare(f"{owner}/{name}" if rest else owner, patterns, revision)
     note(found.summary())
     try:
         with progress_bar("Downloading") as progress:
@@ -187,7 +187,7 @@ def tier_names(text: str) -> list[str]:
 
 def model_path(text: str) -> Path:
     """The path that an option names: hf:OWNER/NAME and hf:OWNER/NAME/FILE are fetched."""
-    from gguf_tools.hub_choice import PREFIX
+    from gguf_tools.hub import PREFIX
 
     if not text.startswith(PREFIX):
         return _local(Path(text))

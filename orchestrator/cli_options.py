@@ -18,7 +18,7 @@ from orchestrator.policy import owners, policy_settings
 from orchestrator.settings import RATE, Setting, flag_of, parse_size
 
 if TYPE_CHECKING:
-    from gguf_tools.methods import ExpertQuantizer
+    from gguf_tools.quantize.methods import ExpertQuantizer
     from orchestrator.calibrate.methods import Method
     from orchestrator.engine import Engine
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gguf_tools import partial
-from gguf_tools.files import open_file
+from gguf_tools.file.opening import open_file
+from gguf_tools.file.unfinished import ENDING, UnfinishedFile, remove_abandoned
 
 _USUAL = {"cache": ".cache", "state": ".local/state"}
 
@@ -31,17 +31,15 @@ def user_folder(kind: str) -> Path:
 def whole_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """A file to write, which gets its name when the block ends well and is gone otherwise. What a
     killed writer of the same file left goes as well. Raises OSError."""
-    partial.remove_abandoned(path)
+    remove_abandoned(path)
     with _about(path):
-        fd, part = partial.create(path, mode)
-        with os.fdopen(fd, "wb") as file:
-            try:
+        unfinished = UnfinishedFile(path, mode)
+        try:
+            with os.fdopen(unfinished.fd, "wb", closefd=False) as file:
                 yield file
-                file.flush()
-                os.replace(part, path)
-            except BaseException:
-                part.unlink()
-                raise
+            unfinished.complete(synced=False)
+        finally:
+            unfinished.discard()
 
 
 def check_target(path: Path) -> None:
@@ -49,9 +47,7 @@ def check_target(path: Path) -> None:
     with _about(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        fd, part = partial.create(path)
-        os.close(fd)
-        part.unlink()
+        UnfinishedFile(path).discard()
 
 
 @contextmanager
@@ -61,7 +57,7 @@ def _about(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         named = error.filename
-        if error.errno is None or not (named is None or str(named).endswith(partial.ENDING)):
+        if error.errno is None or not (named is None or str(named).endswith(ENDING)):
             raise
         raise type(error)(error.errno, error.strerror, str(path)) from error
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from gguf_tools.experts import ExpertModel, Slice, Tier
-from gguf_tools.layout import DOWN, device_slot_bytes, slot_bytes
-from gguf_tools.reader import metadata_value
+from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
+from gguf_tools.file.reader import metadata_value
 from orchestrator.config import Config
 from orchestrator.policy.base import ModelShape
 
@@ -26,7 +26,7 @@ POOL_GROWTH = 1.05
 def context_tokens(model: ExpertModel, config: Config) -> int:
     """The context to make: what was asked for, as far as the model was trained for it. Several
     sequences share it, each with as much."""
-    most = model.context_length * (1 + config.sequences)
+    most = model.hparams.context_length * (1 + config.sequences)
     return min(config.ctx, most) if most else config.ctx
 
 
@@ -42,22 +42,24 @@ def compute_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     residual stream; the larger of attention's rows and the two sets of rows of the k experts
     that live at once, and their quantized copies; and the logits of tokens with an output.
     """
-    tokens = min(config.n_ubatch, n_ctx)
+    hparams, tokens = model.hparams, min(config.n_ubatch, n_ctx)
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
-    heads = max(model.n_head) + 2 * max(model.n_head_kv)
-    attention = 3 * heads * max(model.key_length, model.value_length)
-    experts = model.n_expert_used * (n_ff + model.embedding_length)
-    floats = 1.5 * n_ctx + 4 * model.embedding_length + max(attention, 2 * experts) + 0.5 * experts
+    heads = max(hparams.n_head) + 2 * max(hparams.n_head_kv)
+    attention = 3 * heads * max(hparams.key_length, hparams.value_length)
+    experts = model.n_expert_used * (n_ff + hparams.embedding_length)
+    floats = (
+        1.5 * n_ctx + 4 * hparams.embedding_length + max(attention, 2 * experts) + 0.5 * experts
+    )
     outputs = max(tokens if config.logits_all else 1, 1 + config.sequences)
     # the attention weights of the queries that token importance is taken from
     queries = {"window": min(config.importance_window, tokens), "exact": 2 * tokens, "load": 0}
-    weights = queries[config.importance] * n_ctx * max(model.n_head)
+    weights = queries[config.importance] * n_ctx * max(hparams.n_head)
     return 4 * (int(tokens * floats) + 2 * outputs * vocabulary_size(model) + weights)
 
 
 def attention_weights(model: ExpertModel, config: Config, n_ctx: int) -> int:
     """How many weights the attention of one batch has over the whole context."""
-    return max(model.n_head) * min(config.n_ubatch, n_ctx) * n_ctx
+    return max(model.hparams.n_head) * min(config.n_ubatch, n_ctx) * n_ctx
 
 
 def kernel_bytes(model: ExpertModel, config: Config, n_ctx: int, piles: bool = False) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import KINDS, POOL_ALIGNMENT
+from gguf_tools.file.layout import KINDS, POOL_ALIGNMENT
 from gguf_tools.units import format_size
 from orchestrator.choice import choose, make_policy, wants_plain
 from orchestrator.config import Config

@@ -1,4 +1,4 @@
-"""Which experts a model used, kept between runs: dynaexq starts with the right ones high."""
+"""Which experts a model used, kept between runs, for policies that start from it."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gguf_tools.layout import DEFAULT_ALIGNMENT, KEY_ALIGNMENT, ValueType
-from gguf_tools.reader import GGUFFile
-from gguf_tools.writer import GGUFWriter
+from gguf_tools.file.layout import DEFAULT_ALIGNMENT, KEY_ALIGNMENT, ValueType
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.file.writer import GGUFWriter
 
 
 def part_path(folder: Path, name: str, index: int, n_parts: int) -> Path:

@@ -2,9 +2,9 @@
 up, at the N-th call that our modules make. So a moment is a place in the work and not in time: the
 same on a fast machine and on a busy one, and as likely between the last two calls as anywhere.
 
-    total = calls_of(work, "gguf_tools.writer")
+    total = calls_of(work, "gguf_tools.file.writer")
     for at in moments(total, 20, seed=0):
-        killed(work, at, "gguf_tools.writer")
+        killed(work, at, "gguf_tools.file.writer")
         ...  # look at what is left
 
 Calls are counted in the named modules and packages: name those that write, or most moments fall on

@@ -60,12 +60,12 @@ def layer(il: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def write(folder: Path, n_layers: int) -> None:
-    from convert import families
+    from convert import checkpoints
 
     folder.mkdir(parents=True)
     config = {**SHAPE, "num_hidden_layers": n_layers}
     (folder / "config.json").write_text(json.dumps(config))
-    families.save_tokenizer("qwen2", folder)
+    checkpoints.save_tokenizer("qwen2", folder)
     vocabulary = (151936, 2048)
     ends = [
         ("model.embed_tokens.weight", vocabulary),

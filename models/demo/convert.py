@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gguf_tools.pretokenizer import pre_tokenizer
+from gguf_tools.convert.pretokenizer import pre_tokenizer
 
 MISSING = "conversion needs torch and transformers: python3 patches/tool.py setup --extras convert"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gguf_tools.pretokenizer import QWEN2_SPLIT
+from gguf_tools.convert.pretokenizer import QWEN2_SPLIT
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIALS = (END_OF_TEXT, IM_START, IM_END)

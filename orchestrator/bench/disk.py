@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import IO_BLOCK_BYTES, pad
+from gguf_tools.file.layout import IO_BLOCK_BYTES, pad
 
 
 class Bandwidth(NamedTuple):

@@ -59,10 +59,11 @@ class Loop:
         high, low = build_models(options, note)
         model = ExpertModel.open(high, low)
         longest = context_tokens(options.parts(), shared=False)
-        if model.context_length and longest > model.context_length:
+        most = model.hparams.context_length
+        if most and longest > most:
             raise ConfigError(
                 f"what is to be measured takes a context of {longest} tokens, the model "
-                f"was made for {model.context_length}: ask for shorter prompts or fewer tokens"
+                f"was made for {most}: ask for shorter prompts or fewer tokens"
             )
         return cls(options, high, low, model, note)
 

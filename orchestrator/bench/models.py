@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from gguf_tools import synthetic, synthetic_vocab, synthetic_weights
+from gguf_tools import synthetic
 from gguf_tools.pack import export
 from orchestrator.bench.plan import BenchOptions
 from orchestrator.errors import MoeEdgeError
@@ -39,8 +39,7 @@ def build_models(options: BenchOptions, note: Note) -> tuple[Path, Path]:
         sources = [DEMO_MODEL]
         stem = options.model_name
     else:
-        modules = (synthetic, synthetic_vocab, synthetic_weights)
-        sources = [Path(str(module.__file__)) for module in modules]
+        sources = sorted(Path(str(synthetic.__file__)).parent.glob("*.py"))
         layers = "" if options.layers is None else f"-{options.layers}"
         stem = f"{options.model_name}{layers}-{options.routing}-{options.seed}"
     digest = hashlib.sha256()

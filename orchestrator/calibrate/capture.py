@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import DOWN, parse_expert_name
+from gguf_tools.file.layout import DOWN, parse_expert_name
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator.calibrate.spill import Rows, spill_folder

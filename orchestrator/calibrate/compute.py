@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import DOWN, GATE, GATE_UP, KINDS, UP, GGMLType
-from gguf_tools.quantize import Ggml
+from gguf_tools.file.layout import DOWN, GATE, GATE_UP, KINDS, UP, GGMLType
+from gguf_tools.quantize.ggml import Ggml
 from orchestrator.calibrate.capture import LayerActivations
 from orchestrator.errors import ConfigError
 

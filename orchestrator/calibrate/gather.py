@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import Entry, Imatrix
-from gguf_tools.layout import DOWN, expert_tensor_name
+from gguf_tools.file.layout import DOWN, expert_tensor_name
+from gguf_tools.quantize.imatrix import Entry, Imatrix
 from orchestrator.calibrate.capture import WINDOW, Capture, Progress, WindowActivations
 from orchestrator.calibrate.text import Calibration
 

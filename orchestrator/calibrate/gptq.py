@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gguf_tools import gptq
+from gguf_tools.convert.upstream import one_torch_thread
 from gguf_tools.errors import QuantizeError
-from gguf_tools.gptq import Factor, Square
-from gguf_tools.layout import DOWN, GATE, IMPORTANCE_TYPES, GGMLType
-from gguf_tools.quantize import Blocks, Floats, Ggml
-from gguf_tools.upstream import one_torch_thread
+from gguf_tools.file.layout import DOWN, GATE, IMPORTANCE_TYPES, GGMLType
+from gguf_tools.quantize import gptq
+from gguf_tools.quantize.ggml import Blocks, Floats, Ggml
+from gguf_tools.quantize.gptq import Factor, Square
 from orchestrator.calibrate.capture import LayerActivations
 
 ROWS_AT_ONCE = 4096

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gguf_tools import layout
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import UP, GGMLType
-from gguf_tools.methods import ExpertQuantizer
-from gguf_tools.pairing import check_same
-from gguf_tools.quantize import Blocks, Ggml
+from gguf_tools.experts.pairing import check_same
+from gguf_tools.file import layout
+from gguf_tools.file.layout import UP, GGMLType
+from gguf_tools.quantize.ggml import Blocks, Ggml
+from gguf_tools.quantize.methods import ExpertQuantizer
 from orchestrator.calibrate.capture import Capture, LayerActivations, Progress
 from orchestrator.calibrate.compute import LayerExperts, Matrices, stored
 from orchestrator.calibrate.text import Calibration

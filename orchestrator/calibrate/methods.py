@@ -9,10 +9,11 @@ from itertools import chain
 from pathlib import Path
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import ExpertImportance, Imatrix, write_imatrix
-from gguf_tools.methods import ByImportance, ExpertQuantizer, Rtn
 from gguf_tools.process import default_threads
-from gguf_tools.quantize import load, parse_types
+from gguf_tools.quantize.ggml import load_ggml
+from gguf_tools.quantize.imatrix import ExpertImportance, Imatrix, write_imatrix
+from gguf_tools.quantize.methods import ByImportance, ExpertQuantizer, Rtn
+from gguf_tools.quantize.tiers import parse_types
 from orchestrator.calibrate.capture import Capture, Progress
 from orchestrator.calibrate.gather import gather
 from orchestrator.calibrate.gptq import Gptq, computing
@@ -74,10 +75,10 @@ def open_quantizer(
         return
     with ExpertModel.open(source) as model:
         if method.imatrix is not None:
-            by = ByImportance.of_file(method.imatrix, model, load())
+            by = ByImportance.of_file(method.imatrix, model, load_ggml())
         else:
             imatrix, calibration = calibrated(method, model, progress)
-            by = ByImportance(load(), imatrix, model, calibration)
+            by = ByImportance(load_ggml(), imatrix, model, calibration)
     weak = by.note()
     if weak:
         note(weak)
@@ -103,7 +104,7 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
     ):
         # The first pass over the text, while its progress is shown.
         first = next(layers)
-        yield Gptq(load(), chain([first], layers), calibration.summary(), device)
+        yield Gptq(load_ggml(), chain([first], layers), calibration.summary(), device)
 
 
 def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:
@@ -144,10 +145,10 @@ def measure_losses(
         ) as quantizer,
         _reading(method, path) as (capture, calibration),
     ):
-        by = quantizer or Rtn(load())
+        by = quantizer or Rtn(load_ggml())
         wanted = parse_types(types, by.has_importance)
         threads = method.threads or default_threads()
-        run = Run(model, full, capture, calibration, wanted, by, load(), threads)
+        run = Run(model, full, capture, calibration, wanted, by, load_ggml(), threads)
         table = run.measure(lambda share: progress("Measuring losses", share))
         save(out, model, table)
         return table

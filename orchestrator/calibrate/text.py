@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gguf_tools.streaming import sha256_of
+from gguf_tools.file.chunks import sha256_of
 from orchestrator.calibrate.capture import WINDOW
 from orchestrator.errors import ConfigError
 from orchestrator.eval.text import Tokenizer, read_documents, windows_of

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gguf_tools.layout import MAX_TIERS
+from gguf_tools.file.layout import MAX_TIERS
 from orchestrator.errors import BudgetError
 from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
 from orchestrator.settings import Settings

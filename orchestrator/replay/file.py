@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from gguf_tools.files import open_file
-from gguf_tools.layout import DOWN, KINDS, MAX_TIERS
+from gguf_tools.file.layout import DOWN, KINDS, MAX_TIERS
+from gguf_tools.file.opening import open_file
 from orchestrator import files
 from orchestrator.errors import PolicyError, SettingError, TraceError
 from orchestrator.events import ABSENT, Phase

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gguf_tools.layout import KINDS
+from gguf_tools.file.layout import KINDS
 from orchestrator.bench.disk import read_bandwidth
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
@@ -217,7 +217,7 @@ def _header(engine: Engine, disk: Disk, transition_bytes: int) -> Header:
     return Header(
         version=VERSION,
         model=model.name,
-        arch=model.arch,
+        arch=model.hparams.arch,
         n_expert=model.n_expert,
         n_expert_used=model.n_expert_used,
         layer_ids=tuple(model.layer_ids),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gguf_tools.layout import DOWN, GATE, GATE_UP, UP
+from gguf_tools.file.layout import DOWN, GATE, GATE_UP, UP
 from orchestrator.driver import Driver
 from orchestrator.events import Phase
 from orchestrator.footprint import model_shape

@@ -78,7 +78,7 @@ def test_bindings_load(installed: Path) -> None:
 
 
 def test_managed_architectures_are_the_native_ones() -> None:
-    from gguf_tools.layout import MANAGED_ARCHITECTURES
+    from gguf_tools.file.layout import MANAGED_ARCHITECTURES
 
     source = (build.PATCHES / "native" / "moe-edge-llama.cpp").read_text()
     listed = re.search(r"ARCHITECTURES\[\] = \{(.*?)\}", source, re.DOTALL)

@@ -13,7 +13,12 @@ PACKAGES = ("gguf_tools", "orchestrator", "models", "patches")
 # Lowest first. A name stands for the module or package and all that is in it; the longest
 # matching name decides.
 LAYERS = (
-    ("gguf_tools.errors", "gguf_tools.layout"),
+    ("gguf_tools.errors",),
+    ("gguf_tools.file", "gguf_tools.process", "gguf_tools.progress", "gguf_tools.units"),
+    ("gguf_tools.experts", "gguf_tools.workers"),
+    ("gguf_tools.hub", "gguf_tools.inspect", "gguf_tools.quantize", "gguf_tools.synthetic"),
+    ("gguf_tools.pack", "gguf_tools.verify"),
+    ("gguf_tools.convert",),
     (
         "gguf_tools",
         "orchestrator.errors",
@@ -86,8 +91,8 @@ ONLY = {
     ),
     "lm_eval": ("orchestrator.eval.harness",),
     "huggingface_hub": ("gguf_tools.hub",),
-    "torch": ("gguf_tools.gptq", "gguf_tools.upstream", "models"),
-    "transformers": ("gguf_tools.upstream", "models"),
+    "torch": ("gguf_tools.quantize.gptq", "gguf_tools.convert.upstream", "models"),
+    "transformers": ("gguf_tools.convert.upstream", "models"),
     "safetensors": ("models",),
 }
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from gguf_tools.layout import KINDS, GGMLType, ValueType, pad
-from gguf_tools.reader import GGUFFile
+from gguf_tools.file.layout import KINDS, GGMLType, ValueType, pad
+from gguf_tools.file.reader import GGUFFile
 
 # Where numbers turn over, or a limit of ours stands.
 NUMBERS = (

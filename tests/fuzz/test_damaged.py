@@ -16,10 +16,10 @@ from long import Bytes, Search
 from targets import TARGETS, WITH_GGML
 
 from gguf_tools.errors import GGUFError, QuantizeError, WriteError
-from gguf_tools.layout import ValueType
-from gguf_tools.quantize import library_path
-from gguf_tools.reader import GGUFFile
-from gguf_tools.writer import GGUFWriter, encode_value
+from gguf_tools.file.layout import ValueType
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.file.writer import GGUFWriter, encode_value
+from gguf_tools.quantize.ggml import library_path
 
 # A damaged file of 100 KiB; a good one takes a tenth of it.
 MOST_BYTES = 16 << 20

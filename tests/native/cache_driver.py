@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gguf_tools.layout import BLOCK, GGMLType, pad
+from gguf_tools.file.layout import BLOCK, GGMLType, pad
 from orchestrator.events import Phase
 from orchestrator.native import Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch

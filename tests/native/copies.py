@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gguf_tools.reader import GGUFFile
-from gguf_tools.writer import GGUFWriter
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.file.writer import GGUFWriter
 
 
 def copied(source: Path, target: Path, arch: str | None = None, **changes: object) -> Path:

@@ -40,7 +40,8 @@ from .cache_driver import (
     ExpertFile,
     model_counts,
 )
-from .cache_model import GRAPH_ORDER, SKIP, Caches, Item, Layout
+from .cache_model import GRAPH_ORDER, SKIP, Item, Layout
+from .cache_states import Caches
 from .conftest import DEVICES
 
 # Read when the tests are collected: while one runs, its environment is a clean one.

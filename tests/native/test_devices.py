@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from gguf_tools.layout import BLOCK, GGMLType, device_slot_bytes, row_bytes
+from gguf_tools.file.layout import BLOCK, GGMLType, device_slot_bytes, row_bytes
 from orchestrator.errors import ConfigError
 from orchestrator.native import Library, find_device, measure_device
 from orchestrator.native.abi import CBandwidths

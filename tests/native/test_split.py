@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from gguf_split import split
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.reader import GGUFFile
+from gguf_tools.file.reader import GGUFFile
 from orchestrator.cli import cli
 from orchestrator.config import Config
 from orchestrator.engine import Engine

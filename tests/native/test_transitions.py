@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gguf_tools.layout import GATE
+from gguf_tools.file.layout import GATE
 from orchestrator.errors import NativeError
 from orchestrator.events import ExpertState, Phase
 from orchestrator.native import Library

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gguf_tools.layout import BLOCK, DOWN, GATE, UP, GGMLType, pad
+from gguf_tools.file.layout import BLOCK, DOWN, GATE, UP, GGMLType, pad
 from orchestrator.events import ExpertState
 from orchestrator.native import Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB

@@ -62,7 +62,7 @@ def test_tokenizer_has_the_promised_size_and_specials(toy: Path) -> None:
 
 
 def test_converter_recognises_the_tokenizer(toy: Path) -> None:
-    from gguf_tools.pretokenizer import pre_tokenizer
+    from gguf_tools.convert.pretokenizer import pre_tokenizer
 
     assert pre_tokenizer(toy) == "qwen2"
 

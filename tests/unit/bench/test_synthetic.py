@@ -2,11 +2,12 @@ import numpy as np
 import pytest
 
 from gguf_tools import synthetic
-from gguf_tools import synthetic_weights as sw
 from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import GGMLType, row_bytes
-from gguf_tools.reader import GGUFFile
+from gguf_tools.file.layout import GGMLType, row_bytes
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.synthetic import weights as sw
+from gguf_tools.synthetic.__main__ import main
 
 TINY = [name for name in synthetic.PRESETS if name.startswith("tiny-")]
 
@@ -92,7 +93,7 @@ def test_every_tiny_shape_opens_as_a_model(name, tmp_path):
     path = synthetic.write(tmp_path / "m.gguf", name)
     shape = synthetic.PRESETS[name]
     model = ExpertModel.open(path)
-    assert model.arch == shape.arch
+    assert model.hparams.arch == shape.arch
     assert model.layer_ids == list(range(shape.n_dense, shape.n_layer))
     assert (model.n_expert, model.n_expert_used) == (shape.n_expert, shape.n_expert_used)
     assert [tier.name for tier in model.tiers] == ["q4_k"]
@@ -175,7 +176,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
 
 def test_command_line(tmp_path, capsys):
     path = tmp_path / "m.gguf"
-    assert synthetic.main([str(path), "--shape", "tiny-mixtral", "--tiers", "q8_0"]) == 0
+    assert main([str(path), "--shape", "tiny-mixtral", "--tiers", "q8_0"]) == 0
     assert ExpertModel.open(path).tiers[0].name == "q8_0"
-    assert synthetic.main([str(path), "--tiers", "q9"]) == 1
+    assert main([str(path), "--tiers", "q9"]) == 1
     assert "q9" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gguf_tools import synthetic
-from gguf_tools.quantize import Ggml, load
+from gguf_tools.quantize.ggml import Ggml, load_ggml
 from orchestrator.errors import MoeEdgeError
 from orchestrator.llama import Bindings
 
@@ -21,7 +21,7 @@ TEXT = (
 def ggml() -> Ggml:
     try:
         Bindings.load()
-        return load()
+        return load_ggml()
     except MoeEdgeError as error:
         pytest.skip(f"no built llama.cpp: {error}")
 

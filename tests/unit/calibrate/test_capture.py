@@ -12,8 +12,8 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import DOWN, GATE, GATE_UP, UP
-from gguf_tools.quantize import Ggml
+from gguf_tools.file.layout import DOWN, GATE, GATE_UP, UP
+from gguf_tools.quantize.ggml import Ggml
 from orchestrator.calibrate import Capture, read_calibration, spill
 from orchestrator.calibrate.compute import stored
 from orchestrator.calibrate.spill import Rows

@@ -10,7 +10,9 @@ import pytest
 
 from gguf_tools import errors, synthetic
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import (
+from gguf_tools.file.layout import DOWN, GATE, GATE_UP, UP, GGMLType, expert_tensor_name
+from gguf_tools.file.writer import GGUFWriter
+from gguf_tools.quantize.imatrix import (
     LEAST_TOKENS,
     Entry,
     ExpertImportance,
@@ -18,8 +20,6 @@ from gguf_tools.imatrix import (
     read_imatrix,
     write_imatrix,
 )
-from gguf_tools.layout import DOWN, GATE, GATE_UP, UP, GGMLType, expert_tensor_name
-from gguf_tools.writer import GGUFWriter
 from orchestrator.calibrate import Capture, read_calibration
 from orchestrator.calibrate.capture import WindowActivations
 from orchestrator.calibrate.gather import gather, sum_squares

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import read_imatrix
-from gguf_tools.layout import DOWN, GATE, UP, GGMLType
+from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.pack import pack
-from gguf_tools.quantize import Ggml
-from gguf_tools.reader import GGUFFile
-from gguf_tools.writer import GGUFWriter
+from gguf_tools.quantize.ggml import Ggml
+from gguf_tools.quantize.imatrix import read_imatrix
 from orchestrator.calibrate import Capture, compute, measure, read_calibration
 from orchestrator.calibrate.capture import LayerActivations
 from orchestrator.calibrate.compute import LayerExperts, stored

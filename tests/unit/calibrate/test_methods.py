@@ -12,10 +12,11 @@ from click.testing import CliRunner
 
 from gguf_tools import errors, synthetic
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import write_imatrix
-from gguf_tools.layout import BLOCK, DOWN, IMPORTANCE_TYPES, TIER_TYPES, UP, GGMLType
+from gguf_tools.file.layout import BLOCK, DOWN, IMPORTANCE_TYPES, TIER_TYPES, UP, GGMLType
 from gguf_tools.pack import pack
-from gguf_tools.quantize import Ggml, parse_tiers
+from gguf_tools.quantize.ggml import Ggml
+from gguf_tools.quantize.imatrix import write_imatrix
+from gguf_tools.quantize.tiers import parse_tiers
 from orchestrator.calibrate import Capture, read_calibration
 from orchestrator.calibrate.compute import stored
 from orchestrator.calibrate.gather import gather

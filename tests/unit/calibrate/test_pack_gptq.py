@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from gguf_tools import gptq, synthetic
+from gguf_tools import synthetic
 from gguf_tools.errors import QuantizeError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import DOWN, GATE, UP, GGMLType
+from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.pack import pack
-from gguf_tools.quantize import Ggml, load
+from gguf_tools.quantize import gptq
+from gguf_tools.quantize.ggml import Ggml, load_ggml
 from orchestrator.calibrate import Capture, read_calibration
 from orchestrator.calibrate import gptq as calibrated
 from orchestrator.calibrate.compute import stored
@@ -136,7 +137,7 @@ def test_threads_and_what_is_kept_change_nothing(
             small,
             out,
             TIERS,
-            quantizer=Gptq(load(), layers, calibration.summary(), "cpu"),
+            quantizer=Gptq(load_ggml(), layers, calibration.summary(), "cpu"),
             threads=3,
         )
     assert len(asked) == 2 * 4 * 2

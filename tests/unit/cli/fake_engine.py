@@ -66,7 +66,7 @@ class FakeEngine:
         self.plan = types.SimpleNamespace(ram_bytes=config.ram or 2**30)
         self.model = types.SimpleNamespace(
             name="fake",
-            arch="qwen3moe",
+            hparams=types.SimpleNamespace(arch="qwen3moe"),
             n_layers=8,
             n_expert=16,
             n_expert_used=4,

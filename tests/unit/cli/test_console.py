@@ -9,7 +9,7 @@ import time
 import pytest
 from fake_engine import HOSTILE
 
-from gguf_tools.streaming import Meter
+from gguf_tools.progress import ProgressMeter
 from orchestrator.console import progress_bar, strip_controls
 
 
@@ -40,7 +40,7 @@ def test_a_bar_of_bytes_shows_them_and_the_time_left(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with progress_bar("Packing") as progress:
-        meter = Meter(progress, 4 << 30)
+        meter = ProgressMeter(progress, 4 << 30)
         for passed_s, share in ((1, 0.01), (10, 0.25), (60, 0.375), (99, 1.0)):
             now[0] = 100 + passed_s
             meter.add((share * (4 << 30)) - meter.done)

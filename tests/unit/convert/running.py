@@ -11,7 +11,7 @@ from gguf_tools.convert import convert
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 
-from . import families
+from . import checkpoints
 from .families import PROMPT
 
 N_DECODE = 16
@@ -31,12 +31,12 @@ class Case:
 
 def make_case(name: str, folder: Path) -> Case:
     """A family's checkpoint, converted, and what transformers makes of it."""
-    model = families.write_checkpoint(name, folder / "hf")
+    model = checkpoints.write_checkpoint(name, folder / "hf")
     packed = folder / "packed.gguf"
     convert(folder / "hf", packed, ["f32", "f16"], threads=1)
     tokens, answer = greedy(packed)
-    theirs = families.their_tokens(name, folder / "hf", PROMPT)
-    logits = families.reference_logits(model, tokens + answer)
+    theirs = checkpoints.their_tokens(name, folder / "hf", PROMPT)
+    logits = checkpoints.reference_logits(model, tokens + answer)
     return Case(packed, tokens, theirs, answer, logits)
 
 

@@ -13,13 +13,13 @@ pytest.importorskip("transformers", reason="needs the extra `convert`")
 from gguf_tools.convert import convert
 from gguf_tools.errors import MismatchError, QuantizeError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import Entry, Imatrix, write_imatrix
-from gguf_tools.layout import expert_tensor_name
-from gguf_tools.methods import ByImportance
+from gguf_tools.file.layout import expert_tensor_name
 from gguf_tools.pack import pack
-from gguf_tools.quantize import load
+from gguf_tools.quantize.ggml import load_ggml
+from gguf_tools.quantize.imatrix import Entry, Imatrix, write_imatrix
+from gguf_tools.quantize.methods import ByImportance
 
-from . import families
+from . import checkpoints
 
 NAME = "qwen3-moe"
 
@@ -40,14 +40,14 @@ def imatrix_of(model: ExpertModel) -> Imatrix:
 
 
 def test_tiers_are_those_of_pack(tmp_path: Path) -> None:
-    families.write_checkpoint(NAME, tmp_path / "hf")
+    checkpoints.write_checkpoint(NAME, tmp_path / "hf")
     full, ours, packed = (tmp_path / f"{name}.gguf" for name in ("full", "ours", "packed"))
     convert(tmp_path / "hf", full, ["f32"], threads=1)
     tiers = ["q8_0", "q2_k"]
     with ExpertModel.open(full) as model:
         write_imatrix(tmp_path / "m.gguf", imatrix_of(model))
         report = convert(tmp_path / "hf", ours, tiers, imatrix=tmp_path / "m.gguf", threads=1)
-        by = ByImportance.of_file(tmp_path / "m.gguf", model, load())
+        by = ByImportance.of_file(tmp_path / "m.gguf", model, load_ggml())
         pack(model, packed, tiers, quantizer=by, threads=1)
     assert any("0 of layer 0 (3)" in each for each in report.warnings)
     with ExpertModel.open(ours) as a, ExpertModel.open(packed) as b:
@@ -60,7 +60,7 @@ def test_tiers_are_those_of_pack(tmp_path: Path) -> None:
 
 
 def test_another_models_imatrix_leaves_nothing_behind(tmp_path: Path) -> None:
-    families.write_checkpoint(NAME, tmp_path / "hf")
+    checkpoints.write_checkpoint(NAME, tmp_path / "hf")
     ones = Entry(np.ones(8, np.float32), np.ones(1, np.float32))
     write_imatrix(tmp_path / "m.gguf", Imatrix("m", {"blk.0.ffn_up_exps.weight": ones}))
     out = tmp_path / "out.gguf"

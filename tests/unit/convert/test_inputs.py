@@ -22,14 +22,14 @@ from safetensors.numpy import load_file, save_file
 
 from orchestrator.cli import cli
 
-from . import families
+from . import checkpoints, families
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A good checkpoint in several files."""
     folder = tmp_path_factory.mktemp("whole")
-    families.write_checkpoint("qwen3-moe", folder, max_shard_size="300KB")
+    checkpoints.write_checkpoint("qwen3-moe", folder, max_shard_size="300KB")
     return folder
 
 
@@ -269,7 +269,7 @@ open(r"{}", "w").close()
 
 def test_code_of_a_checkpoint_runs_only_when_asked_for(tmp_path: Path) -> None:
     folder, trace = tmp_path / "hf", tmp_path / "ran"
-    families.write_checkpoint("deepseek-moe", folder)
+    checkpoints.write_checkpoint("deepseek-moe", folder)
     change_json(
         folder / "tokenizer_config.json",
         tokenizer_class="Mine",
@@ -293,7 +293,7 @@ def test_no_folder(tmp_path: Path) -> None:
 def test_a_model_without_experts(tmp_path: Path) -> None:
     config = transformers.Qwen3Config(**families.SIZES)
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "dense")
-    families.save_tokenizer("qwen2", tmp_path / "dense")
+    checkpoints.save_tokenizer("qwen2", tmp_path / "dense")
     found = said(tmp_path / "dense")
     assert "Qwen3ForCausalLM has no experts: not a Mixture-of-Experts model" in found
 

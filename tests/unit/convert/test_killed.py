@@ -15,16 +15,20 @@ from killing import calls_of, killed, moments
 from gguf_tools.convert import convert
 from gguf_tools.verify import verify
 
-from . import families
+from . import checkpoints
 
 # Upstream's converter and torch come before the first byte: most moments shall be behind it.
 OURS = tuple(
-    f"gguf_tools.{name}" for name in ("convert", "lazy", "pack", "partial", "streaming", "writer")
+    f"gguf_tools.{name}"
+    for name in (
+        *("convert.converting", "convert.lazy", "pack"),
+        *("file.unfinished", "file.chunks", "progress", "workers", "file.writer"),
+    )
 )
 
 
 def test_killed_at_twenty_moments(tmp_path: Path) -> None:
-    families.write_checkpoint("qwen3-moe", tmp_path / "hf")
+    checkpoints.write_checkpoint("qwen3-moe", tmp_path / "hf")
     out = tmp_path / "out" / "model.gguf"
     out.parent.mkdir()
 

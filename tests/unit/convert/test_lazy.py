@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs the extra `convert`")
 import torch
 from safetensors.torch import save_file
 
-from gguf_tools import lazy, upstream
+from gguf_tools.convert import lazy, upstream
 
 N_EXPERT, ROWS, N = 5, 6, 8
 

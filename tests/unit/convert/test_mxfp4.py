@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from gguf_tools.convert import convert
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import DOWN, GATE, UP
-from gguf_tools.quantize import load
+from gguf_tools.file.layout import DOWN, GATE, UP
+from gguf_tools.quantize.ggml import load_ggml
 from gguf_tools.verify import verify
 
-from . import families
+from . import checkpoints
 
 # What the sixteen codes stand for: one sign, two exponent and one fraction bit.
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -53,13 +53,13 @@ def published(folder: Path) -> dict[str, np.ndarray]:
 
 def test_experts_keep_their_bits(tmp_path: Path) -> None:
     """The best tier holds the checkpoint's own numbers, lower ones are made from them."""
-    families.write_checkpoint("gpt-oss", tmp_path / "hf")
+    checkpoints.write_checkpoint("gpt-oss", tmp_path / "hf")
     values = published(tmp_path / "hf")
     out = tmp_path / "out.gguf"
     report = convert(tmp_path / "hf", out, ["mxfp4", "q2_0"], threads=1)
     assert report.fallbacks == ["down: q2_0 -> iq4_nl (rows of 96 are not a multiple of 64)"]
     assert verify(out, threads=1).problems == []
-    ggml = load()
+    ggml = load_ggml()
     with ExpertModel.open(out) as model:
         for layer, il in enumerate(model.layer_ids):
             both = values[f"model.layers.{il}.mlp.experts.gate_up_proj"]

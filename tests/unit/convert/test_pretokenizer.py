@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gguf_tools.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, pre_tokenizer
+from gguf_tools.convert.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, pre_tokenizer
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 WORDS = {**BYTES, "use_regex": True}

@@ -14,12 +14,12 @@ pytest.importorskip("transformers", reason="needs the extra `convert`")
 import unpatched
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.imatrix import read_imatrix
-from gguf_tools.layout import parse_expert_name
-from gguf_tools.methods import ByImportance
+from gguf_tools.file.layout import parse_expert_name
+from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import export, pack
-from gguf_tools.quantize import load
-from gguf_tools.reader import GGUFFile
+from gguf_tools.quantize.ggml import load_ggml
+from gguf_tools.quantize.imatrix import read_imatrix
+from gguf_tools.quantize.methods import ByImportance
 from orchestrator.calibrate.capture import WINDOW
 from orchestrator.calibrate.methods import Method, save_imatrix
 
@@ -90,7 +90,7 @@ def experts(path: Path) -> Iterator[tuple[str, int, bytes]]:
 
 def packed(source: Path, out: Path, tier: str, imatrix: Path | None = None) -> Path:
     with ExpertModel.open(source) as model:
-        by = None if imatrix is None else ByImportance.of_file(imatrix, model, load())
+        by = None if imatrix is None else ByImportance.of_file(imatrix, model, load_ggml())
         pack(model, out, [tier], quantizer=by, threads=1)
     return out
 

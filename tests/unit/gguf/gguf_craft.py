@@ -4,8 +4,8 @@ import struct
 
 import numpy as np
 
-from gguf_tools.layout import DOWN, GATE, GATE_UP, UP, GGMLType, ValueType, expert_tensor_name
-from gguf_tools.writer import GGUFWriter, encode_value
+from gguf_tools.file.layout import DOWN, GATE, GATE_UP, UP, GGMLType, ValueType, expert_tensor_name
+from gguf_tools.file.writer import GGUFWriter, encode_value
 
 N_EMBD, N_FF, N_EXPERT, N_LAYER = 64, 32, 4, 2
 

@@ -13,7 +13,7 @@ from gguf_craft import (
 
 from gguf_tools import errors
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import (
+from gguf_tools.file.layout import (
     DOWN,
     GATE,
     GATE_UP,
@@ -25,7 +25,7 @@ from gguf_tools.layout import (
     parse_expert_name,
     slot_bytes,
 )
-from gguf_tools.reader import GGUFFile
+from gguf_tools.file.reader import GGUFFile
 
 
 def types(up, down):
@@ -44,7 +44,7 @@ def test_names_round_trip():
 def test_ordinary_file(tmp_path):
     path = write_model(tmp_path / "m.gguf")
     with ExpertModel.open(path) as model, GGUFFile.open(path) as file:
-        assert model.arch == "qwen3moe"
+        assert model.hparams.arch == "qwen3moe"
         assert (model.n_layers, model.layer_ids) == (2, [0, 1])
         assert (model.n_expert, model.n_expert_used) == (4, 2)
         assert [tier.name for tier in model.tiers] == ["f16"]
@@ -105,7 +105,7 @@ def test_dense_layers_first_and_shared_experts(tmp_path):
     ]
     path = write_model(tmp_path / "m.gguf", tensors, model_metadata(block_count=3))
     with ExpertModel.open(path) as model:
-        assert (model.block_count, model.n_layers, model.layer_ids) == (3, 2, [1, 2])
+        assert (model.hparams.block_count, model.n_layers, model.layer_ids) == (3, 2, [1, 2])
         assert model.has_shared
         assert model.dense_bytes == 4 * (64 * 3 + 2 * 64 * 4 + 64 * 128 + 64 * 32)
 
@@ -177,7 +177,7 @@ def test_latent_attention_stores_keys_only(tmp_path):
         },
     )
     with ExpertModel.open(write_model(tmp_path / "m.gguf", metadata=metadata)) as model:
-        assert model.is_mla
+        assert model.hparams.is_mla
         assert model.kv_bytes(256) == 2 * 40 * 2 * 256
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.reader import GGUFFile
+from gguf_tools.file.reader import GGUFFile
 
 MOST_CPU_S = 10
 

@@ -8,8 +8,8 @@ from gguf_craft import model_metadata, model_tensors, packed_metadata, write_mod
 from gguf_split import split
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.inspect import BUDGET_SHARES, describe, render
-from gguf_tools.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.pack import export
 from gguf_tools.units import format_size
 from orchestrator.cli import cli

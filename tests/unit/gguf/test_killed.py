@@ -8,14 +8,17 @@ import pytest
 from gguf_craft import model_metadata, model_tensors, write_model
 from killing import Stopped, calls_of, killed, moments
 
-from gguf_tools import partial
-from gguf_tools.layout import GGMLType
+from gguf_tools.file import unfinished
+from gguf_tools.file.layout import GGMLType
+from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.pack import export, pack
 from gguf_tools.verify import verify
-from gguf_tools.writer import GGUFWriter
 from orchestrator.files import whole_file
 
-OURS = tuple(f"gguf_tools.{name}" for name in ("pack", "partial", "streaming", "writer"))
+OURS = tuple(
+    f"gguf_tools.{name}"
+    for name in ("pack", "file.unfinished", "file.chunks", "progress", "workers", "file.writer")
+)
 
 
 @pytest.fixture
@@ -104,28 +107,28 @@ def test_only_abandoned_files_of_the_same_name_are_removed(tmp_path):
     (tmp_path / ".a.gguf.dir.part").mkdir()
     (tmp_path / ".a.gguf.link.part").symlink_to(tmp_path / "a.gguf.part")
     kept = {*kept, ".a.gguf.b.c.part", ".a.gguf.dir.part", ".a.gguf.link.part"} - {".a.gguf.b.part"}
-    fd, part = partial.create(path)
-    partial.remove_abandoned(path)
+    fd, part = unfinished.create(path)
+    unfinished.remove_abandoned(path)
     assert set(os.listdir(tmp_path)) == {*kept, part.name}
     os.close(fd)
-    partial.remove_abandoned(path)
+    unfinished.remove_abandoned(path)
     assert set(os.listdir(tmp_path)) == kept
-    partial.remove_abandoned(tmp_path / "none" / "a.gguf")
+    unfinished.remove_abandoned(tmp_path / "none" / "a.gguf")
 
 
 def test_a_cleaner_between_creation_and_lock_does_no_harm(tmp_path, monkeypatch):
     path = tmp_path / "a.gguf"
-    lock, first = partial._lock, []
+    lock, first = unfinished._lock, []
 
     def late(fd):
         if not first:
             first.append(fd)
-            partial.remove_abandoned(path)
+            unfinished.remove_abandoned(path)
             assert os.listdir(tmp_path) == []
         return lock(fd)
 
-    monkeypatch.setattr(partial, "_lock", late)
-    fd, part = partial.create(path)
+    monkeypatch.setattr(unfinished, "_lock", late)
+    fd, part = unfinished.create(path)
     assert os.listdir(tmp_path) == [part.name]
     os.close(fd)
 
@@ -137,7 +140,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
     with GGUFWriter(tmp_path / "a.gguf") as writer:
         writer.begin()
-        partial.remove_abandoned(tmp_path / "a.gguf")
+        unfinished.remove_abandoned(tmp_path / "a.gguf")
     assert os.listdir(tmp_path) == ["a.gguf"]
 
 

@@ -16,9 +16,9 @@ from gguf_craft import model_metadata, model_tensors, write_model
 
 from gguf_tools import errors
 from gguf_tools.experts import ExpertModel
-from gguf_tools.layout import DOWN, GATE, UP, GGMLType, ValueType, expert_tensor_name
+from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType, ValueType, expert_tensor_name
+from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import export, pack
-from gguf_tools.reader import GGUFFile
 
 ROOT = Path(__file__).parents[3]
 
@@ -287,11 +287,11 @@ def test_ctrl_c_leaves_nothing(tmp_path, ggml):
         """
         import sys
         from gguf_tools.pack import pack
-        from gguf_tools.quantize import load
+        from gguf_tools.quantize.ggml import load_ggml
         from pathlib import Path
         src, out, library = sys.argv[1:]
         say = lambda share: print(share, flush=True)
-        pack(src, out, ["q5_k", "q2_k"], progress=say, ggml=load(Path(library)))
+        pack(src, out, ["q5_k", "q2_k"], progress=say, ggml=load_ggml(Path(library)))
         """
     )
     process = subprocess.Popen(

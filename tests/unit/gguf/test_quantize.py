@@ -6,9 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gguf_tools import quantize
 from gguf_tools.errors import QuantizeError
-from gguf_tools.layout import BLOCK, TIER_TYPES, GGMLType, bits_per_weight, fitting_type
+from gguf_tools.file.layout import BLOCK, TIER_TYPES, GGMLType, bits_per_weight, fitting_type
+from gguf_tools.quantize.ggml import library_path, load_ggml
+from gguf_tools.quantize.tiers import parse_tiers
 
 gguf = pytest.importorskip("gguf")
 
@@ -158,7 +159,7 @@ def test_refusals(ggml):
 
 
 def test_tier_names():
-    assert quantize.parse_tiers(["q8_0", "Q4_K", " q2_k"]) == [
+    assert parse_tiers(["q8_0", "Q4_K", " q2_k"]) == [
         GGMLType.Q8_0,
         GGMLType.Q4_K,
         GGMLType.Q2_K,
@@ -173,20 +174,20 @@ def test_tier_names():
         ("q4_k", "q4_k"): "not below",
     }.items():
         with pytest.raises(QuantizeError, match=says):
-            quantize.parse_tiers(names)
+            parse_tiers(names)
 
 
 def test_a_missing_library_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
     with pytest.raises(QuantizeError, match="no libggml-base in this folder: run `make build`"):
-        quantize.library_path()
+        library_path()
     (tmp_path / "libggml-base.so").write_bytes(b"not a library")
     with pytest.raises(QuantizeError, match="not a usable libggml-base"):
-        quantize.load()
+        load_ggml()
 
 
 def test_fallback_types_are_tier_types_with_smaller_blocks():
-    from gguf_tools.layout import FALLBACK
+    from gguf_tools.file.layout import FALLBACK
 
     for ggml_type, chain in FALLBACK.items():
         for coarse, fine in pairwise((ggml_type, *chain)):

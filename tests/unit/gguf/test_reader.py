@@ -5,8 +5,9 @@ import pytest
 from gguf_craft import craft, kv, model_metadata, model_tensors, tensor, write_model
 
 from gguf_tools import errors
-from gguf_tools.layout import BLOCK, GGMLType, ValueType, row_bytes
-from gguf_tools.reader import GGUFFile, metadata_value, open_model
+from gguf_tools.file.layout import BLOCK, GGMLType, ValueType, row_bytes
+from gguf_tools.file.parts import open_model
+from gguf_tools.file.reader import GGUFFile, metadata_value
 
 gguf = pytest.importorskip("gguf")
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from gguf_tools import errors
-from gguf_tools.layout import GGMLType, ValueType
-from gguf_tools.reader import GGUFFile
-from gguf_tools.writer import GGUFWriter
+from gguf_tools.file.layout import GGMLType, ValueType
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.file.writer import GGUFWriter
 
 gguf = pytest.importorskip("gguf")
 

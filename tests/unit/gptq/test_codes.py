@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from gguf_tools.codes import CODINGS, code_values, put_codes
-from gguf_tools.layout import BLOCK, TIER_TYPES, GGMLType
-from gguf_tools.quantize import Ggml, load
+from gguf_tools.file.layout import BLOCK, TIER_TYPES, GGMLType
+from gguf_tools.quantize.codes import CODINGS, code_values, put_codes
+from gguf_tools.quantize.ggml import Ggml, load_ggml
 
 GROUPED = {GGMLType.IQ2_S, GGMLType.IQ3_S, GGMLType.IQ3_XXS}
 FLOATS = {GGMLType.F32, GGMLType.F16, GGMLType.BF16}
@@ -13,7 +13,7 @@ FLOATS = {GGMLType.F32, GGMLType.F16, GGMLType.BF16}
 
 @pytest.fixture(scope="module")
 def ggml() -> Ggml:
-    return load()
+    return load_ggml()
 
 
 def encoded(ggml: Ggml, ggml_type: GGMLType) -> np.ndarray:

@@ -5,11 +5,11 @@ import sys
 import numpy as np
 import pytest
 
-from gguf_tools import gptq
-from gguf_tools.codes import CODINGS
 from gguf_tools.errors import QuantizeError
-from gguf_tools.layout import BLOCK, GGMLType, row_bytes
-from gguf_tools.quantize import Ggml, load
+from gguf_tools.file.layout import BLOCK, GGMLType, row_bytes
+from gguf_tools.quantize import gptq
+from gguf_tools.quantize.codes import CODINGS
+from gguf_tools.quantize.ggml import Ggml, load_ggml
 
 ROWS = 24
 
@@ -26,7 +26,7 @@ def torch() -> object:
 
 @pytest.fixture(scope="module")
 def ggml() -> Ggml:
-    return load()
+    return load_ggml()
 
 
 def inputs(n: int, tokens: int = 2000, seed: int = 3) -> np.ndarray:

@@ -14,59 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-from gguf_split import split
-from hub_server import Fault, Hub, Repo
+from hub_calls import SIZE, blobs, noise, pull, refused
+from hub_server import Fault, Repo
 
 from gguf_tools import hub as module
-from gguf_tools import synthetic
-from gguf_tools.errors import HubError
-from orchestrator.cli import cli
 
 ROOT = Path(__file__).resolve().parents[3]
-SIZE = 300_000
-
-
-def noise(seed: int, size: int = SIZE) -> bytes:
-    import random
-
-    return random.Random(seed).randbytes(size)
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    """The Hub of this test, empty, and a cache of its own, as HF_ENDPOINT and HF_HOME set them."""
-    from huggingface_hub import constants
-
-    state = Hub()
-    state.start()
-    # read from the environment when the library is imported, which is once a process
-    for name in ("HUGGINGFACE_CO_URL_TEMPLATE", "ENDPOINT"):
-        value = getattr(constants, name).replace(constants.ENDPOINT, state.url)
-        monkeypatch.setattr(constants, name, value)
-    # what is lost of a chunk when a connection breaks is fetched again
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 50_000)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf/hub"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf/token"))
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    yield state
-    state.stop()
-
-
-def pull(*words):
-    return CliRunner().invoke(cli, ["pull", *words])
-
-
-def refused(*words):
-    result = pull(*words)
-    assert (result.exit_code, result.stdout) == (1, ""), result.output
-    assert result.stderr.count("\n") == 1
-    return result.stderr.removeprefix("Error: ").rstrip("\n")
-
-
-def blobs(tmp_path):
-    return sorted(path.name for path in tmp_path.glob("hf/hub/models--*/blobs/*"))
 
 
 def test_the_only_model(server, tmp_path):
@@ -194,7 +147,7 @@ def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
 
     server.slow.set()
     server.slow = None
-    found = module.plan("o/n")
+    found = module.prepare("o/n")
     assert (found.nbytes, found.missing) == (len(data), len(data) - have)
     before = server.sent
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -240,30 +193,6 @@ def test_too_little_space_is_refused_before_the_first_byte(server, monkeypatch, 
     assert pull("o/n").exit_code == 0
 
 
-def test_missing_private_and_gated(server, monkeypatch):
-    server.repos["o/private"] = Repo({"m.gguf": noise(1)}, token="secret")
-    server.repos["o/gated"] = Repo({"m.gguf": noise(2)}, token="secret", gated=True)
-    for name in ("o/none", "o/private"):
-        assert refused(name) == (
-            f"{name}: no such model at {server.url}, or a private one: check the name, or log in"
-            " with `hf auth login` or set HF_TOKEN"
-        )
-    assert refused("o/gated") == (
-        f"o/gated: access to it is restricted: accept its terms at {server.url}/o/gated, then log"
-        " in with `hf auth login` or set HF_TOKEN"
-    )
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    assert pull("o/private").exit_code == 0
-    assert pull("o/gated").exit_code == 0
-    sent_to_cdn = {auth for _, path, _, auth in server.seen if path.startswith("/cdn/")}
-    assert sent_to_cdn == {None}  # another host never sees the token
-
-
-def test_a_disabled_repository(server):
-    server.repos["o/n"] = Repo({"m.gguf": noise(1)}, disabled=True)
-    assert refused("o/n") == f"o/n: disabled at {server.url}: nobody can download it"
-
-
 def test_one_file_by_its_path(server):
     """As -m takes it, so that a name can be pasted from one command into the other."""
     files = {f"sub/m-[{quant}].gguf": noise(i, 2000) for i, quant in enumerate(("Q2", "Q4"))}
@@ -300,140 +229,3 @@ def test_revisions(server):
     second = pull("o/n")
     assert f"snapshots/{'1' * 40}/" in second.stdout
     assert "all here already" in second.stderr  # the same content under another commit
-
-
-@pytest.mark.parametrize("name", ["name", "a/b/c", "o/n n", "o/n/", "../x", ""])
-def test_names_that_are_none(server, name):
-    said = refused(name)
-    assert "write it as OWNER/NAME" in said or "no such model" in said
-    assert server.data_requests() == []
-
-
-def test_file_names_that_leave_the_folder(server, tmp_path):
-    server.repos["o/n"] = Repo({"../../../evil.gguf": noise(1)})
-    assert "leaves its folder" in refused("o/n")
-    assert not list(tmp_path.rglob("evil*"))
-
-
-def test_a_hub_that_fails(server):
-    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
-    server.status = 503
-    assert refused("o/n") == f"o/n: {server.url} answers 503: try again later"
-    server.status = 401
-    assert refused("o/n").startswith(f"o/n: {server.url} answers 401: is the token right? log in")
-    server.status = 404
-    assert refused("o/n") == f"o/n: {server.url} answers 404: is HF_ENDPOINT right?"
-
-
-def test_a_hub_that_fails_at_the_end(server, monkeypatch):
-    """What was downloaded stays: the next run fetches nothing again."""
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
-    server.heads = 1
-    result = pull("o/n")
-    assert result.exit_code == 1
-    last = result.stderr.splitlines()[-1]
-    assert last == f"Error: o/n: {server.url} no longer answers: try again later"
-    server.heads, before = None, server.sent
-    assert pull("o/n").exit_code == 0
-    assert server.sent == before == SIZE
-
-
-def test_a_hub_that_is_not_there(server):
-    server.stop()
-    assert refused("o/n").startswith(f"o/n: {server.url} cannot be reached: ")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return synthetic.write(tmp_path_factory.mktemp("m") / "m.gguf", "tiny-qwen3moe")
-
-
-def test_chat_with_a_model_of_the_hub(server, tiny, tmp_path, monkeypatch):
-    pytest.importorskip("llama_cpp")
-    parts = split(tiny, tmp_path / "parts", 2)
-    files = {f"sub/{path.name}": path.read_bytes() for path in parts}
-    server.repos["o/n"] = Repo({**files, "other.gguf": noise(1)})
-    options = ["--ctx", "256", "--threads", "1", "--temp", "0", "--max-tokens", "3", "-p", "a"]
-
-    def chat(model):
-        return CliRunner().invoke(cli, ["chat", "-m", model, *options])
-
-    result = chat(f"hf:o/n/sub/{parts[0].name}")
-    assert result.exit_code == 0, result.output
-    assert "o/n at c0ffeec0: 2 files" in result.stderr
-    assert result.stdout == chat(str(tiny)).stdout
-    again = chat(f"hf:o/n/sub/{parts[0].name}")
-    assert (again.stdout, again.stderr) == (result.stdout, "")
-    assert "holds 2 models" in chat("hf:o/n").stderr
-    server.repos["o/n"].files |= {f"{folder}/other.gguf": noise(2) for folder in "ab"}
-    assert "other.gguf: header" in chat("hf:o/n/other.gguf").stderr  # that very file, which is none
-    del server.repos["o/n"].files["other.gguf"]
-    assert "several models match a/other.gguf, b/other.gguf" in chat("hf:o/n/other.gguf").stderr
-    wrong = chat("hf:o")
-    assert "write it as hf:OWNER/NAME or hf:OWNER/NAME/FILE.gguf" in wrong.stderr
-
-    server.status = 503  # the cache is enough
-    assert chat(f"hf:o/n/sub/{parts[0].name}").stdout == result.stdout
-    assert "answers 503" in chat("hf:o/none").stderr
-
-
-def test_resolve_without_a_gguf(server):
-    server.repos["o/n"] = Repo({"model.safetensors": noise(1), "config.json": b"{}"})
-    with pytest.raises(HubError, match=r"no GGUF model in config\.json, model\.safe"):
-        module.resolve("hf:o/n", print)
-    assert server.data_requests() == []
-
-
-CHECKPOINT = {
-    "config.json": b'{"architectures": ["A"]}',
-    "model.safetensors": noise(1, 3000),
-    "tokenizer.json": b"{}",
-}
-
-
-def resolved(text):
-    return module.resolve_checkpoint(text, lambda note: None)
-
-
-def test_a_checkpoint_goes_before_a_gguf(server, tmp_path):
-    server.repos["o/n"] = Repo({**CHECKPOINT, "n.gguf": noise(2)})
-    folder, name = resolved("hf:o/n")
-    assert name == "n"
-    assert {path.name for path in folder.iterdir()} == set(CHECKPOINT)
-    assert (folder / "model.safetensors").read_bytes() == CHECKPOINT["model.safetensors"]
-    server.status = 503
-    assert resolved("hf:o/n") == (folder, name)
-
-
-def test_a_revision_of_a_checkpoint(server):
-    server.repos["o/n"] = Repo(CHECKPOINT, revisions=("main", "v2"))
-    folder, _ = resolved("hf:o/n@v2")
-    assert (folder / "config.json").exists()
-    with pytest.raises(HubError, match="no revision v3"):
-        resolved("hf:o/n@v3")
-    server.status = 503
-    assert resolved("hf:o/n@v2")[0] == folder
-    with pytest.raises(HubError, match="answers 503"):
-        resolved("hf:o/n")
-
-
-def test_convert_says_what_is_wrong_with_what_it_fetched(server, tmp_path):
-    server.repos["o/n"] = Repo(CHECKPOINT)
-    words = ["convert", "hf:o/n", str(tmp_path / "out.gguf"), "--tiers"]
-    result = CliRunner().invoke(cli, [*words, "q4_k,f17"])
-    assert "unknown tier f17" in result.output
-    assert server.data_requests() == []
-    result = CliRunner().invoke(cli, [*words, "q4_k"])
-    assert result.exit_code == 1
-    assert "model.safetensors: ends inside its header" in result.output
-
-
-def test_convert_packs_a_gguf(server, tiny, tmp_path):
-    server.repos["o/n"] = Repo({"n.gguf": tiny.read_bytes()})
-    for source in ("hf:o/n", str(tiny)):
-        out = tmp_path / "out.gguf"
-        result = CliRunner().invoke(cli, ["convert", source, str(out), "--tiers", "q8_0,q2_k"])
-        assert result.exit_code == 0, result.output
-        assert "experts in q8_0" in result.output
-        out.unlink()

@@ -238,7 +238,7 @@ def test_what_inspect_prints_works_as_ram(models: dict[str, ExpertModel], name: 
 
 def test_context_is_capped_by_the_model(models: dict[str, ExpertModel]) -> None:
     model = models["one"]
-    assert plan_for(model, ctx=10**6).n_ctx == model.context_length
+    assert plan_for(model, ctx=10**6).n_ctx == model.hparams.context_length
     assert plan_for(model, ctx=512).n_ctx == 512
     assert plan_for(model, ctx=512).kv_bytes == model.kv_bytes(512)
 
@@ -246,7 +246,7 @@ def test_context_is_capped_by_the_model(models: dict[str, ExpertModel]) -> None:
 def test_sequences_share_a_larger_context(models: dict[str, ExpertModel]) -> None:
     """Each may be as long as the model was made for."""
     model = models["one"]
-    most = model.context_length
+    most = model.hparams.context_length
     for sequences, n_ctx in ((0, most), (1, 2 * most), (7, 4 * most)):
         assert plan_for(model, ctx=4 * most, sequences=sequences).n_ctx == n_ctx
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import DOWN, GATE, UP, make_shape
 
-from gguf_tools.layout import slot_bytes
+from gguf_tools.file.layout import slot_bytes
 from orchestrator.errors import BudgetError
 from orchestrator.policy import policy_class
 from orchestrator.policy.base import ModelShape, Share, divide

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import HEADER, decode, over, random_trace
 
-from gguf_tools.layout import DOWN
+from gguf_tools.file.layout import DOWN
 from orchestrator.events import Phase
 from orchestrator.footprint import model_shape
 from orchestrator.native import Library

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gguf_tools.layout import DOWN, GATE, KINDS, UP
+from gguf_tools.file.layout import DOWN, GATE, KINDS, UP
 from orchestrator.events import ABSENT, Phase
 from orchestrator.policy import Rules, policy_class
 from orchestrator.replay.simulate import Setup, set_up

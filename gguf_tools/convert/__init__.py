@@ -1,0 +1,5 @@
+"""Hugging Face checkpoints to one model file with every expert in several precisions."""
+
+from gguf_tools.convert.converting import check_arguments, convert
+
+__all__ = ["check_arguments", "convert"]

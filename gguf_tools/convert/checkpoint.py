@@ -1,0 +1,190 @@
+"""A checkpoint folder as Hugging Face's transformers writes it, checked before it is used.
+
+Everything here reads headers only: configuration, index, and the first bytes of each file
+of weights. Upstream's converter would find the same faults hours later, or not at all.
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from gguf_tools.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100 << 20
+INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"(.*-)([0-9]{5})(-of-)([0-9]{5})(\.safetensors|\.bin)")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer.jsonl")
+_TIKTOKEN = ("*.tiktoken", "*tiktoken*.model")
+
+# A number of each type that a safetensors file may hold takes so many bits.
+DTYPE_BITS = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "U8": 8,
+    "I8": 8,
+    "BF16": 16,
+    "F16": 16,
+    "I16": 16,
+    "U16": 16,
+    "F32": 32,
+    "I32": 32,
+    "U32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What a folder holds.
+
+    ``architecture`` is the class in its config.json, as ``MixtralForCausalLM``. ``dtype`` is that
+    of most of its matrices, by weights, as safetensors names it (``BF16``); it is empty where the
+    weights are in another kind of file. ``nbytes`` counts its weights on disk.
+    """
+
+    folder: Path
+    architecture: str
+    dtype: str
+    nbytes: int
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Look at a checkpoint folder. Raises CheckpointError, in one sentence, for whatever is
+    missing, is cut short or contradicts itself."""
+    if not folder.is_dir():
+        what = "not a folder" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder}: {what}; a checkpoint is a folder with a config.json")
+    config = _read_json(folder / "config.json", "what makes a folder a checkpoint")
+    parts = _parts(folder)
+    weights: Counter[str] = Counter()
+    for part in parts:
+        if part.suffix == ".safetensors":
+            weights.update(_matrices(part))
+    if not any(path.is_file() for name in _TOKENIZERS for path in [folder / name]) and not any(
+        next(folder.glob(pattern), None) for pattern in _TIKTOKEN
+    ):
+        raise CheckpointError(
+            f"{folder}: no tokenizer: tokenizer.json or tokenizer.model is missing"
+        )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            _read_json(folder / name, "")
+    nbytes = sum(part.stat().st_size for part in parts)
+    dtype = weights.most_common(1)[0][0] if weights else ""
+    return Checkpoint(folder, _architecture(folder, config), dtype, nbytes)
+
+
+def _read_json(path: Path, what: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: is missing; it is {what}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return found
+
+
+def _architecture(folder: Path, config: dict[str, Any]) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise CheckpointError(f"{folder / 'config.json'}: names no architecture")
+    return names[0]
+
+
+def _parts(folder: Path) -> list[Path]:
+    """All files of weights. Raises CheckpointError for one that is not there."""
+    index = folder / INDEX
+    if index.is_file():
+        named = _read_json(index, "").get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
+            raise CheckpointError(f"{index}: no weight_map that says which file holds what")
+        parts = sorted({folder / name for name in named.values()})
+        for part in parts:
+            if part.parent != folder:
+                raise CheckpointError(f"{index}: {part.name} is outside of the folder")
+    else:
+        parts = sorted(folder.glob("model*.safetensors")) or sorted(
+            folder.glob("pytorch_model*.bin")
+        )
+    if not parts:
+        raise CheckpointError(f"{folder}: no weights: neither safetensors nor pytorch_model.bin")
+    expected = set(parts)
+    for part in parts:
+        match = _SHARD.fullmatch(part.name)
+        if match is not None and int(match[4]) < 1 << 12:
+            expected |= {
+                folder / f"{match[1]}{i:05d}{match[3]}{match[4]}{match[5]}"
+                for i in range(1, int(match[4]) + 1)
+            }
+    for part in sorted(expected):
+        if not os.path.isfile(part):  # It is false also for names that no file can have.
+            raise CheckpointError(
+                f"{part}: is missing, one of {len(expected)} files of weights; download it again"
+            )
+    return parts
+
+
+def _matrices(path: Path) -> Counter[str]:
+    """Weights in the matrices of a safetensors file, by type. Raises CheckpointError where the
+    file is cut short or damaged."""
+    weights: Counter[str] = Counter()
+    header, data_bytes = _header(path)
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        where = f"{path}: tensor {name}"
+        try:
+            dtype, shape = str(entry["dtype"]), [int(each) for each in entry["shape"]]
+            start, end = (int(each) for each in entry["data_offsets"])
+        except (LookupError, TypeError, ValueError, OverflowError):
+            raise CheckpointError(f"{where}: its header entry makes no sense") from None
+        if dtype not in DTYPE_BITS:
+            raise CheckpointError(f"{where}: unknown type {dtype}")
+        n = prod(shape)
+        if min(shape, default=0) < 0 or start < 0 or (end - start) * 8 != n * DTYPE_BITS[dtype]:
+            raise CheckpointError(f"{where}: {end - start} bytes do not hold {shape} of {dtype}")
+        if end > data_bytes:
+            raise CheckpointError(
+                f"{where}: ends {end - data_bytes} bytes past the end of the file, which was cut"
+                " short: download it again"
+            )
+        if len(shape) > 1:
+            weights[dtype] += n
+    return weights
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and how many bytes of data follow it."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise CheckpointError(f"{path}: ends inside its header: download it again")
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(f"{path}: a header of {length} bytes: not safetensors")
+            found = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path}: its header is not JSON: not safetensors") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: its header is not a JSON object: not safetensors")
+    return found, size - 8 - length

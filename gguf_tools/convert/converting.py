@@ -1,0 +1,218 @@
+"""``convert``: a Hugging Face checkpoint to one model file with every expert in several
+precisions.
+
+No file lies between: upstream's converter only describes its tensors, and ``pack`` reads them
+as if they stood in a GGUF, a run of rows of one expert at a time.
+"""
+
+import os
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from gguf_tools.convert import lazy
+from gguf_tools.convert.checkpoint import Checkpoint, open_checkpoint
+from gguf_tools.convert.upstream import Description, one_torch_thread, run_converter
+from gguf_tools.errors import ConvertError, NotMoEError, QuantizeError, WriteError
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import (
+    FLOAT_TYPES,
+    MANAGED_ARCHITECTURES,
+    GGMLType,
+    parse_expert_name,
+    row_bytes,
+)
+from gguf_tools.file.parse import TensorInfo
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.file.writer import GGUFWriter
+from gguf_tools.pack import PackReport, pack
+from gguf_tools.progress import Progress
+from gguf_tools.quantize.ggml import Ggml, load_ggml
+from gguf_tools.quantize.methods import ByImportance
+from gguf_tools.quantize.tiers import parse_tiers
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+# Tensors whose parts cannot be computed one by one are kept whole. There are two of them at a
+# time: the one that all threads read, and the one that the first of them has gone on to.
+_KEPT_WHOLE = 2
+
+
+def check_arguments(
+    dst: str | os.PathLike[str], tiers: Sequence[str], has_importance: bool = False
+) -> None:
+    """Raise QuantizeError for tiers, and WriteError for a target, that ``convert`` would refuse
+    whatever the checkpoint."""
+    parse_tiers(tiers, has_importance)
+    path = Path(dst)
+    if path.is_dir():
+        raise WriteError(f"{path}: is a folder")
+    if not path.parent.is_dir():
+        raise WriteError(f"{path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise WriteError(f"{path}: {path.parent} cannot be written")
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    tiers: Sequence[str],
+    *,
+    title: str | None = None,
+    dense: str | None = None,
+    imatrix: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> PackReport:
+    """Write ``dst`` with the experts of the checkpoint folder ``src`` in ``tiers`` (type
+    names, best first).
+
+    Tiers are quantized from the checkpoint's own values. Other tensors get the type that
+    upstream's converter gives them in a model of the checkpoint's type; ``dense`` names
+    another one for matrices among them. ``imatrix``: an importance matrix of llama.cpp that
+    weighs the columns of experts. ``title`` names the model, where the folder's name and
+    its README do not. ``progress`` gets the finished share, 0 to 1.
+
+    Raises CheckpointError, ConvertError and GGUFError, each one sentence; on any exception,
+    Ctrl-C included, nothing is left behind.
+    """
+    started = time.monotonic()
+    check_arguments(dst, tiers, imatrix is not None)
+    checkpoint = open_checkpoint(Path(src))
+    ggml = load_ggml()
+    # There are as many threads of ours as cores, so torch shall not start others in each of them.
+    with one_torch_thread():
+        description = run_converter(checkpoint, title=title, trust_remote_code=trust_remote_code)
+        with CheckpointFile(checkpoint, description, ggml) as file:
+            model = _opened(file, checkpoint)
+            by = None if imatrix is None else ByImportance.of_file(imatrix, model, ggml)
+            report = pack(
+                model,
+                dst,
+                tiers,
+                dense=dense,
+                quantizer=by,
+                progress=progress,
+                threads=threads,
+                ggml=ggml,
+            )
+            if file.metadata["general.architecture"] not in MANAGED_ARCHITECTURES:
+                report.warnings.append(
+                    f"moe-edge does not manage experts of {checkpoint.architecture}: such a model"
+                    " runs only where all of it fits the memory"
+                )
+    weak = by.note() if by else None
+    report.warnings += [weak] if weak else []
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _opened(file: GGUFFile, checkpoint: Checkpoint) -> ExpertModel:
+    try:
+        return ExpertModel.of_parts([file])
+    except NotMoEError:
+        raise NotMoEError(
+            f"{checkpoint.folder}: {checkpoint.architecture} has no experts: not a"
+            " Mixture-of-Experts model"
+        ) from None
+
+
+class CheckpointFile(GGUFFile):
+    """A checkpoint as a GGUF that nobody has written. Its header is real, and its data is
+    computed when it is read.
+
+    Experts are F32 here, whatever the checkpoint holds, so that tiers lose nothing twice.
+    Reading is safe from several threads.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, description: Description, ggml: Ggml) -> None:
+        writer = GGUFWriter(checkpoint.folder / "model.gguf")
+        for key, encoded in description.metadata.items():
+            writer.meta_encoded(key, encoded)
+        self._values: dict[str, Any] = {}
+        for each in description.tensors:
+            is_expert = parse_expert_name(each.name) is not None and each.type in FLOAT_TYPES
+            writer.declare(each.name, each.shape, GGMLType.F32 if is_expert else each.type)
+            self._values[each.name] = each.values
+        header = writer.header()
+        size = len(header) + writer.alignment + writer.data_bytes
+        super().__init__(checkpoint.folder, header, size)
+        self._ggml = ggml
+        self._infos = sorted(self.tensors.values(), key=lambda info: info.offset)
+        self._offsets = [info.offset for info in self._infos]
+        self._whole: OrderedDict[str, Any] = OrderedDict()
+        self._lock = Lock()
+
+    def bytes_at(self, offset: int, nbytes: int) -> Bytes:
+        """Bytes [nbytes] from a file offset, which lie in one tensor or in the header."""
+        if offset < self.data_offset:
+            return super().bytes_at(offset, nbytes)
+        info = self._infos[bisect_right(self._offsets, offset) - 1]
+        start = offset - info.offset
+        size = row_bytes(info.type, info.shape[0])
+        first, last = start // size, -(-(start + nbytes) // size)
+        rows = self._rows(info, first, last)
+        skipped = start - first * size
+        return rows[skipped : skipped + nbytes]
+
+    def _rows(self, info: TensorInfo, first: int, last: int) -> Bytes:
+        """Encoded rows first to last of a tensor, counted over all its dimensions."""
+        values = self._values[info.name]
+        if not lazy.divisible(values):
+            values = self._computed(info.name, values)
+        dims = tuple(reversed(info.shape[1:]))
+        pieces = []
+        while first < last:
+            if len(dims) < 2:
+                cuts: lazy.Cuts = (slice(first, last),) if dims else ()
+                count = last - first
+            else:
+                outer, row = divmod(first, dims[-1])
+                count = min(last - first, dims[-1] - row)
+                index = np.unravel_index(outer, dims[:-1])
+                cuts = tuple(slice(int(i), int(i) + 1) for i in index)
+                cuts += (slice(row, row + count),)
+            pieces.append(self._encoded(info, lazy.compute(values, cuts), count))
+            first += count
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _computed(self, name: str, values: Any) -> Any:
+        with self._lock:
+            if name not in self._whole:
+                while len(self._whole) >= _KEPT_WHOLE:
+                    self._whole.popitem(last=False)
+                self._whole[name] = lazy.compute(values)
+            return self._whole[name]
+
+    def _encoded(self, info: TensorInfo, values: Any, n_rows: int) -> Bytes:
+        array = np.ascontiguousarray(values)
+        if info.type not in FLOAT_TYPES:
+            found = array.reshape(-1).view(np.uint8)
+        else:
+            array = array.reshape(n_rows, info.shape[0]).astype(np.float32, copy=False)
+            if not np.isfinite(array).all():
+                raise ConvertError(f"{self.path}: tensor {info.name}: a value is not finite")
+            if info.type is GGMLType.F32:
+                found = array.reshape(-1).view(np.uint8)
+            else:
+                found = self._rounded(info, array)
+        expected = n_rows * row_bytes(info.type, info.shape[0])
+        if found.nbytes != expected:
+            raise ConvertError(
+                f"{self.path}: tensor {info.name}: {found.nbytes} bytes computed, expected"
+                f" {expected}"
+            )
+        return found
+
+    def _rounded(self, info: TensorInfo, array: np.ndarray[Any, np.dtype[np.float32]]) -> Bytes:
+        try:
+            return self._ggml.quantize(info.type, array)
+        except QuantizeError as error:
+            raise QuantizeError(f"{self.path}: tensor {info.name}: {error}") from None

@@ -1,0 +1,240 @@
+"""The expert tensors of a model's files: found by their names, checked, and cut into slices."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from gguf_tools import errors
+from gguf_tools.experts.hparams import Hyperparameters
+from gguf_tools.experts.slices import LayerShapes, LayerSlices, Slice, Tier
+from gguf_tools.file.layout import (
+    DOWN,
+    GATE,
+    GATE_UP,
+    KEY_TIERS,
+    KINDS,
+    TIER_MARK,
+    UP,
+    GGMLType,
+    expert_tensor_name,
+    layer_of,
+    parse_expert_name,
+)
+from gguf_tools.file.parse import TensorInfo
+from gguf_tools.file.reader import GGUFFile
+
+_KIND_SETS = ({UP, GATE, DOWN}, {UP, DOWN}, {GATE_UP, DOWN})
+
+
+class Found(NamedTuple):
+    """An expert tensor and the file that holds it."""
+
+    file_index: int
+    info: TensorInfo
+
+
+@dataclass
+class SortedTensors:
+    """The tensors of a model's files, by what they are.
+
+    ``best[il][kind]`` is the best tier, ``lower[il, kind, tier]`` the others. ``dense_bytes``
+    counts all that is no expert, ``dense_layer_bytes[il]`` what of it is in each layer.
+    """
+
+    dense_layer_bytes: list[int]
+    dense_bytes: int = 0
+    has_shared: bool = False
+    best: dict[int, dict[int, Found]] = field(default_factory=dict)
+    lower: dict[tuple[int, int, str], Found] = field(default_factory=dict)
+
+
+def first_expert(parts: list[GGUFFile]) -> TensorInfo:
+    """The first expert tensor of the lowest layer that has one. Raises NotMoEError where there
+    is none."""
+    found = [
+        (parsed.il, info)
+        for part in parts
+        for info in part.tensors.values()
+        if (parsed := parse_expert_name(info.name)) is not None and parsed.tier is None
+    ]
+    if not found:
+        raise _no_experts(parts[0])
+    return min(found, key=lambda each: each[0])[1]
+
+
+def sort_tensors(
+    parts: list[GGUFFile], hparams: Hyperparameters, tier_names: list[str]
+) -> SortedTensors:
+    """The tensors of all files by what they are.
+
+    Raises NotMoEError where no layer of the model proper has experts; MetadataError and
+    MissingTierError for a tensor of a tier that is not announced.
+    """
+    tensors = SortedTensors([0] * hparams.block_count)
+    for file_index, part in enumerate(parts):
+        for info in part.tensors.values():
+            parsed = parse_expert_name(info.name)
+            if parsed is None or parsed.il >= hparams.routed_blocks:
+                if TIER_MARK in info.name:
+                    raise errors.MetadataError(
+                        f"{part.path}: tensor {info.name}: offset {info.offset}: not a tier of"
+                        " an expert matrix"
+                    )
+                tensors.dense_bytes += info.nbytes
+                block = layer_of(info.name)
+                if block is not None and block < hparams.block_count:
+                    tensors.dense_layer_bytes[block] += info.nbytes
+                tensors.has_shared |= "_shexp." in info.name
+            elif parsed.tier is None:
+                tensors.best.setdefault(parsed.il, {})[parsed.kind] = Found(file_index, info)
+            elif parsed.tier not in tier_names[1:]:
+                raise errors.MissingTierError(
+                    f"{part.path}: tensor {info.name}: offset {info.offset}: key {KEY_TIERS}"
+                    f" does not list {parsed.tier} as a lower tier"
+                )
+            else:
+                tensors.lower[parsed.il, parsed.kind, parsed.tier] = Found(file_index, info)
+    if not tensors.best:
+        raise _no_experts(parts[0])
+    return tensors
+
+
+def _no_experts(first: GGUFFile) -> errors.NotMoEError:
+    return errors.NotMoEError(
+        f"{first.path}: no expert tensors: not a Mixture-of-Experts model"
+        + (
+            " (one tensor per expert is an old layout: convert the model again)"
+            if "blk.0.ffn_gate.0.weight" in first.tensors
+            else ": llama.cpp itself runs it"
+        )
+    )
+
+
+def cut_slices(
+    parts: list[GGUFFile], tensors: SortedTensors, tier_names: list[str], n_expert: int
+) -> tuple[list[LayerSlices], list[LayerShapes]]:
+    """The slices and the matrix shapes of every MoE layer, in the order of the layers.
+
+    Raises GGUFError where a matrix or a tier is missing, or has another shape than it must have.
+    """
+    lower = dict(tensors.lower)
+    slices: list[LayerSlices] = []
+    shapes: list[LayerShapes] = []
+    for il, best in sorted(tensors.best.items()):
+        _check_layer(parts, il, best, n_expert)
+        shapes.append(tuple(_matrix_shape(best.get(kind)) for kind in range(len(KINDS))))
+        slices.append(
+            tuple(
+                _tier_slices(parts, il, kind, best.get(kind), tier_names, lower, n_expert)
+                for kind in range(len(KINDS))
+            )
+        )
+    if lower:
+        (il, kind, _), found = next(iter(lower.items()))
+        raise errors.MissingTensorError(
+            f"{parts[found.file_index].path}: tensor {found.info.name}: offset"
+            f" {found.info.offset}: its best tier {expert_tensor_name(il, kind)} is missing"
+        )
+    return slices, shapes
+
+
+def _matrix_shape(found: Found | None) -> tuple[int, int] | None:
+    return None if found is None else (found.info.shape[0], found.info.shape[1])
+
+
+def _check_layer(parts: list[GGUFFile], il: int, layer: dict[int, Found], n_expert: int) -> None:
+    """A layer has a legal set of matrices whose shapes fit each other."""
+    where = f"{parts[next(iter(layer.values())).file_index].path}: "
+    if set(layer) not in _KIND_SETS:
+        needed = {GATE_UP, DOWN} if GATE_UP in layer else {UP, DOWN}
+        missing = sorted(needed - set(layer))
+        if not missing:
+            have = ", ".join(KINDS[kind] for kind in sorted(layer))
+            raise errors.MissingTensorError(f"{where}layer {il}: unexpected matrices {have}")
+        raise errors.MissingTensorError(
+            f"{where}tensor {expert_tensor_name(il, missing[0])} is missing"
+        )
+    for found in layer.values():
+        shape = found.info.shape
+        if len(shape) != 3 or shape[2] != n_expert:
+            raise _shape_error(parts, found, f"expected {n_expert} experts in 3 dimensions")
+    down = layer[DOWN].info.shape
+    n_in, n_ff = down[1], down[0]
+    for kind, rows in ((UP, n_ff), (GATE, n_ff), (GATE_UP, 2 * n_ff)):
+        if kind in layer and layer[kind].info.shape[:2] != (n_in, rows):
+            raise _shape_error(
+                parts, layer[kind], f"expected [{n_in}, {rows}, {n_expert}] beside the down matrix"
+            )
+
+
+def _shape_error(parts: list[GGUFFile], found: Found, text: str) -> errors.GGUFError:
+    return errors.TensorShapeError(
+        f"{parts[found.file_index].path}: tensor {found.info.name}: offset {found.info.offset}:"
+        f" shape {list(found.info.shape)}; {text}"
+    )
+
+
+def _tier_slices(
+    parts: list[GGUFFile],
+    il: int,
+    kind: int,
+    base: Found | None,
+    tier_names: list[str],
+    lower: dict[tuple[int, int, str], Found],
+    n_expert: int,
+) -> tuple[Slice | None, ...]:
+    """Slices of one matrix in every tier; takes what it uses out of ``lower``."""
+    if base is None:
+        return (None,) * len(tier_names)
+    slices = [_slice(base, n_expert)]
+    for tier in tier_names[1:]:
+        found = lower.pop((il, kind, tier), None)
+        if found is None:
+            raise errors.MissingTierError(
+                f"{parts[base.file_index].path}: tensor {expert_tensor_name(il, kind, tier)} is"
+                f" missing, but key {KEY_TIERS} announces tier {tier}"
+            )
+        if found.info.shape != base.info.shape:
+            raise _shape_error(parts, found, f"its best tier is {list(base.info.shape)}")
+        slices.append(_slice(found, n_expert))
+    return tuple(slices)
+
+
+def _slice(found: Found, n_expert: int) -> Slice:
+    info = found.info
+    return Slice(found.file_index, info.offset, info.nbytes // n_expert, info.type)
+
+
+def sum_tiers(
+    first: GGUFFile,
+    names: list[str],
+    slices: list[LayerSlices],
+    shapes: list[LayerShapes],
+    n_expert: int,
+) -> tuple[list[Tier], list[int]]:
+    """The tiers, and the bytes of all experts in each. Raises MetadataError where a tier has more
+    bits per weight than the one before it."""
+    weights = sum(shape[0] * shape[1] for layer in shapes for shape in layer if shape)
+    tiers = []
+    tier_bytes = []
+    for index, name in enumerate(names):
+        by_type: Counter[GGMLType] = Counter()
+        for layer in slices:
+            for kind in layer:
+                each = kind[index]
+                if each is not None:
+                    by_type[each.type] += each.expert_bytes
+        per_expert = sum(by_type.values())
+        dominant = by_type.most_common(1)[0][0].tier_name
+        tiers.append(
+            Tier(name or dominant, 8 * per_expert / weights, -(-per_expert // len(slices)))
+        )
+        tier_bytes.append(per_expert * n_expert)
+    for high, low in pairwise(tiers):
+        if low.bpw > high.bpw:
+            raise errors.MetadataError(
+                f"{first.path}: key {KEY_TIERS}: tier {low.name} ({low.bpw:.2f} bits per weight)"
+                f" is not below {high.name} ({high.bpw:.2f}); tiers are listed best first"
+            )
+    return tiers, tier_bytes

@@ -1,0 +1,385 @@
+"""Names, types and sizes of the expert file: the facts that reading and writing rely on.
+
+Sources: the GGUF specification (ggml/docs/gguf.md) and the block structs of ggml 0.25.3
+(ggml-common.h). The block sizes are checked against the library itself when
+``gguf_tools.quantize.ggml`` loads it.
+"""
+
+import math
+import re
+from enum import IntEnum
+from typing import NamedTuple
+
+MAGIC = b"GGUF"
+VERSION = 3
+READABLE_VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+EXPERT_ALIGNMENT = 4096
+MAX_DIMS = 4
+MAX_NAME_BYTES = 63
+MAX_TIERS = 4
+IO_BLOCK_BYTES = 4096
+
+# A kind's index is its value in enum moe_edge_kind of the native store.
+KINDS = ("up", "gate", "gate_up", "down")
+UP, GATE, GATE_UP, DOWN = range(4)
+
+FORMAT_VERSION = 1
+KEY_PREFIX = "moe_edge."
+KEY_FORMAT_VERSION = "moe_edge.format_version"
+KEY_TIERS = "moe_edge.tiers"
+KEY_TIER_BPW = "moe_edge.tier_bpw"
+KEY_QUANTIZATION = "moe_edge.quantization"
+KEY_CALIBRATION = "moe_edge.calibration"
+KEY_FALLBACKS = "moe_edge.fallbacks"
+TIER_MARK = ".moe_edge."
+
+KEY_ARCHITECTURE = "general.architecture"
+KEY_ALIGNMENT = "general.alignment"
+KEY_FILE_TYPE = "general.file_type"
+KEY_QUANTIZATION_VERSION = "general.quantization_version"
+KEY_SPLIT_NO = "split.no"
+KEY_SPLIT_COUNT = "split.count"
+KEY_SPLIT_TENSORS = "split.tensors.count"
+QUANTIZATION_VERSION = 2
+
+# The native store manages the experts of these architectures. They are those of ARCHITECTURES in
+# patches/native/moe-edge-llama.cpp.
+MANAGED_ARCHITECTURES = (
+    "qwen3moe",
+    "qwen2moe",
+    "olmoe",
+    "llama",
+    "deepseek",
+    "deepseek2",
+    "phimoe",
+    "bailingmoe",
+    "bailingmoe2",
+    "dots1",
+    "ernie4_5-moe",
+    "exaone-moe",
+    "glm4moe",
+    "granitemoe",
+    "hunyuan-moe",
+    "minimax-m2",
+    "gpt-oss",
+    "qwen3next",
+    "qwen35moe",
+    "qwen3vlmoe",
+)
+
+
+class ValueType(IntEnum):
+    """Type tag of a metadata value."""
+
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    UINT64 = 10
+    INT64 = 11
+    FLOAT64 = 12
+
+
+# The character that the struct module has for each metadata value of fixed size.
+VALUE_FORMAT = {
+    ValueType.UINT8: "B",
+    ValueType.INT8: "b",
+    ValueType.UINT16: "H",
+    ValueType.INT16: "h",
+    ValueType.UINT32: "I",
+    ValueType.INT32: "i",
+    ValueType.FLOAT32: "f",
+    ValueType.BOOL: "?",
+    ValueType.UINT64: "Q",
+    ValueType.INT64: "q",
+    ValueType.FLOAT64: "d",
+}
+
+
+class GGMLType(IntEnum):
+    """enum ggml_type; the gaps are types that ggml has removed."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q8_1 = 9
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    Q8_K = 15
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
+    IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
+    IQ4_XS = 23
+    I8 = 24
+    I16 = 25
+    I32 = 26
+    I64 = 27
+    F64 = 28
+    IQ1_M = 29
+    BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
+    MXFP4 = 39
+    NVFP4 = 40
+    Q1_0 = 41
+    Q2_0 = 42
+
+    @property
+    def tier_name(self) -> str:
+        """Lower-case name, as tiers and command lines spell it (``q4_k``)."""
+        return self.name.lower()
+
+
+class BlockSize(NamedTuple):
+    """Weights and bytes of one block of a type."""
+
+    weights: int
+    bytes: int
+
+
+BLOCK = {
+    GGMLType.F32: BlockSize(1, 4),
+    GGMLType.F16: BlockSize(1, 2),
+    GGMLType.Q4_0: BlockSize(32, 18),
+    GGMLType.Q4_1: BlockSize(32, 20),
+    GGMLType.Q5_0: BlockSize(32, 22),
+    GGMLType.Q5_1: BlockSize(32, 24),
+    GGMLType.Q8_0: BlockSize(32, 34),
+    GGMLType.Q8_1: BlockSize(32, 36),
+    GGMLType.Q2_K: BlockSize(256, 84),
+    GGMLType.Q3_K: BlockSize(256, 110),
+    GGMLType.Q4_K: BlockSize(256, 144),
+    GGMLType.Q5_K: BlockSize(256, 176),
+    GGMLType.Q6_K: BlockSize(256, 210),
+    GGMLType.Q8_K: BlockSize(256, 292),
+    GGMLType.IQ2_XXS: BlockSize(256, 66),
+    GGMLType.IQ2_XS: BlockSize(256, 74),
+    GGMLType.IQ3_XXS: BlockSize(256, 98),
+    GGMLType.IQ1_S: BlockSize(256, 50),
+    GGMLType.IQ4_NL: BlockSize(32, 18),
+    GGMLType.IQ3_S: BlockSize(256, 110),
+    GGMLType.IQ2_S: BlockSize(256, 82),
+    GGMLType.IQ4_XS: BlockSize(256, 136),
+    GGMLType.I8: BlockSize(1, 1),
+    GGMLType.I16: BlockSize(1, 2),
+    GGMLType.I32: BlockSize(1, 4),
+    GGMLType.I64: BlockSize(1, 8),
+    GGMLType.F64: BlockSize(1, 8),
+    GGMLType.IQ1_M: BlockSize(256, 56),
+    GGMLType.BF16: BlockSize(1, 2),
+    GGMLType.TQ1_0: BlockSize(256, 54),
+    GGMLType.TQ2_0: BlockSize(256, 66),
+    GGMLType.MXFP4: BlockSize(32, 17),
+    GGMLType.NVFP4: BlockSize(64, 36),
+    GGMLType.Q1_0: BlockSize(128, 18),
+    GGMLType.Q2_0: BlockSize(64, 18),
+}
+
+# A tier can be quantized to these types without an importance matrix. TQ1_0 and TQ2_0 are not
+# among them, since they fit only models that are ternary by training.
+TIER_TYPES = (
+    GGMLType.F32,
+    GGMLType.F16,
+    GGMLType.BF16,
+    GGMLType.Q8_0,
+    GGMLType.Q6_K,
+    GGMLType.Q5_K,
+    GGMLType.Q5_1,
+    GGMLType.Q5_0,
+    GGMLType.Q4_K,
+    GGMLType.Q4_1,
+    GGMLType.Q4_0,
+    GGMLType.IQ4_NL,
+    GGMLType.IQ4_XS,
+    GGMLType.MXFP4,
+    GGMLType.Q3_K,
+    GGMLType.IQ3_S,
+    GGMLType.IQ3_XXS,
+    GGMLType.IQ2_S,
+    GGMLType.Q2_K,
+    GGMLType.Q2_0,
+    GGMLType.Q1_0,
+)
+
+# These types only become tiers with an importance matrix. ggml takes IQ1_M without one, but the
+# result is no better than Q1_0, which is smaller and made at once.
+IMPORTANCE_TYPES = (
+    GGMLType.IQ2_XS,
+    GGMLType.IQ2_XXS,
+    GGMLType.IQ1_M,
+    GGMLType.IQ1_S,
+)
+
+# These types take the place of one whose rows must be a multiple of 256, the nearest size first.
+# Q2_0 keeps two bits with blocks of 64. IQ4_NL has the size of Q4_0 and a smaller error.
+FALLBACK = {
+    GGMLType.Q6_K: (GGMLType.Q8_0,),
+    GGMLType.Q5_K: (GGMLType.Q5_1,),
+    GGMLType.Q4_K: (GGMLType.IQ4_NL,),
+    GGMLType.IQ4_XS: (GGMLType.IQ4_NL,),
+    GGMLType.Q3_K: (GGMLType.IQ4_NL,),
+    GGMLType.IQ3_S: (GGMLType.IQ4_NL,),
+    GGMLType.IQ3_XXS: (GGMLType.IQ4_NL,),
+    GGMLType.IQ2_S: (GGMLType.Q2_0, GGMLType.IQ4_NL),
+    GGMLType.Q2_K: (GGMLType.Q2_0, GGMLType.IQ4_NL),
+    GGMLType.IQ2_XS: (GGMLType.Q2_0, GGMLType.IQ4_NL),
+    GGMLType.IQ2_XXS: (GGMLType.Q2_0, GGMLType.IQ4_NL),
+    GGMLType.IQ1_M: (GGMLType.Q1_0, GGMLType.Q2_0, GGMLType.IQ4_NL),
+    GGMLType.IQ1_S: (GGMLType.Q1_0, GGMLType.Q2_0, GGMLType.IQ4_NL),
+    GGMLType.Q1_0: (GGMLType.Q2_0, GGMLType.IQ4_NL),
+    GGMLType.Q2_0: (GGMLType.IQ4_NL,),
+}
+
+FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+
+# A model whose matrices are mostly of one type is described by this llama_ftype.
+FILE_TYPE = {
+    GGMLType.F32: 0,
+    GGMLType.F16: 1,
+    GGMLType.Q4_0: 2,
+    GGMLType.Q4_1: 3,
+    GGMLType.Q8_0: 7,
+    GGMLType.Q5_0: 8,
+    GGMLType.Q5_1: 9,
+    GGMLType.Q2_K: 10,
+    GGMLType.Q3_K: 11,
+    GGMLType.Q4_K: 14,
+    GGMLType.Q5_K: 16,
+    GGMLType.Q6_K: 18,
+    GGMLType.IQ2_XXS: 19,
+    GGMLType.IQ2_XS: 20,
+    GGMLType.IQ3_XXS: 23,
+    GGMLType.IQ1_S: 24,
+    GGMLType.IQ4_NL: 25,
+    GGMLType.IQ3_S: 26,
+    GGMLType.IQ2_S: 28,
+    GGMLType.IQ4_XS: 30,
+    GGMLType.IQ1_M: 31,
+    GGMLType.BF16: 32,
+    GGMLType.TQ1_0: 36,
+    GGMLType.TQ2_0: 37,
+    GGMLType.MXFP4: 38,
+    GGMLType.NVFP4: 39,
+    GGMLType.Q1_0: 40,
+    GGMLType.Q2_0: 41,
+}
+
+_EXPERT_NAME = re.compile(
+    r"blk\.(0|[1-9][0-9]{0,8})\.ffn_(up|gate|gate_up|down)_exps\.weight(?:\.moe_edge\.([a-z0-9_]+))?"
+)
+_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\..*", re.DOTALL)
+
+
+class ExpertName(NamedTuple):
+    """Parsed name of an expert tensor; tier is None for the best tier."""
+
+    il: int
+    kind: int
+    tier: str | None
+
+
+def parse_expert_name(name: str) -> ExpertName | None:
+    """Layer, matrix kind and tier of an expert tensor's name, or None for any other tensor."""
+    match = _EXPERT_NAME.fullmatch(name)
+    if match is None:
+        return None
+    return ExpertName(int(match[1]), KINDS.index(match[2]), match[3])
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor belongs to, or None where it is outside of all layers."""
+    match = _LAYER_NAME.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def expert_tensor_name(il: int, kind: int, tier: str | None = None) -> str:
+    """``blk.{il}.ffn_{kind}_exps.weight``, with ``.moe_edge.{tier}`` for a lower tier."""
+    base = f"blk.{il}.ffn_{KINDS[kind]}_exps.weight"
+    return base if tier is None else base + TIER_MARK + tier
+
+
+def type_by_name(name: str) -> GGMLType | None:
+    """The ggml type that a tier name (``q4_k``, any case) spells, or None."""
+    return GGMLType.__members__.get(name.strip().upper())
+
+
+def row_bytes(ggml_type: GGMLType, n: int) -> int:
+    """Bytes of one row of n weights; n must be a multiple of the type's block."""
+    block = BLOCK[ggml_type]
+    return n // block.weights * block.bytes
+
+
+def bits_per_weight(ggml_type: GGMLType) -> float:
+    """Nominal bits per weight of a type, scales included."""
+    block = BLOCK[ggml_type]
+    return 8 * block.bytes / block.weights
+
+
+def fitting_type(ggml_type: GGMLType, n: int) -> GGMLType:
+    """The type itself where rows of n weights fit its block, else the stated fallback."""
+    for candidate in (ggml_type, *FALLBACK.get(ggml_type, (GGMLType.Q8_0,))):
+        if n % BLOCK[candidate].weights == 0:
+            return candidate
+    return GGMLType.F16
+
+
+def fallback(kind: int, asked: GGMLType, n: int) -> list[str]:
+    """The sentences by which a file says that a tier's rows of n weights have another type. There
+    are none where they have the tier's own."""
+    found = fitting_type(asked, n)
+    if found is asked:
+        return []
+    return [
+        f"{KINDS[kind]}: {asked.tier_name} -> {found.tier_name} (rows of {n} are not a multiple of"
+        f" {BLOCK[asked].weights})"
+    ]
+
+
+def pad(n: int, alignment: int) -> int:
+    """n rounded up to a multiple of alignment."""
+    return -(-n // alignment) * alignment
+
+
+def slot_bytes(offset: int, expert_bytes: int, n_expert: int = 1) -> int:
+    """Bytes of a slot that can hold any of n_expert slices, the first at this file offset.
+
+    Direct reads cover whole 4096-byte blocks, so a slice that starts inside a block may
+    touch one more. The result is the most that ``moe_edge_slot_bytes`` gives for any slice.
+    """
+    period = IO_BLOCK_BYTES // math.gcd(IO_BLOCK_BYTES, expert_bytes)
+    starts = ((offset + e * expert_bytes) % IO_BLOCK_BYTES for e in range(min(n_expert, period)))
+    return pad(max(starts) + expert_bytes, IO_BLOCK_BYTES)
+
+
+# CUDA kernels read rows of quantized weights up to a multiple of so many weights.
+_DEVICE_ROW = 512
+# A pool of slots in a GPU's memory starts at a multiple of it, and so does each slot of floats.
+POOL_ALIGNMENT = 256
+
+
+def device_slot_bytes(ggml_type: GGMLType, expert_bytes: int, row_length: int) -> int:
+    """Bytes of a slot in a GPU's memory: the slice and what kernels may read behind it, rounded up
+    to whole blocks of the type. ``moe_edge_device_slot_bytes`` gives the same."""
+    block = BLOCK[ggml_type]
+    if block.weights == 1:
+        return pad(expert_bytes, POOL_ALIGNMENT)
+    past = pad(-row_length % _DEVICE_ROW, block.weights)
+    return expert_bytes + row_bytes(ggml_type, past)

@@ -1,0 +1,185 @@
+"""Bounds-checked parsing of GGUF primitives: values, arrays, entries of the tensor list.
+
+Every count is compared with the bytes that are left before anything is allocated, so a
+hostile file costs no more time or memory than its own length.
+"""
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gguf_tools import errors
+from gguf_tools.file.layout import (
+    BLOCK,
+    MAX_DIMS,
+    MAX_NAME_BYTES,
+    VALUE_FORMAT,
+    GGMLType,
+    ValueType,
+    row_bytes,
+)
+
+MAX_ARRAY_DEPTH = 4
+MAX_ARRAY_ELEMENTS = 1 << 24
+
+# The least bytes that a metadata entry can take: an empty name, a type tag, one byte of value.
+MIN_KV_BYTES = 8 + 4 + 1
+# A tensor's entry takes at least an empty name, one dimension, a type and an offset.
+MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
+
+
+class TensorInfo(NamedTuple):
+    """One tensor: shape in ggml order (ne0 = row length first), offset from file start."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    offset: int
+    nbytes: int
+
+
+class Cursor:
+    """Bounds-checked little-endian reads from a buffer; ``where`` names what is being read."""
+
+    def __init__(self, path: Path, buffer: mmap.mmap | bytes) -> None:
+        self.path = path
+        self.buffer = buffer
+        self.size = len(buffer)
+        self.at = 0
+        self.where = "header"
+
+    def fail(
+        self, kind: type[errors.GGUFError], text: str, at: int | None = None
+    ) -> errors.GGUFError:
+        offset = self.at if at is None else at
+        return kind(f"{self.path}: {self.where}: {text} (at offset {offset})")
+
+    def take(self, n: int) -> int:
+        """Start of the next n bytes, which are then behind the cursor."""
+        start = self.at
+        if n > self.size - start:
+            raise self.fail(
+                errors.TruncatedError,
+                f"the file ends here: {n} bytes needed, {self.size - start} left",
+            )
+        self.at = start + n
+        return start
+
+    def scalar(self, fmt: str) -> Any:
+        start = self.take(struct.calcsize("<" + fmt))
+        return struct.unpack_from("<" + fmt, self.buffer, start)[0]
+
+    def text(self, limit: int | None = None) -> str:
+        start = self.at
+        n = self.scalar("Q")
+        if n > self.size - self.at:
+            raise self.fail(
+                errors.CountError,
+                f"a string of {n} bytes cannot fit in the {self.size - self.at} bytes left",
+                start,
+            )
+        if limit is not None and n > limit:
+            raise self.fail(errors.TextError, f"name of {n} bytes; at most {limit}", start)
+        data = self.buffer[self.take(n) : self.at]
+        try:
+            return str(data, "utf-8")
+        except UnicodeDecodeError as error:
+            raise self.fail(
+                errors.TextError, f"not valid UTF-8 ({error.reason})", start + 8 + error.start
+            ) from None
+
+
+def read_value_type(cursor: Cursor) -> ValueType:
+    start = cursor.at
+    tag = cursor.scalar("I")
+    try:
+        return ValueType(tag)
+    except ValueError:
+        raise cursor.fail(
+            errors.MetadataError, f"unknown metadata value type {tag}", start
+        ) from None
+
+
+def _bools(cursor: Cursor, start: int, n: int) -> list[bool]:
+    data = bytes(cursor.buffer[start : start + n])
+    if n and max(data) > 1:
+        bad = next(i for i, byte in enumerate(data) if byte > 1)
+        raise cursor.fail(errors.MetadataError, f"boolean value {data[bad]}", start + bad)
+    return [byte == 1 for byte in data]
+
+
+def _array(cursor: Cursor, depth: int) -> list[Any]:
+    start = cursor.at
+    if depth > MAX_ARRAY_DEPTH:
+        raise cursor.fail(
+            errors.NestingError, f"arrays nested more than {MAX_ARRAY_DEPTH} deep", start
+        )
+    kind = read_value_type(cursor)
+    n = cursor.scalar("Q")
+    left = cursor.size - cursor.at
+    least = 12 if kind is ValueType.ARRAY else 8 if kind is ValueType.STRING else 0
+    width = least or struct.calcsize("<" + VALUE_FORMAT[kind])
+    if n > left // width:
+        raise cursor.fail(
+            errors.CountError, f"an array of {n} values cannot fit in the {left} bytes left", start
+        )
+    if n > MAX_ARRAY_ELEMENTS:
+        raise cursor.fail(
+            errors.CountError, f"an array of {n} values; at most {MAX_ARRAY_ELEMENTS}", start
+        )
+    if kind is ValueType.ARRAY:
+        return [_array(cursor, depth + 1) for _ in range(n)]
+    if kind is ValueType.STRING:
+        return [cursor.text() for _ in range(n)]
+    data = cursor.take(n * width)
+    if kind is ValueType.BOOL:
+        return _bools(cursor, data, n)
+    return list(struct.unpack_from(f"<{n}{VALUE_FORMAT[kind]}", cursor.buffer, data))
+
+
+def read_value(cursor: Cursor, kind: ValueType) -> Any:
+    if kind is ValueType.ARRAY:
+        return _array(cursor, 1)
+    if kind is ValueType.STRING:
+        return cursor.text()
+    if kind is ValueType.BOOL:
+        return _bools(cursor, cursor.take(1), 1)[0]
+    return cursor.scalar(VALUE_FORMAT[kind])
+
+
+def read_tensor(cursor: Cursor) -> TensorInfo:
+    """One entry of the tensor list; its offset is still relative to the data section."""
+    start = cursor.at
+    name = cursor.text(MAX_NAME_BYTES)
+    if not name:
+        raise cursor.fail(errors.TextError, "empty tensor name", start)
+    cursor.where = f"tensor {name}"
+    start = cursor.at
+    n_dims = cursor.scalar("I")
+    if not 1 <= n_dims <= MAX_DIMS:
+        raise cursor.fail(
+            errors.TensorShapeError, f"{n_dims} dimensions, expected 1 to {MAX_DIMS}", start
+        )
+    start = cursor.at
+    shape = tuple(cursor.scalar("Q") for _ in range(n_dims))
+    weights = 1
+    for dim in shape:
+        weights *= dim
+    if weights == 0 or weights >= 1 << 63:
+        raise cursor.fail(errors.TensorShapeError, f"impossible shape {list(shape)}", start)
+    start = cursor.at
+    tag = cursor.scalar("I")
+    try:
+        ggml_type = GGMLType(tag)
+    except ValueError:
+        raise cursor.fail(errors.TensorTypeError, f"unknown ggml type {tag}", start) from None
+    block = BLOCK[ggml_type].weights
+    if shape[0] % block:
+        raise cursor.fail(
+            errors.TensorShapeError,
+            f"rows of {shape[0]} are not a multiple of {block}, the block of {ggml_type.tier_name}",
+            start,
+        )
+    nbytes = row_bytes(ggml_type, shape[0]) * (weights // shape[0])
+    return TensorInfo(name, shape, ggml_type, cursor.scalar("Q"), nbytes)

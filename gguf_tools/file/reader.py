@@ -1,0 +1,233 @@
+"""Strict, memory-mapped reader of GGUF files.
+
+A file from outside is hostile until proven otherwise: every count is compared with the
+bytes that are left before anything is allocated, and every malformation is one of the
+errors of ``gguf_tools.errors``, naming file, key or tensor, and offset.
+"""
+
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gguf_tools import errors
+from gguf_tools.file.layout import (
+    DEFAULT_ALIGNMENT,
+    KEY_ALIGNMENT,
+    KEY_ARCHITECTURE,
+    KEY_SPLIT_COUNT,
+    MAGIC,
+    READABLE_VERSIONS,
+    ValueType,
+    pad,
+)
+from gguf_tools.file.opening import open_file
+from gguf_tools.file.parse import (
+    MIN_KV_BYTES,
+    MIN_TENSOR_BYTES,
+    Cursor,
+    TensorInfo,
+    read_tensor,
+    read_value,
+    read_value_type,
+)
+
+MAX_KEY_BYTES = 65535
+
+
+class GGUFFile:
+    """An open GGUF. ``metadata`` and ``tensors`` keep the order of the file.
+
+    ``value_spans[key]`` is the (start, end) of the encoded value, type tag included, so
+    that a copy of the metadata is exact to the byte. ``size`` is that of the whole file, also
+    where the buffer holds its beginning only.
+    """
+
+    def __init__(self, path: Path, buffer: mmap.mmap | bytes, size: int | None = None) -> None:
+        self.path = path
+        self.size = len(buffer) if size is None else size
+        self.metadata: dict[str, Any] = {}
+        self.value_types: dict[str, ValueType] = {}
+        self.value_spans: dict[str, tuple[int, int]] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self.alignment = DEFAULT_ALIGNMENT
+        self._buffer: mmap.mmap | bytes | None = buffer
+        cursor = Cursor(path, buffer)
+        n_tensors, n_kv = self._header(cursor)
+        for index in range(n_kv):
+            cursor.where = f"metadata entry {index}"
+            self._read_kv(cursor)
+        self._set_alignment(cursor)
+        infos = []
+        for index in range(n_tensors):
+            cursor.where = f"tensor {index}"
+            infos.append(read_tensor(cursor))
+        self.data_offset = pad(cursor.at, self.alignment)
+        self._place(infos)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "GGUFFile":
+        """Map and check one file.
+
+        Raises a GGUFError subclass for everything that can be wrong with it.
+        """
+        path = Path(path)
+        try:
+            with open_file(path) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise errors.FileAccessError(f"{path}: not a regular file")
+                if status.st_size == 0:
+                    raise errors.TruncatedError(f"{path}: header: the file is empty (at offset 0)")
+                buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise errors.FileAccessError(f"{path}: {reason}") from error
+        return cls(path, buffer)
+
+    def _header(self, cursor: Cursor) -> tuple[int, int]:
+        magic = bytes(cursor.buffer[:4])
+        if magic != MAGIC[: len(magic)]:
+            raise cursor.fail(errors.MagicError, f"not a GGUF file: it starts with {magic!r}")
+        cursor.take(4)
+        version = cursor.scalar("I")
+        if version not in READABLE_VERSIONS:
+            big_endian = version and version & 0xFFFF == 0
+            text = "a big-endian file" if big_endian else f"GGUF version {version}"
+            raise cursor.fail(
+                errors.VersionError, f"{text}; only little-endian versions 2 and 3 are read", 4
+            )
+        n_tensors = cursor.scalar("Q")
+        n_kv = cursor.scalar("Q")
+        left = cursor.size - cursor.at
+        for n, least, what in (
+            (n_tensors, MIN_TENSOR_BYTES, "tensors"),
+            (n_kv, MIN_KV_BYTES, "metadata entries"),
+        ):
+            if n * least > left:
+                raise cursor.fail(
+                    errors.CountError, f"{n} {what} cannot fit in the {left} bytes left", 8
+                )
+        return n_tensors, n_kv
+
+    def _read_kv(self, cursor: Cursor) -> None:
+        start = cursor.at
+        key = cursor.text(MAX_KEY_BYTES)
+        if not key:
+            raise cursor.fail(errors.TextError, "empty key", start)
+        cursor.where = f"key {key}"
+        if key in self.metadata:
+            raise cursor.fail(errors.DuplicateError, "the key occurs twice", start)
+        start = cursor.at
+        kind = read_value_type(cursor)
+        self.metadata[key] = read_value(cursor, kind)
+        self.value_types[key] = kind
+        self.value_spans[key] = (start, cursor.at)
+
+    def _set_alignment(self, cursor: Cursor) -> None:
+        if KEY_ALIGNMENT not in self.metadata:
+            return
+        value = self.metadata[KEY_ALIGNMENT]
+        cursor.where = f"key {KEY_ALIGNMENT}"
+        start = self.value_spans[KEY_ALIGNMENT][0]
+        if self.value_types[KEY_ALIGNMENT] is not ValueType.UINT32:
+            raise cursor.fail(errors.MetadataError, "the alignment must be a uint32", start)
+        if value == 0 or value & (value - 1):
+            raise cursor.fail(errors.MetadataError, f"{value} is not a power of two", start)
+        self.alignment = value
+
+    def _place(self, infos: list[TensorInfo]) -> None:
+        """Turn offsets into file offsets; check bounds, alignment and overlap."""
+        for info in infos:
+            offset = self.data_offset + info.offset
+            where = f"{self.path}: tensor {info.name}: offset {offset}"
+            if info.name in self.tensors:
+                raise errors.DuplicateError(f"{where}: the name occurs twice")
+            if info.offset % self.alignment:
+                # gguf-split copies the key, and aligns by 32 all the same.
+                hint = (
+                    "; llama.cpp's gguf-split writes that of a packed model, and cannot read it"
+                    " either: split the model before it is packed"
+                )
+                raise errors.TensorOffsetError(
+                    f"{where} ({info.offset} in the data section) is not a multiple of the"
+                    f" alignment {self.alignment}{hint if KEY_SPLIT_COUNT in self.metadata else ''}"
+                )
+            if offset + info.nbytes > self.size:
+                raise errors.TensorBoundsError(
+                    f"{where}: {info.nbytes} bytes reach past the end of the file at {self.size}"
+                )
+            self.tensors[info.name] = info._replace(offset=offset)
+        last: TensorInfo | None = None
+        for info in sorted(self.tensors.values(), key=lambda each: each.offset):
+            if last is not None and info.offset < last.offset + last.nbytes:
+                raise errors.TensorOverlapError(
+                    f"{self.path}: tensor {info.name}: offset {info.offset} lies inside tensor"
+                    f" {last.name}, which ends at {last.offset + last.nbytes}"
+                )
+            last = info
+
+    def array(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Read-only uint8 view [nbytes] of a tensor's data, valid as long as it is referenced.
+
+        Raises MissingTensorError for an unknown name.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise errors.MissingTensorError(f"{self.path}: tensor {name} is missing")
+        return self.bytes_at(info.offset, info.nbytes)
+
+    def bytes_at(self, offset: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Read-only uint8 view [nbytes] from a file offset. Raises TensorBoundsError past the
+        end."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise errors.TensorBoundsError(
+                f"{self.path}: {nbytes} bytes at offset {offset} reach past the end of the file"
+                f" at {self.size}"
+            )
+        if self._buffer is None:
+            raise errors.FileAccessError(f"{self.path}: already closed")
+        return np.frombuffer(self._buffer, np.uint8, nbytes, offset)
+
+    def encoded_value(self, key: str) -> bytes:
+        """The bytes of a metadata value as they stand in the file, type tag included."""
+        start, end = self.value_spans[key]
+        return self.bytes_at(start, end - start).tobytes()
+
+    def close(self) -> None:
+        """Let go of the mapping; it stays mapped while a view of it lives."""
+        self._buffer = None
+
+    def __enter__(self) -> "GGUFFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def metadata_value(file: GGUFFile, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
+    """A metadata value of the expected Python type, or the default where the key is absent.
+
+    Raises MetadataError for another type.
+    """
+    if key not in file.metadata:
+        return default
+    value = file.metadata[key]
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise errors.MetadataError(
+            f"{file.path}: key {key}: unexpected value of type"
+            f" {file.value_types[key].name.lower()} (at offset {file.value_spans[key][0]})"
+        )
+    return value
+
+
+def architecture(file: GGUFFile) -> str:
+    """``general.architecture``. Raises MissingKeyError where it is absent or empty."""
+    arch = metadata_value(file, KEY_ARCHITECTURE, str, "")
+    if not arch:
+        raise errors.MissingKeyError(f"{file.path}: key {KEY_ARCHITECTURE} is missing")
+    return str(arch)

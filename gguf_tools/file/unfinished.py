@@ -1,0 +1,112 @@
+"""Files that are being written, so that a file with its final name is always whole.
+
+Until then a file has another name, and is locked as long as its writer lives. A writer that was
+killed leaves such a file behind without a lock. So the next one tells it from those of writers
+that are still at work, and removes it.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+from pathlib import Path
+
+ENDING = ".part"
+
+
+class UnfinishedFile:
+    """A new empty file that gets the name ``path`` when it is complete. ``fd`` is open for
+    reading and writing.
+
+    Exactly one of ``complete`` and ``discard`` ends it; ``discard`` behind either does nothing.
+    """
+
+    def __init__(self, path: Path, mode: int = 0o644) -> None:
+        """Raises OSError."""
+        self.path = path
+        self.fd, self.part = create(path, mode)
+        self._is_open = True
+
+    def complete(self, *, synced: bool) -> None:
+        """Gives the file its name. synced: it is on the disk when this returns, name and all.
+        Raises OSError, and then ``discard`` still has to be called."""
+        if synced:
+            os.fsync(self.fd)
+        # The descriptor is closed afterwards, since without its lock the file counts as abandoned.
+        os.replace(self.part, self.path)
+        self._close()
+        if synced:
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def discard(self) -> None:
+        """Removes the file."""
+        if self._is_open:
+            with contextlib.suppress(OSError):
+                self.part.unlink()
+            self._close()
+
+    def _close(self) -> None:
+        self._is_open = False
+        os.close(self.fd)
+
+
+def create(path: Path, mode: int = 0o644) -> tuple[int, Path]:
+    """A new empty file beside ``path``, locked: its descriptor and its name. It must be renamed
+    before the descriptor is closed. Raises OSError."""
+    while True:
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{ENDING}")
+        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            locked = _lock(fd)
+        except OSError:  # This file system has no locks, so nobody can clean up either.
+            return fd, part
+        # Whoever cleans up may have come between the two calls.
+        if locked and _is_at(fd, part):
+            return fd, part
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def remove_abandoned(path: Path) -> None:
+    """Removes what killed writers of ``path`` left; what cannot be removed stays."""
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if _is_part(entry.name, path.name) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    _remove_unlocked(Path(entry.path))
+
+
+def _is_part(name: str, of: str) -> bool:
+    head = f".{of}."
+    middle = name.removeprefix(head).removesuffix(ENDING)
+    return name == head + middle + ENDING and middle.isalnum()
+
+
+def _remove_unlocked(part: Path) -> None:
+    fd = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if _lock(fd) and _is_at(fd, part):
+            part.unlink()
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    """False where another has the lock. Raises OSError where files cannot be locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,313 @@
+"""Writer of GGUF v3 files: complete or not there at all.
+
+Tensors are declared first, so that the header and every offset are known before the
+first byte of data; then their bytes are streamed in order, or written at any place by
+several threads. Everything goes to a temporary name beside the target, which is renamed
+when it is complete and synced, and removed on any exception, Ctrl-C included. What a killed
+writer left is removed by the next one; several writers of one file do not meet.
+"""
+
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gguf_tools import errors
+from gguf_tools.file.layout import (
+    BLOCK,
+    DEFAULT_ALIGNMENT,
+    KEY_ALIGNMENT,
+    MAGIC,
+    MAX_DIMS,
+    MAX_NAME_BYTES,
+    VALUE_FORMAT,
+    VERSION,
+    GGMLType,
+    ValueType,
+    pad,
+    row_bytes,
+)
+from gguf_tools.file.unfinished import UnfinishedFile, remove_abandoned
+
+Bytes = bytes | bytearray | memoryview | np.ndarray[Any, np.dtype[Any]]
+
+WRITE_CHUNK_BYTES = 8 << 20
+
+
+class Declared(NamedTuple):
+    """A tensor to be written; ``offset`` is its place in the data section."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    offset: int
+    nbytes: int
+
+
+def value_type_of(value: Any) -> ValueType:
+    """The metadata type a Python value gets where none is named (int: uint32 or wider)."""
+    if isinstance(value, (bool, np.bool_)):
+        return ValueType.BOOL
+    if isinstance(value, (int, np.integer)):
+        if value < 0:
+            return ValueType.INT32 if value >= -(1 << 31) else ValueType.INT64
+        return ValueType.UINT32 if value < 1 << 32 else ValueType.UINT64
+    if isinstance(value, (float, np.floating)):
+        return ValueType.FLOAT32
+    if isinstance(value, str):
+        return ValueType.STRING
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return ValueType.ARRAY
+    raise errors.WriteError(f"no metadata type for a value of {type(value).__name__}")
+
+
+def _encode_text(text: str) -> bytes:
+    data = text.encode("utf-8")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _element_type(values: list[Any]) -> ValueType:
+    kinds = {value_type_of(value) for value in values}
+    if len(kinds) == 1:
+        return kinds.pop()
+    if not kinds:
+        return ValueType.INT32
+    if kinds <= {ValueType.INT32, ValueType.UINT32}:
+        return ValueType.INT32 if max(values) < 1 << 31 else ValueType.INT64
+    if kinds <= {ValueType.INT32, ValueType.UINT32, ValueType.INT64}:
+        return ValueType.INT64
+    raise errors.WriteError("the values of a metadata array differ in type")
+
+
+def encode_value(
+    value: Any, kind: ValueType | None = None, element: ValueType | None = None
+) -> bytes:
+    """A metadata value with its type tag. ``element`` is the type of an array's values.
+
+    Raises WriteError for a value that does not fit the type.
+    """
+    kind = value_type_of(value) if kind is None else kind
+    tag = struct.pack("<I", kind)
+    try:
+        if kind is ValueType.STRING:
+            return tag + _encode_text(value)
+        if kind is not ValueType.ARRAY:
+            return tag + struct.pack("<" + VALUE_FORMAT[kind], value)
+        values = list(value)
+        element = _element_type(values) if element is None else element
+        head = tag + struct.pack("<IQ", element, len(values))
+        if element is ValueType.STRING:
+            return head + b"".join(_encode_text(each) for each in values)
+        if element is ValueType.ARRAY:
+            return head + b"".join(encode_value(each, ValueType.ARRAY)[4:] for each in values)
+        return head + struct.pack(f"<{len(values)}{VALUE_FORMAT[element]}", *values)
+    except (struct.error, AttributeError, TypeError, OverflowError) as error:
+        raise errors.WriteError(f"a value does not fit type {kind.name.lower()}: {error}") from None
+
+
+class GGUFWriter:
+    """One file being written, as a context manager. Leaving it normally completes the file, for
+    which every declared byte must have been written. Any exception removes it.
+
+    ``meta``, ``meta_encoded`` and ``declare`` come first, in any order, and then ``begin``. The
+    data follows by ``write_tensor``, in any order of tensors, or by ``write_at``, in any order and
+    from several threads.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], alignment: int = DEFAULT_ALIGNMENT) -> None:
+        if alignment < 1 or alignment & (alignment - 1):
+            raise errors.WriteError(f"alignment {alignment} is not a power of two")
+        self.path = Path(path)
+        self.alignment = alignment
+        self.tensors: dict[str, Declared] = {}
+        self.data_bytes = 0
+        self._meta: dict[str, bytes] = {}
+        self._file: UnfinishedFile | None = None
+        self._data_offset = 0
+        self._written: dict[str, int] = {}
+        self._lock = threading.Lock()
+        if alignment != DEFAULT_ALIGNMENT:
+            self.meta(KEY_ALIGNMENT, alignment, ValueType.UINT32)
+
+    def meta(
+        self,
+        key: str,
+        value: Any,
+        kind: ValueType | None = None,
+        element: ValueType | None = None,
+    ) -> None:
+        """Set a metadata value; a second value of the same key replaces the first."""
+        self.meta_encoded(key, encode_value(value, kind, element))
+
+    def meta_encoded(self, key: str, encoded: bytes) -> None:
+        """Set a metadata value that is encoded already, type tag included."""
+        if self._file is not None:
+            raise errors.WriteError(f"{self.path}: key {key}: the header is already written")
+        if not key:
+            raise errors.WriteError(f"{self.path}: empty metadata key")
+        if key == KEY_ALIGNMENT and encoded != encode_value(self.alignment, ValueType.UINT32):
+            raise errors.WriteError(
+                f"{self.path}: key {key}: the file is written with alignment {self.alignment}"
+            )
+        self._meta[key] = encoded
+
+    def declare(self, name: str, shape: Iterable[int], ggml_type: GGMLType) -> Declared:
+        """Add a tensor (shape in ggml order, row length first) after those declared so far."""
+        shape = tuple(int(dim) for dim in shape)
+        where = f"{self.path}: tensor {name}"
+        if self._file is not None:
+            raise errors.WriteError(f"{where}: the header is already written")
+        if name in self.tensors:
+            raise errors.DuplicateError(f"{where}: declared twice")
+        if not name or len(name.encode("utf-8")) > MAX_NAME_BYTES:
+            raise errors.TextError(f"{where}: a name has 1 to {MAX_NAME_BYTES} bytes")
+        if not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1:
+            raise errors.TensorShapeError(f"{where}: impossible shape {list(shape)}")
+        if shape[0] % BLOCK[ggml_type].weights:
+            raise errors.TensorShapeError(
+                f"{where}: rows of {shape[0]} are not a multiple of"
+                f" {BLOCK[ggml_type].weights}, the block of {ggml_type.tier_name}"
+            )
+        nbytes = row_bytes(ggml_type, shape[0])
+        for dim in shape[1:]:
+            nbytes *= dim
+        declared = Declared(name, shape, ggml_type, self.data_bytes, nbytes)
+        self.tensors[name] = declared
+        self.data_bytes += pad(nbytes, self.alignment)
+        return declared
+
+    def begin(self) -> None:
+        """Remove what killed writers of the same file left, check the disk space, create the
+        temporary file and write the header.
+
+        Raises DiskSpaceError before a byte is written, WriteError where the folder or file
+        cannot be written.
+        """
+        header = self.header()
+        self._data_offset = pad(len(header), self.alignment)
+        total = self._data_offset + self.data_bytes
+        remove_abandoned(self.path)
+        try:
+            free = shutil.disk_usage(self.path.parent).free
+            if total > free:
+                raise errors.DiskSpaceError(
+                    f"{self.path}: needs {_gib(total)}, but only {_gib(free)} are free on its disk"
+                )
+            if self.path.is_dir():
+                raise errors.WriteError(f"{self.path}: is a folder")
+            self._file = UnfinishedFile(self.path)
+            self._pwrite(header, 0)
+            os.ftruncate(self._file.fd, total)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def header(self) -> bytes:
+        """The bytes before the data, without the padding."""
+        parts = [MAGIC, struct.pack("<IQQ", VERSION, len(self.tensors), len(self._meta))]
+        parts += (_encode_text(key) + encoded for key, encoded in self._meta.items())
+        for each in self.tensors.values():
+            parts.append(_encode_text(each.name))
+            parts.append(struct.pack(f"<I{len(each.shape)}Q", len(each.shape), *each.shape))
+            parts.append(struct.pack("<IQ", each.type, each.offset))
+        return b"".join(parts)
+
+    def write_at(self, name: str, start: int, data: Bytes) -> None:
+        """Write a piece of a tensor at byte ``start`` of it. Pieces must not overlap.
+
+        Safe to call from several threads.
+        """
+        declared = self.tensors.get(name)
+        if declared is None or self._file is None:
+            raise errors.WriteError(f"{self.path}: tensor {name}: not declared or not begun")
+        view = _flat(data)
+        if start < 0 or start + view.nbytes > declared.nbytes:
+            raise errors.WriteError(
+                f"{self.path}: tensor {name}: {view.nbytes} bytes at {start} do not fit in its"
+                f" {declared.nbytes} bytes"
+            )
+        try:
+            self._pwrite(view, self._data_offset + declared.offset + start)
+        except OSError as error:
+            raise self._failed(error) from error
+        with self._lock:
+            self._written[name] = self._written.get(name, 0) + view.nbytes
+
+    def write_tensor(self, name: str, data: Bytes | Iterable[Bytes]) -> None:
+        """Write a whole tensor, from one buffer or from pieces in order."""
+        whole = isinstance(data, (bytes, bytearray, memoryview, np.ndarray))
+        pieces: Iterable[Bytes] = (data,) if whole else data  # type: ignore[assignment]
+        start = 0
+        for piece in pieces:
+            view = _flat(piece)
+            for at in range(0, view.nbytes, WRITE_CHUNK_BYTES):
+                chunk = view[at : at + WRITE_CHUNK_BYTES]
+                self.write_at(name, start, chunk)
+                start += chunk.nbytes
+
+    def finish(self) -> None:
+        """Sync the complete file and give it its name; WriteError where bytes are missing."""
+        if self._file is None:
+            raise errors.WriteError(f"{self.path}: nothing was begun")
+        for each in self.tensors.values():
+            written = self._written.get(each.name, 0)
+            if written != each.nbytes:
+                raise errors.WriteError(
+                    f"{self.path}: tensor {each.name}: {written} of {each.nbytes} bytes written"
+                )
+        try:
+            self._file.complete(synced=True)
+            self._file = None
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def abort(self) -> None:
+        """Remove what has been written so far; harmless when there is nothing."""
+        if self._file is not None:
+            self._file.discard()
+            self._file = None
+
+    def __enter__(self) -> "GGUFWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.abort()
+            return
+        try:
+            self.finish()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _pwrite(self, data: bytes | memoryview, offset: int) -> None:
+        if self._file is None:
+            raise errors.WriteError(f"{self.path}: already closed")
+        view = memoryview(data)
+        while view.nbytes:
+            n = os.pwrite(self._file.fd, view, offset)
+            view = view[n:]
+            offset += n
+
+    def _failed(self, error: OSError) -> errors.GGUFError:
+        return errors.WriteError(f"{self.path}: {error.strerror or error}")
+
+
+def _flat(data: Bytes) -> memoryview:
+    if isinstance(data, np.ndarray):
+        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return memoryview(data).cast("B")  # type: ignore[arg-type]
+
+
+def _gib(n: int) -> str:
+    return f"{n / (1 << 30):.2f} GiB" if n >= 1 << 27 else f"{n / (1 << 20):.1f} MiB"

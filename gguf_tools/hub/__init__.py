@@ -1,0 +1,9 @@
+"""Models from the Hugging Face Hub, in huggingface_hub's own cache, with its token and
+endpoint (HF_HOME, HF_TOKEN, HF_ENDPOINT)."""
+
+from gguf_tools.hub.contents import Download, HubFile, prepare
+from gguf_tools.hub.download import fetch
+from gguf_tools.hub.resolve import resolve, resolve_checkpoint
+from gguf_tools.hub.selection import PREFIX
+
+__all__ = ["PREFIX", "Download", "HubFile", "fetch", "prepare", "resolve", "resolve_checkpoint"]

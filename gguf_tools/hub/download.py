@@ -1,0 +1,116 @@
+"""Files of a repository, downloaded into huggingface_hub's own cache.
+
+Its HTTP client fetches them, into the place that the cache has for them. Its own
+``hf_hub_download`` would throw a partial download away when the process ends, and a model is
+many gigabytes. It is called for what lies there complete.
+"""
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gguf_tools.errors import HubError
+from gguf_tools.file.chunks import sha256_of
+from gguf_tools.hub.contents import Download, HubFile, incomplete_blob
+from gguf_tools.hub.explain import hub_sentences
+from gguf_tools.progress import Progress, ProgressMeter
+
+RETRIES = 5
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def fetch(download: Download, progress: Progress | None = None) -> list[Path]:
+    """Download what is missing; the local paths, in the order of ``download.files``.
+
+    ``progress`` gets the finished share, 0 to 1. A connection that breaks is taken up again, and
+    so is a download of an earlier run. Raises HubError, and DiskSpaceError before the first byte.
+    """
+    from huggingface_hub import constants, hf_hub_download
+
+    download.check_space()
+    meter = ProgressMeter(progress, download.nbytes)
+    paths = []
+    with hub_sentences(download.repo, download.revision):
+        for file in download.files:
+            meter.add(file.have)
+            if not file.path.exists():
+                # Larger files go through the Hub's own protocol for them instead of HTTP.
+                if not file.blob.exists() and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
+                    _download(file, meter.add)
+                hf_hub_download(download.repo, file.name, revision=download.commit)
+            paths.append(file.path)
+        if download.revision != download.commit:
+            ref = download.folder / "refs" / download.revision
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(download.commit)
+    return paths
+
+
+def _download(file: HubFile, add: Callable[[int], None]) -> None:
+    """Bring a file's blob into being, from where an earlier attempt ended."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    class Bar:
+        """The part of a tqdm that http_get uses."""
+
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def update(self, nbytes: int) -> None:
+            add(nbytes)
+
+        def __enter__(self) -> "Bar":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    incomplete = incomplete_blob(file.blob)
+    incomplete.parent.mkdir(parents=True, exist_ok=True)
+    with incomplete.open("ab") as target:
+        try:
+            fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise HubError(f"{file.name}: another process is downloading it") from None
+        if target.tell() > file.size:
+            target.truncate(0)
+        retries = RETRIES
+        while True:
+            before = target.tell()
+            try:
+                http_get(
+                    file.url,
+                    target,
+                    resume_size=before,
+                    headers=build_hf_headers(),
+                    expected_size=file.size,
+                    tqdm_class=Bar,
+                )
+                break
+            except HfHubHTTPError:
+                raise
+            except HTTPError:
+                # http_get takes up some broken connections itself, but not a reset one.
+                retries = RETRIES if target.tell() > before else retries - 1
+                if not retries:
+                    raise
+                time.sleep(1)
+        target.flush()
+        os.fsync(target.fileno())
+        _check_content(file, incomplete)
+        os.replace(incomplete, file.blob)
+
+
+def _check_content(file: HubFile, incomplete: Path) -> None:
+    """Large files are named by their SHA-256, which must be that of what was downloaded."""
+    if not _SHA256.fullmatch(file.blob.name):
+        return
+    if sha256_of(incomplete) != file.blob.name:
+        incomplete.unlink()
+        raise HubError(f"{file.name}: damaged on the way (its SHA-256 differs): pull it again")

@@ -1,0 +1,58 @@
+"""What a packed or exported file says of itself."""
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file import layout
+from gguf_tools.file.layout import GGMLType, ValueType
+from gguf_tools.file.writer import GGUFWriter
+from gguf_tools.pack.report import PackReport
+from gguf_tools.pack.targets import Matrix
+from gguf_tools.quantize.methods import ExpertQuantizer, Rtn
+
+
+def copy_metadata(model: ExpertModel, writer: GGUFWriter) -> None:
+    """Copies what the model says of itself, but for what depends on how it is stored."""
+    first = model.parts[0]
+    for key in first.metadata:
+        own = key.startswith((layout.KEY_PREFIX, "split.")) or key == layout.KEY_ALIGNMENT
+        if not own:
+            writer.meta_encoded(key, first.encoded_value(key))
+
+
+def write_quantization(writer: GGUFWriter, best: GGMLType) -> None:
+    """Writes llama.cpp's own keys for a model whose best tier has this type."""
+    writer.meta(layout.KEY_FILE_TYPE, layout.FILE_TYPE[best], ValueType.UINT32)
+    writer.meta(layout.KEY_QUANTIZATION_VERSION, layout.QUANTIZATION_VERSION, ValueType.UINT32)
+
+
+def write_tiers(
+    writer: GGUFWriter,
+    report: PackReport,
+    types: list[GGMLType],
+    how: tuple[str, str],
+) -> None:
+    """Writes our keys of a packed file. how: its method and calibration."""
+    write_quantization(writer, types[0])
+    writer.meta(layout.KEY_FORMAT_VERSION, layout.FORMAT_VERSION, ValueType.UINT32)
+    writer.meta(layout.KEY_TIERS, [name for name, _, _ in report.tiers])
+    bpw = [bits for _, bits, _ in report.tiers]
+    writer.meta(layout.KEY_TIER_BPW, bpw, ValueType.ARRAY, ValueType.FLOAT32)
+    method, calibration = how
+    if any(each.type is GGMLType.Q2_0 for each in writer.tensors.values()):
+        method += ", q2_0 by least squares"
+    writer.meta(layout.KEY_QUANTIZATION, method)
+    writer.meta(layout.KEY_CALIBRATION, calibration)
+    if report.fallbacks:
+        writer.meta(layout.KEY_FALLBACKS, report.fallbacks)
+
+
+def method_and_calibration(
+    model: ExpertModel, matrices: list[Matrix], quantizer: ExpertQuantizer | None
+) -> tuple[str, str]:
+    """Method and calibration of the file. Lower tiers that are kept keep what was said of them."""
+    by = quantizer or Rtn
+    lower = [each.same is None for matrix in matrices for each in matrix.targets[1:]]
+    said = str(model.metadata.get(layout.KEY_QUANTIZATION, by.method)).split(",")[0]
+    if quantizer is not None or all(lower) or said in (by.method, "ggml"):
+        return by.method, by.calibration
+    method = f"{said} and {by.method}" if any(lower) else said
+    return method, str(model.metadata.get(layout.KEY_CALIBRATION, by.calibration))

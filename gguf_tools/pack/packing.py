@@ -1,0 +1,85 @@
+"""``pack``: one model file with every expert in several precisions."""
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file import layout
+from gguf_tools.file.writer import GGUFWriter
+from gguf_tools.pack.jobs import pack_jobs
+from gguf_tools.pack.metadata import copy_metadata, method_and_calibration, write_tiers
+from gguf_tools.pack.report import PackReport
+from gguf_tools.pack.targets import (
+    Dense,
+    Matrix,
+    dense_target_type,
+    expert_targets,
+    refuse_same_file,
+)
+from gguf_tools.process import default_threads
+from gguf_tools.progress import Progress, ProgressMeter
+from gguf_tools.quantize.ggml import Ggml, load_ggml
+from gguf_tools.quantize.methods import ExpertQuantizer
+from gguf_tools.quantize.tiers import parse_tiers
+from gguf_tools.workers import run_all
+
+
+def pack(
+    src: str | os.PathLike[str] | ExpertModel,
+    dst: str | os.PathLike[str],
+    tiers: Sequence[str],
+    *,
+    dense: str | None = None,
+    quantizer: ExpertQuantizer | None = None,
+    progress: Progress | None = None,
+    threads: int | None = None,
+    alignment: int = layout.EXPERT_ALIGNMENT,
+    ggml: Ggml | None = None,
+) -> PackReport:
+    """Write ``dst`` with the experts of ``src`` in ``tiers`` (type names, best first).
+
+    A model that is open already stays open. Tensors that have a tier's type already keep their
+    bytes; with a ``quantizer``, only those of the best tier do. Without one, each block goes to the
+    nearest values. ``dense`` names a type for the other two-dimensional float matrices.
+    ``progress`` gets the finished share, 0 to 1. Raises GGUFError; on any exception, Ctrl-C
+    included, nothing is left behind.
+    """
+    started = time.monotonic()
+    types = parse_tiers(tiers, quantizer is not None and quantizer.has_importance)
+    dense_type = None if dense is None else parse_tiers([dense])[0]
+    with nullcontext(src) if isinstance(src, ExpertModel) else ExpertModel.open(src) as model:
+        writer = GGUFWriter(dst, alignment)
+        refuse_same_file(model, writer.path)
+        matrices, report = expert_targets(model, writer.path, types, quantizer is None)
+        best = {(m.targets[0].name): m for m in matrices}
+        others: list[Dense] = []
+        copy_metadata(model, writer)
+        for part in model.parts:
+            for info in part.tensors.values():
+                if info.name in best:
+                    matrix = best[info.name]
+                    for target in matrix.targets:
+                        writer.declare(target.name, (*matrix.shape, model.n_expert), target.type)
+                elif layout.TIER_MARK not in info.name:
+                    other = Dense(part, info, dense_target_type(info, dense_type))
+                    writer.declare(info.name, info.shape, other.type)
+                    others.append(other)
+        write_tiers(writer, report, types, method_and_calibration(model, matrices, quantizer))
+        tools = _tools(ggml, matrices, others)
+        with writer:
+            writer.begin()
+            meter = ProgressMeter(progress, sum(each.nbytes for each in writer.tensors.values()))
+            jobs = pack_jobs(model, writer, matrices, others, tools, quantizer)
+            run_all(jobs, threads or default_threads(), meter)
+    report.nbytes = writer.path.stat().st_size
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _tools(ggml: Ggml | None, matrices: list[Matrix], others: list[Dense]) -> Ggml | None:
+    """ggml, loaded only if something must be quantized."""
+    needed = any(target.same is None for matrix in matrices for target in matrix.targets)
+    needed |= any(other.type != other.info.type for other in others)
+    return (ggml or load_ggml()) if needed else None

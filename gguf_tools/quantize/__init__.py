@@ -1,0 +1,1 @@
+"""How weights become blocks of ggml's types: the library, methods, importance, GPTQ."""

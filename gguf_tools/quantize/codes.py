@@ -1,0 +1,100 @@
+"""The codes inside a block: which bits of it hold the code of each weight, and what value a
+code stands for once the block's scales are fixed.
+
+All types are here whose weights are coded one by one. IQ2 and IQ3 types are not, since they code
+groups of weights by a codebook. Layouts follow ggml-common.h and the dequantize functions of
+ggml-quants.c. The values come from ggml itself, which decodes the block with every code in turn.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from gguf_tools.file.layout import BLOCK, GGMLType
+from gguf_tools.quantize.ggml import Blocks, Floats
+
+# Turns the bytes of whole blocks into float32 values.
+Decode = Callable[[Blocks], Floats]
+
+
+class Plane(NamedTuple):
+    """Where ``width`` bits of all codes of a block stand, from bit ``low`` of a code on.
+
+    Byte ``start`` and the ``group - 1`` bytes behind it hold the first 8 / width groups of
+    ``group`` codes, the first of these groups in the lowest bits. The next ``group`` bytes hold
+    the next ones, and so on.
+    """
+
+    start: int
+    width: int
+    group: int
+    low: int = 0
+
+
+class Coding(NamedTuple):
+    """How a type codes a weight.
+
+    first and last are the ends of the codes in use. even: consecutive codes are one step apart.
+    flip: a code is stored xor this.
+    """
+
+    planes: tuple[Plane, ...]
+    first: int
+    last: int
+    even: bool = True
+    flip: int = 0
+
+
+CODINGS = {
+    GGMLType.Q1_0: Coding((Plane(2, 1, 1),), 0, 1),
+    GGMLType.Q2_0: Coding((Plane(2, 2, 1),), 0, 3),
+    GGMLType.Q4_0: Coding((Plane(2, 4, 16),), 0, 15),
+    GGMLType.Q4_1: Coding((Plane(4, 4, 16),), 0, 15),
+    GGMLType.Q5_0: Coding((Plane(6, 4, 16), Plane(2, 1, 1, 4)), 0, 31),
+    GGMLType.Q5_1: Coding((Plane(8, 4, 16), Plane(4, 1, 1, 4)), 0, 31),
+    # Its codes are signed, and ggml does not use -128.
+    GGMLType.Q8_0: Coding((Plane(2, 8, 1),), 1, 255, flip=0x80),
+    GGMLType.Q2_K: Coding((Plane(16, 2, 32),), 0, 3),
+    GGMLType.Q3_K: Coding((Plane(32, 2, 32), Plane(0, 1, 32, 2)), 0, 7),
+    GGMLType.Q4_K: Coding((Plane(16, 4, 32),), 0, 15),
+    GGMLType.Q5_K: Coding((Plane(48, 4, 32), Plane(16, 1, 32, 4)), 0, 31),
+    GGMLType.Q6_K: Coding((Plane(0, 4, 64), Plane(128, 2, 32, 4)), 0, 63),
+    GGMLType.IQ4_NL: Coding((Plane(2, 4, 16),), 0, 15, even=False),
+    GGMLType.IQ4_XS: Coding((Plane(8, 4, 16),), 0, 15, even=False),
+    GGMLType.MXFP4: Coding((Plane(1, 4, 16),), 0, 15, even=False),
+}
+
+
+def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
+    """Writes codes uint8 [blocks, weights of a block] into blocks uint8 [blocks, bytes of one],
+    and leaves the scales as they are."""
+    coding = CODINGS[ggml_type]
+    codes = codes ^ np.uint8(coding.flip)
+    for start, width, group, low in coding.planes:
+        per_byte = 8 // width
+        n_bytes = codes.shape[1] // per_byte
+        field = ((codes >> np.uint8(low)) & np.uint8((1 << width) - 1)).reshape(
+            len(codes), -1, per_byte, group
+        )
+        packed = np.zeros((len(codes), n_bytes), np.uint8)
+        for place in range(per_byte):
+            packed |= (field[:, :, place] << np.uint8(width * place)).reshape(len(codes), -1)
+        blocks[:, start : start + n_bytes] = packed
+
+
+def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
+    """What the codes stand for in these blocks uint8 [blocks, bytes of one]: float32
+    [codes, blocks, weights of a block]. An even coding has its first and its last code only."""
+    coding = CODINGS[ggml_type]
+    weights = BLOCK[ggml_type].weights
+    if coding.even:
+        wanted = [coding.first, coding.last]
+    else:
+        wanted = list(range(coding.first, coding.last + 1))
+    trial = blocks.copy()
+    values = np.empty((len(wanted), len(blocks), weights), np.float32)
+    for index, code in enumerate(wanted):
+        put_codes(ggml_type, trial, np.full((len(blocks), weights), code, np.uint8))
+        values[index] = decode(trial.reshape(-1)).reshape(len(blocks), weights)
+    return values

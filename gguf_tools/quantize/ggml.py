@@ -1,0 +1,239 @@
+"""ggml's own quantization, called through ctypes. It gives the bytes that llama.cpp writes,
+except for Q2_0 (see ``q2_0``).
+
+The library is ``libggml-base`` of the installed ``llama_cpp`` package, or of the folder
+named by LLAMA_CPP_LIB_PATH, the variable that ``llama_cpp`` itself obeys. ctypes releases
+the interpreter lock during a call, so threads quantize in parallel.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gguf_tools.errors import QuantizeError
+from gguf_tools.file.layout import BLOCK, IMPORTANCE_TYPES, TIER_TYPES, GGMLType, row_bytes
+from gguf_tools.quantize.q2_0 import encode_q2_0
+from gguf_tools.quantize.tiers import unusable
+
+Floats = npt.NDArray[np.float32]
+Blocks = npt.NDArray[np.uint8]
+
+# This is the first version with Q1_0 and Q2_0. An older one that is asked about them aborts.
+MIN_VERSION = (0, 25)
+_HALF_MAX = 65504.0
+# A column's importance is at least this share of the mean. Where a whole block has none, ggml's
+# quantizers give up on it, and its weights come out as zeros.
+_LEAST_IMPORTANCE = 1e-6
+_WIDE = (GGMLType.F32, GGMLType.BF16)
+_NAMES = ("libggml-base.so", "libggml-base.dylib", "ggml-base.dll")
+
+
+class _TypeTraits(ctypes.Structure):
+    """struct ggml_type_traits of ggml.h."""
+
+    _fields_ = [
+        ("type_name", ctypes.c_char_p),
+        ("blck_size", ctypes.c_int64),
+        ("blck_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.c_void_p),
+        ("from_float_ref", ctypes.c_void_p),
+    ]
+
+
+_TO_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+
+
+class Ggml:
+    """One loaded libggml-base, checked against the block sizes of ``layout.BLOCK``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            library = ctypes.CDLL(str(path))
+            library.ggml_version.restype = ctypes.c_char_p
+            self.version = str(library.ggml_version() or b"", "ascii", "replace")
+            self._traits = library.ggml_get_type_traits
+            self._quantize = library.ggml_quantize_chunk
+            self._validate = library.ggml_validate_row_data
+        except (OSError, AttributeError) as error:
+            raise QuantizeError(f"{path}: not a usable libggml-base: {error}") from error
+        found = re.match(r"(\d+)\.(\d+)", self.version)
+        if found is None or (int(found[1]), int(found[2])) < MIN_VERSION:
+            raise QuantizeError(
+                f"{path}: ggml {self.version or 'of unknown version'}; at least"
+                f" {MIN_VERSION[0]}.{MIN_VERSION[1]} is needed: run `make build`"
+            )
+        self._traits.argtypes = [ctypes.c_int]
+        self._traits.restype = ctypes.POINTER(_TypeTraits)
+        self._quantize.argtypes = [
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+        ]
+        self._quantize.restype = ctypes.c_size_t
+        self._validate.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+        self._validate.restype = ctypes.c_bool
+        self._to_float: dict[GGMLType, Any] = {}
+        for ggml_type, block in BLOCK.items():
+            traits = self._traits(ggml_type).contents
+            if (traits.blck_size, traits.type_size) != block:
+                raise QuantizeError(
+                    f"{path}: {ggml_type.tier_name} has blocks of {traits.blck_size} weights in"
+                    f" {traits.type_size} bytes, expected {block.weights} in {block.bytes}"
+                )
+            if traits.to_float:
+                self._to_float[ggml_type] = _TO_FLOAT(traits.to_float)
+
+    def dequantize(self, ggml_type: GGMLType, data: Blocks, n_per_row: int) -> Floats:
+        """Float32 [rows, n_per_row] of encoded rows; QuantizeError for a type without one."""
+        n_rows, rest = divmod(data.nbytes, row_bytes(ggml_type, n_per_row))
+        if rest:
+            raise QuantizeError(f"{data.nbytes} bytes are not whole rows of {n_per_row}")
+        if ggml_type is GGMLType.F32:
+            return data.view(np.float32).reshape(n_rows, n_per_row)
+        to_float = self._to_float.get(ggml_type)
+        if to_float is None:
+            raise QuantizeError(f"ggml cannot turn {ggml_type.tier_name} into floats")
+        data = np.ascontiguousarray(data)
+        values = np.empty((n_rows, n_per_row), np.float32)
+        to_float(data.ctypes.data, values.ctypes.data, values.size)
+        return values
+
+    def can_check(self, ggml_type: GGMLType) -> bool:
+        """Whether ``is_valid`` knows the type. It calls every block of another one invalid."""
+        with native_stderr_hidden():
+            return self.is_valid(ggml_type, np.zeros(BLOCK[ggml_type].bytes, np.uint8))
+
+    def is_valid(self, ggml_type: GGMLType, blocks: Blocks) -> bool:
+        """Whether every value and scale of whole blocks is a finite number. ggml prints a line
+        to stderr where one is not: see ``native_stderr_hidden``."""
+        return bool(self._validate(ggml_type, blocks.ctypes.data, blocks.nbytes))
+
+    def quantize(
+        self, ggml_type: GGMLType, values: Floats, importance: Floats | None = None
+    ) -> Blocks:
+        """Encoded bytes of float32 rows [rows, n_per_row]; importance weighs the squared errors
+        of their columns, float32 [n_per_row], at any scale.
+
+        Raises QuantizeError for a type that needs an importance matrix or does not fit the
+        rows, and for values that are not finite or beyond half precision: ggml would abort
+        the process or write blocks that poison every result.
+        """
+        n_rows, n_per_row = values.shape
+        usable = ggml_type in TIER_TYPES
+        if not usable and (importance is None or ggml_type not in IMPORTANCE_TYPES):
+            raise QuantizeError(unusable(ggml_type.tier_name))
+        if n_per_row % BLOCK[ggml_type].weights:
+            raise QuantizeError(
+                f"rows of {n_per_row} are not a multiple of {BLOCK[ggml_type].weights}, the"
+                f" block of {ggml_type.tier_name}"
+            )
+        largest = float(np.max(np.abs(values), initial=0))
+        if not np.isfinite(largest):
+            raise QuantizeError("a value is not finite")
+        if largest > _HALF_MAX and ggml_type not in _WIDE:
+            raise QuantizeError(
+                f"a value of magnitude {largest:g} is beyond the half-precision scales of"
+                f" {ggml_type.tier_name}"
+            )
+        values = np.ascontiguousarray(values, np.float32)
+        if importance is not None:
+            importance = _scaled(importance, n_per_row)
+        if ggml_type is GGMLType.Q2_0:
+            return encode_q2_0(values, importance)
+        weights = None if importance is None else importance.ctypes.data
+        blocks = np.empty(n_rows * row_bytes(ggml_type, n_per_row), np.uint8)
+        written = self._quantize(
+            ggml_type, values.ctypes.data, blocks.ctypes.data, 0, n_rows, n_per_row, weights
+        )
+        if written != blocks.nbytes:
+            raise QuantizeError(
+                f"{self.path}: {ggml_type.tier_name}: {written} bytes, expected {blocks.nbytes}"
+            )
+        return blocks
+
+
+def _scaled(importance: Floats, n_per_row: int) -> Floats:
+    """Importance with a mean between 1 and 2, which is nowhere next to none.
+
+    It is scaled by a power of two, so that ggml writes the bytes that it would write for the
+    values as they were.
+
+    Raises QuantizeError for values that are no importance of such rows.
+    """
+    mean = float(np.mean(importance, dtype=np.float64))
+    if importance.shape != (n_per_row,) or not np.isfinite(mean) or np.min(importance) < 0:
+        raise QuantizeError(f"the importance must be {n_per_row} finite values, none negative")
+    if mean == 0:
+        return np.ones(n_per_row, np.float32)
+    scale = 2.0 ** (1 - np.frexp(mean)[1])
+    floor = mean * scale * _LEAST_IMPORTANCE
+    scaled: Floats = np.maximum(importance.astype(np.float64) * scale, floor).astype(np.float32)
+    return scaled
+
+
+@contextmanager
+def native_stderr_hidden() -> Iterator[None]:
+    """Sends what C code prints to ``stderr`` nowhere; Python's own stderr goes on working.
+
+    Does nothing where the C library has no such variable to set.
+    """
+    libc = ctypes.CDLL(None)
+    try:
+        stream = ctypes.c_void_p.in_dll(libc, "stderr")
+        libc.fopen.restype = ctypes.c_void_p
+        null = libc.fopen(os.devnull.encode(), b"w")
+    except (ValueError, AttributeError):
+        null = None
+    if not null:
+        yield
+        return
+    own, stream.value = stream.value, null
+    try:
+        yield
+    finally:
+        stream.value = own
+        libc.fclose(ctypes.c_void_p(null))
+
+
+def library_path() -> Path:
+    """Where libggml-base is. Raises QuantizeError, with one sentence of advice, where there is
+    none."""
+    override = os.environ.get("LLAMA_CPP_LIB_PATH")
+    if override:
+        folder = Path(override)
+    else:
+        spec = importlib.util.find_spec("llama_cpp")
+        if spec is None or not spec.submodule_search_locations:
+            raise QuantizeError("ggml comes with the llama_cpp package: run `make build`")
+        folder = Path(next(iter(spec.submodule_search_locations))) / "lib"
+    for name in _NAMES:
+        if (folder / name).exists():
+            return folder / name
+    raise QuantizeError(f"{folder}: no libggml-base in this folder: run `make build`")
+
+
+@functools.lru_cache(maxsize=4)
+def _load(path: Path) -> Ggml:
+    return Ggml(path)
+
+
+def load_ggml(path: Path | None = None) -> Ggml:
+    """The library, which is loaded once. Raises QuantizeError where it is missing or does not
+    fit."""
+    return _load(library_path() if path is None else path)

@@ -1,0 +1,272 @@
+"""Importance matrices in llama.cpp's format: the mean of the squared inputs of each column.
+
+A GGUF imatrix holds, for each matrix of the model, ``NAME.in_sum2`` [row length, experts], sums
+of squared inputs, and ``NAME.counts`` [1, experts], the tokens that were summed; the keys
+``imatrix.datasets``, ``imatrix.chunk_count`` and ``imatrix.chunk_size``. The format before it, a
+flat list of means, is read as well. Sources: tools/imatrix/imatrix.cpp, common/imatrix-loader.cpp.
+"""
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gguf_tools import errors
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.chunks import sha256_of
+from gguf_tools.file.layout import GATE, GATE_UP, MAGIC, UP, GGMLType, ValueType, expert_tensor_name
+from gguf_tools.file.opening import open_file
+from gguf_tools.file.reader import GGUFFile, metadata_value
+from gguf_tools.file.writer import GGUFWriter
+from gguf_tools.quantize.ggml import Floats
+
+SUMS, COUNTS = ".in_sum2", ".counts"
+KEY_TYPE = "general.type"
+KEY_DATASETS = "imatrix.datasets"
+KEY_CHUNK_COUNT = "imatrix.chunk_count"
+KEY_CHUNK_SIZE = "imatrix.chunk_size"
+
+# A mean over fewer tokens says more about them than about the expert.
+LEAST_TOKENS = 32
+_SHOWN = 8
+_LEGACY_NAME_BYTES = 4096
+
+
+class Entry(NamedTuple):
+    """Sums of squared inputs, float32 [n], and tokens, float32: one count for all or for each
+    expert. Of several experts, the sums of each stand one after the other."""
+
+    sums: Floats
+    counts: Floats
+
+
+@dataclass
+class Imatrix:
+    """An importance matrix by tensor name.
+
+    has_counts: the counts are tokens; in files of the format before GGUF they are not. path and
+    sha256 are those of the file that it was read from.
+    """
+
+    name: str
+    entries: dict[str, Entry]
+    datasets: list[str] = field(default_factory=list)
+    chunk_count: int = 0
+    chunk_size: int = 0
+    has_counts: bool = True
+    path: Path | None = None
+    sha256: str | None = None
+
+    def summary(self) -> str:
+        """One line for a file's metadata."""
+        text = f"imatrix {self.name}"
+        if self.datasets:
+            text += f" of {', '.join(self.datasets)}"
+        if self.chunk_count and self.chunk_size:
+            text += f", {self.chunk_count} chunks of {self.chunk_size} tokens"
+        return text + (f", sha256 {self.sha256}" if self.sha256 else "")
+
+
+class ExpertImportance:
+    """An importance matrix as a model's experts need it; raises MismatchError where it is
+    another model's.
+
+    An expert that saw fewer than LEAST_TOKENS tokens gets the mean over all tokens of its
+    layer, whichever expert they went to. (Upstream gives an expert without any token equal
+    weights, and takes the others as they are.)
+    """
+
+    def __init__(self, imatrix: Imatrix, model: ExpertModel) -> None:
+        self.imatrix = imatrix
+        self._entries: list[dict[int, tuple[Floats, Floats]]] = []
+        self._means: list[dict[int, Floats]] = []
+        self.weak: list[tuple[int, int, int]] = []  # (il, expert, tokens)
+        for layer, il in enumerate(model.layer_ids):
+            found = {}
+            for kind in model.kinds(layer):
+                shape = model.shapes[layer][kind]
+                if shape is not None:
+                    found[kind] = _fitting(imatrix, model, il, kind, shape[0])
+            self._entries.append(found)
+            self._means.append(
+                {
+                    kind: (sums.sum(axis=0, dtype=np.float64) / max(counts.sum(), 1)).astype(
+                        np.float32
+                    )
+                    for kind, (sums, counts) in found.items()
+                }
+            )
+            if imatrix.has_counts:
+                fewest = np.min([counts for _, counts in found.values()], axis=0)
+                self.weak += (
+                    (il, int(e), int(fewest[e])) for e in np.flatnonzero(fewest < LEAST_TOKENS)
+                )
+
+    def of(self, layer: int, kind: int, expert: int) -> Floats:
+        """Mean of the squared inputs of an expert's matrix, float32 [row length]."""
+        sums, counts = self._entries[layer][kind]
+        least = LEAST_TOKENS if self.imatrix.has_counts else 1
+        if counts[expert] < least:
+            return self._means[layer][kind]
+        mean: Floats = sums[expert] / counts[expert]
+        return mean
+
+    def counts(self, layer: int) -> Floats:
+        """Tokens that each expert of a layer saw [n_expert]."""
+        return next(iter(self._entries[layer].values()))[1]
+
+    def note(self) -> str | None:
+        """A sentence on the experts that saw too few tokens, None where there is none."""
+        if not self.weak:
+            return None
+        shown = ", ".join(f"{e} of layer {il} ({n})" for il, e, n in self.weak[:_SHOWN])
+        more = f" and {len(self.weak) - _SHOWN} more" if len(self.weak) > _SHOWN else ""
+        many = "s" if len(self.weak) > 1 else ""
+        return (
+            f"{len(self.weak)} expert{many} saw fewer than {LEAST_TOKENS} tokens of the"
+            f" calibration: {shown}{more}; the mean of the layer stands in for each of them"
+        )
+
+
+def _fitting(
+    imatrix: Imatrix, model: ExpertModel, il: int, kind: int, width: int
+) -> tuple[Floats, Floats]:
+    """Sums [n_expert, width] and counts [n_expert] of one matrix of a model."""
+    # These share their inputs, and may be fused in one of the two files only.
+    kinds = (kind, *({UP, GATE, GATE_UP} - {kind} if kind in (UP, GATE, GATE_UP) else ()))
+    names = [expert_tensor_name(il, each) for each in kinds]
+    entry = next((imatrix.entries[name] for name in names if name in imatrix.entries), None)
+    where = imatrix.path or imatrix.name
+    if entry is None:
+        raise errors.MismatchError(
+            f"{where}: no importance of {names[0]}: made with another model than"
+            f" {model.path}, or without its experts"
+        )
+    n = model.n_expert
+    if entry.sums.size != n * width or entry.counts.size not in (1, n):
+        raise errors.MismatchError(
+            f"{where}: {names[0]}: {entry.sums.size} values and {entry.counts.size} counts,"
+            f" but {model.path} has {n} experts with rows of {width}: made with another model"
+        )
+    return entry.sums.reshape(n, width), np.broadcast_to(entry.counts, n)
+
+
+def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
+    """Read an imatrix file of either format.
+
+    Raises GGUFError for a file that is none, or whose values are not finite or negative.
+    """
+    path = Path(path)
+    try:
+        with open_file(path) as file:
+            found = None
+            magic = file.read(len(MAGIC))
+            if not magic:  # An empty file cannot be mapped.
+                found = _read_legacy(path, magic)
+            elif magic != MAGIC:
+                # It is mapped, since any other file that is named here may exceed the memory.
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    found = _read_legacy(path, data)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise errors.FileAccessError(f"{path}: {reason}") from error
+    if found is None:
+        found = _read_gguf(path)
+    found.path, found.sha256 = path, sha256_of(path)
+    for name, entry in found.entries.items():
+        for values in entry:
+            if not (np.isfinite(values).all() and (values >= 0).all()):
+                raise errors.MetadataError(
+                    f"{path}: {name}: a value is negative or not finite: the file is damaged"
+                )
+    return found
+
+
+def _read_gguf(path: Path) -> Imatrix:
+    with GGUFFile.open(path) as file:
+        entries = {}
+        for name in [name for name in file.tensors if name.endswith(SUMS)]:
+            base = name.removesuffix(SUMS)
+            if base + COUNTS not in file.tensors:
+                raise errors.MissingTensorError(f"{path}: tensor {base + COUNTS} is missing")
+            entries[base] = Entry(_floats(file, name), _floats(file, base + COUNTS))
+        if not entries:
+            raise errors.MissingTensorError(
+                f"{path}: not an importance matrix: no tensor is named *{SUMS}"
+            )
+        datasets = metadata_value(file, KEY_DATASETS, list, [])
+        return Imatrix(
+            path.name,
+            entries,
+            [str(each) for each in datasets],
+            metadata_value(file, KEY_CHUNK_COUNT, int, 0),
+            metadata_value(file, KEY_CHUNK_SIZE, int, 0),
+        )
+
+
+def _floats(file: GGUFFile, name: str) -> Floats:
+    info = file.tensors[name]
+    if info.type is not GGMLType.F32:
+        raise errors.TensorTypeError(
+            f"{file.path}: tensor {name}: type {info.type.tier_name}, expected f32"
+        )
+    return file.array(name).view(np.float32)
+
+
+def _read_legacy(path: Path, data: mmap.mmap | bytes) -> Imatrix:
+    """Reads the format before GGUF, which holds for each matrix a name, a number of calls, and
+    the means times that number."""
+    at = 0
+
+    def take(n: int) -> bytes:
+        nonlocal at
+        if not 0 <= n <= len(data) - at:
+            raise errors.MagicError(
+                f"{path}: neither a GGUF nor an importance matrix of the older format"
+                f" (at offset {at})"
+            )
+        at += n
+        return data[at - n : at]
+
+    def number() -> int:
+        return int(struct.unpack("<i", take(4))[0])
+
+    entries: dict[str, Entry] = {}
+    for _ in range(number()):
+        length = number()
+        name = take(length if length <= _LEGACY_NAME_BYTES else -1).decode("utf-8", "replace")
+        calls = number()
+        values: npt.NDArray[np.float32] = np.frombuffer(take(4 * number()), np.float32)
+        # The values are means as they are where no call is counted.
+        entries[name] = Entry(values, np.array([max(calls, 1)], np.float32))
+    if not entries:
+        take(-1)
+    chunks, datasets = 0, []
+    if len(data) - at >= 8:
+        chunks, length = number(), number()
+        datasets = [take(length).decode("utf-8", "replace")] if length > 0 else []
+    return Imatrix(path.name, entries, datasets, chunks, 0, has_counts=False)
+
+
+def write_imatrix(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
+    """Write a GGUF imatrix as upstream does; its sums may be [experts, row length]."""
+    writer = GGUFWriter(path)
+    writer.meta(KEY_TYPE, "imatrix")
+    writer.meta(KEY_DATASETS, imatrix.datasets, ValueType.ARRAY, ValueType.STRING)
+    writer.meta(KEY_CHUNK_COUNT, imatrix.chunk_count, ValueType.UINT32)
+    writer.meta(KEY_CHUNK_SIZE, imatrix.chunk_size, ValueType.UINT32)
+    data = {}
+    for name, entry in sorted(imatrix.entries.items()):
+        n = entry.counts.size
+        writer.declare(name + SUMS, (entry.sums.size // n, n), GGMLType.F32)
+        writer.declare(name + COUNTS, (1, n), GGMLType.F32)
+        data[name + SUMS], data[name + COUNTS] = entry
+    with writer:
+        writer.begin()
+        for name, values in data.items():
+            writer.write_tensor(name, np.asarray(values, np.float32))

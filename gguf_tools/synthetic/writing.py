@@ -1,0 +1,76 @@
+"""Writes a random-weight Mixture-of-Experts GGUF of a chosen shape."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from gguf_tools.errors import QuantizeError
+from gguf_tools.file.layout import (
+    DEFAULT_ALIGNMENT,
+    EXPERT_ALIGNMENT,
+    GGMLType,
+    ValueType,
+    type_by_name,
+)
+from gguf_tools.file.writer import GGUFWriter
+from gguf_tools.synthetic import weights as sw
+from gguf_tools.synthetic.metadata import synthetic_metadata
+from gguf_tools.synthetic.shapes import Shape, preset
+from gguf_tools.synthetic.tensors import ModelBuilder
+from gguf_tools.synthetic.vocab import TOKEN_TYPE
+
+ROUTINGS = ("uniform", "zipf", "topics")
+
+
+def write(
+    path: Path | str,
+    shape: Shape | str,
+    *,
+    tiers: tuple[str, ...] = ("q4_k",),
+    routing: str = "uniform",
+    zipf_s: float = 1.0,
+    seed: int = 0,
+    alignment: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Path:
+    """Writes the model and returns its path.
+
+    tiers: one type gives an ordinary GGUF. Several, best first, give the multi-tier file, with
+    the best under the standard names, aligned to 4096 bytes. The same seed with another
+    single tier gives a second precision of the same model. q8_0, q4_k and q2_k approximate
+    the same weights; f32 and f16 are Gaussians of their own and stand alone.
+    Raises TensorShapeError, QuantizeError or WriteError, all GGUFError.
+    """
+    if isinstance(shape, str):
+        shape = preset(shape)
+    types = _checked(shape, tiers, routing)
+    alignment = alignment or (DEFAULT_ALIGNMENT if len(types) == 1 else EXPERT_ALIGNMENT)
+    tensors = list(ModelBuilder(shape, types, routing, zipf_s, seed).tensors())
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with GGUFWriter(path, alignment) as writer:
+        for key, value in synthetic_metadata(shape, types).items():
+            writer.meta(key, value, element=ValueType.INT32 if key == TOKEN_TYPE else None)
+        for tensor in tensors:
+            writer.declare(tensor.name, tensor.shape, tensor.type)
+        writer.begin()
+        for tensor in tensors:
+            writer.write_tensor(tensor.name, tensor.chunks())
+            if progress:
+                declared = writer.tensors[tensor.name]
+                progress((declared.offset + declared.nbytes) / writer.data_bytes)
+    return path
+
+
+def _checked(shape: Shape, tiers: tuple[str, ...], routing: str) -> list[GGMLType]:
+    types = []
+    for name in tiers:
+        kind = type_by_name(name)
+        if kind is None or kind not in (*sw.GAUSSIAN_TYPES, *sw.BLOCK_TYPES):
+            known = ", ".join(each.tier_name for each in (*sw.GAUSSIAN_TYPES, *sw.BLOCK_TYPES))
+            raise QuantizeError(f"no random weights of type '{name}': known are {known}")
+        types.append(kind)
+    if len(types) > 1 and not set(types) <= set(sw.BLOCK_TYPES):
+        raise QuantizeError("f32 and f16 stand alone: pack such a file to get more tiers")
+    if routing not in ROUTINGS:
+        raise QuantizeError(f"unknown routing '{routing}': known are {', '.join(ROUTINGS)}")
+    return types

@@ -1,0 +1,6 @@
+"""Whether a model file is sound: its layout, its promises, and every block of its weights."""
+
+from gguf_tools.verify.report import Problem, VerifyReport
+from gguf_tools.verify.verifying import verify
+
+__all__ = ["Problem", "VerifyReport", "verify"]

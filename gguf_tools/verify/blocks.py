@@ -1,0 +1,101 @@
+"""Every block of every tensor through ggml's own validation."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from gguf_tools.file.chunks import CHUNK_BYTES
+from gguf_tools.file.layout import BLOCK, parse_expert_name
+from gguf_tools.file.parse import TensorInfo
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.progress import Progress, ProgressMeter
+from gguf_tools.quantize.ggml import Ggml, native_stderr_hidden
+from gguf_tools.verify.report import Problem, VerifyReport, problem_at
+from gguf_tools.workers import Job, run_all
+
+# A tensor of noise has a finding in every block. They are one sentence, which counts up to here.
+MAX_COUNTED = 1000
+
+
+def check_blocks(
+    parts: Sequence[GGUFFile],
+    report: VerifyReport,
+    ggml: Ggml,
+    threads: int,
+    progress: Progress | None,
+) -> None:
+    tensors = [(part, info) for part in parts for info in part.tensors.values()]
+    report.n_tensors = len(tensors)
+    bad: dict[tuple[Path, str], list[int]] = {}
+    unknown = {kind for kind in {info.type for _, info in tensors} if not ggml.can_check(kind)}
+    checked = [info for _, info in tensors if info.type not in unknown]
+    report.nbytes = sum(info.nbytes for info in checked)
+    report.n_blocks = sum(info.nbytes // BLOCK[info.type].bytes for info in checked)
+
+    def jobs() -> Iterator[Job]:
+        for part, info in tensors:
+            if info.type in unknown:
+                continue
+            block_bytes = BLOCK[info.type].bytes
+            step = max(1, CHUNK_BYTES // block_bytes) * block_bytes
+            found = bad.setdefault((part.path, info.name), [])
+            for start in range(0, info.nbytes, step):
+                size = min(step, info.nbytes - start)
+                yield partial(_check_run, ggml, part, info, (start, size), found)
+
+    with native_stderr_hidden():
+        run_all(jobs(), threads, ProgressMeter(progress, report.nbytes))
+    for part, info in tensors:
+        found = sorted(bad.get((part.path, info.name), ()))
+        if info.type in unknown:
+            report.problems.append(
+                problem_at(part, info, f"ggml has no check for {info.type.tier_name}")
+            )
+        elif found:
+            report.problems.append(_block_problem(part, info, found))
+
+
+def _check_run(
+    ggml: Ggml, part: GGUFFile, info: TensorInfo, run: tuple[int, int], found: list[int]
+) -> int:
+    """Check (start, bytes) of a tensor; adds the numbers of its bad blocks to ``found``."""
+    start, nbytes = run
+    block_bytes = BLOCK[info.type].bytes
+    todo = [(start // block_bytes, nbytes // block_bytes)]
+    bad: list[int] = []
+    while todo and len(bad) < MAX_COUNTED:
+        block, count = todo.pop()
+        data = part.bytes_at(info.offset + block * block_bytes, count * block_bytes)
+        if ggml.is_valid(info.type, data):
+            continue
+        if count == 1:
+            bad.append(block)
+        else:
+            half = count // 2
+            todo += [(block + half, count - half), (block, half)]
+    found += bad
+    return nbytes
+
+
+def _block_problem(part: GGUFFile, info: TensorInfo, found: list[int]) -> Problem:
+    """One sentence for the bad blocks of a tensor, in order."""
+    block = found[0]
+    size = BLOCK[info.type]
+    offset = info.offset + block * size.bytes
+    expert = ""
+    if parse_expert_name(info.name) is not None and len(info.shape) == 3:
+        per_expert = info.shape[0] * info.shape[1] // size.weights
+        expert = f" (expert {block // per_expert})" if per_expert else ""
+    what = "value" if size.weights == 1 else f"{info.type.tier_name} block"
+    rest = ""
+    if len(found) > 1:
+        least = "at least " if len(found) >= MAX_COUNTED else ""
+        rest = f", and {least}{len(found) - 1} more"
+    return Problem(
+        f"{part.path}: tensor {info.name}: {what} {block}{expert} at offset {offset} is not"
+        f" finite{rest}",
+        str(part.path),
+        info.name,
+        offset,
+        block,
+    )

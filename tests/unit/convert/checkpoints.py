@@ -1,0 +1,136 @@
+"""Checkpoints of small random models of each family, with their tokenizers, and what transformers
+computes with them."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+import torch
+import transformers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from gguf_tools.convert.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
+
+from .families import END, FAMILIES, GLM, TEXT, VOCAB
+
+
+@functools.cache
+def byte_level(kind: str) -> Tokenizer:
+    """A byte-level BPE of VOCAB tokens, split as a family's own tokenizer splits."""
+    tokenizer = Tokenizer(models.BPE())
+    if kind == "neox":
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        split = LLAMA3_SPLIT if kind == "llama3" else QWEN2_SPLIT
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(split), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        if kind == "llama3":
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{END} $A", special_tokens=[(END, 0)]
+            )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(
+            vocab_size=VOCAB,
+            special_tokens=[END, *(GLM if kind == "glm" else ())],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    return tokenizer
+
+
+def save_tokenizer(kind: str, folder: Path) -> None:
+    """The tokenizer's files, as the family's class writes them."""
+    if kind == "sentencepiece":
+        save_sentencepiece(folder)
+        return
+    classes: dict[str, Callable[..., Any]] = {
+        "qwen2": transformers.Qwen2Tokenizer,
+        "glm": transformers.PreTrainedTokenizerFast,
+        "neox": transformers.GPTNeoXTokenizer,
+        "llama3": transformers.PreTrainedTokenizerFast,
+    }
+    tokenizer = classes[kind](tokenizer_object=byte_level(kind), bos_token=END, eos_token=END)
+    tokenizer.save_pretrained(folder)
+
+
+def save_sentencepiece(folder: Path) -> None:
+    """tokenizer.model, as Llama's: BPE that falls back to bytes, and changes no character."""
+    (folder / "tokenizer.model").write_bytes(_sentencepiece())
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "legacy": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@functools.cache
+def _sentencepiece() -> bytes:
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines() * 8),
+        model_writer=out,
+        vocab_size=VOCAB,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.99,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return out.getvalue()
+
+
+def write_checkpoint(name: str, folder: Path, **save: Any) -> Any:
+    """Write a family's checkpoint into ``folder``; returns the model that is in it."""
+    family = FAMILIES[name]
+    model = family.build()
+    model.save_pretrained(folder, **save)
+    if family.publish is not None:
+        family.publish(folder)
+    save_tokenizer(family.tokenizer, folder)
+    if family.adapt is not None:
+        family.adapt(model)
+    return model
+
+
+def their_tokens(name: str, folder: Path, text: str) -> list[int]:
+    """What the tokenizer in ``folder`` makes of a text, by its own library."""
+    if FAMILIES[name].tokenizer == "sentencepiece":
+        processor = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
+        return [processor.bos_id(), *processor.encode(text)]
+    found: list[int] = transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids
+    return found
+
+
+def reference_logits(model: Any, tokens: list[int]) -> np.ndarray:
+    """Logits [T, vocab] of the model in float32, computed without a cache."""
+    with torch.inference_mode():
+        return np.asarray(model(torch.tensor([tokens]), use_cache=False).logits[0].float())

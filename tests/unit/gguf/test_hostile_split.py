@@ -1,0 +1,153 @@
+"""Parts of split models that do not belong together: each is refused with a sentence."""
+
+import os
+import re
+
+import pytest
+from gguf_craft import model_metadata, model_tensors, write_model
+from gguf_split import split
+
+from gguf_tools import errors
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import ValueType
+from gguf_tools.file.parts import open_model
+from gguf_tools.file.reader import GGUFFile
+
+
+def part(path, number, count, tensors, total):
+    return write_model(
+        path,
+        tensors,
+        model_metadata() if number == 0 else {"general.architecture": "qwen3moe"},
+        extra=[
+            ("split.no", number, ValueType.UINT16, None),
+            ("split.count", count, ValueType.UINT16, None),
+            ("split.tensors.count", total, ValueType.INT32, None),
+        ],
+    )
+
+
+def split_paths(folder):
+    return [folder / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+
+
+def test_split_without_second_part(tmp_path):
+    first, second = split_paths(tmp_path)
+    part(first, 0, 2, model_tensors(), 9)
+    with pytest.raises(errors.SplitError, match=f"{second.name}: part 2 of 2 is missing"):
+        open_model(first)
+
+
+def test_split_opened_at_second_part(tmp_path):
+    _, second = split_paths(tmp_path)
+    part(second, 1, 2, model_tensors(), 9)
+    with pytest.raises(errors.SplitError, match="m-00001-of-00002"):
+        open_model(second)
+
+
+def test_split_with_a_wrong_name(tmp_path):
+    part(tmp_path / "m.gguf", 0, 2, model_tensors(), 9)
+    with pytest.raises(errors.SplitError, match="NAME-00001-of-00002"):
+        open_model(tmp_path / "m.gguf")
+
+
+def test_split_with_a_foreign_part(tmp_path):
+    first, second = split_paths(tmp_path)
+    half = model_tensors()
+    part(first, 0, 2, half[:4], len(half))
+    part(second, 0, 2, half[4:], len(half))
+    with pytest.raises(errors.SplitError, match=r"split\.no"):
+        open_model(first)
+
+
+@pytest.mark.parametrize(
+    ("start", "error", "says"),
+    [(3, errors.DuplicateError, "m-00001-of-00002"), (5, errors.SplitError, "split.tensors.count")],
+    ids=["a tensor in both", "missing tensors"],
+)
+def test_split_with_another_second_part(start, error, says, tmp_path):
+    first, second = split_paths(tmp_path)
+    half = model_tensors()
+    part(first, 0, 2, half[:4], len(half))
+    part(second, 1, 2, half[start:], len(half))
+    with pytest.raises(error, match=re.escape(says)):
+        open_model(first)
+
+
+@pytest.fixture
+def split_model(tmp_path):
+    """Paths of a whole model in three parts as gguf-split leaves it."""
+    return split(write_model(tmp_path / "whole.gguf"), tmp_path, 3)
+
+
+def refused(path):
+    with pytest.raises(errors.GGUFError) as caught:
+        open_model(path)
+    return str(caught.value)
+
+
+def test_split_part_without_the_model_s_metadata_names_the_first(split_model):
+    assert refused(split_model[2]) == (
+        f"{split_model[2]}: part 3 of 3; open the first part, m-00001-of-00003.gguf"
+    )
+
+
+def test_split_parts_in_the_wrong_order(split_model):
+    _, second, third = split_model
+    second.rename(spare := second.with_name("spare"))
+    third.rename(second)
+    spare.rename(third)
+    assert refused(split_model[0]) == f"{second}: key split.no: 2, expected 1"
+
+
+def test_split_first_part_under_another_s_name(split_model):
+    first, second, _ = split_model
+    first.replace(second)
+    assert refused(second).startswith(f"{second}: named part 2 of 3, but it is part 1")
+
+
+def test_split_part_of_another_split(split_model, tmp_path):
+    other = split(tmp_path / "whole.gguf", tmp_path / "other", 2)
+    other[1].replace(split_model[1])
+    assert refused(split_model[0]) == f"{split_model[1]}: key split.count: 2, expected 3"
+
+
+def test_split_part_of_another_model(split_model, tmp_path):
+    larger = write_model(tmp_path / "larger.gguf", model_tensors(layers=range(3)))
+    other = split(larger, tmp_path / "other", 3)
+    other[1].replace(split_model[1])
+    said = refused(split_model[0])
+    assert said.startswith(
+        f"{split_model[1]}: not of the model of {split_model[0].name}: key split.t"
+    )
+
+
+def test_split_part_that_says_another_architecture(tmp_path):
+    first, second = split_paths(tmp_path)
+    tensors = model_tensors()
+    part(first, 0, 2, tensors[:4], len(tensors))
+    keys = [("split.no", 1, ValueType.UINT16, None), ("split.count", 2, ValueType.UINT16, None)]
+    write_model(second, tensors[4:], {"general.architecture": "olmoe"}, extra=keys)
+    said = refused(first)
+    assert said.startswith(f"{second}: not of the model of") and "'olmoe' here" in said
+
+
+def test_split_part_that_is_a_model_of_its_own(split_model, tmp_path):
+    (tmp_path / "whole.gguf").replace(split_model[1])
+    assert refused(split_model[0]).startswith(f"{split_model[1]}: key split.no is missing")
+
+
+@pytest.mark.parametrize("size", [0, 3, 100, -1])
+def test_split_with_a_truncated_part(split_model, size):
+    part = split_model[1]
+    with GGUFFile.open(part) as file:
+        last = list(file.tensors.values())[-1]
+    # -1: one byte short of the last tensor; what follows is padding
+    os.truncate(part, size if size >= 0 else last.offset + last.nbytes - 1)
+    assert refused(split_model[0]).startswith(f"{part}: ")
+
+
+def test_name_of_a_split_model_without_one(tmp_path):
+    whole = write_model(tmp_path / "whole.gguf", metadata=model_metadata(name=None))
+    with ExpertModel.open(split(whole, tmp_path, 2, name="my-model")[0]) as model:
+        assert model.name == "my-model"

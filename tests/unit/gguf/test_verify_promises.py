@@ -1,0 +1,120 @@
+"""``verify``: what the metadata promises of tiers, layers and how a file was made."""
+
+from __future__ import annotations
+
+import pytest
+from gguf_craft import model_metadata, model_tensors, write_model
+from verify_files import LOW, UP, place, repack, texts
+
+from gguf_tools.file.layout import GGMLType
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.file.writer import GGUFWriter
+from gguf_tools.pack import pack
+
+
+def test_a_missing_tier(packed, tmp_path, ggml):
+    gate = "blk.0.ffn_gate_exps.weight.moe_edge.q2_k"
+    path = repack(packed, tmp_path / "m.gguf", drop={LOW, gate})
+    assert sorted(texts(path, ggml)) == [
+        f"{path}: tensor {name} is missing, but key moe_edge.tiers announces tier q2_k"
+        for name in (gate, LOW)
+    ]
+
+
+def test_a_missing_best_tier(packed, tmp_path, ggml):
+    path = repack(packed, tmp_path / "m.gguf", drop={UP})
+    offset = place(path, LOW).offset
+    assert texts(path, ggml)[0] == (
+        f"{path}: tensor {LOW}: offset {offset}: its best tier {UP} is missing"
+    )
+
+
+def test_a_tier_that_is_not_announced(packed, tmp_path, ggml):
+    wrong = UP + ".moe_edge.q3_k"
+    path = repack(packed, tmp_path / "m.gguf", rename={LOW: wrong})
+    said = texts(path, ggml)
+    assert len(said) == 2
+    assert any(f"{wrong}: offset" in each and "does not list q3_k" in each for each in said)
+    assert any(f"tensor {LOW} is missing" in each for each in said)
+
+
+def test_a_tier_of_another_type(packed, tmp_path, ggml):
+    path = repack(packed, tmp_path / "m.gguf", types={LOW: GGMLType.Q3_K})
+    offset = place(path, LOW).offset
+    said = texts(path, ggml)
+    assert said[0] == f"{path}: tensor {LOW}: offset {offset}: q3_k, but tier q2_k is q2_k there"
+    assert "key moe_edge.tier_bpw [4.5, 2.625], but the tiers hold 4.50, 2.7" in said[1]
+
+
+def test_alignment_of_an_expert_file(packed, tmp_path, ggml):
+    path = repack(packed, tmp_path / "m.gguf", alignment=64)
+    said = texts(path, ggml)
+    assert said[0] == f"{path}: alignment 64; an expert file is aligned to 4096 bytes"
+    assert all("not a multiple of 4096" in each for each in said[1:])
+
+
+def test_wrong_counts(packed, tmp_path, ggml):
+    path = repack(packed, tmp_path / "m.gguf", meta={"qwen3moe.expert_count": 7})
+    (said,) = texts(path, ggml)
+    assert "expert" in said and said.startswith(f"{path}: ")
+    path = repack(packed, tmp_path / "n.gguf", meta={"moe_edge.tier_bpw": [4.5]})
+    (said,) = texts(path, ggml)
+    assert said == (
+        f"{path}: key moe_edge.tier_bpw [4.5], but the tiers hold 4.50, 2.62 bits per weight"
+    )
+    path = repack(packed, tmp_path / "o.gguf", meta={"moe_edge.format_version": 99})
+    (said,) = texts(path, ggml)
+    assert "moe_edge.format_version: 99" in said
+
+
+def test_a_layer_without_its_experts(packed, tmp_path, ggml):
+    with GGUFFile.open(packed) as file:
+        gone = {name for name in file.tensors if name.startswith("blk.1.") and "_exps" in name}
+    path = repack(packed, tmp_path / "m.gguf", drop=gone)
+    assert texts(path, ggml) == [f"{path}: layer 1 has a router but no experts"]
+
+
+def test_layers_that_predict_further_tokens_have_no_tiers(tmp_path, ggml):
+    metadata = model_metadata(block_count=3, nextn_predict_layers=1)
+    source = write_model(tmp_path / "src.gguf", model_tensors(layers=range(3)), metadata)
+    path = pack(source, tmp_path / "out.gguf", ["q8_0", "q4_0"], ggml=ggml).path
+    assert texts(path, ggml) == []
+    assert "blk.2.ffn_up_exps.weight.moe_edge.q4_0" not in GGUFFile.open(path).tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"moe_edge.fallbacks": ["down: q8_0 is fine"]},
+            "does not say: down: q4_k -> iq4_nl (rows",
+        ),
+        ({"moe_edge.quantization": 7}, "key moe_edge.quantization: not a text"),
+        ({"moe_edge.calibration": ["a"]}, "key moe_edge.calibration: not a text"),
+        ({"moe_edge.fallbackz": ["a"]}, "key moe_edge.fallbackz: unknown"),
+        ({"moe_edge.tiers": ["y4_k"]}, "key moe_edge.tiers: y4_k is no type"),
+    ],
+)
+def test_what_is_said_about_the_making(tmp_path, ggml, change, said):
+    types = dict.fromkeys((0, 1, 2, 3), GGMLType.F16)
+    source = write_model(
+        tmp_path / "src.gguf",
+        model_tensors(n_embd=256, n_ff=64, types=types),
+        model_metadata(embedding_length=256),
+    )
+    good = pack(source, tmp_path / "good.gguf", ["q4_k"], ggml=ggml).path
+    assert texts(good, ggml) == []
+    bad = tmp_path / "bad.gguf"
+    with GGUFFile.open(good) as file, GGUFWriter(bad, file.alignment) as writer:
+        for key in file.metadata:
+            if key != "general.alignment":
+                writer.meta_encoded(key, file.encoded_value(key))
+        for key, value in change.items():
+            writer.meta(key, value)
+        for info in file.tensors.values():
+            writer.declare(info.name, info.shape, info.type)
+        writer.begin()
+        for name in file.tensors:
+            writer.write_tensor(name, file.array(name))
+    (found,) = texts(bad, ggml)
+    assert found.startswith(f"{bad}: key moe_edge.") and said in found

@@ -1,0 +1,30 @@
+"""Calls of `moe-edge pull` against the server of the tests."""
+
+from __future__ import annotations
+
+from click.testing import CliRunner
+
+from orchestrator.cli import cli
+
+SIZE = 300_000
+
+
+def noise(seed: int, size: int = SIZE) -> bytes:
+    import random
+
+    return random.Random(seed).randbytes(size)
+
+
+def pull(*words):
+    return CliRunner().invoke(cli, ["pull", *words])
+
+
+def refused(*words):
+    result = pull(*words)
+    assert (result.exit_code, result.stdout) == (1, ""), result.output
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("Error: ").rstrip("\n")
+
+
+def blobs(tmp_path):
+    return sorted(path.name for path in tmp_path.glob("hf/hub/models--*/blobs/*"))
