@@ -9,7 +9,7 @@ import os
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -20,7 +20,7 @@ from . import lazy
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import ConvertError, NotMoEError, QuantizeError, WriteError
 from .experts import ExpertModel
-from .layout import FLOAT_TYPES, MANAGED_ARCHITECTURES, GGMLType, parse_expert_name, row_bytes
+from .layout import FLOAT_TYPES, KEY_ARCHITECTURE, GGMLType, parse_expert_name, row_bytes
 from .methods import ByImportance
 from .pack import PackReport, pack
 from .quantize import Ggml, load, parse_tiers
@@ -60,6 +60,7 @@ def convert(
     dense: str | None = None,
     imatrix: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
+    managed: Collection[str] | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> PackReport:
@@ -70,7 +71,8 @@ def convert(
     upstream's converter gives them in a model of the checkpoint's type; ``dense`` names
     another one for matrices among them. ``imatrix``: an importance matrix of llama.cpp that
     weighs the columns of experts. ``title`` names the model, where the folder's name and
-    its README do not. ``progress`` gets the finished share, 0 to 1.
+    its README do not. ``managed`` names the architectures whose experts the caller can run
+    from disk: the report warns of another one. ``progress`` gets the finished share, 0 to 1.
 
     Raises CheckpointError, ConvertError and GGUFError, each one sentence; on any exception,
     Ctrl-C included, nothing is left behind.
@@ -95,7 +97,8 @@ def convert(
                 threads=threads,
                 ggml=ggml,
             )
-            if file.metadata["general.architecture"] not in MANAGED_ARCHITECTURES:
+            architecture = file.metadata[KEY_ARCHITECTURE]
+            if managed is not None and architecture not in managed:
                 report.warnings.append(
                     f"moe-edge does not manage experts of {checkpoint.architecture}: such a model"
                     " runs only where all of it fits the memory"

@@ -41,32 +41,6 @@ KEY_QUANTIZATION_VERSION = "general.quantization_version"
 QUANTIZATION_VERSION = 2
 
 
-# The architectures whose experts the native store manages: ARCHITECTURES of
-# patches/native/moe-edge-llama.cpp.
-MANAGED_ARCHITECTURES = (
-    "qwen3moe",
-    "qwen2moe",
-    "olmoe",
-    "llama",
-    "deepseek",
-    "deepseek2",
-    "phimoe",
-    "bailingmoe",
-    "bailingmoe2",
-    "dots1",
-    "ernie4_5-moe",
-    "exaone-moe",
-    "glm4moe",
-    "granitemoe",
-    "hunyuan-moe",
-    "minimax-m2",
-    "gpt-oss",
-    "qwen3next",
-    "qwen35moe",
-    "qwen3vlmoe",
-)
-
-
 class ValueType(IntEnum):
     """Type tag of a metadata value."""
 

@@ -52,6 +52,7 @@ def convert(
     from gguf_tools.hub import resolve_checkpoint
     from gguf_tools.hub_choice import PREFIX
     from gguf_tools.pack import pack
+    from orchestrator.llama import Bindings
 
     names = tier_names(tiers)
     path, title = Path(source), None
@@ -80,6 +81,7 @@ def convert(
                 dense=dense,
                 imatrix=imatrix,
                 trust_remote_code=trust_remote_code,
+                managed=Bindings.load().library().managed_architectures(),
                 progress=progress,
                 threads=threads,
             )
