@@ -56,6 +56,8 @@ def prose_of(text: str) -> str:
 
 
 def exists(pattern: str) -> bool:
+    """Whether a path is there; {a,b} and NAME stand for any text."""
+    pattern = pattern.replace("NAME", "*")
     pattern = re.sub(r"\{[^}]*\}", "*", pattern.rstrip("/."))
     return any(True for _ in REPO.glob(pattern))
 
@@ -115,11 +117,17 @@ def test_readme_is_short() -> None:
 
 
 def test_every_experiment_has_a_date() -> None:
-    """A section with a text of its own is an entry: its heading ends with the day of its figures."""
-    text = re.sub(r"^```.*?^```\n", "", text_of("EXPERIMENTS.md"), flags=re.DOTALL | re.MULTILINE)
-    sections = re.findall(r"^(#{2,}) (.+)\n+(?!#)", text, re.MULTILINE)
-    assert sections
-    for _, heading in sections:
+    """An entry is a section without sections in it; its heading ends with a date."""
+    text = prose_of(text_of("EXPERIMENTS.md"))
+    headings = re.findall(r"^(##+) (.+)$", text, re.MULTILINE)
+    below = [*(len(marks) for marks, _ in headings[1:]), 0]
+    entries = [
+        heading
+        for (marks, heading), next_depth in zip(headings, below, strict=True)
+        if next_depth <= len(marks)
+    ]
+    assert entries
+    for heading in entries:
         ends = re.search(r" \((\d{4}-\d{2}-\d{2})\)$", heading)
         assert ends, f"EXPERIMENTS.md: {heading!r} does not end with a date as (2026-11-21)"
         date.fromisoformat(ends[1])
