@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 from click.testing import CliRunner
-from test_layers import LAYERS, REPO, rank
+from test_layers import LAYERS, RANK, REPO, rank
 
 MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 WIDTH = 88
@@ -98,7 +98,13 @@ def rooms_of(package: str) -> list[Path]:
         for path in (REPO / package).iterdir()
         if (path.suffix == ".py" and path.stem != "__init__") or (path / "__init__.py").is_file()
     ]
-    return sorted(found, key=lambda path: (-(rank(f"{package}.{path.stem}") or 0), path.name))
+    return sorted(found, key=lambda path: (-rank_of(f"{package}.{path.stem}"), path.name))
+
+
+def rank_of(room: str) -> int:
+    """The rank of a room, or of the highest module in it that has one of its own."""
+    inside = [each for name, each in RANK.items() if name.startswith(room + ".")]
+    return max([*inside, rank(room) or 0])
 
 
 def rooms_block() -> str:
