@@ -16,7 +16,7 @@ IN_ENV = "$$($(TOOL) python)"
 # lm_eval takes 600 MB: its adapter is tested in CI, elsewhere where it is installed.
 TEST_EXTRAS := dev,convert$(if $(CI),$(shell echo ,eval))
 
-.PHONY: help build chat test check bench patches-verify patches-refresh cuda-check gpu-check clean fuzz
+.PHONY: help build chat test check bench docs patches-verify patches-refresh cuda-check gpu-check clean fuzz
 
 help:
 	@echo 'make build            set everything up: environment, patched llama.cpp, moe-edge'
@@ -24,6 +24,7 @@ help:
 	@echo 'make test             the same, then run the tests'
 	@echo 'make check            ruff, mypy, docs and patches'
 	@echo 'make bench            the benchmark (BENCH="--routing zipf --json" passes options)'
+	@echo 'make docs             write what is generated in the documents'
 	@echo 'make patches-verify   check the patch series'
 	@echo 'make patches-refresh  rewrite the patches (TREE=DIR: from an edited llama.cpp)'
 	@echo 'make cuda-check       compile CUDA objects (FULL=1: the library); needs nvcc, no GPU'
@@ -52,6 +53,10 @@ check:
 bench:
 	@$(TOOL) setup $(FLAGS)
 	@exec $(IN_ENV) -m orchestrator bench $(BENCH)
+
+docs:
+	@$(TOOL) setup --extras dev $(FLAGS)
+	@$(IN_ENV) tests/contract/generated.py
 
 patches-verify:
 	@$(TOOL) verify --fetch

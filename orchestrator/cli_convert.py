@@ -51,6 +51,7 @@ def convert(
     from gguf_tools.convert.converting import check_arguments
     from gguf_tools.hub import PREFIX, resolve_checkpoint
     from gguf_tools.pack import pack
+    from orchestrator.llama import Bindings
 
     names = tier_names(tiers)
     path, title = Path(source), None
@@ -79,6 +80,7 @@ def convert(
                 dense=dense,
                 imatrix=imatrix,
                 trust_remote_code=trust_remote_code,
+                managed=Bindings.load().library().managed_architectures(),
                 progress=progress,
                 threads=threads,
             )

@@ -37,11 +37,12 @@ from patches.upstream import (
 
 KEEP_WHEELS = 6
 TARGET = "llama"
-# Upstream's CUDA sources that our patches touch or our kernels rely on, then all of ours.
+# Upstream's CUDA sources that our patches touch or our kernels rely on. A check compiles these
+# and all of ours.
 CUDA_SAMPLE = ("ggml-cuda.cu", "mmid.cu", "mmq.cu", "mmvq.cu")
 OUR_WARNING = re.compile(r"^\S*\bmoe-edge/[\w.-]+(?:\(\d+\)|:\d+(?::\d+)?):? ?warning.*$", re.M)
 
-# Everything that no part of moe-edge uses is left out: it is half of the compile time.
+# Everything that no part of moe-edge uses is left out, which saves half of the compile time.
 BASE_FLAGS = (
     "CMAKE_BUILD_TYPE=Release",
     "BUILD_SHARED_LIBS=ON",
@@ -91,7 +92,8 @@ class Plan:
 
     @property
     def build_dir(self) -> Path:
-        """One per set of flags and toolchain; objects of another compiler never mix in."""
+        """A folder for each set of flags and toolchain, so that objects of two compilers never
+        mix."""
         parts = [*self.flags, self.tools.identity, self.tools.generator, str(self.tools.ccache)]
         parts += [self.tools.cc, self.tools.cxx, self.upstream.sha256]
         return cache_dir() / "build" / _digest(parts)[:16]
@@ -115,7 +117,7 @@ def make_plan(upstream: Upstream, options: Options) -> Plan:
     flags = [*BASE_FLAGS, f"LLAMA_BUILD_COMMIT={upstream.local_version}"]
     rpath = ["$ORIGIN"]
     if tools.native_amx and not amx:
-        # GGML_AMX_*=OFF does not help: with GGML_NATIVE they are not looked at.
+        # GGML_AMX_*=OFF does not help, since upstream does not look at it with GGML_NATIVE.
         flags += [f"CMAKE_{lang}_FLAGS={' '.join(probe.AMX_OFF)}" for lang in ("C", "CXX")]
     if gpu:
         cuda_flags, cuda_libs = cuda.flags(options.cuda_arch)
@@ -155,7 +157,7 @@ def _user_flags(text: str) -> list[str]:
 
 
 def cached_wheel(plan: Plan) -> Path | None:
-    """The finished wheel of this plan, or None; a file damaged on disk counts as none."""
+    """The finished wheel of this plan, or None where there is none or its file is damaged."""
     path = plan.wheel_path
     try:
         with zipfile.ZipFile(path) as archive:
@@ -165,13 +167,14 @@ def cached_wheel(plan: Plan) -> Path | None:
 
 
 def build(upstream: Upstream, options: Options) -> tuple[Path, Plan, bool]:
-    """(wheel, plan, built now). Interrupting it leaves nothing that a next call trips over."""
+    """(wheel, plan, whether it was built just now). Interrupting it leaves nothing that a next
+    call trips over."""
     plan = make_plan(upstream, options)
     found = cached_wheel(plan)
     if found:
         return found, plan, False
     with locked(cache_dir() / "lock") as lock:
-        # What was edited while we waited for another build must be in this one.
+        # The sources may have been edited while we waited for another build.
         plan = make_plan(upstream, options)
         found = cached_wheel(plan)
         if found:
@@ -214,7 +217,7 @@ def compile_tree(
             command += ["--parallel", str(jobs or default_jobs(plan.gpu))]
             _run(command, "compiling", file.fileno(), log, lock)
     except KeyboardInterrupt:
-        # The compilers have seen Ctrl-C too and have removed what they had half written.
+        # The compilers have seen Ctrl-C too, and have removed what they had half written.
         running.unlink(missing_ok=True)
         raise
     running.unlink()
@@ -226,7 +229,7 @@ def check_cuda_objects(plan: Plan, source: Path, full: bool, lock: int) -> None:
     Raises BuildError for an error, or for a warning in our own files.
     """
     ours = [path.name for path in native_sources() if path.suffix == ".cu"]
-    # CMake's place for the objects of sources outside their target's folder
+    # CMake puts the objects of sources outside their target's folder there.
     folder = "ggml/src/ggml-cuda/CMakeFiles/ggml-cuda.dir"
     objects = [f"{folder}/__/__/__/moe-edge/{name}.o" for name in ours]
     for name in objects:
@@ -283,7 +286,7 @@ def _run(command: list[str], what: str, log_fd: int, log: Path, lock: int) -> No
             progress.line(line.decode(errors="replace"))
         status = process.wait()
     except BaseException:
-        # Ctrl-C has reached the whole group already, a plain kill only us.
+        # Ctrl-C has reached the whole group already, but a plain kill reaches only us.
         process.send_signal(signal.SIGINT)
         process.communicate()
         progress.close()

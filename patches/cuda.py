@@ -15,7 +15,7 @@ from pathlib import Path
 from patches import probe
 from patches.upstream import BuildError, cache_dir, say
 
-# Without a GPU to ask: PTX that every card since Ampere can translate for itself.
+# Without a GPU to ask, we build PTX that every card since Ampere can translate for itself.
 DEFAULT_ARCH = "80-virtual"
 
 
@@ -63,8 +63,8 @@ def _headers(root: Path, name: str) -> list[Path]:
 
 
 def overlay(root: Path, nvcc: str) -> Path:
-    """A tree of links to the toolkit with cuBLAS beside it: that of the Python package where it is
-    installed, else downloaded from PyPI; cached by version."""
+    """A tree of links to the toolkit with cuBLAS beside it, cached by version. cuBLAS is that of an
+    installed Python package, else it is downloaded from PyPI."""
     version = probe.nvcc_version(nvcc)
     target = cache_dir() / "cuda" / f"{version}-cublas"
     if (target / "include" / "cublas_v2.h").exists():
@@ -101,14 +101,14 @@ def overlay(root: Path, nvcc: str) -> Path:
 
 
 def _installed(major: int) -> list[Path]:
-    """Headers and libraries of the package nvidia-cublas of a Python environment in use; [] where
-    none has one for this major version of CUDA."""
+    """Headers and libraries of the package nvidia-cublas of a Python environment in use. [] where
+    none has the package for this major version of CUDA."""
     roots = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         base = Path(os.environ.get(variable) or os.devnull)
         roots += map(str, base.glob("lib/python3*/site-packages"))
     for root in dict.fromkeys(roots):
-        # cu13 holds all packages of CUDA 13; up to CUDA 12 each has a folder of its own
+        # cu13 holds all packages of CUDA 13. Up to CUDA 12 each has a folder of its own.
         for folder in (Path(root) / f"nvidia/cu{major}", Path(root) / "nvidia/cublas"):
             libraries = sorted(folder.glob(f"lib/libcublas*.so.{major}"))
             headers = sorted(folder.glob("include/cublas*.h"))

@@ -21,7 +21,7 @@ from patches.upstream import REPO, BuildError, Upstream, say, write_atomic
 
 PYTHON_AT_LEAST = (3, 10)
 
-# Runs inside the environment: what is installed there, as one JSON object.
+# This runs inside the environment, and prints what is installed there as one JSON object.
 INSPECT = """
 import importlib.metadata as metadata, json, sys
 report = {"version": sys.version_info[:2], "prefix": sys.prefix, "stamp": None, "names": {}}

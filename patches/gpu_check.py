@@ -27,7 +27,7 @@ PARTS = ("build", "correct", "bench")
 REPORT = Path("gpu-report.md")
 TAIL = 12_000  # characters of a step's output in the report
 
-# pytest's exit status where no test was selected
+# This is pytest's exit status where no test was selected.
 NO_TESTS = 5
 
 # (what it shows, arguments of `moe-edge`). Each is one step of the part `bench`, and its output
@@ -64,8 +64,8 @@ class Section:
 def run(
     parts: Iterable[str], python: Path, build_options: list[str], report: Path, only: str = ""
 ) -> int:
-    """Runs the parts, writes the report; 0 unless a step failed. python: our environment's; only:
-    of the benchmarks those whose name or arguments hold it."""
+    """Runs the parts and writes the report; returns 0 unless a step failed. python is that of our
+    environment. only picks the benchmarks whose name or arguments hold it."""
     found, why = probe.find_gpu()
     say(f"GPU: {why}" if found else f"no GPU: {why}; what needs one is skipped")
     status = 0
@@ -188,7 +188,7 @@ def _markdown(section: Section, machine: str) -> str:
     for step in section.steps:
         output = re.sub(r"\x1b\[[0-9;]*m", "", step.output).strip()
         if output:
-            # a heading of the output must not look like one of ours
+            # A heading of the output must not look like one of ours.
             quoted = "\n".join(f"    {line}" for line in output[-TAIL:].splitlines())
             lines += ["", f"### {step.name}", "", quoted]
     return "\n".join(lines)

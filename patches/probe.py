@@ -17,8 +17,8 @@ from patches.upstream import BuildError
 CMAKE_AT_LEAST = (3, 18)
 AMX_OFF = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 
-# The steps of upstream's AMX backend, written and optimised as upstream does: ask the
-# kernel, configure the tiles of every thread, load, multiply, store; and check the product.
+# These are the steps of upstream's AMX backend, written and optimised as upstream does: ask the
+# kernel, configure the tiles of every thread, load, multiply, store. The product is checked.
 # A processor that lists AMX may still answer with SIGILL: because of a virtual machine, or
 # because of the compiler. The header of GCC 12 tells it that ldtilecfg reads 8 of its 64
 # bytes; at -O3 it drops the stores of the others, and the first tile load is illegal.

@@ -1,6 +1,6 @@
 """The patch series: reading, checking, applying and regenerating it.
 
-A patch is a header (STYLE: From, Subject, Reason, Forwarded, Upstream-Base, Remove-When)
+A patch is a header (From, Subject, Reason, Forwarded, Upstream-Base, Remove-When)
 followed by a unified diff whose paths start at the top of the source distribution. A file
 belongs to exactly one patch, so patches do not depend on each other's line numbers.
 """
@@ -21,8 +21,8 @@ from patches.upstream import PATCHES, BuildError, Sdist, Upstream, write_atomic
 HEADERS = ("From", "Subject", "Reason", "Forwarded", "Upstream-Base", "Remove-When")
 CONTEXT_LINES = 1
 
-# What upstream code we touch is decided here and nowhere else: a call site in a new file is
-# a decision that deserves a look.
+# The only list of upstream's files that we touch. A call site in a new file deserves a look, so
+# it has to be added here by hand.
 ALLOWED_FILES = frozenset(
     f"vendor/llama.cpp/{name}"
     for name in (
@@ -97,7 +97,7 @@ def read_series(folder: Path = PATCHES) -> list[Patch]:
 
 
 def problems(folder: Path, upstream: Upstream) -> list[str]:
-    """What is wrong with the series as far as its files alone can tell; empty when nothing."""
+    """What is wrong with the series, as far as its files alone can tell; empty if nothing is."""
     found = []
     names = series_names(folder)
     for name in sorted({name for name in names if names.count(name) > 1}):
@@ -144,8 +144,8 @@ def apply_series(patches: list[Patch], sdist: Sdist) -> dict[str, bytes]:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
         for patch in patches:
-            # Not `git apply`: inside a tree that some other repository contains it exits 0
-            # and changes nothing.
+            # This is not `git apply`, which exits 0 and changes nothing inside a tree that some
+            # other repository contains.
             command = ["patch", "-p1", "--fuzz=0", "--forward", "--no-backup-if-mismatch"]
             done = subprocess.run(
                 command,

@@ -4,7 +4,7 @@
 import signal
 import sys
 
-# No traceback for a Ctrl-C while modules are imported; main() has a sentence for later ones.
+# A Ctrl-C while modules are imported gives no traceback. main() has a sentence for later ones.
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-# Run as a file, sys.path starts in patches/ instead of the repository.
+# Where this runs as a file, sys.path starts in patches/ instead of the repository.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from patches import build, env, gpu_check, probe, series
@@ -38,7 +38,7 @@ from patches.upstream import (
 
 
 def options(args: argparse.Namespace, remembered: dict[str, object]) -> build.Options:
-    """Flags of the command line, else what the last set-up was told, else automatic."""
+    """The flags of the command line, else those of the last set-up, else automatic ones."""
     return build.Options(
         gpu=str(args.gpu or remembered.get("gpu", "auto")),
         amx=str(args.amx or remembered.get("amx", "auto")),

@@ -58,8 +58,8 @@ def sync_tree(sdist_path: Path, upstream: Upstream) -> Path:
             raise BuildError(f"{root}: could not unpack {sdist_path.name}")
     damaged = _damaged(root, manifest, set(wanted))
     for name, data in sdist.read(damaged).items():
-        # With the time of now: a file that gets its old content back must still look newer
-        # than the objects compiled from the content in between.
+        # The file gets the current time: one that gets its old content back must still look
+        # newer than the objects compiled from the content in between.
         write_atomic(root / name, data)
         status = os.stat(root / name)
         manifest[name] = (status.st_size, status.st_mtime_ns)

@@ -116,7 +116,7 @@ def locked(path: Path) -> Iterator[int]:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """path holds either its old content or all of data, whenever the process dies."""
+    """Writes a file that holds its old content or all of data, whenever the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -237,8 +237,8 @@ class Sdist:
                     yield name, handle.read()
 
 
-# What the build, the wheel, the emulation and upstream's operator tests take of it, below
-# Upstream.source: a tenth of the whole.
+# The build, the wheel, the emulation and upstream's operator tests take these files below
+# Upstream.source, a tenth of the whole.
 _PART = (
     *("CMakeLists.txt", "LICENSE", "cmake/", "licenses/", "include/", "src/", "conversion/"),
     *("gguf-py/gguf/", "vendor/", "tests/test-backend-ops.cpp", "ggml/CMakeLists.txt"),
@@ -259,7 +259,7 @@ def _in_part(name: str, upstream: Upstream) -> bool:
 
 
 def part_files(path: Path, upstream: Upstream) -> dict[str, bytes]:
-    """The files that are built, of the source distribution or of such a part, by path; sorted."""
+    """The files that are built, by path and sorted, of the source distribution or of its part."""
     files = Sdist(path, upstream).files()
     return dict(sorted((name, data) for name, data in files if _in_part(name, upstream)))
 
@@ -274,8 +274,8 @@ def content_digest(files: dict[str, bytes]) -> str:
 
 
 def is_pinned(path: Path, upstream: Upstream) -> bool:
-    """Whether it is the source distribution that patches/UPSTREAM names, or the part of it that is
-    built and nothing else."""
+    """Whether the file is the source distribution that patches/UPSTREAM names, or exactly the part
+    of it that is built."""
     if sha256_file(path) == upstream.sha256:
         return True
     try:

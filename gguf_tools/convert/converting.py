@@ -9,7 +9,7 @@ import os
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -23,7 +23,7 @@ from gguf_tools.errors import ConvertError, NotMoEError, QuantizeError, WriteErr
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import (
     FLOAT_TYPES,
-    MANAGED_ARCHITECTURES,
+    KEY_ARCHITECTURE,
     GGMLType,
     parse_expert_name,
     row_bytes,
@@ -68,6 +68,7 @@ def convert(
     dense: str | None = None,
     imatrix: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
+    managed: Collection[str] | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> PackReport:
@@ -78,7 +79,8 @@ def convert(
     upstream's converter gives them in a model of the checkpoint's type; ``dense`` names
     another one for matrices among them. ``imatrix``: an importance matrix of llama.cpp that
     weighs the columns of experts. ``title`` names the model, where the folder's name and
-    its README do not. ``progress`` gets the finished share, 0 to 1.
+    its README do not. ``managed`` names the architectures whose experts the caller can run
+    from disk: the report warns of another one. ``progress`` gets the finished share, 0 to 1.
 
     Raises CheckpointError, ConvertError and GGUFError, each one sentence; on any exception,
     Ctrl-C included, nothing is left behind.
@@ -103,7 +105,8 @@ def convert(
                 threads=threads,
                 ggml=ggml,
             )
-            if file.metadata["general.architecture"] not in MANAGED_ARCHITECTURES:
+            architecture = file.metadata[KEY_ARCHITECTURE]
+            if managed is not None and architecture not in managed:
                 report.warnings.append(
                     f"moe-edge does not manage experts of {checkpoint.architecture}: such a model"
                     " runs only where all of it fits the memory"

@@ -43,31 +43,6 @@ KEY_SPLIT_COUNT = "split.count"
 KEY_SPLIT_TENSORS = "split.tensors.count"
 QUANTIZATION_VERSION = 2
 
-# The native store manages the experts of these architectures. They are those of ARCHITECTURES in
-# patches/native/moe-edge-llama.cpp.
-MANAGED_ARCHITECTURES = (
-    "qwen3moe",
-    "qwen2moe",
-    "olmoe",
-    "llama",
-    "deepseek",
-    "deepseek2",
-    "phimoe",
-    "bailingmoe",
-    "bailingmoe2",
-    "dots1",
-    "ernie4_5-moe",
-    "exaone-moe",
-    "glm4moe",
-    "granitemoe",
-    "hunyuan-moe",
-    "minimax-m2",
-    "gpt-oss",
-    "qwen3next",
-    "qwen35moe",
-    "qwen3vlmoe",
-)
-
 
 class ValueType(IntEnum):
     """Type tag of a metadata value."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 MAX_TIERS = 4
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -209,6 +209,7 @@ VISIT_CB = ctypes.CFUNCTYPE(
 _STORE = ctypes.c_void_p
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_abi_version": (ctypes.c_int32, []),
+    "moe_edge_architecture": (ctypes.c_char_p, [ctypes.c_int32]),
     "moe_edge_slot_bytes": (ctypes.c_uint64, [ctypes.c_uint64, ctypes.c_uint64]),
     "moe_edge_device_slot_bytes": (
         ctypes.c_uint64,

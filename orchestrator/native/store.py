@@ -7,6 +7,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -140,6 +141,11 @@ class Library:
                 "the installed llama_cpp is the stock package, without the expert store: "
                 f"run `make build` (missing symbol {name})"
             ) from None
+
+    def managed_architectures(self) -> tuple[str, ...]:
+        """The architectures whose experts a store can manage, as GGUF names them."""
+        names = takewhile(bool, map(self.architecture, count()))
+        return tuple(name.decode() for name in names)
 
     if TYPE_CHECKING:
 

@@ -495,6 +495,10 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor *
 
 // ---- C interface
 
+const char * moe_edge_architecture(int32_t i) {
+    return i >= 0 && i < (int32_t) std::size(ARCHITECTURES) ? ARCHITECTURES[i] : nullptr;
+}
+
 int moe_edge_store_bind(moe_edge_store * store, int32_t layer, int32_t kind, void * operand, char * err, size_t err_size) {
     return try_to(err, err_size, [&] { bind(*store, layer, kind, static_cast<ggml_tensor *>(operand)); });
 }

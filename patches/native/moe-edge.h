@@ -26,7 +26,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 7
+#define MOE_EDGE_ABI_VERSION 8
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -232,6 +232,9 @@ struct moe_edge_stats {
 };
 
 MOE_EDGE_API int32_t moe_edge_abi_version(void);
+
+// The architectures whose experts a store can manage, as GGUF names them; NULL behind the last one.
+MOE_EDGE_API const char * moe_edge_architecture(int32_t i);
 
 // Bytes a slot needs for a slice of this length at this file offset: direct reads
 // cover whole 4096-byte blocks.

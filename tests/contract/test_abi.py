@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from generated import managed_architectures
 
+from orchestrator.native import Library
 from patches import build, env, wheel
 from patches.upstream import read_upstream
 
@@ -77,10 +78,5 @@ def test_bindings_load(installed: Path) -> None:
     assert "CPU" in done.stdout
 
 
-def test_managed_architectures_are_the_native_ones() -> None:
-    from gguf_tools.file.layout import MANAGED_ARCHITECTURES
-
-    source = (build.PATCHES / "native" / "moe-edge-llama.cpp").read_text()
-    listed = re.search(r"ARCHITECTURES\[\] = \{(.*?)\}", source, re.DOTALL)
-    assert listed is not None
-    assert tuple(re.findall(r'"([^"]+)"', listed[1])) == MANAGED_ARCHITECTURES
+def test_the_library_names_what_it_manages(library: Library) -> None:
+    assert library.managed_architectures() == managed_architectures()

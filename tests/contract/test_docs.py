@@ -1,11 +1,4 @@
-"""Docs are executed: what README and ARCHITECTURE name exists, and help blocks are current.
-
-`python tests/contract/test_docs.py --write` rewrites the help blocks:
-
-    <!-- help: moe-edge chat -->
-    (generated)
-    <!-- end help -->
-"""
+"""Documents are executed: what they name exists, and what is generated in them is current."""
 
 from __future__ import annotations
 
@@ -15,17 +8,27 @@ import re
 import shlex
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from generated import (
+    BLOCKS,
+    MARKED,
+    PAGES,
+    REPO,
+    documents,
+    managed_architectures,
+    program,
+    renewed,
+)
 
-REPO = Path(__file__).resolve().parents[2]
-DOCS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "EXPERIMENTS.md", "CHANGELOG.md")
-HELP = re.compile(r"<!-- help: moe-edge ?(.*?) -->\n(.*?)<!-- end help -->", re.DOTALL)
-ROOMS = r"(?:gguf_tools|orchestrator|patches|models|tests|\.ci)"
-HELP_WIDTH = 88
+DOCS = documents()
+WRITTEN = [name for name in DOCS if name not in PAGES]
+ROOMS = r"(?:gguf_tools|orchestrator|patches|models|tests|docs|\.ci)"
+LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)")
+README_LINES = 150
 
 
 def text_of(name: str) -> str:
@@ -34,30 +37,13 @@ def text_of(name: str) -> str:
     return path.read_text()
 
 
-def commands() -> click.Group:
-    from orchestrator import cli
-
-    return next(value for value in vars(cli).values() if isinstance(value, click.Group))
-
-
-def help_block(words: str) -> str:
-    arguments = [*words.split(), "--help"]
-    runner = CliRunner()
-    result = runner.invoke(
-        commands(),
-        arguments,
-        prog_name="moe-edge",
-        terminal_width=HELP_WIDTH,
-        max_content_width=HELP_WIDTH,
-    )
-    if result.exit_code != 0:
-        raise ValueError(f"moe-edge {' '.join(arguments)}: {result.output}")
-    return f"```\n{result.output.rstrip()}\n```\n"
+def own_text(name: str) -> str:
+    """A document without what is generated in it."""
+    return MARKED.sub("", text_of(name))
 
 
 def code_of(text: str) -> list[str]:
-    """Lines of fenced blocks and inline code spans, without the generated help blocks."""
-    text = HELP.sub("", text)
+    """Lines of fenced blocks and inline code spans."""
     blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     blocks += re.findall(r"(?:^    \S.*\n)+", text, re.MULTILINE)
     rest = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -65,32 +51,116 @@ def code_of(text: str) -> list[str]:
     return [line.strip() for line in [*lines, *re.findall(r"`([^`\n]+)`", rest)]]
 
 
+def prose_of(text: str) -> str:
+    return re.sub(r"^```.*?^```\n", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
 def exists(pattern: str) -> bool:
+    """Whether a path is there; {a,b} and NAME stand for any text."""
+    pattern = pattern.replace("NAME", "*")
     pattern = re.sub(r"\{[^}]*\}", "*", pattern.rstrip("/."))
     return any(True for _ in REPO.glob(pattern))
 
 
-@pytest.mark.parametrize("name", DOCS)
+def linked(name: str) -> set[tuple[Path, str]]:
+    """(file, anchor) of every link into the repository, from the document's own folder."""
+    found = set()
+    for target, anchor in LINK.findall(prose_of(text_of(name))):
+        file = (REPO / name).parent / target if target else REPO / name
+        found.add((Path(os.path.normpath(file)), anchor))
+    return found
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_named_paths_exist(name: str) -> None:
-    text = HELP.sub("", text_of(name))
+    text = own_text(name)
     named = set(re.findall(rf"(?<![\w/.-]){ROOMS}/[\w./*{{}},-]*", text))
     named |= set(re.findall(r"(?<![\w/.-])[A-Z]{4,}\.md\b", text))
-    named |= {link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) if "://" not in link}
     missing = sorted(path for path in named if not exists(path))
     assert not missing, f"{name} names {', '.join(missing)}"
 
 
+@pytest.mark.parametrize("name", DOCS)
+def test_links_lead_somewhere(name: str) -> None:
+    for path, anchor in linked(name):
+        assert path.exists(), f"{name} links to {os.path.relpath(path, REPO)}"
+        if anchor:
+            assert anchor in anchors_of(path), f"{name} links to {path.name}#{anchor}"
+
+
+def test_every_page_is_linked() -> None:
+    reached = {
+        path
+        for name in DOCS
+        for path, _ in linked(name)
+        if path != REPO / name and path.is_relative_to(REPO / "docs")
+    }
+    pages = {REPO / name for name in DOCS if name.startswith("docs/")}
+    lost = sorted(path.name for path in pages - reached)
+    assert pages and not lost, f"no document links to {', '.join(lost)}"
+
+
+def test_no_document_is_lost() -> None:
+    known = {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "EXPERIMENTS.md", "CHANGELOG.md"}
+    assert known <= set(DOCS)
+
+
+def test_readme_is_short() -> None:
+    lines = len(text_of("README.md").splitlines())
+    assert lines <= README_LINES, f"README.md has {lines} lines: what is long belongs in docs/"
+
+
+def test_every_experiment_has_a_date() -> None:
+    """An entry is a section without sections in it; its heading ends with a date."""
+    text = prose_of(text_of("EXPERIMENTS.md"))
+    headings = re.findall(r"^(##+) (.+)$", text, re.MULTILINE)
+    below = [*(len(marks) for marks, _ in headings[1:]), 0]
+    entries = [
+        heading
+        for (marks, heading), next_depth in zip(headings, below, strict=True)
+        if next_depth <= len(marks)
+    ]
+    assert entries
+    for heading in entries:
+        ends = re.search(r" \((\d{4}-\d{2}-\d{2})\)$", heading)
+        assert ends, f"EXPERIMENTS.md: {heading!r} does not end with a date as (2026-11-21)"
+        date.fromisoformat(ends[1])
+    bold = re.findall(r"^\*\*.*", text, re.MULTILINE)
+    assert not bold, f"EXPERIMENTS.md: an entry begins with a heading, not with {bold[0]!r}"
+
+
 def test_every_native_source_has_its_line() -> None:
+    """A header that goes with a source of its name needs no line of its own."""
     text = text_of("ARCHITECTURE.md")
-    sources = sorted((REPO / "patches" / "native").glob("*.c*"))
-    missing = [path.name for path in sources if f"`{path.name}`" not in text]
+    native = REPO / "patches" / "native"
+    sources = set(native.rglob("*.c*"))
+    stems = {path.with_suffix("") for path in sources}
+    sources |= {path for path in native.rglob("*.h") if path.with_suffix("") not in stems}
+    missing = [
+        path.name
+        for path in sorted(sources)
+        if f"`{path.relative_to(native)}`" not in text and f"`{path.name}`" not in text
+    ]
     assert sources and not missing, f"ARCHITECTURE.md does not name {', '.join(missing)}"
 
 
-@pytest.mark.parametrize("name", DOCS)
+def test_every_patch_has_its_line() -> None:
+    text = text_of("ARCHITECTURE.md")
+    patches = sorted((REPO / "patches").glob("*.patch"))
+    missing = [path.name for path in patches if f"`patches/{path.name}`" not in text]
+    assert patches and not missing, f"ARCHITECTURE.md does not name {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_named_commands_exist(name: str) -> None:
     targets = re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE)
-    for line in code_of(text_of(name)):
+    for line in code_of(own_text(name)):
         for target in re.findall(r"^(?:\$ )?make ([a-z-]+)", line):
             assert target in targets, f"{name}: make {target}"
         for module in re.findall(r"python3? -m ([\w.]+)", line):
@@ -110,7 +180,7 @@ def check_call(line: str) -> None:
         words = words[1:]
     if not words or words[0] != "moe-edge" or len(words) < 2:
         return
-    group = commands()
+    group = program()
     if words[1].startswith("-"):
         command: click.Command = group
         rest = words[1:]
@@ -129,9 +199,9 @@ def check_call(line: str) -> None:
             raise ValueError(f"{command.name} has no {option}")
 
 
-@pytest.mark.parametrize("name", DOCS)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_named_moe_edge_calls_exist(name: str) -> None:
-    for line in code_of(text_of(name)):
+    for line in code_of(own_text(name)):
         if re.match(r"(\$ )?([A-Z_]+=\S+ )*moe-edge( |$)", line) or "| moe-edge " in line:
             try:
                 check_call(line)
@@ -150,13 +220,18 @@ def test_calls_are_really_checked() -> None:
             check_call(wrong)
 
 
-def test_help_blocks_are_current() -> None:
-    blocks = HELP.findall(text_of("README.md"))
-    assert blocks, "README.md has no help block"
-    for words, block in blocks:
-        assert block == help_block(words), (
-            f"moe-edge {words}: run `python tests/contract/test_docs.py --write`"
-        )
+@pytest.mark.parametrize("name", sorted({*DOCS, *PAGES}))
+def test_what_is_generated_is_current(name: str) -> None:
+    assert text_of(name) == renewed(name), f"{name}: run `make docs`"
+
+
+def test_every_block_stands_somewhere() -> None:
+    placed = {match[1] for name in DOCS for match in MARKED.findall(text_of(name))}
+    assert placed == set(BLOCKS)
+
+
+def test_the_list_of_architectures_is_found() -> None:
+    assert "qwen3moe" in managed_architectures()
 
 
 def test_help_runs_without_a_terminal() -> None:
@@ -170,24 +245,3 @@ def test_help_runs_without_a_terminal() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "chat" in done.stdout
-
-
-def write_help_blocks() -> None:
-    path = REPO / "README.md"
-    text = path.read_text()
-    path.write_text(
-        HELP.sub(
-            lambda match: (
-                f"<!-- help: moe-edge {match[1]} -->\n".replace("edge  -->", "edge -->")
-                + help_block(match[1])
-                + "<!-- end help -->"
-            ),
-            text,
-        )
-    )
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
-        sys.exit("usage: python tests/contract/test_docs.py --write")
-    write_help_blocks()

@@ -20,6 +20,7 @@ pytest.importorskip("transformers", reason="needs the extra `convert`")
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from gguf_tools.convert import convert
 from orchestrator.cli import cli
 
 from . import checkpoints, families
@@ -323,3 +324,14 @@ def test_a_target_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
 def test_a_folder_that_is_read_only(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o555)
     assert "cannot be written" in said(folder, out=tmp_path / "locked" / "out.gguf")
+
+
+@pytest.mark.parametrize(
+    "managed, warns", [(["qwen3moe"], False), (["olmoe"], True), (None, False)]
+)
+def test_an_architecture_that_is_not_managed(
+    folder: Path, tmp_path: Path, managed: list[str] | None, warns: bool
+) -> None:
+    report = convert(folder, tmp_path / "out.gguf", ["f16"], managed=managed, threads=1)
+    found = any("does not manage experts of Qwen3Moe" in text for text in report.warnings)
+    assert found == warns

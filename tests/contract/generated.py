@@ -1,0 +1,172 @@
+"""What is generated in the documents; `make docs` writes it, and a test says when it is stale.
+
+PAGES are whole files. BLOCKS stand in a document between two marks:
+
+    <!-- generated: NAME -->
+    (the block)
+    <!-- end of generated -->
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+from click.testing import CliRunner
+from test_layers import LAYERS, RANK, REPO, rank
+
+MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
+WIDTH = 88
+
+
+def program() -> click.Group:
+    from orchestrator import cli
+
+    return next(value for value in vars(cli).values() if isinstance(value, click.Group))
+
+
+def walk(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command, a group before what is in it."""
+    yield words
+    if isinstance(command, click.Group):
+        for name, inner in command.commands.items():
+            yield from walk(inner, (*words, name))
+
+
+def help_text(words: tuple[str, ...]) -> str:
+    arguments = [*words, "--help"]
+    result = CliRunner().invoke(
+        program(),
+        arguments,
+        prog_name="moe-edge",
+        terminal_width=WIDTH,
+        max_content_width=WIDTH,
+    )
+    if result.exit_code != 0:
+        raise ValueError(f"moe-edge {' '.join(arguments)}: {result.output}")
+    return result.output.rstrip()
+
+
+def commands_page() -> str:
+    """The help of every command."""
+    parts = [
+        "# Commands",
+        "What each command prints with `--help`. `make docs` writes this page.",
+    ]
+    for words in walk(program()):
+        title = " ".join(("moe-edge", *words))
+        parts.append(f"## {title}\n\n```\n{help_text(words)}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def layers_block() -> str:
+    """The layers of the tests, the highest one first: a line each."""
+    lines = []
+    for names in reversed(LAYERS):
+        packages: dict[str, list[str]] = {}
+        for name in names:
+            package, _, module = name.partition(".")
+            packages.setdefault(package, []).append(module or "all else")
+        line = "; ".join(
+            f"{package}: {', '.join(sorted(packages[package]))}" for package in packages
+        )
+        lines.append(textwrap.fill(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False))
+    return "```\n" + "\n".join(lines) + "\n```\n"
+
+
+def about(path: Path) -> str:
+    """The first paragraph of a module's or package's docstring."""
+    file = path / "__init__.py" if path.is_dir() else path
+    text = ast.get_docstring(ast.parse(file.read_text()))
+    if not text:
+        raise ValueError(
+            f"{file.relative_to(REPO)} has no docstring: its first sentence is generated"
+        )
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return paragraph.replace("``", "`").replace("|", r"\|")
+
+
+def rooms_of(package: str) -> list[Path]:
+    """The modules and packages right below a package; the highest layer first."""
+    found = [
+        path
+        for path in (REPO / package).iterdir()
+        if (path.suffix == ".py" and path.stem != "__init__") or (path / "__init__.py").is_file()
+    ]
+    return sorted(found, key=lambda path: (-rank_of(f"{package}.{path.stem}"), path.name))
+
+
+def rank_of(room: str) -> int:
+    """The rank of a room, or of the highest module in it that has one of its own."""
+    inside = [each for name, each in RANK.items() if name.startswith(room + ".")]
+    return max([*inside, rank(room) or 0])
+
+
+def rooms_block() -> str:
+    """A table for each package: its rooms, each with its own first words."""
+    tables = []
+    for package in ("orchestrator", "gguf_tools", "patches"):
+        rows = [f"| `{package}/` | {about(REPO / package)} |", "|---|---|"]
+        for path in rooms_of(package):
+            name = path.relative_to(REPO).as_posix() + ("/" if path.is_dir() else "")
+            rows.append(f"| `{name}` | {about(path)} |")
+        tables.append("\n".join(rows))
+    return "\n\n".join(tables) + "\n"
+
+
+def managed_architectures() -> tuple[str, ...]:
+    """The list of the native side: architectures whose experts a store can manage."""
+    for path in sorted((REPO / "patches" / "native").rglob("*.cpp")):
+        listed = re.search(r"\bARCHITECTURES\[\] = \{(.*?)\}", path.read_text(), re.DOTALL)
+        if listed:
+            return tuple(re.findall(r'"([^"]+)"', listed[1]))
+    raise ValueError("patches/native has no list ARCHITECTURES")
+
+
+def architectures_block() -> str:
+    text = ", ".join(f"`{name}`" for name in sorted(managed_architectures()))
+    return textwrap.fill(text + ".", WIDTH, break_on_hyphens=False) + "\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {"docs/commands.md": commands_page}
+BLOCKS: dict[str, Callable[[], str]] = {
+    "layers": layers_block,
+    "rooms": rooms_block,
+    "architectures": architectures_block,
+}
+
+
+def documents() -> list[str]:
+    """Every document, as a path from the repository's root."""
+    patterns = ("*.md", "docs/**/*.md", "models/**/*.md")
+    return sorted(
+        path.relative_to(REPO).as_posix() for pattern in patterns for path in REPO.glob(pattern)
+    )
+
+
+def renewed(name: str) -> str:
+    """The text of a document, with what is generated in it as it should be."""
+    if name in PAGES:
+        return PAGES[name]()
+    text = (REPO / name).read_text()
+    return MARKED.sub(lambda match: match[1] + BLOCKS[match[2]]() + match[3], text)
+
+
+def main() -> None:
+    for name in sorted({*documents(), *PAGES}):
+        text = renewed(name)
+        path = REPO / name
+        if not path.exists() or path.read_text() != text:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            print(f"wrote {name}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPO))
+    main()
