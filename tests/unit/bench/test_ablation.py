@@ -204,7 +204,7 @@ def test_plot_shows_every_row_of_every_cap(faked, tmp_path):
 
 
 def test_demo_text_is_what_its_generator_makes():
-    from models.demo.sample import conversations
+    from models.demo.training.sample import conversations
 
     assert DEMO_TEXT.read_text("utf-8") == "%\n".join(conversations())
 

@@ -1,7 +1,7 @@
 """Text for measurements on the demo model: conversations of the kinds it was trained on.
 
-`python -m models.demo.sample > models/demo/conversations.txt` makes the file that the benchmark
-reads; a line of % stands between two. All of it comes from our own grammar (`tales.py`,
+`python -m models.demo.training.sample > models/demo/conversations.txt` makes the file that the
+benchmark reads; a line of % stands between two. All of it comes from our own grammar (`tales.py`,
 `smalltalk.py`): no data is needed.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 
-from models.demo.talk import Sources, Talker, render
+from models.demo.training.talk import Sources, Talker, render
 
 COUNT, SEED = 40, 7
 KINDS = {"story": 0.5, "small": 0.3, "identity": 0.2}

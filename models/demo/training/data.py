@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from models.demo import tales
-from models.demo.sources import load_sources, prose
-from models.demo.talk import CHAT_WEIGHTS, FINAL_WEIGHTS, Sources, chat_documents
-from models.demo.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from models.demo.training import tales
+from models.demo.training.sources import load_sources, prose
+from models.demo.training.talk import CHAT_WEIGHTS, FINAL_WEIGHTS, Sources, chat_documents
+from models.demo.training.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 
 # Share of tokens of each stream while learning, and in the final phase.
 STABLE = {"chat": 0.87, "stories": 0.13}

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from models.demo.model import DemoModel, ModelConfig
-from models.demo.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, save_tokenizer
+from models.demo.training.model import DemoModel, ModelConfig
+from models.demo.training.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, save_tokenizer
 
 
 def tensors(model: DemoModel) -> dict[str, torch.Tensor]:
@@ -101,7 +101,7 @@ def load_checkpoint(path: Path) -> DemoModel:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m models.demo.export", description=__doc__)
+    p = argparse.ArgumentParser(prog="python -m models.demo.training.export", description=__doc__)
     p.add_argument("checkpoint", type=Path, help="checkpoint.pt of a training")
     p.add_argument("tokenizer", type=Path, help="folder with tokenizer.json (the cache)")
     p.add_argument("out", type=Path)

@@ -1,4 +1,4 @@
-"""Checkpoint to GGUF: `python -m models.demo.convert HF_DIR OUT.gguf --upstream DIR`.
+"""Checkpoint to GGUF: `python -m models.demo.training.convert HF_DIR OUT.gguf --upstream DIR`.
 
 Runs upstream's own converter. It knows a pre-tokenizer by a hash over the tokens of a test
 text, so a newly trained vocabulary is unknown to it, whatever its rules. This wrapper looks at
@@ -51,7 +51,7 @@ def convert(hf_dir: Path, out: Path, upstream: Path, outtype: str = "f16") -> No
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m models.demo.convert", description=__doc__)
+    p = argparse.ArgumentParser(prog="python -m models.demo.training.convert", description=__doc__)
     p.add_argument("hf_dir", type=Path, help="checkpoint folder")
     p.add_argument("out", type=Path, help="GGUF to write")
     p.add_argument("--upstream", type=Path, required=True, help="llama.cpp's source folder")

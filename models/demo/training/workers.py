@@ -23,9 +23,10 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from models.demo import data
-from models.demo.model import DemoModel, Kernels
-from models.demo.optim import Optimizer
+from models.demo.training import data
+from models.demo.training.kernels import Kernels
+from models.demo.training.model import DemoModel
+from models.demo.training.optim import Optimizer
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.demo.model import DemoModel
+from models.demo.training.model import DemoModel
 
 
 def orthogonalise(g: Tensor, steps: int = 4) -> Tensor:

@@ -1,6 +1,6 @@
 """Text and questions that the demo model never saw, for `moe-edge eval`, and text to calibrate on.
 
-`python -m models.demo.heldout --data DIR --out FILE.jsonl [--choices FILE.jsonl]
+`python -m models.demo.training.heldout --data DIR --out FILE.jsonl [--choices FILE.jsonl]
 [--calibration FILE.jsonl]` writes JSON lines. In the text: answers of new conversations, each
 behind its conversation as context, since the model has not learned to write questions; and
 children's stories of the collection's held-out part. In the choices: the model's own facts and
@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.demo import facts, tales
-from models.demo.sources import DataError, load_sources, records
-from models.demo.talk import FINAL_WEIGHTS, TERM_HELD_OUT, Sources, chat_documents, render
+from models.demo.training import facts, tales
+from models.demo.training.sources import DataError, load_sources, records
+from models.demo.training.talk import FINAL_WEIGHTS, TERM_HELD_OUT, Sources, chat_documents, render
 
 SEED, CALIBRATION_SEED = 990_001, 880_001  # never used in training
 N_CHOICES = 4
@@ -145,7 +145,7 @@ def write(path: Path, found: Iterable[Record]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m models.demo.heldout", description=__doc__)
+    p = argparse.ArgumentParser(prog="python -m models.demo.training.heldout", description=__doc__)
     p.add_argument("--data", type=Path, required=True)
     p.add_argument("--out", type=Path, required=True, help="the text, for --text")
     p.add_argument("--choices", type=Path, help="also write questions, for --choices")

@@ -1,6 +1,6 @@
 """Measure a checkpoint: held-out perplexity, answers to unseen phrasings, sample dialogues.
 
-`python -m models.demo.evaluate HF_DIR --data DIR [--gguf FILE]` runs the torch model; with
+`python -m models.demo.training.evaluate HF_DIR --data DIR [--gguf FILE]` runs the torch model; with
 `--gguf`, the weights are those of an exported tier, dequantized, so that the loss of a
 quantization is measured with everything else equal.
 """
@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from models.demo import facts
-from models.demo.model import DemoModel, ModelConfig
-from models.demo.sources import load_sources, records
-from models.demo.tales import article
-from models.demo.talk import (
+from models.demo.training import facts
+from models.demo.training.model import DemoModel, ModelConfig
+from models.demo.training.sources import load_sources, records
+from models.demo.training.tales import article
+from models.demo.training.talk import (
     FINAL_WEIGHTS,
     TERM_HELD_OUT,
     TERM_QUESTIONS,
@@ -33,7 +33,7 @@ from models.demo.talk import (
     chat_documents,
     render,
 )
-from models.demo.tokenizer import IM_END, load_tokenizer
+from models.demo.training.tokenizer import IM_END, load_tokenizer
 
 DIALOGUES = (
     ("Hello!", "Who are you?", "What can you do?"),
@@ -252,7 +252,7 @@ def _is_refusal(answer: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m models.demo.evaluate", description=__doc__)
+    p = argparse.ArgumentParser(prog="python -m models.demo.training.evaluate", description=__doc__)
     p.add_argument("hf_dir", type=Path)
     p.add_argument("--data", type=Path, required=True)
     p.add_argument("--gguf", type=Path, help="take the weights from this single-tier GGUF")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.demo import facts, tales
-from models.demo.smalltalk import (
+from models.demo.training import facts, tales
+from models.demo.training.smalltalk import (
     IDENTITY,
     INTENTS,
     REFUSALS,

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from models.demo import facts, tales
-from models.demo.smalltalk import IDENTITY
-from models.demo.talk import TERM_QUESTIONS, Sources, Turn, turns_of
+from models.demo.training import facts, tales
+from models.demo.training.smalltalk import IDENTITY
+from models.demo.training.talk import TERM_QUESTIONS, Sources, Turn, turns_of
 
 GLOSSARY_TERMS = 600
 # Everyday words that the glossary defines in a sense that nobody would ask for.

@@ -1,4 +1,4 @@
-"""Train the demo model: `python -m models.demo.train --data DIR --out DIR`.
+"""Train the demo model: `python -m models.demo.training.train --data DIR --out DIR`.
 
 The schedule has two phases: a constant rate on the broad mix, then a linear decay on the chat
 mix. Its budget is either steps (`--steps`: repeatable) or time (`--minutes`, `--until`: for a
@@ -20,7 +20,7 @@ MISSING = "training needs torch and tokenizers: python3 patches/tool.py setup --
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m models.demo.train", description=__doc__)
+    p = argparse.ArgumentParser(prog="python -m models.demo.training.train", description=__doc__)
     p.add_argument("--data", type=Path, help="folder of the text collection")
     p.add_argument(
         "--out", type=Path, default=Path("demo-run"), help="checkpoints, log and result [demo-run]"
@@ -86,8 +86,8 @@ def train(args: argparse.Namespace) -> Path:
     try:
         import torch
 
-        from models.demo import data, export, workers
-        from models.demo.model import DemoModel, ModelConfig
+        from models.demo.training import data, export, workers
+        from models.demo.training.model import DemoModel, ModelConfig
     except ModuleNotFoundError as e:
         if e.name not in ("torch", "tokenizers", "numpy", "safetensors"):
             raise
