@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gguf_tools.layout import KINDS
-from orchestrator.bench.disk import read_bandwidth
 from orchestrator.choice import LRU, SKIP_TIER
+from orchestrator.disk import read_bandwidth
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import SKIP, Phase, RouteEvent
