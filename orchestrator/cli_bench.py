@@ -115,8 +115,8 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
             )
 
 
-for _name, _entry in BENCHMARKS.items():
+for _name, _place in BENCHMARKS.items():
     if _name:
-        _command = Measurement(_name, callback=partial(_measure, _name), help=_entry.help)
+        _command = Measurement(_name, callback=partial(_measure, _name), help=_place.help)
         _command.experiment = _name
         bench.add_command(_command)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from orchestrator.lab.study.study import Study
 
 
-class Entry(NamedTuple):
+class Place(NamedTuple):
     """Where an experiment is, as "module:Class" below this package. help: of a benchmark's
     command; of a study, the paper that it is taken from."""
 
@@ -25,34 +25,34 @@ class Entry(NamedTuple):
 
 # The empty name is `moe-edge bench` itself.
 BENCHMARKS = {
-    "": Entry(
+    "": Place(
         "bench.caps:Caps",
         "Measure this machine: upstream and every policy under memory caps.\n\n"
         "Options of a command below come after its name.",
     ),
-    "ablation": Entry(
+    "ablation": Place(
         "bench.ablation:Ablation",
         "Six rows as in Table 3 of the DyMoE paper: what each part brings.\n\n"
         "TTFT is that of a prompt after decode steps of another conversation; cold TTFT that of "
         "the first prompt, with nothing in memory.",
     ),
-    "batch": Entry(
+    "batch": Place(
         "bench.batch:Batch",
         "Several sequences that decode together, a token each a step, under every policy.",
     ),
-    "gpu": Entry(
+    "gpu": Place(
         "bench.gpu:Gpu",
         "Upstream and every policy on a GPU, against the bound and the goals.\n\n"
         "A cap is the share of the expert bytes that the GPU's memory holds beside the rest of "
         "the model. Upstream keeps the experts of the layers that do not fit on the CPU.",
     ),
-    "prefill": Entry(
+    "prefill": Place(
         "bench.prefill:Prefill",
         "First token by prompt length; what a long prompt does.\n\n"
         "One precision against 4/2 and 4/0 under the same memory caps, and what a long prompt "
         "does to the experts that decoding had in memory.",
     ),
-    "topics": Entry(
+    "topics": Place(
         "bench.topics:Topics",
         "dynaexq while the topic changes.\n\n"
         "How even its steps stay, how soon the hot set has followed, how many experts are "
@@ -61,15 +61,15 @@ BENCHMARKS = {
 }
 
 STUDIES = {
-    "accuracy": Entry("study.accuracy:Accuracy", "DyMoE"),
-    "retention": Entry("study.retention:Retention", "DyMoE"),
-    "critical": Entry("study.critical:Critical", "DyMoE"),
-    "tokens": Entry("study.tokens:Tokens", "DyMoE"),
-    "schedule": Entry("study.schedule:Schedule", "DyMoE"),
-    "depth": Entry("study.depth:Depth", "DyMoE"),
-    "similarity": Entry("study.similarity:Similarity", "DyMoE"),
-    "demotion": Entry("study.demotion:Demotion", "DynaExq"),
-    "memory": Entry("study.memory:Memory", "DynaExq"),
+    "accuracy": Place("study.accuracy:Accuracy", "DyMoE"),
+    "retention": Place("study.retention:Retention", "DyMoE"),
+    "critical": Place("study.critical:Critical", "DyMoE"),
+    "tokens": Place("study.tokens:Tokens", "DyMoE"),
+    "schedule": Place("study.schedule:DepthSchedule", "DyMoE"),
+    "depth": Place("study.depth:Depth", "DyMoE"),
+    "similarity": Place("study.similarity:Similarity", "DyMoE"),
+    "demotion": Place("study.demotion:Demotion", "DynaExq"),
+    "memory": Place("study.memory:HotMemory", "DynaExq"),
 }
 
 
@@ -93,6 +93,6 @@ def studies_by_paper() -> Iterator[str]:
         yield f"{', '.join(names)} ({paper})"
 
 
-def _load(entry: Entry) -> Any:
-    module, _, name = entry.where.partition(":")
+def _load(place: Place) -> Any:
+    module, _, name = place.where.partition(":")
     return getattr(import_module(f"{__package__}.{module}"), name)()

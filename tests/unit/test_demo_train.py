@@ -83,7 +83,7 @@ def test_gradients_equal_plain_autograd() -> None:
     """The hand-written backward passes against torch on a dense formulation."""
     torch.manual_seed(0)
     from models.demo.training.kernels import Kernels
-    from models.demo.training.products import Attention, Experts
+    from models.demo.training.products import AttentionFunction, ExpertsFunction
 
     kernels = Kernels(False)
     n, k, e, d, f = 37, 2, 4, 16, 8
@@ -101,7 +101,9 @@ def test_gradients_equal_plain_autograd() -> None:
     top, ids = logits.softmax(-1).topk(k)
     expected = torch.autograd.grad(dense(top, ids).sin().sum(), inputs)
     top, ids = logits.softmax(-1).topk(k)
-    got = torch.autograd.grad(Experts.apply(x, ids, top, up, down, kernels).sin().sum(), inputs)
+    got = torch.autograd.grad(
+        ExpertsFunction.apply(x, ids, top, up, down, kernels).sin().sum(), inputs
+    )
     for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-4, rtol=1e-3)
 
@@ -110,7 +112,7 @@ def test_gradients_equal_plain_autograd() -> None:
     plain = torch.nn.functional.scaled_dot_product_attention(q, key, v, attn_mask=mask.bool())
     want = torch.autograd.grad(plain.sin().sum(), (q, key, v))
     have = torch.autograd.grad(
-        Attention.apply(q, key, v, mask, kernels).sin().sum(), (q, key, v)
+        AttentionFunction.apply(q, key, v, mask, kernels).sin().sum(), (q, key, v)
     )  # fmt: skip
     for a, b in zip(have, want, strict=True):
         assert torch.allclose(a, b, atol=1e-5)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.demo.training.kernels import Kernels, rms_norm
-from models.demo.training.products import Attention, Experts, HeadLoss
+from models.demo.training.products import AttentionFunction, ExpertsFunction, HeadLoss
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class DemoModel(nn.Module):
             q, key, v = self.kernels.attention_in(
                 x, layer.norm_in, layer.qkv.to(dtype), layer.q_norm, layer.k_norm, cos, sin, dims
             )
-            a = Attention.apply(q, key, v, mask, self.kernels)
+            a = AttentionFunction.apply(q, key, v, mask, self.kernels)
             x, h, router = self.kernels.attention_out(
                 x, a, layer.out.to(dtype), layer.norm_post, layer.router, dims
             )
@@ -127,7 +127,7 @@ class DemoModel(nn.Module):
             aux = aux + cfg.aux_loss_coef * experts * (load * prob.mean(0)).sum()
             aux = aux + cfg.z_loss_coef * router.logsumexp(-1).pow(2).mean()
             loads.append(load)
-            moe = Experts.apply(
+            moe = ExpertsFunction.apply(
                 h.view(-1, cfg.hidden_size), ids, weight,
                 layer.gate_up.to(dtype), layer.down.to(dtype), self.kernels,
             )  # fmt: skip

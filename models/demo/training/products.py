@@ -44,7 +44,7 @@ def _sort_by_expert(
     return bounds.tolist(), places, torch.from_numpy(token), row_weight
 
 
-class Experts(torch.autograd.Function):
+class ExpertsFunction(torch.autograd.Function):
     """All experts of one layer on tokens sorted by expert."""
 
     @staticmethod
@@ -99,7 +99,7 @@ class Experts(torch.autograd.Function):
         return dx, None, drow_weight[place], dgate_up_w, ddown_w, None
 
 
-class Attention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
     """Plain attention: for short rows, two products beat the fused kernel of the CPU."""
 
     @staticmethod

@@ -114,12 +114,9 @@ class Ablation(Benchmark[Loop[AblationOptions]]):
     def cases(self, loop: Loop[AblationOptions]) -> list[Case]:
         return ablation_cases(loop.options)
 
-    def figures(
-        self, loop: Loop[AblationOptions], listed: Sequence[Case], measured: Measured
-    ) -> Result:
+    def figures(self, loop: Loop[AblationOptions], measured: Measured) -> Result:
         rows = []
-        for case in listed:
-            runs = measured.results[case.key]
+        for case, runs in measured.each():
             row = case_row(case, runs, loop.limit_bytes(case))
             if "error" not in row:
                 cold = median_ms(runs, COLD)

@@ -105,13 +105,11 @@ class Batch(Benchmark[Loop[BatchOptions]]):
     def cases(self, loop: Loop[BatchOptions]) -> list[Case]:
         return batch_cases(loop.options)
 
-    def figures(
-        self, loop: Loop[BatchOptions], listed: Sequence[Case], measured: Measured
-    ) -> Result:
+    def figures(self, loop: Loop[BatchOptions], measured: Measured) -> Result:
         rows: list[Result] = []
         for n in loop.options.batches:
-            for case in listed:
-                runs, limit = measured.results[case.key], loop.limit_bytes(case)
+            for case, runs in measured.each():
+                limit = loop.limit_bytes(case)
                 rows.append(batch_row(case, n, runs, limit, loop.model.n_layers))
         _add_speeds(rows)
         return {"cases": rows}

@@ -33,7 +33,7 @@ class Benchmark(Experiment[L, Result]):
         """What is compared, in the order of the tables."""
 
     @abstractmethod
-    def figures(self, loop: L, listed: Sequence[Case], measured: Measured) -> Result:
+    def figures(self, loop: L, measured: Measured) -> Result:
         """What follows from all runs, at least the rows."""
 
     def goals(self, loop: L, rows: Sequence[Result]) -> list[Result] | None:
@@ -46,9 +46,8 @@ class Benchmark(Experiment[L, Result]):
 
     def measure(self, on: L) -> Result:
         """The report. A case that fails is reported in its row."""
-        listed = self.cases(on)
-        measured = on.run(listed)
-        report = on.describe(measured) | self.figures(on, listed, measured)
+        measured = on.run(self.cases(on))
+        report = on.describe(measured) | self.figures(on, measured)
         goals = self.goals(on, report["cases"])
         return report if goals is None else report | {"goals": goals}
 

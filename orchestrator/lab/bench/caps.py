@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.lab.bench.benchmark import Benchmark
@@ -19,17 +18,12 @@ from orchestrator.lab.bench.cases import (
 )
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import HIT, MIX, NAME, by_cap, memory_notes, moved, tokens_of
+from orchestrator.lab.bench.report import MIX, by_cap, memory_notes, moved, speeds, tokens_of
 from orchestrator.lab.bench.rows import Result, case_row, median_ratio
 from orchestrator.lab.table import Column, Table, fixed, percent
 
 COLUMNS = (
-    NAME,
-    Column("tok/s", "tokens_per_s", fixed(1)),
-    Column("p50", "tpot_ms_p50", fixed(1), "ms"),
-    Column("p99", "tpot_ms_p99", fixed(1), "ms"),
-    Column("TTFT", "ttft_ms", fixed(0), "ms"),
-    HIT,
+    *speeds(1),
     moved("bytes_per_token"),
     MIX,
     Column("of bound", "of_bound", percent(0, " %")),
@@ -57,12 +51,8 @@ class Caps(Benchmark[Loop[BenchOptions]]):
     def cases(self, loop: Loop[BenchOptions]) -> list[Case]:
         return cap_cases(loop.options)
 
-    def figures(
-        self, loop: Loop[BenchOptions], listed: Sequence[Case], measured: Measured
-    ) -> Result:
-        rows = [
-            case_row(case, measured.results[case.key], loop.limit_bytes(case)) for case in listed
-        ]
+    def figures(self, loop: Loop[BenchOptions], measured: Measured) -> Result:
+        rows = [case_row(case, runs, loop.limit_bytes(case)) for case, runs in measured.each()]
         _add_bounds(rows, [each.bytes_per_s for each in measured.bandwidths])
         return {"ratios": _resident_ratios(rows), "cases": rows}
 

@@ -193,8 +193,8 @@ class Gpu(Benchmark[GpuLoop]):
     def cases(self, loop: GpuLoop) -> list[Case]:
         return gpu_cases(loop.options, loop.room, loop.gpu["index"] or 0)
 
-    def figures(self, loop: GpuLoop, listed: Sequence[Case], measured: Measured) -> Result:
-        rows = [gpu_row(loop, case, measured.results[case.key]) for case in listed]
+    def figures(self, loop: GpuLoop, measured: Measured) -> Result:
+        rows = [gpu_row(loop, case, runs) for case, runs in measured.each()]
         add_ratios(rows)
         add_bounds(rows, loop.copies, [each.bytes_per_s for each in measured.bandwidths])
         return {"gpu": loop.gpu | {"copies": loop.copies}, "cases": rows}

@@ -6,7 +6,6 @@ import statistics
 
 from gguf_tools.units import format_size
 from orchestrator.lab.bench.report import (
-    HIT,
     MIB,
     MIX,
     NAME,
@@ -14,6 +13,7 @@ from orchestrator.lab.bench.report import (
     by_cap,
     goal_table,
     moved,
+    speeds,
     tokens_of,
 )
 from orchestrator.lab.bench.rows import Result
@@ -27,12 +27,7 @@ def _prompt_speed(row: Row) -> float | None:
 
 
 SPEED_COLUMNS = (
-    NAME,
-    Column("tok/s", "tokens_per_s", fixed(1)),
-    Column("p50", "tpot_ms_p50", fixed(2), "ms"),
-    Column("p99", "tpot_ms_p99", fixed(2), "ms"),
-    Column("TTFT", "ttft_ms", fixed(0), "ms"),
-    HIT,
+    *speeds(2),
     moved("copied_bytes_per_token"),
     MIX,
     Column("x TPOT", "speedup", fixed(2)),

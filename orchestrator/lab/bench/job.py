@@ -44,7 +44,7 @@ def decode(n: int, seconds: float, name: str = DECODE) -> Part:
     return Part(name, DECODE, n, seconds, MIN_STEPS)
 
 
-def context_tokens(parts: Sequence[Part], shared: bool = True) -> int:
+def longest_context(parts: Sequence[Part], shared: bool = True) -> int:
     """Context that holds the longest conversation of these parts, in the units of the KV cache;
     with all sequences that share it, or the longest of one of them."""
     longest = length = 0

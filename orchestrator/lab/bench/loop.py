@@ -10,7 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.footprint import model_shape
 from orchestrator.lab.bench import host
 from orchestrator.lab.bench.cases import Case
-from orchestrator.lab.bench.job import Job, context_tokens
+from orchestrator.lab.bench.job import Job, longest_context
 from orchestrator.lab.bench.models import DEMO_TEXT, LOW, Note, build_models
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import Result
@@ -32,8 +32,14 @@ START_SECONDS = 300.0
 class Measured(NamedTuple):
     """What came of all runs. results: by the key of a case, one for each run or one failure."""
 
+    listed: Sequence[Case]
     results: dict[str, list[Result]]
     bandwidths: list[disk.Bandwidth]
+
+    def each(self) -> Iterator[tuple[Case, list[Result]]]:
+        """(case, its results), in the order of the tables."""
+        for case in self.listed:
+            yield case, self.results[case.key]
 
 
 Asked = TypeVar("Asked", bound=BenchOptions)
@@ -59,7 +65,7 @@ class Loop(Generic[Asked]):
         where its context does not hold what is to be measured."""
         high, low = build_models(options, note)
         model = ExpertModel.open(high, low)
-        longest = context_tokens(options.parts(), shared=False)
+        longest = longest_context(options.parts(), shared=False)
         if model.context_length and longest > model.context_length:
             raise ConfigError(
                 f"what is to be measured takes a context of {longest} tokens, the model "
@@ -82,7 +88,7 @@ class Loop(Generic[Asked]):
                         continue
                     self.note(f"run {number + 1} of {options.runs}: {case.key}")
                     earlier.append(self.measure(case, number))
-        return Measured(results, bandwidths)
+        return Measured(listed, results, bandwidths)
 
     def skip(self, reason: str) -> None:
         if reason and reason not in self.skipped:

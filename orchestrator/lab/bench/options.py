@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from gguf_tools import synthetic
 from gguf_tools.process import default_threads
 from orchestrator.errors import ConfigError
-from orchestrator.lab.bench.job import Part, context_tokens, decode, prompt, settle
+from orchestrator.lab.bench.job import Part, decode, longest_context, prompt, settle
 from orchestrator.lab.option import check_options, declared_options, option
 
 # A quick pass: tiny model, caps that leave a few experts of room, seconds in all.
@@ -139,7 +139,7 @@ class BenchOptions:
     @property
     def n_ctx(self) -> int:
         """Context that holds what is measured."""
-        return context_tokens(self.parts())
+        return longest_context(self.parts())
 
     def parts(self) -> list[Part]:
         """What every process does: a prompt, unmeasured decode steps, measured ones."""

@@ -4,7 +4,6 @@ does to the experts that decoding had in memory."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -136,12 +135,10 @@ class Prefill(Benchmark[Loop[PrefillOptions]]):
     def cases(self, loop: Loop[PrefillOptions]) -> list[Case]:
         return prefill_cases(loop.options)
 
-    def figures(
-        self, loop: Loop[PrefillOptions], listed: Sequence[Case], measured: Measured
-    ) -> Result:
+    def figures(self, loop: Loop[PrefillOptions], measured: Measured) -> Result:
         rows = [
-            prefill_row(loop.options, case, measured.results[case.key], loop.limit_bytes(case))
-            for case in listed
+            prefill_row(loop.options, case, runs, loop.limit_bytes(case))
+            for case, runs in measured.each()
         ]
         _add_ratios(rows)
         return {"cases": rows}

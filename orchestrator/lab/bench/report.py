@@ -22,6 +22,18 @@ HIT = Column("hit", "hit_rate", percent(1), "%")
 MIX = Column("hi/lo/skip", "mix", show_mix, "%")
 
 
+def speeds(digits: int) -> tuple[Column, ...]:
+    """How fast a case is; digits: of milliseconds a token."""
+    return (
+        NAME,
+        Column("tok/s", "tokens_per_s", fixed(1)),
+        Column("p50", "tpot_ms_p50", fixed(digits), "ms"),
+        Column("p99", "tpot_ms_p99", fixed(digits), "ms"),
+        Column("TTFT", "ttft_ms", fixed(0), "ms"),
+        HIT,
+    )
+
+
 def moved(key: str, digits: int = 1) -> Column:
     """Megabytes that were moved for a token."""
     return Column("MB/tok", key, fixed(digits, MB))

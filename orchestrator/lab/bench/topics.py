@@ -152,11 +152,9 @@ class Topics(Benchmark[Loop[TopicOptions]]):
     def cases(self, loop: Loop[TopicOptions]) -> list[Case]:
         return topic_cases(loop.options)
 
-    def figures(
-        self, loop: Loop[TopicOptions], listed: Sequence[Case], measured: Measured
-    ) -> Result:
+    def figures(self, loop: Loop[TopicOptions], measured: Measured) -> Result:
         switches = loop.options.switches
-        return {"cases": topic_rows(switches, listed, measured.results, loop.limit_bytes)}
+        return {"cases": topic_rows(switches, measured.listed, measured.results, loop.limit_bytes)}
 
     def goals(self, loop: Loop[TopicOptions], rows: Sequence[Result]) -> list[Result]:
         return topic_goals(rows, f"every {loop.options.usual} steps", RESTLESS)

@@ -21,7 +21,7 @@ NAMES = (FFN_INPUT, OUTPUT, ROUTER_INPUT, ROUTER_LOGITS)
 Activations = dict[tuple[str, int], np.ndarray]
 
 
-class Recorder:
+class ActivationRecorder:
     """A model and a context that keep the activations of each read. Free it with close."""
 
     def __init__(self, path: Path, n_ctx: int, threads: int) -> None:
@@ -54,7 +54,7 @@ class Recorder:
         """Frees the context and the model; safe to call twice."""
         self._observer.close()
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> ActivationRecorder:
         return self
 
     def __exit__(self, *_: object) -> None:

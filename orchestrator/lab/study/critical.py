@@ -27,7 +27,7 @@ KINDS = {
         ("random", "load", True),
     ),
 }
-SCHEDULES = {"cosine": "depth-based", "flat": "equal"}
+SPREADS = {"cosine": "depth-based", "flat": "equal"}
 
 
 def _panels(subject: Subject) -> list[tuple[str, bool]]:
@@ -66,7 +66,7 @@ class Critical(ScoredStudy):
                         prefill,
                         deciders if at_random else (),
                     )
-                    for schedule, name in SCHEDULES.items()
+                    for schedule, name in SPREADS.items()
                     for ratio in RATIOS
                 ]
         return listed
@@ -102,8 +102,8 @@ def _draw_panel(found: Scores, low: str, prefill: bool, axis: Any) -> None:
     for number, (label, pairs) in enumerate(found.lines(_group(low, prefill))):
         x = [_high(score) for _, score in pairs]
         changes = [score.against(base) for _, score in pairs]
-        dashed = label.endswith(SCHEDULES["flat"])
-        plot.percent_line(axis, x, changes, label, number // len(SCHEDULES), dashed=dashed)
+        dashed = label.endswith(SPREADS["flat"])
+        plot.percent_line(axis, x, changes, label, number // len(SPREADS), dashed=dashed)
     axis.axhline(0.0, color="#666666", linestyle=":", linewidth=1.2)
     axis.set_title(f"{FORMS[prefill]}, {subject.high} / {low}", fontsize=9)
     axis.set_xlabel("share of routed experts in high")

@@ -10,7 +10,7 @@ from orchestrator.eval.arithmetic import Estimate
 from orchestrator.eval.run import pair
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import PERPLEXITY, change_from, domains_of
-from orchestrator.lab.study.residency import SEEDS, Residency, halves, high_share
+from orchestrator.lab.study.residency import SEEDS, Residency, high_share
 from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.lab.table import Column, Row, Table, percent
@@ -38,9 +38,8 @@ class Demotion(Study[Demoted]):
     name = "demotion"
 
     def measure(self, on: Subject) -> Demoted:
-        first, second = halves(on.windows)
-        scored = on.on(second)
-        residency = Residency(scored)
+        residency, first = Residency.of_second_half(on)
+        scored = residency.subject
         hotness = residency.hotness(first)
         n = residency.n_expert
         levels = sorted({round(n * step / STEPS) for step in range(STEPS + 1)})

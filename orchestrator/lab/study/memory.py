@@ -28,7 +28,7 @@ from orchestrator.lab.study.figures import (
     kl_of,
     show_kl,
 )
-from orchestrator.lab.study.residency import SEEDS, Residency, halves, high_share
+from orchestrator.lab.study.residency import SEEDS, Residency, high_share
 from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
@@ -97,15 +97,14 @@ class SameMemory:
     budgets: list[Budgets]
 
 
-class Memory(Study[SameMemory]):
+class HotMemory(Study[SameMemory]):
     """What a hot set wins back in the same memory."""
 
     name = "memory"
 
     def measure(self, on: Subject) -> SameMemory:
-        first, second = halves(on.windows)
-        scored = on.on(second)
-        residency = Residency(scored)
+        residency, first = Residency.of_second_half(on)
+        scored = residency.subject
         works = _workloads(scored, residency, first)
         counts = _high_counts(residency)
         held = [n_high / residency.n_expert for n_high in counts]

@@ -64,6 +64,12 @@ class Residency:
             tiers = (names.index(subject.high), names.index(subject.low))
             self.shape = model_shape(model, tiers)
 
+    @classmethod
+    def of_second_half(cls, subject: Subject) -> tuple[Residency, list[Window]]:
+        """(the second halves of the subject's text, the windows of the first ones)."""
+        first, second = halves(subject.windows)
+        return cls(subject.on(second)), first
+
     def _model(self) -> ExpertModel:
         return ExpertModel.open(self.subject.config.model, self.subject.config.low)
 

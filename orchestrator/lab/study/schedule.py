@@ -19,7 +19,7 @@ def _low_tiers(subject: Subject) -> tuple[str, str]:
     return SKIP, subject.low
 
 
-class Schedule(ScoredStudy):
+class DepthSchedule(ScoredStudy):
     """The ways in which the share of critical experts may fall with depth."""
 
     name = "schedule"

@@ -21,8 +21,8 @@ from orchestrator.lab.study.activations import (
     OUTPUT,
     ROUTER_INPUT,
     ROUTER_LOGITS,
+    ActivationRecorder,
     Activations,
-    Recorder,
 )
 from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Subject
@@ -110,7 +110,7 @@ class Similarity(Study[Alike]):
             longest = max(len(window.tokens) for window in on.windows)
             threads = config.threads or default_threads()
             counts = np.zeros((len(model.layer_ids), model.n_expert), np.int64)
-            with Recorder(config.model, longest, threads) as recorder:
+            with ActivationRecorder(config.model, longest, threads) as recorder:
                 reads = []
                 for number, window in enumerate(on.windows, 1):
                     found = recorder.read(window.tokens)

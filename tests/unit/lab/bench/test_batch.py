@@ -10,7 +10,7 @@ import pytest
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.batch import Batch, BatchOptions, batch_cases, batch_name, batch_row
 from orchestrator.lab.bench.child import play
-from orchestrator.lab.bench.job import DECODE, PROMPT, context_tokens
+from orchestrator.lab.bench.job import DECODE, PROMPT, longest_context
 
 
 @pytest.mark.parametrize("batches", [(), (0, 1), (4, 4), (1, 256)])
@@ -25,8 +25,8 @@ def test_each_batch_has_a_prompt_of_its_own():
     assert [part.kind for part in parts] == 3 * [PROMPT, DECODE]
     assert [part.sequences for part in parts] == [0, 1, 0, 3, 0, 40]
     assert (options.sequences, options.n_ubatch) == (40, 40)
-    assert context_tokens(parts) == 512  # 7 + 40 * 10 cells
-    assert context_tokens(parts, shared=False) == 256
+    assert longest_context(parts) == 512  # 7 + 40 * 10 cells
+    assert longest_context(parts, shared=False) == 256
     assert BatchOptions(batches=(2,)).n_ubatch == 32
     names = [case.name for case in batch_cases(options)]
     assert names[1:] == ["lru", "dymoe 4, r=1", "dymoe 4/2", "dynaexq 4/2"]

@@ -5,9 +5,6 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from gguf_tools import synthetic
-from gguf_tools.experts import ExpertModel
-from orchestrator import disk
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench import host
 from orchestrator.lab.bench import loop as bench_loop
@@ -19,8 +16,8 @@ from orchestrator.lab.bench.job import (
     MIN_STEPS,
     Job,
     Part,
-    context_tokens,
     decode,
+    longest_context,
     prompt,
     settle,
 )
@@ -148,9 +145,9 @@ def test_text_gives_its_conversations_in_an_order_of_the_seed():
 
 
 def test_context_holds_the_longest_conversation():
-    assert context_tokens([prompt(200), decode(56, 1.0)]) == 256
-    assert context_tokens([prompt(200), decode(57, 1.0)]) == 512
-    assert context_tokens([prompt(200), decode(20, 1.0), prompt(9), settle(40, 1.0)]) == 256
+    assert longest_context([prompt(200), decode(56, 1.0)]) == 256
+    assert longest_context([prompt(200), decode(57, 1.0)]) == 512
+    assert longest_context([prompt(200), decode(20, 1.0), prompt(9), settle(40, 1.0)]) == 256
 
 
 def test_job_survives_json():
@@ -222,23 +219,6 @@ def test_priority_is_given_back():
         inside = now()
     assert now() == before
     assert inside[0] in (before[0], -20)
-
-
-def test_read_bandwidth_reads_whole_experts(tmp_path):
-    model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
-    windows = disk._windows(model, 0)
-    assert len(windows) == 3 * 3 * 8
-    slices = model.slices[1][0][0]
-    start = slices.offset + 5 * slices.expert_bytes
-    assert any(
-        w.offset <= start
-        and w.offset + w.length >= start + slices.expert_bytes
-        and w.offset % 4096 == w.length % 4096 == 0
-        for w in windows
-    )
-    found = disk.read_bandwidth(model, threads=2, seconds=0.05)
-    assert found.bytes_per_s > 2**20
-    assert found.slice_bytes >= slices.expert_bytes
 
 
 def measured(step_ms, **store):

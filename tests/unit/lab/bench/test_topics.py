@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from orchestrator.cli import cli
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.child import play, topic_streams
-from orchestrator.lab.bench.job import DECODE, Job, context_tokens
+from orchestrator.lab.bench.job import DECODE, Job, longest_context
 from orchestrator.lab.bench.marks import MARKS, Marks, of_slowest
 from orchestrator.lab.bench.models import DEMO_TEXT
 from orchestrator.lab.bench.topics import (
@@ -57,7 +57,7 @@ def test_topics_take_turns_and_the_last_one_stays():
         *[("topic 2", 0)] * 4,
         ("steady", 0),
     ]
-    assert context_tokens(parts) == 256
+    assert longest_context(parts) == 256
     names = [case.name for case in topic_cases(options) if case.cap == 0.8]
     assert names[1:3] == [ALL_LOW, FIXED]
     assert names[-1] == RESTLESS

@@ -14,7 +14,7 @@ from orchestrator.cli import cli
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
-from orchestrator.lab.study.activations import ROUTER_LOGITS, Recorder
+from orchestrator.lab.study.activations import ROUTER_LOGITS, ActivationRecorder
 from orchestrator.lab.study.policies import OneLayer, RandomCritical
 from orchestrator.lab.study.similarity import cosine, dense, recall, top
 
@@ -109,7 +109,7 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> 
         engine.eval(tokens, 0, phase=Phase.PREFILL)
         layer_ids = list(engine.model.layer_ids)
         router = dense(engine.model, f"blk.{layer_ids[0]}.ffn_gate_inp.weight")
-    with Recorder(model, 64, 1) as recorder:
+    with ActivationRecorder(model, 64, 1) as recorder:
         found = recorder.read(tokens)
         again = recorder.read(tokens)
     k = seen[0][0].shape[1]
