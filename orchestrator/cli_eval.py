@@ -11,6 +11,7 @@ import click
 from orchestrator.cli_files import AT_LEAST_1, FILE
 from orchestrator.cli_options import given, make_config, model_options
 from orchestrator.console import Console, strip_controls
+from orchestrator.lab.registry import load_study, studies_by_paper
 
 
 @click.command("eval")
@@ -40,8 +41,7 @@ from orchestrator.console import Console, strip_controls
 @click.option(
     "--study",
     metavar="NAME",
-    help="A table or figure of the papers: accuracy, retention, critical, tokens, schedule, "
-    "depth, similarity (DyMoE); demotion, memory (DynaExq).",
+    help=f"A table or figure of the papers: {'; '.join(studies_by_paper())}.",
 )
 @click.option("--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -50,9 +50,9 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
 
     Each token is decided on its own, as in an answer: what is decided for a prompt sees its
     later tokens."""
-    from dataclasses import asdict, fields
+    from dataclasses import fields
 
-    from orchestrator.eval import EvalOptions, render, run_study
+    from orchestrator.eval import EvalOptions, render
     from orchestrator.eval import evaluate as run
 
     names = {field.name for field in fields(EvalOptions)}
@@ -66,8 +66,8 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
             result = run(config, wanted, console.bar)
             text = render(result)
         else:
-            tables = run_study(study, config, wanted, out, console.bar)
-            result = {"study": study, "tables": [asdict(table) for table in tables]}
+            tables = load_study(study).publish(config, wanted, out, console.bar)
+            result = {"study": study, "tables": [table.as_dict() for table in tables]}
             text = "\n\n".join(table.markdown() for table in tables)
     finally:
         console.end_bar()

@@ -13,8 +13,8 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator.accelerator import Accelerator, find_gpu, one_of_several
-from orchestrator.bench.disk import Bandwidth, bytes_per_s, read_bandwidth
 from orchestrator.config import Config
+from orchestrator.disk import Bandwidth, bytes_per_s, read_bandwidth
 from orchestrator.errors import MoeEdgeError
 from orchestrator.hardware import Machine, probe
 from orchestrator.llama import Bindings

@@ -1,1 +1,1 @@
-"""How the demo model was made: data, tokenizer, training, export, conversion, evaluation."""
+"""The demo model: its card, its file, the text that benchmarks read, and how it was made."""

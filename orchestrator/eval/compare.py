@@ -43,7 +43,7 @@ class Reference:
         self.close()
 
 
-class Part:
+class ReferencePart:
     """Some of a reference's tokens, as if they were all: places int [n], where each stands in it.
     Lives as long as the whole."""
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from orchestrator.eval import arithmetic
 from orchestrator.eval.arithmetic import Estimate
-from orchestrator.eval.compare import Part, Reference
+from orchestrator.eval.compare import Reference, ReferencePart
 from orchestrator.eval.judge import Judge
 from orchestrator.eval.text import Window
 
@@ -60,7 +60,7 @@ def score_text(
     windows: Sequence[Window],
     *,
     keep: Reference | None = None,
-    against: Reference | Part | None = None,
+    against: Reference | ReferencePart | None = None,
     progress: Progress | None = None,
 ) -> TextScores:
     """Scores the windows' tokens from each one's first scored token on.

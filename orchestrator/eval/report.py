@@ -1,9 +1,8 @@
-"""What was measured, as text: the figures of one configuration, and tables of studies."""
+"""What was measured of one configuration, as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from gguf_tools.units import format_size
@@ -30,12 +29,12 @@ def render(result: dict[str, Any]) -> str:
             lines.append(_line("prefill form", with_error(prefill), note))
         if "kl" in text:
             lines.append(_line(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats"))
-            lines.append(_line("same top token", percent(text["top1"])))
+            lines.append(_line("same top token", share_with_error(text["top1"])))
     if (choices := result.get("choices")) is not None:
         lines.append(
             _line(
                 "acc, acc_norm",
-                f"{percent(choices['acc'])}, {percent(choices['acc_norm'])}",
+                f"{share_with_error(choices['acc'])}, {share_with_error(choices['acc_norm'])}",
                 f"{choices['questions']} questions",
             )
         )
@@ -67,39 +66,6 @@ def with_error(pair: Sequence[float | None], digits: int = 3) -> str:
     return shown if error is None else f"{shown} +- {error:.{digits}f}"
 
 
-def percent(pair: Sequence[float | None], digits: int = 1) -> str:
+def share_with_error(pair: Sequence[float | None], digits: int = 1) -> str:
     """A share with its standard error in per cent."""
     return f"{with_error([None if x is None else 100 * x for x in pair], digits)} %"
-
-
-def change(pair: Sequence[float | None]) -> str:
-    """A relative change with its standard error, as "+1.23 % +- 0.45"."""
-    value, error = (0.0 if each is None else 100 * each for each in pair)
-    return f"{value:+.2f} % +- {error:.2f}"
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """One table of a study. rows hold text in the order of columns; data: the same figures as
-    numbers, fit for JSON."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]] = field(default_factory=list)
-    data: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def markdown(self) -> str:
-        """The table in Markdown, columns aligned, so that it reads well as it is too."""
-        widths = [
-            max(len(row[i]) for row in (self.columns, *self.rows)) for i in range(len(self.columns))
-        ]
-
-        def line(cells: Sequence[str]) -> str:
-            padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-            return f"| {' | '.join(padded)} |"
-
-        rule = f"|{'|'.join('-' * (width + 2) for width in widths)}|"
-        body = [line(self.columns), rule, *(line(row) for row in self.rows)]
-        notes = ["", *self.notes] if self.notes else []
-        return "\n".join([f"**{self.title}**", "", *body, *notes])

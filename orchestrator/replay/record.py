@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gguf_tools.file.layout import KINDS
-from orchestrator.bench.disk import read_bandwidth
+from orchestrator.disk import read_bandwidth
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import SKIP, Phase, RouteEvent

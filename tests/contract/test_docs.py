@@ -191,7 +191,7 @@ def check_call(line: str) -> None:
     if rest and isinstance(command, click.Group) and rest[0] in command.commands:
         command, rest = command.commands[rest[0]], rest[1:]
     known = {"--help"}
-    for parameter in command.params:
+    for parameter in command.get_params(click.Context(command, help_option_names=[])):
         known.update(parameter.opts + parameter.secondary_opts)
     for word in rest:
         option = word.split("=")[0]

@@ -37,6 +37,7 @@ LAYERS = (
     ),
     ("orchestrator.config", "orchestrator.driver"),
     (
+        "orchestrator.disk",
         "orchestrator.hardware",
         "orchestrator.footprint",
         "orchestrator.losses",
@@ -51,13 +52,12 @@ LAYERS = (
     (
         "orchestrator.chat",
         "orchestrator.console",
-        "orchestrator.bench",
         "orchestrator.calibrate",
         "orchestrator.eval",
         "orchestrator.replay",
         "orchestrator.layer_plot",
     ),
-    ("orchestrator.cli_files", "orchestrator.doctor"),
+    ("orchestrator.cli_files", "orchestrator.doctor", "orchestrator.lab"),
     ("orchestrator.cli_options",),
     (
         "orchestrator.cli_chat",
@@ -146,6 +146,7 @@ def rank(name: str) -> int | None:
 
 
 SOURCES = sources()
+LAB = "orchestrator.lab."
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -173,6 +174,17 @@ def test_libraries_stay_where_they_belong(name: str) -> None:
             assert any(name == where or name.startswith(where + ".") for where in allowed), (
                 f"{name} imports {target}; only {', '.join(allowed)} may"
             )
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_runs_does_not_import_what_measures(name: str) -> None:
+    """Not even inside a function. The command line knows the names of the experiments, and how
+    they declare their options, and loads them by name."""
+    found = imports(SOURCES[name], set(SOURCES))
+    measures = {each for each in found if f"{each}.".startswith(LAB)}
+    if name.startswith("orchestrator.cli_"):
+        measures -= {f"{LAB}registry", f"{LAB}option"}
+    assert f"{name}.".startswith(LAB) or not measures, f"{name} imports {', '.join(measures)}"
 
 
 def test_no_import_cycles() -> None:

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from models.demo import facts, heldout
-from models.demo.talk import Sources, chat_documents
+from models.demo.training import facts, heldout
+from models.demo.training.talk import Sources, chat_documents
 from orchestrator.eval.choices import read_questions
 from orchestrator.eval.text import read_documents
 
@@ -95,7 +95,7 @@ def test_too_few_other_answers_make_no_question() -> None:
 def test_it_runs_without_torch_and_says_what_is_missing(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from models.demo import heldout\n"
+        "from models.demo.training import heldout\n"
         f"sys.exit(heldout.main(['--data', {json.dumps(str(tmp_path))}, '--out', 'x']))"
     )
     done = subprocess.run(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from models.demo import facts, smalltalk, tales
+from models.demo.training import facts, smalltalk, tales
 
 torch = pytest.importorskip(
     "torch", reason="needs torch: python3 patches/tool.py setup --extras convert"
@@ -21,9 +21,9 @@ pytest.importorskip(
     "safetensors", reason="needs safetensors: python3 patches/tool.py setup --extras convert"
 )
 
-from models.demo import train  # noqa: E402
-from models.demo.model import DemoModel, ModelConfig  # noqa: E402
-from models.demo.talk import Sources, Talker, render  # noqa: E402
+from models.demo.training import train  # noqa: E402
+from models.demo.training.model import DemoModel, ModelConfig  # noqa: E402
+from models.demo.training.talk import Sources, Talker, render  # noqa: E402
 
 SMALL = ModelConfig(vocab_size=512, num_layers=2, num_experts=4, num_experts_per_tok=2)
 
@@ -69,7 +69,7 @@ def test_converter_recognises_the_tokenizer(toy: Path) -> None:
 
 def test_logits_equal_transformers(toy: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    from models.demo.evaluate import load_hf
+    from models.demo.training.evaluate import load_hf
 
     ids = torch.randint(0, 1024, (2, 40), generator=torch.Generator().manual_seed(1))
     ours = load_hf(toy).logits(ids, torch.float32)
@@ -82,7 +82,8 @@ def test_logits_equal_transformers(toy: Path) -> None:
 def test_gradients_equal_plain_autograd() -> None:
     """The hand-written backward passes against torch on a dense formulation."""
     torch.manual_seed(0)
-    from models.demo.model import Kernels, _Attention, _Experts
+    from models.demo.training.kernels import Kernels
+    from models.demo.training.products import AttentionFunction, ExpertsFunction
 
     kernels = Kernels(False)
     n, k, e, d, f = 37, 2, 4, 16, 8
@@ -100,7 +101,9 @@ def test_gradients_equal_plain_autograd() -> None:
     top, ids = logits.softmax(-1).topk(k)
     expected = torch.autograd.grad(dense(top, ids).sin().sum(), inputs)
     top, ids = logits.softmax(-1).topk(k)
-    got = torch.autograd.grad(_Experts.apply(x, ids, top, up, down, kernels).sin().sum(), inputs)
+    got = torch.autograd.grad(
+        ExpertsFunction.apply(x, ids, top, up, down, kernels).sin().sum(), inputs
+    )
     for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-4, rtol=1e-3)
 
@@ -109,7 +112,7 @@ def test_gradients_equal_plain_autograd() -> None:
     plain = torch.nn.functional.scaled_dot_product_attention(q, key, v, attn_mask=mask.bool())
     want = torch.autograd.grad(plain.sin().sum(), (q, key, v))
     have = torch.autograd.grad(
-        _Attention.apply(q, key, v, mask, kernels).sin().sum(), (q, key, v)
+        AttentionFunction.apply(q, key, v, mask, kernels).sin().sum(), (q, key, v)
     )  # fmt: skip
     for a, b in zip(have, want, strict=True):
         assert torch.allclose(a, b, atol=1e-5)

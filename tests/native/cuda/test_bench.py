@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from orchestrator.bench import GpuOptions, gpu, render_gpu, run_gpu
-from orchestrator.bench.ablation import MIXED_AHEAD
+from orchestrator.lab.bench import gpu
+from orchestrator.lab.bench.ablation import MIXED_AHEAD
 
 from .conftest import HERE, Device
 
-CASES = {gpu.MANAGED, MIXED_AHEAD}
+CASES = {gpu.MANAGED_ON_GPU, MIXED_AHEAD}
 
 
 def test_bench(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,16 +28,18 @@ def test_bench(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 
     every = gpu.gpu_cases
     monkeypatch.setattr(gpu, "gpu_cases", few)
-    options = GpuOptions(
+    options = gpu.GpuOptions(
         quick=True, caps=(0.5,), tokens=2, warmup=1, prompt_tokens=8, runs=1, threads=1, layers=2
     )
-    report = run_gpu(options)
+    report = gpu.Gpu().run(options)
     rows = {row["name"]: row for row in report["cases"]}
     assert not [row for row in rows.values() if "error" in row]
-    assert rows[gpu.MANAGED]["hit_rate"] == 1  # counted on the GPU: nobody watches these steps
-    assert rows[gpu.MANAGED]["mix"]["high"] == 1
+    assert (
+        rows[gpu.MANAGED_ON_GPU]["hit_rate"] == 1
+    )  # counted on the GPU: nobody watches these steps
+    assert rows[gpu.MANAGED_ON_GPU]["mix"]["high"] == 1
     assert rows[MIXED_AHEAD]["copied_bytes_per_token"] > 0
     assert all(row["used_bytes"] > 0 for row in rows.values())
     assert not any(row["over_cap"] for row in rows.values())
     assert report["gpu"]["copies"][0]["pinned"] > 0
-    assert "bound ms" in render_gpu(report)
+    assert "bound ms" in gpu.Gpu().text(report)

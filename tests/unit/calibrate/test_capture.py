@@ -18,7 +18,7 @@ from orchestrator.calibrate import Capture, read_calibration, spill
 from orchestrator.calibrate.compute import stored
 from orchestrator.calibrate.spill import Rows
 from orchestrator.errors import ConfigError, GGUFError
-from orchestrator.eval.similarity import dense
+from orchestrator.lab.study.similarity import dense
 
 
 def silu(x: np.ndarray) -> np.ndarray:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,99 +154,6 @@ def test_help_names_every_policy():
     text = run("chat", "--help").stdout
     for name in policy.known_policies():
         assert name in text
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ("bench", "BenchOptions"),
-        ("bench ablation", "AblationOptions"),
-        ("bench prefill", "PrefillOptions"),
-        ("bench topics", "TopicOptions"),
-    ],
-)
-def test_help_shows_the_defaults_of_the_benchmark(words, name):
-    package = pytest.importorskip("orchestrator.bench")
-    text = " ".join(run(*words.split(), "--help").stdout.split())
-    checked = 0
-    for field in dataclasses.fields(getattr(package, name)):
-        default = field.default
-        if field.name == "caps":
-            default = ",".join(f"{100 * cap:.0f}" for cap in default)
-        if field.name in ("prompts", "updates"):
-            default = ",".join(map(str, default))
-        found = re.search(rf"--{field.name.replace('_', '-')} .*?(\[default: (.*?)\]|  -)", text)
-        if found and field.name not in ("quick", "threads"):
-            assert found.group(2) == str(default), field.name
-            checked += 1
-    assert checked >= 8
-
-
-def test_bench_gets_its_options(monkeypatch):
-    package = pytest.importorskip("orchestrator.bench")
-    seen = []
-    monkeypatch.setattr(package, "run", lambda options, note: seen.append(options) or {"a": 1})
-    monkeypatch.setattr(package, "render", lambda result: f"table of {result}")
-    result = run("bench", "--caps", "50", "--routing", "zipf", "--quick", "--tokens", "9")
-    assert result.exit_code == 0
-    assert result.stdout == "table of {'a': 1}\n"
-    assert seen == [package.BenchOptions(caps=(0.5,), routing="zipf", quick=True, tokens=9)]
-    assert json.loads(run("bench", "--json").stdout) == {"a": 1}
-    assert run("bench", "--caps", "much").exit_code == 1
-
-
-@pytest.mark.parametrize(("command", "name"), [("ablation", "Ablation"), ("prefill", "Prefill")])
-def test_commands_below_bench_get_their_options(monkeypatch, command, name):
-    package = pytest.importorskip("orchestrator.bench")
-    seen = []
-    monkeypatch.setattr(
-        package, f"run_{command}", lambda options, note: seen.append(options) or {"a": 1}
-    )
-    monkeypatch.setattr(package, f"render_{command}", lambda result: f"table of {result}")
-    result = run("bench", command, "--caps", "50", "--shape", "demo", "--runs", "1")
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout == "table of {'a': 1}\n"
-    assert seen == [getattr(package, f"{name}Options")(caps=(0.5,), shape="demo", runs=1)]
-    assert json.loads(run("bench", command, "--json").stdout) == {"a": 1}
-
-
-def test_prefill_gets_its_lengths(monkeypatch):
-    package = pytest.importorskip("orchestrator.bench")
-    seen = []
-    monkeypatch.setattr(package, "run_prefill", lambda options, note: seen.append(options) or {})
-    assert run("bench", "prefill", "--prompts", "4,8", "--long", "0", "--json").exit_code == 0
-    assert seen == [package.PrefillOptions(prompts=(4, 8), long_tokens=0)]
-    result = run("bench", "prefill", "--prompts", "4,x")
-    assert result.exit_code == 1
-    assert "'4,x' is no list of prompt lengths" in result.stderr
-
-
-def test_options_before_a_command_below_bench_are_refused():
-    for words in ("bench --runs 3 ablation", "bench --quick prefill", "bench --seed 0 prefill"):
-        result = run(*words.split())
-        assert result.exit_code == 2, words
-        assert f"{words.split()[1]} comes after the command" in result.stderr
-
-
-def test_routing_of_a_trained_model_is_its_own():
-    result = run("bench", "ablation", "--shape", "demo", "--routing", "uniform")
-    assert result.exit_code == 1
-    assert "--routing has no effect with --shape demo" in result.stderr
-
-
-def test_a_plot_without_matplotlib_is_refused_before_measuring(monkeypatch, tmp_path):
-    package = pytest.importorskip("orchestrator.bench")
-    monkeypatch.setattr(package, "run_ablation", lambda options, note: pytest.fail("it measured"))
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest),
-    )
-    result = run("bench", "ablation", "--out", str(tmp_path / "plots"))
-    assert result.exit_code == 1
-    assert "pip install -e '.[plot]'" in result.stderr
-    assert not (tmp_path / "plots").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,38 +1,5 @@
-"""A random-weight model in three precisions, and texts to judge it by."""
+"""The tests here share what quality is judged on."""
 
-from __future__ import annotations
+from judged import choices, model, text
 
-import json
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
-
-from orchestrator.native import Library
-
-TIERS = ("q8_0", "q4_k", "q2_k")
-TEXT = "The fox sat by the river and looked at the stars. It was late, and nobody came. " * 3
-
-
-@pytest.fixture(scope="session")
-def model(library: Library, tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("qwen3moe", *TIERS, seed=1)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
-@pytest.fixture
-def choices(tmp_path: Path) -> Path:
-    path = tmp_path / "choices.jsonl"
-    records = [
-        {"question": f"Question {i}: which one?", "choices": ["river", "the stars", "a fox"]}
-        | {"answer": i % 3}
-        for i in range(6)
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+__all__ = ["choices", "model", "text"]

@@ -1,0 +1,1 @@
+"""How the demo model was made: data, tokenizer, training, export, conversion, evaluation."""

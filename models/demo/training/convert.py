@@ -1,0 +1,65 @@
+"""Checkpoint to GGUF: `python -m models.demo.training.convert HF_DIR OUT.gguf --upstream DIR`.
+
+Runs upstream's own converter. It knows a pre-tokenizer by a hash over the tokens of a test
+text, so a newly trained vocabulary is unknown to it, whatever its rules. This wrapper looks at
+the rules instead, as `moe-edge convert` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from gguf_tools.convert.pretokenizer import pre_tokenizer
+
+MISSING = "conversion needs torch and transformers: python3 patches/tool.py setup --extras convert"
+
+
+NAME = "moe-edge demo"
+
+
+def convert(hf_dir: Path, out: Path, upstream: Path, outtype: str = "f16") -> None:
+    """Write `out` from the checkpoint in `hf_dir` with the converter in `upstream`."""
+    script = upstream / "convert_hf_to_gguf.py"
+    if not script.is_file():
+        raise SystemExit(f"{upstream}: convert_hf_to_gguf.py not found; give llama.cpp's folder")
+    sys.path[:0] = [str(upstream), str(upstream / "gguf-py")]
+    try:
+        from conversion import base  # type: ignore[import-not-found]
+    except ModuleNotFoundError as e:
+        if e.name not in ("torch", "transformers", "numpy", "sentencepiece", "safetensors"):
+            raise
+        raise SystemExit(MISSING) from None
+
+    known = base.TextModel.get_vocab_base_pre
+
+    def get_vocab_base_pre(self: Any, tokenizer: Any) -> str:
+        return pre_tokenizer(Path(self.dir_model)) or str(known(self, tokenizer))
+
+    base.TextModel.get_vocab_base_pre = get_vocab_base_pre
+    argv = sys.argv
+    sys.argv = [str(script), str(hf_dir), "--outfile", str(out), "--outtype", outtype]
+    sys.argv += ["--model-name", NAME]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv = argv
+        base.TextModel.get_vocab_base_pre = known
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m models.demo.training.convert", description=__doc__)
+    p.add_argument("hf_dir", type=Path, help="checkpoint folder")
+    p.add_argument("out", type=Path, help="GGUF to write")
+    p.add_argument("--upstream", type=Path, required=True, help="llama.cpp's source folder")
+    p.add_argument("--outtype", default="f16", choices=("f32", "f16", "bf16", "q8_0"))
+    args = p.parse_args(argv)
+    convert(args.hf_dir, args.out, args.upstream, args.outtype)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

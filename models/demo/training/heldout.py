@@ -1,0 +1,183 @@
+"""Text and questions that the demo model never saw, for `moe-edge eval`, and text to calibrate on.
+
+`python -m models.demo.training.heldout --data DIR --out FILE.jsonl [--choices FILE.jsonl]
+[--calibration FILE.jsonl]` writes JSON lines. In the text: answers of new conversations, each
+behind its conversation as context, since the model has not learned to write questions; and
+children's stories of the collection's held-out part. In the choices: the model's own facts and
+definitions in phrasings that training never showed, each with three answers to the same question
+about something else; and new stories of the kind that it tells, each to go on with one of four
+sentences. In the calibration text: other conversations of the kind that it learned, and stories
+that it learned from; none of the first text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.demo.training import facts, tales
+from models.demo.training.sources import DataError, load_sources, records
+from models.demo.training.talk import FINAL_WEIGHTS, TERM_HELD_OUT, Sources, chat_documents, render
+
+SEED, CALIBRATION_SEED = 990_001, 880_001  # never used in training
+N_CHOICES = 4
+
+Record = dict[str, Any]
+
+
+def chat_records(sources: Sources, count: int) -> Iterator[Record]:
+    """One record for each answer of `count` conversations."""
+    for pieces in chat_documents(sources, SEED, count, FINAL_WEIGHTS, 0.5):
+        before = ""
+        for text, is_answer in pieces:
+            if is_answer:
+                yield {"context": before, "text": text, "domain": "chat"}
+            before += text
+
+
+def story_records(data: Path, count: int) -> Iterator[Record]:
+    found = itertools.islice(records(data, "valid/stories_ccby"), count)
+    return ({"text": each["text"], "domain": "stories"} for each in found)
+
+
+def calibration_records(sources: Sources, data: Path, chats: int, stories: int) -> list[Record]:
+    """Whole conversations, and stories of the training's part of the collection."""
+    talk = chat_documents(sources, CALIBRATION_SEED, chats, FINAL_WEIGHTS, 0.5)
+    tell = itertools.islice(records(data, "train/stories_ccby"), stories)
+    return [
+        *mixed(
+            ({"text": "".join(text for text, _ in pieces), "domain": "chat"} for pieces in talk),
+            ({"text": each["text"], "domain": "stories"} for each in tell),
+        )
+    ]
+
+
+def mixed(*parts: Iterable[Record]) -> Iterator[Record]:
+    """The parts' records, spread evenly over the whole, so that every beginning is a mixture."""
+    lists = [list(part) for part in parts]
+    places = [
+        ((index + 0.5) / len(part), number, index)
+        for number, part in enumerate(lists)
+        for index in range(len(part))
+    ]
+    for _, number, index in sorted(places):
+        yield lists[number][index]
+
+
+def fact_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
+    """About every country and kind of fact that has a held-out phrasing."""
+    for kind, asks in facts.HELD_OUT.items():
+        if kind == "country_of":  # its answer repeats the capital, and the others' would not
+            continue
+        known = [c for c in sources.countries if kind in c.answers]
+        for country in known:
+            others = (c.answers[kind].replace(c.shown, country.shown) for c in shuffled(rng, known))
+            question = rng.choice(asks).format(c=country.shown, v=country.capital)
+            yield from multiple_choice(rng, asked(question), country.answers[kind], others)
+
+
+def term_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
+    """About every term of the glossary; the other definitions are given to this term."""
+    for term, answer in sources.glossary:
+        others = (
+            term[0].upper() + term[1:] + other[len(name) :]
+            for name, other in shuffled(rng, sources.glossary)
+        )
+        question = rng.choice(TERM_HELD_OUT).format(t=term)
+        yield from multiple_choice(rng, asked(question), answer, others)
+
+
+def story_questions(rng: random.Random, count: int) -> Iterator[Record]:
+    """How does this new story of the model's own kind go on? The other sentences come from
+    stories about the same hero."""
+    for _ in range(count):
+        kind = rng.choice(tales.subjects())
+        text, hero = tales.tale(rng, kind)
+        own = sentences(text)
+        others: list[str] = []
+        for _ in range(6):
+            other, second = tales.tale(rng, kind)
+            others += sentences(other.replace(second.name, hero.name))[2:]
+        at = rng.randrange(2, len(own))
+        yield from multiple_choice(rng, " ".join(own[:at]), own[at], shuffled(rng, others))
+
+
+def sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?]) ", re.sub(r"\s+", " ", text).strip())
+
+
+def shuffled(rng: random.Random, items: Sequence[Any]) -> list[Any]:
+    return rng.sample(items, len(items))
+
+
+def asked(question: str) -> str:
+    """A question in the chat template, up to where the answer starts."""
+    return render([(question, "")])[0][0]
+
+
+def multiple_choice(
+    rng: random.Random, prompt: str, answer: str, others: Iterable[str]
+) -> Iterator[Record]:
+    """One record with the first of the others that differ, in random order; none without them."""
+    found = {answer: None}
+    for each in others:
+        found[each] = None
+        if len(found) == N_CHOICES:
+            break
+    else:
+        return
+    choices = shuffled(rng, list(found))
+    yield {"question": prompt, "choices": choices, "answer": choices.index(answer)}
+
+
+def write(path: Path, found: Iterable[Record]) -> int:
+    """Writes JSON lines; returns how many."""
+    lines = [json.dumps(record, ensure_ascii=False) for record in found]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return len(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m models.demo.training.heldout", description=__doc__)
+    p.add_argument("--data", type=Path, required=True)
+    p.add_argument("--out", type=Path, required=True, help="the text, for --text")
+    p.add_argument("--choices", type=Path, help="also write questions, for --choices")
+    p.add_argument("--calibration", type=Path, help="also write text to calibrate on")
+    p.add_argument("--chats", type=int, default=160, help="conversations of the text")
+    p.add_argument("--stories", type=int, default=20, help="stories of the text")
+    p.add_argument("--questions", type=int, default=400, help="half of them facts")
+    args = p.parse_args(argv)
+    try:
+        sources = load_sources(args.data)
+    except DataError as error:
+        sys.exit(f"Error: {error}")
+    text = mixed(chat_records(sources, args.chats), story_records(args.data, args.stories))
+    print(f"{args.out}: {write(args.out, text)} texts")
+    if args.choices:
+        rng = random.Random(SEED)
+        kinds = (
+            [*fact_questions(sources, rng), *term_questions(sources, rng)],
+            [*story_questions(rng, args.questions)],
+        )
+        chosen = [
+            question
+            for found in kinds
+            for question in rng.sample(found, min(args.questions // len(kinds), len(found)))
+        ]
+        print(f"{args.choices}: {write(args.choices, chosen)} questions")
+    if args.calibration:
+        # About 130,000 tokens.
+        found = calibration_records(sources, args.data, 800, 80)
+        print(f"{args.calibration}: {write(args.calibration, found)} texts to calibrate on")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

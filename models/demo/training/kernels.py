@@ -1,0 +1,152 @@
+"""The elementwise pieces of the demo model's layers, each way through, and where they are compiled.
+
+Parameters are float32; products run in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm in float32, returned in the type of `x`."""
+    xf = x.float()
+    xf = xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + eps)
+    return (xf * weight).to(x.dtype)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def _swiglu_backward(gate_up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of `gate_up`, and the activation again (cheaper than keeping it)."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    dhf = dh.float()
+    sig = torch.sigmoid(gate)
+    act = gate * sig
+    dgate = dhf * up * (sig + act * (1 - sig))
+    return torch.cat([dgate, dhf * act], dim=-1).to(dh.dtype), (act * up).to(dh.dtype)
+
+
+def _combine(y: Tensor, place: Tensor, weight: Tensor) -> Tensor:
+    """out[n] = sum_k weight[n, k] * y[place[n, k]]; place [N, k] indexes sorted rows."""
+    out = y[place[:, 0]].float() * weight[:, 0:1]
+    for j in range(1, place.shape[1]):
+        out = out + y[place[:, j]].float() * weight[:, j : j + 1]
+    return out.to(y.dtype)
+
+
+def _combine_backward(
+    dout: Tensor, y: Tensor, token: Tensor, row_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Per sorted row: gradient of the expert output, and of its routing weight."""
+    g = dout[token].float()
+    return (g * row_weight[:, None]).to(dout.dtype), (g * y.float()).sum(-1)
+
+
+def _gather_sum(rows: Tensor, place: Tensor) -> Tensor:
+    out = rows[place[:, 0]].float()
+    for j in range(1, place.shape[1]):
+        out = out + rows[place[:, j]].float()
+    return out.to(rows.dtype)
+
+
+def _attention_in(
+    x: Tensor,
+    norm: Tensor,
+    qkv_w: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dims: tuple[int, int, int, float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B*K, G*T, D], keys and values [B*K, T, D]: K kv heads, G queries for each."""
+    heads, kv_heads, head_dim, eps = dims
+    batch, length, _ = x.shape
+    group = heads // kv_heads
+    qkv = rms_norm(x, norm, eps) @ qkv_w
+    q, k, v = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)
+    q = _rotate(rms_norm(q.view(batch, length, heads, head_dim), q_norm, eps), cos, sin)
+    k = _rotate(rms_norm(k.view(batch, length, kv_heads, head_dim), k_norm, eps), cos, sin)
+    v = v.view(batch, length, kv_heads, head_dim)
+    q = q.transpose(1, 2).reshape(batch * kv_heads, group * length, head_dim)
+    k = k.transpose(1, 2).reshape(batch * kv_heads, length, head_dim)
+    return q, k, v.transpose(1, 2).reshape(batch * kv_heads, length, head_dim)
+
+
+def _softmax(score: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Masked softmax of [B*K, G*T, T] scores; mask [B, T, T] is 0 or 1.
+
+    The row maximum is not subtracted: queries and keys are normalised, so a score stays
+    near sqrt(D), and a pass over the scores is saved.
+    """
+    batch, length, _ = mask.shape
+    s = score.view(batch, -1, length, length).float() * scale
+    e = torch.exp(s.clamp(max=60.0)) * mask[:, None]
+    return (e * (1 / e.sum(-1, keepdim=True))).to(score.dtype).view_as(score)
+
+
+def _softmax_backward(prob: Tensor, dprob: Tensor, scale: float) -> Tensor:
+    p, d = prob.float(), dprob.float()
+    return (p * (d - (p * d).sum(-1, keepdim=True)) * scale).to(prob.dtype)
+
+
+def _attention_out(
+    x: Tensor,
+    a: Tensor,
+    out_w: Tensor,
+    norm: Tensor,
+    router_w: Tensor,
+    dims: tuple[int, int, int, float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(residual stream, router input, router logits) from the attention output."""
+    heads, _, head_dim, eps = dims
+    batch, length, _ = x.shape
+    a = a.view(batch, heads, length, head_dim).transpose(1, 2)
+    x = x + a.reshape(batch, length, heads * head_dim) @ out_w
+    h = rms_norm(x, norm, eps)
+    return x, h, h.float() @ router_w
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of [B, T, H, D] with the two halves of D as pairs."""
+    a, b = x.float().chunk(2, dim=-1)
+    c, s = cos[None, :, None, :], sin[None, :, None, :]
+    return torch.cat([a * c - b * s, b * c + a * s], dim=-1).to(x.dtype)
+
+
+def _chunk_loss(logits: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row: log of the partition function, and weight * softmax."""
+    x = logits.float()
+    top = x.amax(-1, keepdim=True)
+    e = torch.exp(x - top)
+    total = e.sum(-1, keepdim=True)
+    return (total.log() + top).squeeze(-1), (e * (weight[:, None] / total)).to(logits.dtype)
+
+
+class Kernels:
+    """The elementwise pieces, compiled when asked for; one instance per process."""
+
+    def __init__(self, compiled: bool) -> None:
+        wrap: Callable[..., Any] = (
+            (lambda f: torch.compile(f, dynamic=False)) if compiled else (lambda f: f)
+        )
+        self.compiled = compiled
+        self.swiglu = wrap(_swiglu)
+        self.swiglu_backward = wrap(_swiglu_backward)
+        self.combine = wrap(_combine)
+        self.combine_backward = wrap(_combine_backward)
+        self.gather_sum = wrap(_gather_sum)
+        self.attention_in = wrap(_attention_in)
+        self.attention_out = wrap(_attention_out)
+        self.softmax = wrap(_softmax)
+        self.softmax_backward = wrap(_softmax_backward)
+        self.chunk_loss = wrap(_chunk_loss)

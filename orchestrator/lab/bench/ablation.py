@@ -1,0 +1,178 @@
+"""`moe-edge bench ablation`: what each part of DyMoE brings (the paper's Table 3)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.lab.bench.benchmark import Benchmark
+from orchestrator.lab.bench.cases import REFERENCE, Case, global_lru, mapped
+from orchestrator.lab.bench.job import Part, decode, prompt, settle
+from orchestrator.lab.bench.loop import Loop, Measured
+from orchestrator.lab.bench.models import LOW
+from orchestrator.lab.bench.options import BenchOptions
+from orchestrator.lab.bench.report import HIT, MIX, NAME, by_cap, memory_notes, moved, tokens_of
+from orchestrator.lab.bench.rows import Result, case_row, median_ms, median_ratio
+from orchestrator.lab.option import again, option
+from orchestrator.lab.table import Column, Table, fixed, percent
+
+COLD = "cold"
+BASELINE = "1 load on demand"
+CACHE, CACHE_AHEAD = "2 cache", "3 cache + prefetch"
+MIXED, MIXED_AHEAD = "4 cache + 4/2", "5 cache + 4/2 + prefetch"
+SKIP_AHEAD = "6 cache + 4/0 + prefetch"
+
+
+COLUMNS = (
+    NAME,
+    Column("TTFT", "ttft_ms", fixed(1), "ms"),
+    Column("x row 1", "speedup_ttft", fixed(2)),
+    Column("cold", "ttft_cold_ms", fixed(1), "ms"),
+    Column("TPOT", "tpot_ms_p50", fixed(2), "ms"),
+    Column("x row 1", "speedup_tpot", fixed(2)),
+    Column("p99", "tpot_ms_p99", fixed(1), "ms"),
+    HIT,
+    moved("bytes_per_token"),
+    MIX,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AblationOptions(BenchOptions):
+    """turns: prompts after the first one, each followed by its share of the decode steps.
+
+    The first prompt finds empty slots (cold); the others find what decoding left there, as
+    the second question of a chat does. Each starts a conversation of its own. prefetch: how the
+    rows with look-ahead do it; "auto" would mix in the steps of its trials without. Raises
+    ConfigError.
+    """
+
+    routing: str = again(BenchOptions, "routing", "zipf")
+    tokens: int = again(BenchOptions, "tokens", 96)
+    prompt_tokens: int = again(BenchOptions, "prompt_tokens", 32)
+    runs: int = again(BenchOptions, "runs", 3)
+    turns: int = option(
+        3, "Prompts of one process after a first one; they share the decode steps.", least=1
+    )
+    prefetch: str = option(
+        "on", "auto: as in a chat, with its trials whether it pays.", choices=("on", "auto")
+    )
+
+    def parts(self) -> list[Part]:
+        steps, seconds = -(-self.tokens // self.turns), self.max_seconds / self.turns
+        turn = [prompt(self.prompt_tokens), decode(steps, seconds)]
+        first = [prompt(self.prompt_tokens, COLD), settle(self.warmup, self.max_seconds / 3)]
+        return first + turn * self.turns
+
+    def described(self, *more: str) -> dict[str, Any]:
+        return BenchOptions.described(self, "turns", "prefetch", *more)
+
+
+def paper_rows(cap: float, retention: float, prefetch: str) -> list[Case]:
+    """The six rows of Table 3 under one cap.
+
+    Row 1 has slots for one token of one layer: what was read is gone when it is needed again.
+    Rows 2 and 3 use one precision; rows 4 to 6 give retention as the share of critical experts.
+    """
+
+    def dymoe(name: str, r: float, how: str, low_tier: str | None = None) -> Case:
+        settings: dict[str, Any] = {"policy": "dymoe", "retention": r, "prefetch": how}
+        if low_tier is not None:
+            settings["low_tier"] = low_tier
+        return Case(name, "engine", cap, "", settings)
+
+    lru = {"policy": "lru", "force_managed": True}
+    return [
+        Case(BASELINE, "engine", cap, "", lru, one_token=True),
+        dymoe(CACHE, 1.0, "off"),
+        dymoe(CACHE_AHEAD, 1.0, prefetch),
+        dymoe(MIXED, retention, "off", LOW),
+        dymoe(MIXED_AHEAD, retention, prefetch, LOW),
+        dymoe(SKIP_AHEAD, retention, prefetch, "skip"),
+    ]
+
+
+def ablation_cases(options: AblationOptions) -> list[Case]:
+    """Everything in memory; then, under each cap, upstream (where there is a cap on it), our
+    null baseline, and the six rows."""
+    listed = [REFERENCE]
+    for cap in options.caps:
+        listed += [mapped(cap)] if options.caps_process else []
+        listed += [global_lru(cap), *paper_rows(cap, options.retention, options.prefetch)]
+    return listed
+
+
+class Ablation(Benchmark[Loop[AblationOptions]]):
+    """The parts of DyMoE, one after the other."""
+
+    options = AblationOptions
+    draws = True
+
+    def cases(self, loop: Loop[AblationOptions]) -> list[Case]:
+        return ablation_cases(loop.options)
+
+    def figures(self, loop: Loop[AblationOptions], measured: Measured) -> Result:
+        rows = []
+        for case, runs in measured.each():
+            row = case_row(case, runs, loop.limit_bytes(case))
+            if "error" not in row:
+                cold = median_ms(runs, COLD)
+                row |= {"ttft_cold_ms": statistics.median(cold), "ttft_cold_ms_runs": cold}
+            rows.append(row)
+        _add_speedups(rows)
+        return {"cases": rows}
+
+    def intro(self, report: Result) -> list[str]:
+        options = report["options"]
+        return [
+            f"{options['turns']} prompts of {options['prompt_tokens']} {tokens_of(report)} tokens, "
+            f"each followed by its share of {options['tokens']} decode steps; cold: one before "
+            f"them, into empty slots. {options['runs']} runs in turn, medians; 4/2 and 4/0 at r = "
+            f"{options['retention']}",
+        ]
+
+    def tables(self, report: Result) -> list[Table]:
+        return [
+            Table(title, COLUMNS, rows, [*memory_notes(rows), *_look_ahead_notes(rows)])
+            for title, rows in by_cap(report)
+        ]
+
+    def draw(self, found: Result, folder: Path) -> list[Path]:
+        from orchestrator.lab.bench import ablation_plot
+
+        return ablation_plot.draw(found, folder)
+
+
+def _add_speedups(rows: list[Result]) -> None:
+    """How much faster than row 1 under the same cap, medians over the runs."""
+    good = [row for row in rows if "error" not in row]
+    for row in good:
+        base = next((each for each in good if _is_base(each, row["cap"])), None)
+        if base is not None:
+            for name in ("ttft", "tpot"):
+                key = "ttft_ms_runs" if name == "ttft" else "tpot_ms_p50_runs"
+                row[f"speedup_{name}"] = median_ratio(base[key], row[key])
+
+
+def _is_base(row: Result, cap: float | None) -> bool:
+    return bool(row["name"] == BASELINE and row["cap"] == cap)
+
+
+def _look_ahead_notes(rows: Sequence[Result]) -> list[str]:
+    """How well the next layer's experts were foreseen while decoding, layer by layer."""
+    lines = []
+    for row in rows:
+        policy = row.get("policy", {})
+        shares = {key: policy.get(key) or [] for key in ("recall", "precision")}
+        if all(share is None for share in shares["recall"]):
+            continue
+        if shares["recall"] == shares["precision"]:  # as many were asked for as were used
+            shares = {"recall and precision": shares["recall"]}
+        lines.append(f"{row['name']}: prefetch {policy['prefetch']}, look-ahead by layer in %:")
+        for key, values in shares.items():
+            text = " ".join("-" if share is None else percent()(share) for share in values)
+            lines.append(f"  {key} {text}")
+    return lines

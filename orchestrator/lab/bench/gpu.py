@@ -1,0 +1,226 @@
+"""`moe-edge bench gpu`: upstream and every policy on a GPU, at equal shares of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator import disk
+from orchestrator.config import MISSES, Config
+from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.footprint import device_shape, kernel_bytes
+from orchestrator.lab.bench.ablation import COLD, paper_rows
+from orchestrator.lab.bench.benchmark import Benchmark
+from orchestrator.lab.bench.cases import ONE_TIER, Case, global_lru, policies
+from orchestrator.lab.bench.gpu_goals import add_bounds, add_ratios, gpu_goals, streamed
+from orchestrator.lab.bench.gpu_tables import gpu_intro, gpu_tables
+from orchestrator.lab.bench.job import Job, Part, decode, prompt, settle
+from orchestrator.lab.bench.loop import Loop, Measured
+from orchestrator.lab.bench.models import Note
+from orchestrator.lab.bench.options import BenchOptions
+from orchestrator.lab.bench.rows import Result, case_row
+from orchestrator.lab.option import again, option
+from orchestrator.lab.table import Table
+
+UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"
+UPSTREAM_ON_GPU, MANAGED_ON_GPU = "upstream, all on GPU", "lru, all on GPU"
+LRU_WAYS = tuple(how for how in MISSES if how != "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions(BenchOptions):
+    """caps: shares of the expert bytes in the best precision that the GPU's memory holds beside
+    everything else of the model. device: its name. Raises ConfigError."""
+
+    routing: str = again(BenchOptions, "routing", "zipf")
+    caps: tuple[float, ...] = again(
+        BenchOptions, "caps", (0.25, 0.5), help="Memory caps in % of the experts."
+    )
+    prompt_tokens: int = again(BenchOptions, "prompt_tokens", 2048)
+    device: str = option("cuda0", "The GPU.", metavar="NAME")
+    layers: int | None = again(
+        BenchOptions,
+        "layers",
+        help="Layers of a random-weight model: qwen3-30b has 48 in full, mixtral 32.",
+        told="6, 4",
+    )
+
+    @property
+    def caps_process(self) -> bool:
+        """The GPU's memory is capped, however small the model is."""
+        return True
+
+    def parts(self) -> list[Part]:
+        """The first prompt finds empty slots and an empty cache of experts in the host's memory,
+        where upstream has read all of them: what is compared is the second one."""
+        return [
+            prompt(self.prompt_tokens, COLD),
+            settle(self.warmup, self.max_seconds / 3),
+            prompt(self.prompt_tokens),
+            decode(self.tokens, self.max_seconds),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the model takes of the GPU beside its experts, in bytes. ours: with our engine; theirs:
+    with upstream and all experts on the CPU; layers: the experts of each layer."""
+
+    ours: int
+    theirs: int
+    layers: tuple[int, ...]
+
+    def vram_bytes(self, share: float) -> int:
+        """The memory of the GPU that all have at this share of the experts."""
+        return max(self.ours, self.theirs) + int(share * sum(self.layers))
+
+    def cpu_moe(self, share: float) -> int:
+        """The smallest N of upstream's --n-cpu-moe N, which leaves the first N layers' experts on
+        the CPU, that fits into vram_bytes."""
+        left = self.vram_bytes(share) - self.theirs
+        n = len(self.layers)
+        while n > 0 and self.layers[n - 1] <= left:
+            n -= 1
+            left -= self.layers[n]
+        return n
+
+
+def gpu_cases(options: GpuOptions, room: Room, gpu: int) -> list[Case]:
+    """Everything on the GPU; then, at each share: upstream with as many layers' experts on the
+    CPU as do not fit, and with all of them; our null baseline, which gets misses in each way and in
+    the one that it chooses; the rows of DyMoE's Table 3, which copies them; every other policy.
+    gpu: its number."""
+    listed = [
+        Case(UPSTREAM_ON_GPU, "upstream", None, "resident", {"gpu": gpu}),
+        Case(MANAGED_ON_GPU, "engine", None, "reference", {"policy": "lru", "force_managed": True}),
+    ]
+    for cap in options.caps:
+        fits = room.cpu_moe(cap)
+        some, none = ({"gpu": gpu, "cpu_moe": n} for n in (fits, len(room.layers)))
+        listed += [
+            Case(f"{UPSTREAM} {fits}", "upstream", cap, "upstream", some),
+            Case(UPSTREAM_CPU, "upstream", cap, "upstream", none),
+            *(getting(global_lru(cap), how, f"lru, {how}") for how in LRU_WAYS),
+            *(getting(case, "copy") for case in paper_rows(cap, options.retention, "on")),
+            *(case for case in policies(cap, options.retention) if case.name != ONE_TIER),
+        ]
+    return listed
+
+
+def getting(case: Case, how: str, name: str | None = None) -> Case:
+    """The same, getting its misses in this way."""
+    return replace(case, name=name or case.name, settings=case.settings | {"misses": how})
+
+
+class GpuLoop(Loop[GpuOptions]):
+    """The cap is one on the GPU's memory. gpu: what `ask_device` found; room: what the model takes;
+    copies: how fast the GPU was copied to before each run."""
+
+    gpu: Result
+    room: Room
+    shape_of = staticmethod(device_shape)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.copies: list[Result] = []
+
+    def limit_bytes(self, case: Case) -> int | None:
+        return None
+
+    def cap_settings(self, case: Case) -> dict[str, Any]:
+        settings: dict[str, Any] = {"device": self.options.device}
+        return settings if case.cap is None else settings | {"vram": self.room.vram_bytes(case.cap)}
+
+    def job(self, case: Case, number: int) -> Job:
+        job = super().job(case, number)
+        job.device = self.options.device
+        if case.role == "probe":
+            job.parts, job.warm = [], False
+        return job
+
+    def measure_room(self, gpu: int) -> None:
+        """Loads the model twice, without experts, to see what it takes. Raises MoeEdgeError."""
+        n = self.model.n_layers
+        managed = Case("room", "engine", None, "probe", {"policy": "lru", "force_managed": True})
+        upstream = Case("room", "upstream", None, "probe", {"gpu": gpu, "cpu_moe": n})
+        self.note("what the model takes beside its experts")
+        memory = []
+        for case in (managed, upstream):
+            found = self.measure(case, 0)
+            if "error" in found:
+                raise MoeEdgeError(f"{self.high}: {found['error']}")
+            memory.append(found["memory"])
+        layers = tuple(
+            sum(tiers[0].expert_bytes * self.model.n_expert for tiers in kinds if tiers[0])
+            for kinds in self.model.slices
+        )
+        options = self.options
+        config = Config.build(model=self.high, ctx=options.n_ctx, n_ubatch=options.n_ubatch)
+        kernels = kernel_bytes(self.model, config, options.n_ctx)
+        self.room = Room(memory[0]["fixed"], memory[1]["llama"] + kernels, layers)
+
+    def bandwidth(self, number: int) -> disk.Bandwidth:
+        self.copies.append(ask_device(self.options.device)["copies"])
+        return super().bandwidth(number)
+
+
+def ask_device(name: str) -> Result:
+    """A GPU, as a process of its own finds it: this one shall take nothing of its memory. Raises
+    ConfigError where there is none."""
+    job = Job("device", "", None, {}, n_ctx=0, n_ubatch=0, threads=1, parts=[], seed=0, device=name)
+    found = GpuLoop._spawn(job, None)
+    if "error" in found:
+        raise ConfigError(found["error"])
+    return found
+
+
+class Gpu(Benchmark[GpuLoop]):
+    """A GPU's memory in shares of the experts."""
+
+    options = GpuOptions
+
+    def prepare(self, options: BenchOptions, note: Note) -> GpuLoop:
+        """Raises ConfigError without a GPU, before a model is made."""
+        if not isinstance(options, GpuOptions):
+            raise TypeError("the options are those of another benchmark")
+        gpu = ask_device(options.device)
+        loop = GpuLoop.prepare(options, note)
+        loop.gpu = gpu
+        loop.measure_room(gpu["index"] or 0)
+        return loop
+
+    def cases(self, loop: GpuLoop) -> list[Case]:
+        return gpu_cases(loop.options, loop.room, loop.gpu["index"] or 0)
+
+    def figures(self, loop: GpuLoop, measured: Measured) -> Result:
+        rows = [gpu_row(loop, case, runs) for case, runs in measured.each()]
+        add_ratios(rows)
+        add_bounds(rows, loop.copies, [each.bytes_per_s for each in measured.bandwidths])
+        return {"gpu": loop.gpu | {"copies": loop.copies}, "cases": rows}
+
+    def goals(self, loop: GpuLoop, rows: Sequence[Result]) -> list[Result]:
+        options = loop.options
+        return gpu_goals(rows, skewed=not options.trained and options.routing != "uniform")
+
+    def intro(self, report: Result) -> list[str]:
+        return gpu_intro(report)
+
+    def tables(self, report: Result) -> list[Table]:
+        return gpu_tables(report)
+
+
+def gpu_row(loop: GpuLoop, case: Case, runs: Sequence[Result]) -> Result:
+    """The figures of one case: those of every benchmark, and the GPU's memory and copies."""
+    row = case_row(case, runs, None)
+    row["vram_bytes"] = None if case.cap is None else loop.room.vram_bytes(case.cap)
+    if "error" in row:
+        return row
+    if case.role == "reference" and row["hit_rate"] < 1:
+        return {key: row[key] for key in ("name", "cap", "role", "vram_bytes")} | {
+            "error": "not all experts fit the GPU"
+        }
+    row["memory"] = runs[0]["memory"]
+    row["used_bytes"] = max(each["memory"]["used"] for each in runs)
+    row["over_cap"] = row["vram_bytes"] is not None and row["used_bytes"] > row["vram_bytes"]
+    return row | streamed(runs)

@@ -1,0 +1,253 @@
+"""The loop that every benchmark shares: each case in processes of its own, in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from gguf_tools.experts import ExpertModel
+from orchestrator import disk
+from orchestrator.errors import ConfigError
+from orchestrator.footprint import model_shape
+from orchestrator.lab.bench import host
+from orchestrator.lab.bench.cases import Case
+from orchestrator.lab.bench.job import Job, longest_context
+from orchestrator.lab.bench.models import DEMO_TEXT, LOW, Note, build_models
+from orchestrator.lab.bench.options import BenchOptions
+from orchestrator.lab.bench.rows import Result
+from orchestrator.policy.base import ModelShape
+
+START_SECONDS = 300.0
+
+
+class Measured(NamedTuple):
+    """What came of all runs. results: by the key of a case, one for each run or one failure."""
+
+    listed: Sequence[Case]
+    results: dict[str, list[Result]]
+    bandwidths: list[disk.Bandwidth]
+
+    def each(self) -> Iterator[tuple[Case, list[Result]]]:
+        """(case, its results), in the order of the tables."""
+        for case in self.listed:
+            yield case, self.results[case.key]
+
+
+Asked = TypeVar("Asked", bound=BenchOptions)
+L = TypeVar("L", bound="Loop[Any]")
+ShapeOf = Callable[[ExpertModel, tuple[int, ...]], ModelShape]
+
+
+class Loop(Generic[Asked]):
+    """The cases of one benchmark on one model. Make it with Loop.prepare."""
+
+    shape_of: ShapeOf = staticmethod(model_shape)
+
+    def __init__(
+        self, options: Asked, high: Path, low: Path, model: ExpertModel, note: Note
+    ) -> None:
+        self.options, self.high, self.low, self.model, self.note = options, high, low, model, note
+        self.file_bytes = high.stat().st_size
+        self.skipped: list[str] = []
+
+    @classmethod
+    def prepare(cls: type[L], options: BenchOptions, note: Note) -> L:
+        """Makes the model where it is not there yet. Raises MoeEdgeError where that fails, or
+        where its context does not hold what is to be measured."""
+        high, low = build_models(options, note)
+        model = ExpertModel.open(high, low)
+        longest = longest_context(options.parts(), shared=False)
+        most = model.hparams.context_length
+        if most and longest > most:
+            raise ConfigError(
+                f"what is to be measured takes a context of {longest} tokens, the model "
+                f"was made for {most}: ask for shorter prompts or fewer tokens"
+            )
+        return cls(options, high, low, model, note)
+
+    def run(self, listed: Sequence[Case]) -> Measured:
+        """Measures all cases once, then all of them again, options.runs times: what a ratio
+        compares ran within minutes of each other. A case that failed is not tried again."""
+        options = self.options
+        results: dict[str, list[Result]] = {case.key: [] for case in listed}
+        bandwidths = []
+        with contextlib.nullcontext() if options.quick else host.first_in_line():
+            for number in range(options.runs):
+                bandwidths.append(self.bandwidth(number))
+                for case in listed:
+                    earlier = results[case.key]
+                    if any("error" in each for each in earlier):
+                        continue
+                    self.note(f"run {number + 1} of {options.runs}: {case.key}")
+                    earlier.append(self.measure(case, number))
+        return Measured(listed, results, bandwidths)
+
+    def skip(self, reason: str) -> None:
+        if reason and reason not in self.skipped:
+            self.skipped.append(reason)
+            self.note(reason)
+
+    def forget(self) -> None:
+        """Takes the model out of the page cache; a quick pass leaves the machine alone."""
+        if not self.options.quick:
+            self.skip(host.forget_files([self.high, self.low]))
+
+    def bandwidth(self, number: int) -> disk.Bandwidth:
+        seconds = 0.1 if self.options.quick else 1.5
+        self.forget()
+        return disk.read_bandwidth(
+            self.model, threads=self.options.io_threads, seconds=seconds, seed=number
+        )
+
+    def limit_bytes(self, case: Case) -> int | None:
+        """The cap on the whole process; None without one."""
+        if case.cap is None or not self.options.caps_process:
+            return None
+        return int(case.cap * self.file_bytes)
+
+    def measure(self, case: Case, number: int) -> Result:
+        """One process of one case: what it printed, or {"error": reason}."""
+        job = self.job(case, number)
+        limit = self.limit_bytes(case)
+        self.forget()
+        if case.cap is not None and not self.options.caps_process:
+            self.skip("small model: the expert slots are capped, not the process; nor upstream")
+        if limit is None:
+            return self._spawn(job, None)
+        with host.memory_group(limit) as group:
+            if isinstance(group, str):
+                self.skip(f"memory is not capped: {group}; mmap figures are of no use then")
+                return self._spawn(job, None)
+            return self._spawn(job, group)
+
+    def cap_settings(self, case: Case) -> dict[str, Any]:
+        """What holds our engine to the cap of a case."""
+        limit = self.limit_bytes(case)
+        if limit is not None:
+            return {"ram": limit}
+        return {} if case.cap is None else {"expert_ram": int(case.cap * self.model.tier_bytes[0])}
+
+    def job(self, case: Case, number: int) -> Job:
+        """What the process of a case is told."""
+        options = self.options
+        settings = dict(case.settings)
+        if case.system == "engine":
+            settings["io_threads"] = options.io_threads
+            settings["sequences"] = options.sequences
+            settings |= self.cap_settings(case)
+            if case.one_token:
+                settings["expert_ram"] = token_slot_bytes(self.model, self.shape_of)
+        return Job(
+            system=case.system,
+            model=str(self.high),
+            low=str(self.low) if settings.get("low_tier") == LOW else None,
+            settings=settings,
+            n_ctx=options.n_ctx,
+            n_ubatch=options.n_ubatch,
+            threads=options.n_threads,
+            parts=options.parts(),
+            seed=options.seed * 1000 + number,
+            text=str(DEMO_TEXT) if options.trained else None,
+            warm=case.cap is None,
+            routing=case.role == "reference" and number == 0,
+            marks=options.marks,
+        )
+
+    @staticmethod
+    def _spawn(job: Job, group: host.MemoryGroup | None) -> Result:
+        def enter_group() -> None:
+            if group is not None:
+                group.procs.write_text("0")
+
+        process = subprocess.Popen(
+            [sys.executable, "-m", "orchestrator.lab.bench.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=enter_group,
+        )
+        try:
+            timeout = START_SECONDS + 2 * job.decode_seconds
+            out, err = process.communicate(job.to_json(), timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return {"error": f"still not done after {timeout:.0f} s"}
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+        return read_child(process.returncode, out, err, group is not None and group.was_killed())
+
+    def describe(self, measured: Measured) -> Result:
+        """What all reports say of the machine, the model and the options."""
+        options, model = self.options, self.model
+        runs = [each for row in measured.results.values() for each in row]
+        bandwidths = measured.bandwidths
+        return {
+            "machine": {
+                "processor": _processor(),
+                "cores": len(os.sched_getaffinity(0)),
+                "system": platform.platform(),
+            },
+            "model": {
+                "path": str(self.high),
+                "shape": options.model_name,
+                "trained": options.trained,
+                "file_bytes": self.file_bytes,
+                "tiers": [tier.name for tier in model.tiers],
+                "n_layers": model.n_layers,
+                "n_expert": model.n_expert,
+                "n_expert_used": model.n_expert_used,
+            },
+            "options": options.described(),
+            "routing": next((each["routing"] for each in runs if "routing" in each), None),
+            "bandwidth": {
+                "bytes_per_s": statistics.median(each.bytes_per_s for each in bandwidths),
+                "runs": [each.bytes_per_s for each in bandwidths],
+                "direct": all(each.direct for each in bandwidths),
+                "slice_bytes": bandwidths[0].slice_bytes,
+                "threads": options.io_threads,
+            },
+            "skipped": self.skipped,
+        }
+
+
+def read_child(status: int, out: str, err: str, out_of_memory: bool) -> Result:
+    """What a process printed, or {"error": what became of it}."""
+    if status == -signal.SIGKILL and out_of_memory:
+        return {"error": "does not fit: ended by the kernel, out of memory"}
+    if status < 0:
+        return {"error": f"died of {signal.Signals(-status).name}"}
+    if status or not out.strip():
+        last = err.strip().splitlines()[-1:] or [f"status {status}"]
+        return {"error": f"failed: {last[0]}"}
+    result: Result = json.loads(out.strip().splitlines()[-1])
+    return result
+
+
+def token_slot_bytes(model: ExpertModel, shape_of: ShapeOf = model_shape) -> int:
+    """Expert slots for the experts of one token in one layer, each matrix kind once, shared by
+    all layers: the fewest with which an op never waits for a slot. shape_of: of the memory that
+    the slots are in."""
+    shape = shape_of(model, (0,))
+    sizes = {each for layer in shape.slots for each in layer[0].items()}
+    return model.n_expert_used * sum(size for _, size in sizes)
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

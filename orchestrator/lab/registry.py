@@ -1,0 +1,98 @@
+"""The experiments by name. This is the one list of them; an experiment is imported when it is
+loaded, so that the command line answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from orchestrator.errors import ConfigError
+
+if TYPE_CHECKING:
+    from orchestrator.lab.bench.benchmark import Benchmark
+    from orchestrator.lab.study.study import Study
+
+
+class Place(NamedTuple):
+    """Where an experiment is, as "module:Class" below this package. help: of a benchmark's
+    command; of a study, the paper that it is taken from."""
+
+    where: str
+    help: str
+
+
+# The empty name is `moe-edge bench` itself.
+BENCHMARKS = {
+    "": Place(
+        "bench.caps:Caps",
+        "Measure this machine: upstream and every policy under memory caps.\n\n"
+        "Options of a command below come after its name.",
+    ),
+    "ablation": Place(
+        "bench.ablation:Ablation",
+        "Six rows as in Table 3 of the DyMoE paper: what each part brings.\n\n"
+        "TTFT is that of a prompt after decode steps of another conversation; cold TTFT that of "
+        "the first prompt, with nothing in memory.",
+    ),
+    "batch": Place(
+        "bench.batch:Batch",
+        "Several sequences that decode together, a token each a step, under every policy.",
+    ),
+    "gpu": Place(
+        "bench.gpu:Gpu",
+        "Upstream and every policy on a GPU, against the bound and the goals.\n\n"
+        "A cap is the share of the expert bytes that the GPU's memory holds beside the rest of "
+        "the model. Upstream keeps the experts of the layers that do not fit on the CPU.",
+    ),
+    "prefill": Place(
+        "bench.prefill:Prefill",
+        "First token by prompt length; what a long prompt does.\n\n"
+        "One precision against 4/2 and 4/0 under the same memory caps, and what a long prompt "
+        "does to the experts that decoding had in memory.",
+    ),
+    "topics": Place(
+        "bench.topics:Topics",
+        "dynaexq while the topic changes.\n\n"
+        "How even its steps stay, how soon the hot set has followed, how many experts are "
+        "promoted with and without hysteresis, and what the slowest steps have in common.",
+    ),
+}
+
+STUDIES = {
+    "accuracy": Place("study.accuracy:Accuracy", "DyMoE"),
+    "retention": Place("study.retention:Retention", "DyMoE"),
+    "critical": Place("study.critical:Critical", "DyMoE"),
+    "tokens": Place("study.tokens:Tokens", "DyMoE"),
+    "schedule": Place("study.schedule:DepthSchedule", "DyMoE"),
+    "depth": Place("study.depth:Depth", "DyMoE"),
+    "similarity": Place("study.similarity:Similarity", "DyMoE"),
+    "demotion": Place("study.demotion:Demotion", "DynaExq"),
+    "memory": Place("study.memory:HotMemory", "DynaExq"),
+}
+
+
+def load_benchmark(name: str) -> Benchmark[Any]:
+    """The benchmark of this name, which must be one of BENCHMARKS."""
+    found: Benchmark[Any] = _load(BENCHMARKS[name])
+    return found
+
+
+def load_study(name: str) -> Study[Any]:
+    """The study of this name. Raises ConfigError where there is none."""
+    if name not in STUDIES:
+        raise ConfigError(f"unknown study '{name}'; known: {', '.join(STUDIES)}")
+    found: Study[Any] = _load(STUDIES[name])
+    return found
+
+
+def studies_by_paper() -> Iterator[str]:
+    """ "name, name (paper)" of each paper."""
+    for paper, names in groupby(STUDIES, lambda name: STUDIES[name].help):
+        yield f"{', '.join(names)} ({paper})"
+
+
+def _load(place: Place) -> Any:
+    module, _, name = place.where.partition(":")
+    return getattr(import_module(f"{__package__}.{module}"), name)()

@@ -1,0 +1,61 @@
+"""Named activations of a model while it reads a text, for the studies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from orchestrator.errors import NativeError
+from orchestrator.observe import Node, Observer
+
+_NAME = re.compile(r"([a-z_]+)-(\d+)")
+
+# What a tensor of a layer is: the residual stream before and behind the experts, the router's
+# input, and its logits, by the names that llama.cpp's graphs give them.
+FFN_INPUT, OUTPUT, ROUTER_INPUT, ROUTER_LOGITS = "ffn_inp", "l_out", "ffn_norm", "ffn_moe_logits"
+NAMES = (FFN_INPUT, OUTPUT, ROUTER_INPUT, ROUTER_LOGITS)
+
+Activations = dict[tuple[str, int], np.ndarray]
+
+
+class ActivationRecorder:
+    """A model and a context that keep the activations of each read. Free it with close."""
+
+    def __init__(self, path: Path, n_ctx: int, threads: int) -> None:
+        """Raises NativeError."""
+        self._found: Activations = {}
+        self._observer = Observer(path, n_ctx, threads, self._is_wanted, self._keep)
+
+    def read(self, tokens: Sequence[int]) -> Activations:
+        """Activations of one text, read at once: (name, layer) -> float32 [T, width].
+
+        Raises NativeError where the model has none of those names.
+        """
+        self._found = {}
+        self._observer.read(tokens)
+        if not any(name == ROUTER_INPUT for name, _ in self._found):
+            raise NativeError("the model's graph does not name its router inputs as expected")
+        return {key: value.reshape(len(tokens), -1) for key, value in self._found.items()}
+
+    @staticmethod
+    def _is_wanted(node: Node) -> bool:
+        match = _NAME.fullmatch(node.name)
+        return match is not None and match[1] in NAMES
+
+    def _keep(self, node: Node) -> None:
+        match = _NAME.fullmatch(node.name)
+        if match is not None:
+            self._found[match[1], int(match[2])] = node.array()
+
+    def close(self) -> None:
+        """Frees the context and the model; safe to call twice."""
+        self._observer.close()
+
+    def __enter__(self) -> ActivationRecorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

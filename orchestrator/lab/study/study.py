@@ -1,0 +1,128 @@
+"""The form of every study: what is measured on a subject becomes tables and a picture."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from orchestrator.config import Config
+from orchestrator.errors import ConfigError
+from orchestrator.eval.run import EvalOptions, Report
+from orchestrator.files import write_whole
+from orchestrator.lab.experiment import Experiment
+from orchestrator.lab.study import plot
+from orchestrator.lab.study.policies import Wrapper
+from orchestrator.lab.study.subject import Score, Subject
+from orchestrator.lab.table import Table
+from orchestrator.policy import Policy
+
+Found = TypeVar("Found")
+
+
+class Study(Experiment[Subject, Found]):
+    """A study, by its name; its picture is NAME.png and NAME.svg."""
+
+    name: ClassVar[str]
+    draws = True
+
+    @abstractmethod
+    def draw(self, found: Found, folder: Path) -> list[Path]:
+        """Writes the picture to a folder and returns its paths. Needs matplotlib."""
+
+    def publish(
+        self, config: Config, options: EvalOptions, folder: Path | None, report: Report
+    ) -> list[Table]:
+        """Measures, and writes NAME.md, NAME.json and the picture to the folder.
+
+        Raises ConfigError without a folder or without matplotlib, before anything is measured.
+        """
+        if folder is None:
+            raise ConfigError("a study writes tables and plots: give --out DIR")
+        plot.require()
+        subject = Subject(config, options, report)
+        folder.mkdir(parents=True, exist_ok=True)
+        found = self.measure(subject)
+        tables = self.tables(found)
+        self.draw(found, folder)
+        text = "\n\n".join(table.markdown() for table in tables)
+        write_whole(folder / f"{self.name}.md", text + "\n", 0o644)
+        rows = [{"title": table.title, "rows": list(table.rows)} for table in tables]
+        data = {"study": self.name, "model": subject.name, "tokens": subject.n_tokens}
+        written = json.dumps({**data, "tables": rows}, indent=1) + "\n"
+        write_whole(folder / f"{self.name}.json", written, 0o644)
+        return tables
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One configuration that a study scores, as its tables name it.
+
+    settings: changes of the subject's config. group: which table, or line of a picture, it is in.
+    prefill: the text is read as prompts. deciders make what decides in the place of the policy;
+    of several, each token's log-likelihood is averaged over all.
+    """
+
+    label: str
+    settings: dict[str, Any]
+    retention: float | None = None
+    group: str = ""
+    prefill: bool = False
+    deciders: tuple[Callable[[Policy], Wrapper], ...] = ()
+
+
+@dataclass(slots=True)
+class Scores:
+    """What each configuration scored, in the order of the configurations."""
+
+    subject: Subject
+    scored: list[tuple[Configuration, Score]] = field(default_factory=list)
+
+    def of(self, group: str) -> list[tuple[Configuration, Score]]:
+        """The configurations of one group."""
+        return [pair for pair in self.scored if pair[0].group == group]
+
+    def one(self, group: str) -> Score:
+        """The score of the only configuration of a group."""
+        ((_, score),) = self.of(group)
+        return score
+
+    def lines(self, *groups: str) -> Iterator[tuple[str, list[tuple[Configuration, Score]]]]:
+        """(label, what was scored under it) of the groups, a line of a picture each."""
+        chosen = [pair for group in groups for pair in self.of(group)]
+        for label in dict.fromkeys(each.label for each, _ in chosen):
+            yield label, [pair for pair in chosen if pair[0].label == label]
+
+
+class ScoredStudy(Study[Scores]):
+    """A study of configurations. asks: questions are put too. compares: with what the best tier
+    says to each token."""
+
+    asks: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
+
+    @abstractmethod
+    def cases(self, subject: Subject) -> list[Configuration]:
+        """What is compared, in the order of the tables. Neighbours with the same settings share
+        an engine."""
+
+    def measure(self, on: Subject) -> Scores:
+        found = Scores(on)
+        with on.reference() if self.compares else nullcontext() as reference:
+            for settings, same in groupby(self.cases(on), lambda each: each.settings):
+                with on.open(settings) as engine:
+                    for each in same:
+                        rows = [
+                            on.score_open(
+                                engine, each.label, decider, each.prefill, reference, self.asks
+                            )
+                            for decider in each.deciders or (None,)
+                        ]
+                        score = rows[0].averaged(rows[1:]) if rows[1:] else rows[0]
+                        found.scored.append((each, score))
+        return found

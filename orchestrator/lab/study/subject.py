@@ -1,0 +1,195 @@
+"""What studies measure on: one model, one text, one set of questions, many configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.errors import ConfigError
+from orchestrator.eval import arithmetic
+from orchestrator.eval.arithmetic import Estimate
+from orchestrator.eval.choices import ChoiceScores, Question, read_questions, score_choices
+from orchestrator.eval.compare import Reference, ReferencePart
+from orchestrator.eval.judge import Judge
+from orchestrator.eval.perplexity import TextScores, score_text
+from orchestrator.eval.run import EvalOptions, Report, best_config, best_reference, eval_config
+from orchestrator.eval.text import Window, cut_windows, read_documents
+from orchestrator.eval.usage import Usage, counters, usage_between
+from orchestrator.events import Phase
+from orchestrator.lab.study.policies import Wrapper
+from orchestrator.policy import Policy
+
+SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One configuration's scores. realised: mean share of critical experts by the policy's own
+    counts for decode steps, None where it has none; critical: those counts, of each layer.
+    choices: None where no questions were put."""
+
+    text: TextScores
+    choices: ChoiceScores | None
+    usage: Usage | None
+    realised: float | None
+    critical: tuple[int, ...] = ()
+
+    def against(self, base: Score) -> Estimate:
+        """Relative change of the perplexity from base, paired."""
+        return arithmetic.change(self.text.nll, base.text.nll)
+
+    def averaged(self, others: Sequence[Score]) -> Score:
+        """This one with each token's log-likelihood averaged over it and others."""
+        nll = np.mean([row.text.nll for row in (self, *others)], axis=0)
+        return replace(self, text=replace(self.text, nll=nll))
+
+
+class Subject:
+    """Opens an engine for each configuration and scores the same tokens with each.
+
+    high, low: the tiers of a two-tier plan; tiers: all of the file, best first.
+    """
+
+    def __init__(self, config: Config, options: EvalOptions, report: Report) -> None:
+        """Raises ConfigError where the text, the questions or the tiers do not do."""
+        if options.text is None:
+            raise ConfigError("a study needs a text: give --text FILE")
+        if options.prefill or options.reuse or options.kl:
+            raise ConfigError(
+                "a study chooses how it judges: no --prefill, --reuse or --kl with it"
+            )
+        for name in ("policy", "retention"):
+            if config.given(name) is not None:
+                raise ConfigError(f"a study chooses what it compares: leave out --{name}")
+        documents = read_documents(options.text)
+        self.questions: list[Question] = read_questions(options.choices) if options.choices else []
+        self.report = report
+        self._low_tiers = _tier_names(config.low) if config.low else ()
+        self.config = eval_config(config, options)
+        # Any configuration tokenizes alike.
+        with Engine.open(self.config) as engine:
+            self.tiers = tuple(tier.name for tier in engine.model.tiers)
+            self.name = config.model.name
+            self.n_layers = engine.model.n_layers
+            self.layer_ids = list(engine.model.layer_ids)
+            self.n_expert_used = engine.model.n_expert_used
+            window = min(options.window, engine.n_ctx)
+            self.windows = cut_windows(engine, documents, window, options.tokens, options.text)
+        self.high = config.high_tier or ("q4_k" if "q4_k" in self.tiers[:-1] else self.tiers[0])
+        self.low = config.low_tier or self.tiers[-1]
+        if len(self.tiers) < 2:
+            raise ConfigError(
+                f"{config.model} holds one precision, {self.tiers[0]}: a study compares several, "
+                f"of a file packed with them or of --low FILE"
+            )
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that each configuration is scored on."""
+        return sum(window.n_scored for window in self.windows)
+
+    @property
+    def basis(self) -> str:
+        """What the figures rest on, for the title of a table."""
+        questions = f", {len(self.questions)} questions" if self.questions else ""
+        return f"{self.name}, {self.n_tokens} tokens{questions}"
+
+    def on(self, windows: Sequence[Window]) -> Subject:
+        """The same with some of the windows alone."""
+        other = copy(self)
+        other.windows = list(windows)
+        return other
+
+    def reference(self) -> Reference:
+        """What the best tier says, decided token by token. The caller closes it."""
+        return best_reference(
+            best_config(self.config, self.tiers[0]), self.windows, False, self.report
+        )
+
+    def uniform(self, tier: str) -> dict[str, Any]:
+        """Settings: every expert in one tier."""
+        settings: dict[str, Any] = {
+            "policy": "lru",
+            "high_tier": tier,
+            "low_tier": None,
+            "low": None,
+            "renormalize": False,
+        }
+        if tier in self._low_tiers:
+            settings["model"] = self.config.low
+        return settings
+
+    def mixed(self, low: str, retention: float, **more: Any) -> dict[str, Any]:
+        """Settings: critical experts in the high tier, the others in low, or "skip"."""
+        return {
+            "policy": "dymoe",
+            "high_tier": self.high,
+            "low_tier": low,
+            "retention": retention,
+            "renormalize": self.config.renormalize and low == SKIP,
+            **more,
+        }
+
+    def score(
+        self,
+        label: str,
+        settings: dict[str, Any],
+        *,
+        wrap: Callable[[Policy], Wrapper] | None = None,
+        prefill: bool = False,
+        against: Reference | ReferencePart | None = None,
+        ask: bool = False,
+    ) -> Score:
+        """One configuration. wrap: what decides in the place of its policy. ask: put the
+        questions too."""
+        with self.open(settings) as engine:
+            return self.score_open(engine, label, wrap, prefill, against, ask)
+
+    def open(self, settings: dict[str, Any]) -> Engine:
+        """An engine of the configuration with these settings."""
+        return Engine.open(self.config.compared(**settings))
+
+    def score_open(
+        self,
+        engine: Engine,
+        label: str,
+        wrap: Callable[[Policy], Wrapper] | None = None,
+        prefill: bool = False,
+        against: Reference | ReferencePart | None = None,
+        ask: bool = False,
+    ) -> Score:
+        """As score, with an engine that stays open; its own policy is put back."""
+        own = engine.policy
+        if wrap is not None:
+            engine.driver.policy = cast(Policy, wrap(own))
+        try:
+            judge = Judge(engine, prefill)
+            before = counters(engine)
+            text = score_text(
+                judge, self.windows, against=against, progress=lambda x: self.report(label, x)
+            )
+            phase = Phase.PREFILL if prefill else Phase.DECODE
+            usage = usage_between(before, counters(engine), phase)
+            asked: Sequence[Question] = self.questions if ask else ()
+            choices = (
+                score_choices(judge, asked, lambda x: self.report(f"{label}, questions", x))
+                if asked
+                else None
+            )
+        finally:
+            engine.driver.policy = own
+        realised = None if prefill else getattr(own, "realised", None)
+        return Score(text, choices, usage, realised, tuple(getattr(own, "critical", ())))
+
+
+def _tier_names(path: Path) -> tuple[str, ...]:
+    with ExpertModel.open(path) as model:
+        return tuple(tier.name for tier in model.tiers)

@@ -1,0 +1,176 @@
+"""The studies' own decisions, and two of them from end to end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from orchestrator.cli import cli
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.lab.study.activations import ROUTER_LOGITS, ActivationRecorder
+from orchestrator.lab.study.policies import OneLayer, RandomCritical
+from orchestrator.lab.study.similarity import cosine, dense, recall, top
+
+K, N = 4, 16
+
+
+class Inner:
+    """The two heaviest of a token's experts high, the others low; in prefill the first five."""
+
+    critical = (1, 2)
+
+    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        if event.phase == Phase.DECODE:
+            out.tier_array[event.ids_array[0, 2:]] = 1
+        else:
+            out.tier_array[5:] = SKIP
+
+
+def make_event(step: int, phase: Phase) -> RouteEvent:
+    ids = np.array([[3, 1, 9, 12]], np.int32)
+    empty = np.zeros((1, 1, K))
+    event = RouteEvent(
+        ids,
+        np.ones((1, K), np.float32),
+        np.zeros(1, np.int32),
+        empty.astype(np.int32),
+        empty.astype(np.float32),
+        np.zeros(1, np.float32),
+    )
+    event.step, event.phase, event.layer = step, int(phase), 2
+    return event
+
+
+def decide(policy, event: RouteEvent) -> np.ndarray:
+    out = DecisionBuffer(np.zeros(N, np.uint8), np.zeros(N, np.uint8), np.zeros(8, np.int64))
+    policy.decide(event, StoreView(np.zeros((4, N), np.uint8)), out)
+    return out.tier_array
+
+
+def test_random_critical_experts_are_as_many_but_any() -> None:
+    policy = RandomCritical(Inner(), seed=1)
+    high = np.zeros(N, int)
+    for step in range(400):
+        tiers = decide(policy, make_event(step, Phase.DECODE))
+        assert sorted(tiers[[3, 1, 9, 12]]) == [0, 0, 1, 1]
+        high[[3, 1, 9, 12]] += tiers[[3, 1, 9, 12]] == 0
+    assert (np.abs(high[[3, 1, 9, 12]] - 200) < 60).all()
+    for step in range(20):
+        tiers = decide(policy, make_event(step, Phase.PREFILL))
+        assert sorted(tiers[[3, 1, 9, 12]]) == [0, 0, SKIP, SKIP]
+    assert policy.critical == (1, 2)
+
+
+def test_random_choices_depend_on_the_seed_alone() -> None:
+    events = [make_event(step, Phase.DECODE) for step in range(20)]
+    runs = [[decide(RandomCritical(Inner(), seed), e) for e in events] for seed in (1, 1, 2)]
+    assert np.array_equal(runs[0], runs[1])
+    assert not np.array_equal(runs[0], runs[2])
+
+
+def test_one_layer_is_low() -> None:
+    event = make_event(0, Phase.DECODE)
+    assert (decide(OneLayer(Inner(), 2, 1), event) == 1).all()
+    assert (decide(OneLayer(Inner(), 1, 1), event) == 0).all()
+
+
+def test_recall_and_cosine_are_their_definitions() -> None:
+    predicted, actual = np.array([[1, 2], [3, 4]]), np.array([[2, 1], [4, 5]])
+    assert recall(predicted, actual).tolist() == [1.0, 0.5]
+    assert recall(predicted, actual[:, :1]).tolist() == [1.0, 1.0]
+    assert top(np.array([[0.1, 0.9, 0.5]]), 2).tolist() == [[1, 2]]
+    a, b = np.random.default_rng(1).normal(size=(2, 5, 8))
+    expected = [x @ y / np.sqrt((x @ x) * (y @ y)) for x, y in zip(a, b, strict=True)]
+    assert np.allclose(cosine(a, b), expected)
+
+
+def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> None:
+    seen = {}
+    config = Config.build(model=model, policy="dymoe", low_tier="q2_k", high_tier="q8_0", threads=1)
+    with Engine.open(config) as engine:
+        tokens = engine.tokenize("The fox sat by the river and looked at the stars.")
+
+        class Watch:
+            def __getattr__(self, name):
+                return getattr(own, name)
+
+            def decide(self, event, view, out):
+                seen[event.layer] = event.ids_array.copy(), event.tokens_array.copy()
+
+        own = engine.policy
+        engine.driver.policy = Watch()
+        engine.eval(tokens, 0, phase=Phase.PREFILL)
+        layer_ids = list(engine.model.layer_ids)
+        router = dense(engine.model, f"blk.{layer_ids[0]}.ffn_gate_inp.weight")
+    with ActivationRecorder(model, 64, 1) as recorder:
+        found = recorder.read(tokens)
+        again = recorder.read(tokens)
+    k = seen[0][0].shape[1]
+    for layer, il in enumerate(layer_ids):
+        ids, places = seen[layer]
+        ours = np.sort(top(found[ROUTER_LOGITS, il], k)[places], axis=1)
+        assert (ours == np.sort(ids, axis=1)).mean() > 0.95, f"layer {il}"
+        assert np.array_equal(found[ROUTER_LOGITS, il], again[ROUTER_LOGITS, il])
+    assert router is not None
+    x = found["ffn_norm", layer_ids[0]]
+    assert np.allclose(x @ router.T, found[ROUTER_LOGITS, layer_ids[0]], atol=1e-2)
+
+
+def study(model: Path, text: Path, name: str, out: Path, *args: str):
+    options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "64"]
+    options += ["--text", str(text), "--tokens", "24", "--study", name, "--out", str(out)]
+    return CliRunner().invoke(cli, ["eval", *options, *args])
+
+
+@pytest.mark.parametrize("name", ["accuracy", "depth", "similarity"])
+def test_a_study_writes_its_tables_and_plots(
+    model: Path, text: Path, choices: Path, tmp_path: Path, name: str
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    out = tmp_path / "out"
+    result = study(model, text, name, out, "--choices", str(choices))
+    assert result.exit_code == 0, result.output
+    assert (out / f"{name}.png").read_bytes()[1:4] == b"PNG"
+    assert (out / f"{name}.svg").read_text().lstrip().startswith("<?xml")
+    table = (out / f"{name}.md").read_text()
+    assert table == result.stdout
+    data = json.loads((out / f"{name}.json").read_text())
+    assert data["tokens"] == 24 and all(each["rows"] for each in data["tables"])
+    if name == "accuracy":
+        rows = data["tables"][1]["rows"]
+        assert len(rows) == 6
+        last = [row for row in rows if row["retention"] == 1.0]
+        assert [row["change"] for row in last] == [[0.0, 0.0]] * 2
+        assert all(row["usage"]["high"] == 1 for row in last)
+
+
+def test_a_study_needs_matplotlib(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = study(model, text, "depth", tmp_path)
+    assert result.exit_code == 1
+    assert "a plot needs matplotlib: run `pip install" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--policy", "lru"], "leave out --policy"),
+        (["--retention", "0.5"], "leave out --retention"),
+        (["--reuse"], "a study chooses how it judges"),
+    ],
+)
+def test_a_study_chooses_for_itself(
+    model: Path, text: Path, tmp_path: Path, args: list[str], message: str
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    result = study(model, text, "depth", tmp_path, *args)
+    assert result.exit_code == 1 and message in result.stderr

@@ -1,0 +1,166 @@
+"""The form of all experiments: their names, their options, their tables."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from orchestrator.lab import table as drawing
+from orchestrator.lab.experiment import Experiment
+from orchestrator.lab.option import again, check_options, declared_options, option
+from orchestrator.lab.registry import (
+    BENCHMARKS,
+    STUDIES,
+    load_benchmark,
+    load_study,
+    studies_by_paper,
+)
+from orchestrator.lab.table import WIDTH, Column, Table, document, fixed, percent
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_the_form(name):
+    benchmark = load_benchmark(name)
+    assert isinstance(benchmark, Experiment)
+    for field, declared in declared_options(benchmark.options):
+        assert field.default is not dataclasses.MISSING, field.name
+        if declared.parse is not None:
+            assert declared.parse(declared.shown(field.default) or "1") == (field.default or (1,))
+    check_options(benchmark.options())
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_has_the_form_and_its_own_name(name):
+    study = load_study(name)
+    assert isinstance(study, Experiment) and study.draws
+    assert study.name == name
+
+
+def test_studies_are_listed_by_paper():
+    listed = "; ".join(studies_by_paper())
+    assert listed.count("(DyMoE)") == listed.count("(DynaExq)") == 1
+    assert all(name in listed for name in STUDIES)
+    with pytest.raises(ConfigError, match="unknown study 'x'; known: accuracy, "):
+        load_study("x")
+
+
+@dataclass(frozen=True)
+class Few:
+    n: int = option(2, "How many.", least=1)
+    share: float = option(0.5, "Of them.", least=0, most=1)
+    how: str = option("on", choices=("on", "off"))
+    more: int | None = option(None, least=1)
+
+
+@dataclass(frozen=True)
+class Fewer(Few):
+    n: int = again(Few, "n", 1)
+    share: float = again(Few, "share", help="")
+
+
+def test_an_option_is_checked_by_what_it_declares():
+    check_options(Few())
+    for changes, message in (
+        ({"n": 0}, "n must be at least 1"),
+        ({"share": 1.5}, "share must be from 0 to 1"),
+        ({"share": float("nan")}, "share must be from 0 to 1"),
+        ({"how": "maybe"}, "how must be on or off, not 'maybe'"),
+        ({"more": 0}, "more must be at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_options(Few(**changes))
+
+
+def test_an_option_may_be_declared_again_with_changes():
+    found = {field.name: (field.default, each) for field, each in declared_options(Fewer)}
+    assert (found["n"][0], found["n"][1].help, found["n"][1].least) == (1, "How many.", 1)
+    assert (found["share"][0], found["share"][1].help, found["share"][1].most) == (0.5, "", 1)
+    with pytest.raises(ConfigError, match="n must be at least 1"):
+        check_options(Fewer(n=0))
+
+
+NAME = Column("", "name", left=True)
+SPEED = Column("speed", "speed", fixed(1), "ms")
+ROWS = [
+    {"name": "a", "speed": 12.34, "share": 0.5},
+    {"name": "longer", "share": 1.0},
+    {"name": "b", "error": "died"},
+]
+
+
+def test_a_table_is_text_markdown_and_data():
+    table = Table(
+        "T", (NAME, SPEED, Column("of it", "share", percent(0, " %"))), ROWS, ["and so on"]
+    )
+    assert table.text().splitlines() == [
+        "T",
+        "        speed ms  of it",
+        "a           12.3   50 %",
+        "longer            100 %",
+        "b       died",
+        "  and so on",
+    ]
+    assert table.markdown().splitlines() == [
+        "**T**",
+        "",
+        "|        | speed ms | of it |",
+        "|--------|----------|-------|",
+        "| a      | 12.3     | 50 %  |",
+        "| longer |          | 100 % |",
+        "| b      | died     |       |",
+        "",
+        "and so on",
+    ]
+    found = table.as_dict()
+    assert found["columns"] == ["", "speed ms", "of it"]
+    assert (found["data"], found["notes"]) == (ROWS, ["and so on"])
+    assert found["rows"][1] == ["longer", "", "100 %"]
+
+
+def test_totals_are_shown_and_are_no_data():
+    table = Table("T", (NAME, SPEED), ROWS[:1], totals=[{"name": "mean", "speed": 1.0}])
+    assert "mean" in table.text() and "mean" in table.markdown()
+    assert table.as_dict()["data"] == ROWS[:1] and len(table.as_dict()["rows"]) == 2
+
+
+def test_columns_of_one_report_stand_below_each_other():
+    one, two = (Table("", (NAME, SPEED), [{"name": name, "speed": 1.0}]) for name in ("a", "long"))
+    lines = document(["head"], [one, two], ["odd"]).splitlines()
+    assert lines == [
+        "head",
+        "",
+        "      speed ms",
+        "a          1.0",
+        "",
+        "      speed ms",
+        "long       1.0",
+        "",
+        "note: odd",
+    ]
+
+
+def test_text_fits_the_terminal_where_it_can():
+    wide = tuple(Column("column", "share", percent(1)) for _ in range(12))
+    table = Table("word " * 40, (NAME, *wide), [*ROWS[:1], {"name": "c", "error": "x" * 200}])
+    table.footnotes.append("  indented " + "word " * 40)
+    lines = table.text().splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[-1].startswith("      word")  # a note's own indent, and that of what goes on
+
+
+def test_only_the_renderer_lines_up_columns():
+    """No module of an experiment pads its figures by hand."""
+    room = Path(drawing.__file__).parent
+    padded = []
+    for path in room.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FormattedValue) and node.format_spec is not None:
+                spec = ast.unparse(node.format_spec).strip("f'\"")
+                if spec[:1] in "<>^" or spec[:1].isdigit() or spec[:1] == "{":
+                    padded.append(path.name)
+    assert set(padded) == {Path(drawing.__file__).name}
