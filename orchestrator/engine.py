@@ -8,7 +8,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from time import perf_counter
 
 import numpy as np
 
@@ -20,10 +19,17 @@ from orchestrator.accelerator import check_misses, find_gpu, one_of_several, ser
 from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.events import GenerationStats, Phase, RouteEvent, StepReport
+from orchestrator.events import (
+    ComputedStep,
+    GenerationStats,
+    Phase,
+    RouteEvent,
+    StepReport,
+    expert_states,
+)
 from orchestrator.llama import Bindings, Context, Model, SamplerChain
 from orchestrator.meter import Meter
-from orchestrator.native import Misses, Store, taken_by
+from orchestrator.native import FAILED, Misses, Store, taken_by
 from orchestrator.plan import Plan, importance_window, make_plan, store_spec
 from orchestrator.policy import Counting, Policy
 from orchestrator.profile import Memory
@@ -187,6 +193,8 @@ class Engine:
         cut in the middle."""
         if self._context.forget_from(length):
             del self._cached[length:]
+            if length == 0 and self.managed:
+                self.store.sequence_end(0)
         else:
             self.reset()
 
@@ -196,7 +204,6 @@ class Engine:
         before = len(self._cached)
         good = self._run(
             phase,
-            len(tokens),
             lambda: self._context.decode(
                 tokens, before, all_logits, interruptible=phase is Phase.PREFILL
             ),
@@ -206,20 +213,15 @@ class Engine:
             self._cached += tokens
         return good
 
-    def _run(
-        self, phase: Phase, n_tokens: int, decode: Callable[[], int], undo: Callable[[], None]
-    ) -> bool:
+    def _run(self, phase: Phase, decode: Callable[[], int], undo: Callable[[], None]) -> bool:
         """One decode, which returns llama_decode's status. True when its logits are good, False
         when it was cancelled, and undone. Undoes it and raises what went wrong otherwise."""
         try:
             if self.managed:
-                self.store.begin_step(phase)
-            start = perf_counter()
+                self.store.set_phase(phase)
             status = decode()
-            if self.managed:
+            if self.managed and status == FAILED:
                 self.store.check_step()
-                if status == 0:
-                    self._step_done(phase, n_tokens, 1e6 * (perf_counter() - start))
         except BaseException:
             undo()
             raise
@@ -240,12 +242,23 @@ class Engine:
             return f", and the model was made for no more: {else_do}"
         return f": {else_do}, or raise --ctx"
 
-    def _step_done(self, phase: Phase, n_tokens: int, us: float) -> None:
+    def _step_done(self, step: ComputedStep) -> None:
         """Once per step: the policy learns, and may start transitions."""
         counts = states = None
         if self._counting is not None:
-            counts, states = self.store.take_counts(), self.store.states()
-        moves = self.policy.step_done(StepReport(phase, n_tokens, us, counts, states))
+            counts, states = self.store.take_counts(), expert_states(self.store.states())
+        moves = self.policy.step_done(
+            StepReport(
+                step.phase,
+                step.n_tokens,
+                step.us,
+                counts,
+                states,
+                step.starts,
+                step.prompt_ends,
+                step.ends,
+            )
+        )
         if moves:
             self.store.transition(moves)
 
@@ -256,7 +269,7 @@ class Engine:
             self.store.cancel(True)
 
     def _should_stop(self) -> bool:
-        return self._cancelled or (self.managed and self.store.should_abort())
+        return self._cancelled
 
     def eval(
         self,
@@ -296,6 +309,8 @@ class Engine:
         it held; the tokens are shared, not copied. Raises ConfigError for a sequence that the
         engine was not opened with."""
         self._sequences.check([0], [sequence])
+        if self.managed:
+            self.store.sequence_end(sequence)
         self._sequences.fork(sequence, len(self._cached))
 
     def decode_batch(self, tokens: Sequence[int], sequences: Sequence[int]) -> np.ndarray:
@@ -310,7 +325,6 @@ class Engine:
         self._begin()
         good = self._run(
             Phase.DECODE,
-            len(tokens),
             lambda: work.decode(tokens, sequences),
             lambda: work.undo(sequences),
         )
@@ -323,6 +337,8 @@ class Engine:
     def reset(self) -> None:
         """Forgets every token of every sequence; the experts in memory stay."""
         self._context.forget_all()
+        if self.managed:
+            self.store.sequence_end()
         self._sequences.forget()
         self._cached = []
 
@@ -452,8 +468,8 @@ class Engine:
             )
             self._parts.append(self._model)
             if plan.policy is not None:
-                self.store.attach(self._model.handle)
                 self.set_route()
+                self.store.set_step_done(self._step_done)
                 if self._counting is not None:
                     self._warm(self._counting, share, progress)
             self._context = Context(
@@ -466,7 +482,6 @@ class Engine:
                 flash_attention=importance_window(config, plan) >= 0,
                 should_stop=self._should_stop,
                 on_gpu=self._gpu is not None,
-                abort=self.store.abort if plan.managed else None,
                 sequences=config.sequences,
             )
             self._parts.append(self._context)

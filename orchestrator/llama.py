@@ -137,6 +137,9 @@ class Model:
                 api.llama_model_free(handle)
             raise raised[0]
         if not handle:
+            reason = bindings.library().load_error() if managed else None
+            if reason:
+                raise NativeError(f"{path}: {reason.decode('utf-8', 'replace')}")
             raise NativeError(f"{path}: llama.cpp cannot load it{bindings.complaint()}")
         self._handle = handle
         self.vocab = api.llama_model_get_vocab(handle)
@@ -216,13 +219,10 @@ class Context:
         should_stop: Callable[[], bool],
         on_gpu: bool = False,
         sequences: int = 0,
-        abort: tuple[Any, int] | None = None,
     ) -> None:
-        """should_stop and abort say that a decode should end early: the first one in Python,
-        asked during interruptible steps; the second one a C function and its data, asked
-        during the others. flash_attention False keeps the attention weights in the graph.
-        on_gpu: the KV cache lies there, as the model does. sequences: how many there are beside
-        number 0.
+        """should_stop says that a decode should end early; it is asked during interruptible
+        steps. flash_attention False keeps the attention weights in the graph. on_gpu: the KV cache
+        lies there, as the model does. sequences: how many there are beside number 0.
         Raises NativeError."""
         api = self.api = bindings.api
         self.model = model
@@ -246,13 +246,9 @@ class Context:
             raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
         self._should_stop = should_stop
         self._raised: BaseException | None = None
-        self._slow_abort = api.ggml_abort_callback(self._on_abort)
-        self._fast_abort = api.ggml_abort_callback(0)
-        self._abort_data = None
-        if abort is not None:
-            self._fast_abort = ctypes.cast(abort[0], api.ggml_abort_callback)
-            self._abort_data = abort[1]
-        self._interruptible: bool | None = None
+        self._abort = api.ggml_abort_callback(self._on_abort)
+        self._no_abort = api.ggml_abort_callback(0)
+        self._interruptible = False
         self.n_ubatch: int = api.llama_n_ubatch(self._handle)
         self.n_ctx: int = api.llama_n_ctx(self._handle)
         self._memory = api.llama_get_memory(self._handle)
@@ -277,10 +273,8 @@ class Context:
         if on == self._interruptible:
             return
         self._interruptible = on
-        if on:
-            self.api.llama_set_abort_callback(self.handle, self._slow_abort, None)
-        else:
-            self.api.llama_set_abort_callback(self.handle, self._fast_abort, self._abort_data)
+        callback = self._abort if on else self._no_abort
+        self.api.llama_set_abort_callback(self.handle, callback, None)
 
     @property
     def handle(self) -> int:
@@ -298,7 +292,8 @@ class Context:
         """Evaluates at most n_ubatch tokens at positions pos, pos+1, ...; the last one (or
         each) gets logits. interruptible costs a Python call for every graph node: for long
         steps. Returns llama_decode's status: 0, 1 without room, 2 aborted, negative on an
-        error. Raises what a signal handler raised meanwhile."""
+        error, FAILED where a store may have the reason. Raises what a signal handler raised
+        meanwhile."""
         n = len(tokens)
         self._set_interruptible(interruptible)
         self._tokens[:n] = tokens

@@ -16,7 +16,7 @@ import numpy as np
 from gguf_tools.layout import DOWN, GATE, GATE_UP, UP
 from orchestrator.choice import LRU, SKIP_TIER
 from orchestrator.errors import TraceError
-from orchestrator.events import Phase, RouteEvent, StepReport
+from orchestrator.events import Phase, RouteEvent, StepReport, expert_states
 from orchestrator.footprint import model_shape
 from orchestrator.native import CStats, Library, Simulation, Slices, Store, StoreSpec
 from orchestrator.policy import Counting, Policy, PolicySettings, make_policy
@@ -184,7 +184,7 @@ def simulate(
             counts = states = None
             if counting is not None:
                 counts = store.take_counts()
-                states = store.states() if follow is None else follow.states()
+                states = expert_states((store if follow is None else follow).states())
             report = StepReport(step.phase, step.n_tokens, step_us[-1], counts, states)
             moves = list(plan.policy.step_done(report) or ())
             if follow is not None:

@@ -142,7 +142,7 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
         ("n_expert_used", 9, "9 of 8 experts a token"),
         ("layer_ids", [], "layer_ids is []"),
         ("layer_ids", [0, 1, 2, 3], "slices has the shape"),
-        ("tiers", ["a"] * 5, "tiers is "),
+        ("tiers", ["a"] * 6, "tiers is "),
         ("retention", 2, "retention is 2"),
         ("low", 3, "low is 3"),
         ("schedule", "steep", "schedule is 'steep'"),
