@@ -5,19 +5,66 @@ router -> on_route: the policy decides -> the store acts -> experts compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from orchestrator.events import Phase, RouteEvent, StepReport
-from orchestrator.native import Store
+from orchestrator.events import ComputedStep, Phase, RouteEvent, StepReport
+from orchestrator.native import FAILED, Store
 from orchestrator.policy import Policy
 from orchestrator.policy.base import Callback, Transition
 
+# (resident, target), as Store.states() has them.
+States = tuple[np.ndarray, np.ndarray]
 
-class Driver:
+_ASKED = {
+    Callback.NEVER: (),
+    Callback.PREFILL: (Phase.PREFILL,),
+    Callback.ALWAYS: tuple(Phase),
+}
+
+
+class PlainDriver:
+    """What goes with the steps of a model whose experts nobody manages: nothing."""
+
+    managed = False
+
+    def begin(self, phase: Phase) -> None:
+        """Before a decode whose tokens are all of this phase."""
+
+    def check(self, status: int) -> None:
+        """After a decode, with its status: raises what went wrong in a callback or in the
+        store."""
+
+    def cancel(self, on: bool) -> None:
+        """Makes the running step stop early; stays so until called with False."""
+
+    def sequence_end(self, sequence: int | None = None) -> None:
+        """A sequence was dropped, or all that there are."""
+
+    def change(self, settings: Mapping[str, Any]) -> bool:
+        """Changes live settings of the policy; False where it lacks one of them."""
+        return not settings
+
+    def values(self, names: Sequence[str]) -> dict[str, Any]:
+        """What the policy's settings of these names are, as far as it has them."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """What the policy knows about its own work."""
+        return {}
+
+    def hotness(self) -> np.ndarray | None:
+        """What the policy has learned, float64 [n_layers, n_expert]; None where nothing."""
+        return None
+
+
+class Driver(PlainDriver):
     """One policy and the store that it decides for. Another policy with the same slots may take
     its place between two steps."""
+
+    managed = True
 
     def __init__(self, policy: Policy, store: Store) -> None:
         self.policy = policy
@@ -28,12 +75,48 @@ class Driver:
         self.policy.decide(event, self.store.view, self.store.decision)
         self.store.apply(self.store.decision)
 
+    def step_done(self, step: ComputedStep) -> None:
+        """Once per step: the policy learns, and may start transitions."""
+        moves = self.learn(step)
+        if moves:
+            self.store.transition(moves)
+
+    def learn(self, step: ComputedStep, states: States | None = None) -> Sequence[Transition]:
+        """Tells the policy what it wants to know of a step; returns the transitions that it asks
+        for. states: in the place of the store's own."""
+        policy = self.policy
+        counts = self.store.take_counts() if policy.counts else None
+        resident = target = None
+        if policy.follows_tiers:
+            resident, target = self.store.states() if states is None else states
+        return policy.step_done(
+            StepReport(
+                phase=step.phase,
+                n_tokens=step.n_tokens,
+                us=step.us,
+                counts=counts,
+                resident=resident,
+                target=target,
+                starts=step.starts,
+                prompt_ends=step.prompt_ends,
+                ends=step.ends,
+            )
+        )
+
+    def listen(self) -> None:
+        """Lets the policy decide and learn while the store's model computes."""
+        self.set_route()
+        self.store.set_step_done(self.step_done)
+
     def set_route(self, route: Callable[[RouteEvent], None] | None = None) -> None:
-        """Lets the policy decide in the way it wants: when it is asked, or by its default tier.
-        route: what is called instead, in every step."""
-        if route is None and self.policy.callback is not Callback.NEVER:
-            route = self.on_route
-        self.store.set_route(route, self.policy.default_tier)
+        """Lets the policy decide in the way it wants: in the steps in which it is asked, and by
+        its default tier in the others. route: what is called instead, in every step."""
+        if route is not None:
+            self.store.set_route(route, self.policy.default_tier)
+            return
+        phases = _ASKED[self.policy.callback]
+        asked = self.on_route if phases else None
+        self.store.set_route(asked, self.policy.default_tier, phases)
 
     def load_first(
         self,
@@ -48,13 +131,29 @@ class Driver:
             self.store.warm(first, progress)
             self.store.reset_stats()
 
-    def step_done(
-        self, phase: Phase, n_tokens: int, us: float, states: np.ndarray | None = None
-    ) -> Sequence[Transition]:
-        """After a step that succeeded: the policy learns. Returns the transitions that it wants.
-        states: in the place of the store's own."""
-        policy, counts = self.policy, None
-        if policy.counts:
-            counts = self.store.take_counts()
-            states = self.store.states() if states is None else states
-        return policy.step_done(StepReport(phase, n_tokens, us, counts, states))
+    def begin(self, phase: Phase) -> None:
+        self.store.set_phase(phase)
+
+    def check(self, status: int) -> None:
+        if status == FAILED:
+            self.store.check_step()
+
+    def cancel(self, on: bool) -> None:
+        self.store.cancel(on)
+
+    def sequence_end(self, sequence: int | None = None) -> None:
+        self.store.sequence_end(sequence)
+
+    def change(self, settings: Mapping[str, Any]) -> bool:
+        used = [self.policy.change(name, value) for name, value in settings.items()]
+        return all(used)
+
+    def values(self, names: Sequence[str]) -> dict[str, Any]:
+        settings = self.policy.settings
+        return {name: getattr(settings, name) for name in names if hasattr(settings, name)}
+
+    def report(self) -> dict[str, Any]:
+        return dict(self.policy.report())
+
+    def hotness(self) -> np.ndarray | None:
+        return self.policy.hotness

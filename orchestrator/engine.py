@@ -1,49 +1,40 @@
-"""The engine: a model, a policy, a store, and what is asked of them."""
+"""The engine: a model in memory, and what is asked of it.
+
+The loop between the policy and the store is Driver.on_route of orchestrator/driver.py.
+"""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
-from orchestrator import hardware
-from orchestrator.accelerator import check_misses, find_gpu, one_of_several, serve_misses
 from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.driver import Driver
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
-from orchestrator.llama import Bindings, Context, Model, SamplerChain
+from orchestrator.llama import SamplerChain
+from orchestrator.load import Loader
 from orchestrator.meter import Meter
-from orchestrator.native import Misses, Store, taken_by
-from orchestrator.plan import MemoryPlan, importance_window, plan_memory, store_spec
+from orchestrator.native import Store
+from orchestrator.plan import MemoryPlan
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Transition
-from orchestrator.profile import Memory
 from orchestrator.sampling import Sampling
-from orchestrator.sequences import Sequences
-from orchestrator.template import ChatTemplate
+from orchestrator.steps import Steps
 
 __all__ = ["Engine", "GenerationStats", "Sampling"]
-
-_NO_ROOM = 1
 
 
 class Engine:
     """One model ready to answer. Make it with Engine.open; free it with close or `with`.
 
-    plan: where everything lies. last_stats: the latest answer's costs, or None. policy and
-    store exist in managed mode only. One generation at a time.
+    last_stats: the latest answer's costs, or None. One generation at a time.
     """
-
-    driver: Driver
 
     def __init__(
         self, config: Config, model: ExpertModel, progress: Callable[[float], None] | None
@@ -51,15 +42,8 @@ class Engine:
         self.config = config
         self.model = model
         self.last_stats: GenerationStats | None = None
-        self._cached: list[int] = []
-        self._cancelled = False
-        self._memory = Memory(config, model)
-        self._parts: list[Context | Store | Model] = []
-        self._bindings = Bindings.load()
-        self._gpu = find_gpu(self._bindings, config.device, config.vram)
-        check_misses(self._gpu, config)
-        self._machine = hardware.probe(self._gpu.device if self._gpu else None)
-        self._start(plan_memory(config, model, self._machine), progress)
+        self._loader = Loader(config, model)
+        self._loaded = self._loader.load(config, self._loader.plan(config), progress)
 
     @classmethod
     def open(cls, config: Config, progress: Callable[[float], None] | None = None) -> Engine:
@@ -100,37 +84,36 @@ class Engine:
         if len(tokens) >= self.n_ctx:
             raise ConfigError(
                 f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}"
-                f"{self._more_context('shorten it')}"
+                f"{self._steps.more_context('shorten it')}"
             )
-        asked = dict(changes or {})
+        asked, driver = dict(changes or {}), self._loaded.driver
         self.config.with_changes(**asked)  # checks them
-        usual = {}
-        if self.managed:
-            usual = {name: getattr(self.policy.settings, name, None) for name in asked}
-        self._begin()
-        plan = self.plan
-        meter = Meter(self.store if self.managed else None, len(tokens), plan.tier_names, plan.skip)
-        chain = SamplerChain(self._context, sampling)
+        usual = driver.values(list(asked))
+        steps, plan = self._steps, self.plan
+        steps.begin()
+        store = driver.store if isinstance(driver, Driver) else None
+        meter = Meter(store, len(tokens), plan.tier_names, plan.skip)
+        chain = SamplerChain(self._loaded.context, sampling)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         try:
-            self._change(asked)
+            driver.change(asked)
             if not self._prefill(list(tokens), meter, on_prefill):
                 return
             token = -1
             for _ in range(max_tokens):
-                if meter.tokens and not self._step([token], Phase.DECODE):
+                if meter.tokens and not steps.step([token], Phase.DECODE):
                     return
                 token = chain.sample()
-                meter.token(is_end := self._model.is_end(token))
+                meter.token(is_end := self._loaded.model.is_end(token))
                 if is_end:
                     meter.finish = "end"
                     break
-                piece = text.decode(self._model.piece(token))
+                piece = text.decode(self._loaded.model.piece(token))
                 if piece:
                     yield piece
-                if self._cancelled:
+                if steps.cancelled:
                     return
-                if len(self._cached) >= self.n_ctx:
+                if len(steps.cached) >= self.n_ctx:
                     meter.finish = "context"
                     break
             else:
@@ -140,112 +123,29 @@ class Engine:
                 yield rest
         finally:
             chain.close()
-            report = dict(self.policy.report()) if self.managed else {}
-            self.last_stats = meter.stats(self.mode, self.plan.budget_bytes, report)
-            self._change(usual)
-
-    def _begin(self) -> None:
-        self._cancelled = False
-        if self.managed:
-            self.store.cancel(False)
+            self.last_stats = meter.stats(self.mode, plan.budget_bytes, driver.report())
+            driver.change(usual)
 
     def _prefill(
         self, tokens: list[int], meter: Meter, on_prefill: Callable[[int, int], None] | None
     ) -> bool:
         """Evaluates what the cache does not hold; False when cancelled on the way."""
-        kept = self._keep_prefix(tokens)
-        todo = tokens[kept:]
+        steps, at_once = self._steps, self._loaded.context.n_ubatch
+        todo = tokens[steps.keep_prefix(tokens) :]
         meter.evaluated_tokens = len(todo)
-        for start in range(0, len(todo), self._context.n_ubatch):
+        for start in range(0, len(todo), at_once):
             if on_prefill is not None:
                 on_prefill(start, len(todo))
-            part = todo[start : start + self._context.n_ubatch]
-            if self._cancelled or not self._step(part, Phase.PREFILL):
+            part = todo[start : start + at_once]
+            if steps.cancelled or not steps.step(part, Phase.PREFILL):
                 return False
         if on_prefill is not None:
             on_prefill(len(todo), len(todo))
         return True
 
-    def _keep_prefix(self, tokens: list[int]) -> int:
-        """Cuts the cache back to what it shares with tokens, one token short of all of them,
-        since the last one's logits are needed. Returns how many tokens stay."""
-        same = 0
-        for ours, theirs in zip(self._cached, tokens[:-1], strict=False):
-            if ours != theirs:
-                break
-            same += 1
-        self._rewind(same)
-        return len(self._cached)
-
-    def _rewind(self, length: int) -> None:
-        """Drops the cache beyond length tokens; all of it where the model's memory cannot be
-        cut in the middle."""
-        if self._context.forget_from(length):
-            del self._cached[length:]
-        else:
-            self.reset()
-
-    def _step(self, tokens: list[int], phase: Phase, all_logits: bool = False) -> bool:
-        """One llama_decode. True when its logits are good, False when it was cancelled; the
-        cache holds the tokens only in the first case. Raises what went wrong otherwise."""
-        before = len(self._cached)
-        good = self._run(
-            phase,
-            len(tokens),
-            lambda: self._context.decode(
-                tokens, before, all_logits, interruptible=phase is Phase.PREFILL
-            ),
-            lambda: self._rewind(before),
-        )
-        if good:
-            self._cached += tokens
-        return good
-
-    def _run(
-        self, phase: Phase, n_tokens: int, decode: Callable[[], int], undo: Callable[[], None]
-    ) -> bool:
-        """One decode, which returns llama_decode's status. True when its logits are good, False
-        when it was cancelled, and undone. Undoes it and raises what went wrong otherwise."""
-        try:
-            if self.managed:
-                self.store.begin_step(phase)
-            start = perf_counter()
-            status = decode()
-            if self.managed:
-                self.store.check_step()
-                if status == 0:
-                    us = 1e6 * (perf_counter() - start)
-                    moves = self.driver.step_done(phase, n_tokens, us)
-                    if moves:
-                        self.store.transition(moves)
-        except BaseException:
-            undo()
-            raise
-        if status == 0:
-            return True
-        undo()
-        if self._cancelled:
-            return False
-        if status == _NO_ROOM:
-            raise ConfigError(
-                f"the context of {self.n_ctx} tokens is full{self._more_context('start anew')}"
-            )
-        raise NativeError(f"llama.cpp failed to evaluate{self._bindings.complaint()}")
-
-    def _more_context(self, else_do: str) -> str:
-        """What to do about a full context, as the end of a sentence."""
-        if self.config.ctx > self.plan.n_ctx:
-            return f", and the model was made for no more: {else_do}"
-        return f": {else_do}, or raise --ctx"
-
     def cancel(self) -> None:
         """Stops the running generation soon; safe in a signal handler and from any thread."""
-        self._cancelled = True
-        if self.managed:
-            self.store.cancel(True)
-
-    def _should_stop(self) -> bool:
-        return self._cancelled or (self.managed and self.store.should_abort())
+        self._steps.cancel()
 
     def eval(
         self,
@@ -260,32 +160,32 @@ class Engine:
         where the engine was opened with logits_all. phase None: decode for a single token,
         prefill for more. More than n_ubatch tokens are evaluated in several steps.
         """
-        if not tokens or not 0 <= pos <= len(self._cached):
+        steps, context = self._steps, self._loaded.context
+        if not tokens or not 0 <= pos <= len(steps.cached):
             raise ConfigError(f"cannot evaluate {len(tokens)} tokens at position {pos}")
         if want_all_logits and not self.config.logits_all:
             raise ConfigError("the engine was opened without logits_all")
         if phase is None:
             phase = Phase.DECODE if len(tokens) == 1 else Phase.PREFILL
-        self._begin()
-        self._rewind(pos)
-        if len(self._cached) != pos:
+        steps.begin()
+        steps.rewind(pos)
+        if len(steps.cached) != pos:
             raise NativeError("this model's memory cannot be cut in the middle")
         results = []
         todo = list(tokens)
-        for start in range(0, len(todo), self._context.n_ubatch):
-            part = todo[start : start + self._context.n_ubatch]
-            if not self._step(part, phase, want_all_logits):
+        for start in range(0, len(todo), context.n_ubatch):
+            part = todo[start : start + context.n_ubatch]
+            if not steps.step(part, phase, want_all_logits):
                 raise NativeError("the evaluation was cancelled")
             if want_all_logits:
-                results.append(self._context.logits(len(part)).copy())
-        return np.concatenate(results) if results else self._context.logits().copy()
+                results.append(context.logits(len(part)).copy())
+        return np.concatenate(results) if results else context.logits().copy()
 
     def fork(self, sequence: int) -> None:
         """Lets a sequence of decode_batch go on from what eval or generate has read. It drops what
         it held; the tokens are shared, not copied. Raises ConfigError for a sequence that the
         engine was not opened with."""
-        self._sequences.check([0], [sequence])
-        self._sequences.fork(sequence, len(self._cached))
+        self._steps.fork(sequence)
 
     def decode_batch(self, tokens: Sequence[int], sequences: Sequence[int]) -> np.ndarray:
         """One token more for each of several sequences, 0 to config.sequences - 1, in one step.
@@ -294,39 +194,29 @@ class Engine:
         sequences as they were. Raises ConfigError for sequences that cannot be one step and for
         a full context, NativeError for a failed one.
         """
-        work = self._sequences
-        work.check(tokens, sequences)
-        self._begin()
-        good = self._run(
-            Phase.DECODE,
-            len(tokens),
-            lambda: work.decode(tokens, sequences),
-            lambda: work.undo(sequences),
-        )
-        if not good:
+        self._steps.begin()
+        if not self._steps.step_each(tokens, sequences):
             raise NativeError("the evaluation was cancelled")
-        work.accept(sequences)
-        logits: np.ndarray = self._context.logits(len(tokens)).copy()
+        logits: np.ndarray = self._loaded.context.logits(len(tokens)).copy()
         return logits
 
     def reset(self) -> None:
         """Forgets every token of every sequence; the experts in memory stay."""
-        self._context.forget_all()
-        self._sequences.forget()
-        self._cached = []
+        self._steps.reset()
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text; special: names of control tokens become those tokens, and the
         begin token that the model wants stands first."""
-        return self._model.tokenize(text, add_special=special, parse_special=special)
+        return self._loaded.model.tokenize(text, add_special=special, parse_special=special)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Tokens of a conversation, [{"role": ..., "content": ...}], up to where the answer
         starts. Raises MoeEdgeError where the model's template refuses it."""
-        text = self._template.render(messages)
-        bos = self._model.bos()
-        add_bos = self._model.adds_bos() and not (bos and text.startswith(bos))
-        return self._model.tokenize(text, add_special=add_bos, parse_special=True)
+        text = self._loaded.template.render(messages)
+        model = self._loaded.model
+        bos = model.bos()
+        add_bos = model.adds_bos() and not (bos and text.startswith(bos))
+        return model.tokenize(text, add_special=add_bos, parse_special=True)
 
     def set_policy(self, name: str) -> None:
         """Starts over with another policy; the conversation is evaluated again by the next
@@ -337,63 +227,73 @@ class Engine:
         """Changes a live setting of a policy from the next token on; False where the policy that
         runs has no such setting, so that it waits for another one."""
         config = self.config.with_changes(**{name: value})
-        used = self._change({name: value})
+        used = self._loaded.driver.change({name: value})
         self.config = config
         return used
 
-    def _change(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the policy that runs has all of these live settings, and changed them."""
-        used = [self.managed and self.policy.change(*item) for item in settings.items()]
-        return all(used)
-
     def _restart(self, config: Config) -> None:
-        plan = plan_memory(config, self.model, self._machine)
-        old_config, old_plan = self.config, self.plan
+        plan = self._loader.plan(config)
+        old_plan = self.plan
         self._learn()
-        self._stop()
-        self.config = config
+        self._loaded.close()
         try:
-            self._start(plan)
+            self._loaded = self._loader.load(config, plan)
+            self.config = config
         except BaseException:
-            self.config = old_config
-            self._start(old_plan)
+            self._loaded = self._loader.load(self.config, old_plan)
             raise
 
     @property
-    def policy(self) -> Policy:
-        """The policy that decides, in managed mode."""
-        return self.driver.policy
+    def _steps(self) -> Steps:
+        return self._loaded.steps
 
     @property
-    def store(self) -> Store:
-        """The native store, in managed mode."""
-        return self.driver.store
+    def plan(self) -> MemoryPlan:
+        """Where everything lies."""
+        return self._loaded.plan
 
     @property
     def managed(self) -> bool:
         """Whether the experts live in the native store; False on the plain upstream path."""
-        return self.plan.managed
+        return self._loaded.driver.managed
+
+    @property
+    def driver(self) -> Driver:
+        """The policy and the store. Raises ConfigError on the plain path, which has neither."""
+        driver = self._loaded.driver
+        if not isinstance(driver, Driver):
+            raise ConfigError("the plain path has no policy and no store")
+        return driver
+
+    @property
+    def policy(self) -> Policy:
+        """As driver."""
+        return self.driver.policy
+
+    @property
+    def store(self) -> Store:
+        """As driver."""
+        return self.driver.store
 
     @property
     def note(self) -> str | None:
         """What was left aside when the engine was opened."""
-        notes = (self._memory.note, one_of_several(self._bindings, self._gpu))
-        return " ".join(filter(None, notes)) or None
+        return self._loader.note
 
     @property
     def n_ctx(self) -> int:
         """Tokens that a conversation may have, answers included."""
-        return self._context.n_ctx
+        return self._loaded.context.n_ctx
 
     @property
     def n_cached(self) -> int:
         """Tokens of the conversation that the KV cache holds."""
-        return len(self._cached)
+        return len(self._steps.cached)
 
     @property
     def device_bytes(self) -> int:
         """What llama.cpp takes of a device's memory, without expert slots and what kernels take."""
-        return taken_by(self._bindings.library(), self._context.handle)[1]
+        return self._loader.device_bytes(self._loaded.context)
 
     @property
     def mode(self) -> str:
@@ -403,115 +303,32 @@ class Engine:
         slots = format_size(self.plan.slots.total_bytes) if self.plan.slots else "no"
         stats = self.store.stats()
         direct = "direct I/O" if stats.direct_io else "buffered I/O"
-        on_gpu = self._gpu is not None and self._gpu.index is not None
-        pageable = ", host memory not pinned" if on_gpu and not stats.host_pinned else ""
+        pinned = stats.host_pinned or not self._loader.on_gpu
+        pageable = "" if pinned else ", host memory not pinned"
         text = f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
         return text + self._served
-
-    @cached_property
-    def _misses(self) -> Misses:
-        """Measured for the first store: where everything fits, nothing is missed."""
-        return serve_misses(self._bindings, self._gpu, self.config)
 
     @property
     def _served(self) -> str:
         """For the mode: how a GPU gets the experts that it lacks."""
-        if self._gpu is None:
+        if self._loader.gpu is None:
             return ""
-        asked, served = self._misses.mode, self.store.misses()
+        asked, served = self._loader.misses.mode, self.store.misses()
         return f", misses: {served}" + (f" ({asked} cannot be had)" if served != asked else "")
-
-    def _start(self, plan: MemoryPlan, progress: Callable[[float], None] | None = None) -> None:
-        """Loads what is planned; a second time where llama.cpp takes more of a GPU's memory than
-        was estimated, so that the cap holds."""
-        self._load(plan, progress)
-        if self._gpu is None or self._gpu.index is None:
-            return
-        beyond = self.device_bytes - plan.llama_bytes
-        if beyond > 0:
-            self._stop()
-            self._load(plan_memory(self.config, self.model, self._machine, beyond), progress)
-
-    def _load(self, plan: MemoryPlan, progress: Callable[[float], None] | None) -> None:
-        config, bindings = self.config, self._bindings
-        self.plan = plan
-        extra = config.use_extra_bufts
-        policy = plan.policy
-        first: Sequence[Transition] = ()
-        if policy is not None:
-            known = self._memory.recall() if policy.learns else None
-            if known is not None:
-                policy.set_hotness(known)
-            first = policy.start()
-        # of the time that loading takes; experts are read before the first token, or never
-        share = 0.5 if first else 1.0
-        try:
-            if policy is not None:
-                spec = store_spec(config, self.model, plan, self._misses)
-                store = Store.create(bindings.library(), spec)
-                self._parts.append(store)
-                self.driver = Driver(policy, store)
-            self._model = Model(
-                bindings,
-                config.model,
-                managed=plan.managed,
-                use_extra_bufts=not plan.managed if extra is None else extra,
-                use_mmap=not plan.managed and config.ram is None and len(self.model.tiers) == 1,
-                gpu=self._gpu.index if self._gpu else None,
-                buffer_type=self._gpu.buffer_type if self._gpu else None,
-                progress=(lambda done: progress(share * done)) if progress else None,
-            )
-            self._parts.append(self._model)
-            if policy is not None:
-                self.store.attach(self._model.handle)
-                self.driver.set_route()
-                self.driver.load_first(
-                    first,
-                    policy.transition_rate,
-                    (lambda done: progress(share + (1 - share) * done)) if progress else None,
-                )
-            self._context = Context(
-                bindings,
-                self._model,
-                n_ctx=plan.n_ctx,
-                n_ubatch=min(config.n_ubatch, plan.n_ctx),
-                threads=config.threads or default_threads(),
-                all_logits=config.logits_all,
-                flash_attention=importance_window(config, plan) >= 0,
-                should_stop=self._should_stop,
-                on_gpu=self._gpu is not None,
-                abort=self.store.abort if plan.managed else None,
-                sequences=config.sequences,
-            )
-            self._parts.append(self._context)
-            self._sequences = Sequences(self._context, config.sequences)
-        except BaseException:
-            self._stop()
-            raise
-        self._cached = []
-        loaded = self._model
-        self._template = ChatTemplate(loaded.chat_template(), loaded.bos(), loaded.eos())
 
     def _learn(self) -> None:
         """What the policy that runs knows about the model, for the next one."""
-        hotness = self.policy.hotness if self._parts and self.managed else None
+        hotness = self._loaded.driver.hotness()
         if hotness is not None:
-            self._memory.learn(hotness)
-
-    def _stop(self) -> None:
-        """The context goes first, then the store, then the model that it was attached to."""
-        order = (Context, Store, Model)
-        for part in sorted(self._parts, key=lambda each: order.index(type(each))):
-            part.close()
-        self._parts = []
+            self._loader.hotness.learn(hotness)
 
     def close(self) -> None:
         """Frees everything, and keeps the hotness where that is asked for; safe to call twice.
         Raises OSError where a named profile cannot be written."""
         self._learn()
-        self._stop()
+        self._loaded.close()
         try:
-            self._memory.save()
+            self._loader.hotness.save()
         finally:
             self.model.close()
 

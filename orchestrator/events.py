@@ -22,21 +22,10 @@ ALL_KINDS = 0  # in a prefetch request: every matrix of the layer
 
 
 class Phase(IntEnum):
-    """What a step is for, as given to Store.begin_step."""
+    """What a token, or a step, is for: a step with a token of a prompt is prefill."""
 
     PREFILL = 0
     DECODE = 1
-
-
-class ExpertState(IntEnum):
-    """What memory holds of an expert, and what is under way (DynaExq 3.2); see moe-edge.h."""
-
-    ABSENT = 0
-    HI = 1
-    LO = 2
-    PROMOTING = 3
-    DEMOTING = 4
-    EVICTING = 5
 
 
 # Memoryviews of single rows beside numpy: turning one into a list costs a third.
@@ -54,7 +43,7 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 class RouteEvent:
     """What the router of one MoE layer chose for the T tokens of a step.
 
-    layer counts MoE layers only; phase is a Phase; step counts llama_decode calls.
+    layer counts MoE layers only; phase is the step's; step counts steps.
     k experts a token; n_ahead look-ahead layers present: layer+1 .. layer+n_ahead.
 
     Read-only memoryviews of the first token, the only one of a decode step:
@@ -62,8 +51,9 @@ class RouteEvent:
         ahead_ids[p]     [k]  experts that layer+1+p is predicted to choose, best first
     Read-only arrays of all tokens:
         ids_array int32, weights_array float32 [T, k]; tokens_array int32 [T], the position
-        of each token in its batch; ahead_ids_array int32 and ahead_array float32
-        [n_ahead, T, k], predicted top-k and their scores (DyMoE eq. 6); importance_array
+        of each token in its batch; phases_array uint8 and sequences_array int32 [T], the Phase of
+        each token and the sequence that it belongs to; ahead_ids_array int32 and ahead_array
+        float32 [n_ahead, T, k], predicted top-k and their scores (DyMoE eq. 6); importance_array
         float32 [T], the attention that each token receives (eq. 1), where has_importance
     """
 
@@ -72,6 +62,8 @@ class RouteEvent:
         "_ahead_ids",
         "_ids",
         "_importance",
+        "_phases",
+        "_sequences",
         "_tokens",
         "_weights",
         "ahead_ids",
@@ -95,9 +87,12 @@ class RouteEvent:
         ahead_ids: np.ndarray,
         ahead: np.ndarray,
         importance: np.ndarray,
+        phases: np.ndarray,
+        sequences: np.ndarray,
     ) -> None:
         """ids int32 [max_tokens, k], weights float32 alike, tokens int32 [max_tokens],
-        ahead_ids int32 and ahead float32 [P, max_tokens, k], importance float32 [max_tokens]."""
+        ahead_ids int32 and ahead float32 [P, max_tokens, k], importance float32, phases uint8 and
+        sequences int32 [max_tokens]."""
         self.max_tokens, self.k = ids.shape
         self._ids = _frozen(ids)
         self._weights = _frozen(weights)
@@ -105,6 +100,8 @@ class RouteEvent:
         self._ahead_ids = _frozen(ahead_ids)
         self._ahead = _frozen(ahead)
         self._importance = _frozen(importance)
+        self._phases = _frozen(phases)
+        self._sequences = _frozen(sequences)
         self.ids = _rows(ids[:1], "i")[0]
         self.weights = weights[0].data.cast("B").cast("f").toreadonly()
         self.ahead_ids = _rows(ahead_ids[:, 0], "i")
@@ -126,6 +123,14 @@ class RouteEvent:
     @property
     def tokens_array(self) -> np.ndarray:
         return self._tokens[: self.n_tokens]
+
+    @property
+    def phases_array(self) -> np.ndarray:
+        return self._phases[: self.n_tokens]
+
+    @property
+    def sequences_array(self) -> np.ndarray:
+        return self._sequences[: self.n_tokens]
 
     @property
     def ahead_ids_array(self) -> np.ndarray:
@@ -200,18 +205,41 @@ class DecisionBuffer:
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one finished step took: tokens in it, and microseconds from its start to its end.
+class ComputedStep:
+    """What the store says of a step that a model computed, in microseconds from its start to its
+    end. By sequence name: starts, those with a first token in it; prompt_ends, those with a token
+    of a prompt whose logits were asked for; ends, those dropped since the step before."""
 
-    For a policy that counts (policy.base.Counting), [n_layers, n_expert] each: counts, the tokens
-    routed to each expert in this step; states, the ExpertState of each at its end.
+    number: int
+    phase: Phase
+    n_tokens: int
+    us: float
+    starts: tuple[int, ...]
+    prompt_ends: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a policy is told of one finished step: tokens in it, and microseconds from its start
+    to its end.
+
+    What the policy asks for besides, [n_layers, n_expert] each: counts, the tokens routed to each
+    expert in this step; resident, uint8, the tier that each expert is in, or ABSENT; target, the
+    tier that a transition brings, the same one where none is under way. By sequence name: starts,
+    those that began in this step; prompt_ends, those whose prompt ended in it; ends, those dropped
+    since the step before.
     """
 
     phase: Phase
     n_tokens: int
     us: float
     counts: np.ndarray | None = None
-    states: np.ndarray | None = None
+    resident: np.ndarray | None = None
+    target: np.ndarray | None = None
+    starts: tuple[int, ...] = ()
+    prompt_ends: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

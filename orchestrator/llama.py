@@ -137,6 +137,9 @@ class Model:
                 api.llama_model_free(handle)
             raise raised[0]
         if not handle:
+            reason = bindings.library().load_error() if managed else None
+            if reason:
+                raise NativeError(f"{path}: {reason.decode('utf-8', 'replace')}")
             raise NativeError(f"{path}: llama.cpp cannot load it{bindings.complaint()}")
         self._handle = handle
         self.vocab = api.llama_model_get_vocab(handle)
@@ -213,16 +216,11 @@ class Context:
         threads: int,
         all_logits: bool,
         flash_attention: bool,
-        should_stop: Callable[[], bool],
         on_gpu: bool = False,
         sequences: int = 0,
-        abort: tuple[Any, int] | None = None,
     ) -> None:
-        """should_stop and abort say that a decode should end early: the first one in Python,
-        asked during interruptible steps; the second one a C function and its data, asked
-        during the others. flash_attention False keeps the attention weights in the graph.
-        on_gpu: the KV cache lies there, as the model does. sequences: how many there are beside
-        number 0.
+        """flash_attention False keeps the attention weights in the graph. on_gpu: the KV cache
+        lies there, as the model does. sequences: how many there are beside number 0.
         Raises NativeError."""
         api = self.api = bindings.api
         self.model = model
@@ -244,15 +242,12 @@ class Context:
         self._handle: int | None = api.llama_init_from_model(model.handle, params)
         if not self._handle:
             raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
-        self._should_stop = should_stop
+        # Says that a decode should end early; asked during interruptible steps.
+        self.should_stop: Callable[[], bool] = lambda: False
         self._raised: BaseException | None = None
-        self._slow_abort = api.ggml_abort_callback(self._on_abort)
-        self._fast_abort = api.ggml_abort_callback(0)
-        self._abort_data = None
-        if abort is not None:
-            self._fast_abort = ctypes.cast(abort[0], api.ggml_abort_callback)
-            self._abort_data = abort[1]
-        self._interruptible: bool | None = None
+        self._abort = api.ggml_abort_callback(self._on_abort)
+        self._no_abort = api.ggml_abort_callback(0)
+        self._interruptible = False
         self.n_ubatch: int = api.llama_n_ubatch(self._handle)
         self.n_ctx: int = api.llama_n_ctx(self._handle)
         self._memory = api.llama_get_memory(self._handle)
@@ -268,7 +263,7 @@ class Context:
     def _on_abort(self, _data: int | None) -> bool:
         # Running Python between graph nodes is also what lets a Ctrl-C handler run.
         try:
-            return self._should_stop()
+            return self.should_stop()
         except BaseException as error:  # noqa: BLE001 - decode raises it, once C has returned
             self._raised = error
             return True
@@ -277,10 +272,8 @@ class Context:
         if on == self._interruptible:
             return
         self._interruptible = on
-        if on:
-            self.api.llama_set_abort_callback(self.handle, self._slow_abort, None)
-        else:
-            self.api.llama_set_abort_callback(self.handle, self._fast_abort, self._abort_data)
+        callback = self._abort if on else self._no_abort
+        self.api.llama_set_abort_callback(self.handle, callback, None)
 
     @property
     def handle(self) -> int:
@@ -298,7 +291,8 @@ class Context:
         """Evaluates at most n_ubatch tokens at positions pos, pos+1, ...; the last one (or
         each) gets logits. interruptible costs a Python call for every graph node: for long
         steps. Returns llama_decode's status: 0, 1 without room, 2 aborted, negative on an
-        error. Raises what a signal handler raised meanwhile."""
+        error, FAILED where a store may have the reason. Raises what a signal handler raised
+        meanwhile."""
         n = len(tokens)
         self._set_interruptible(interruptible)
         self._tokens[:n] = tokens

@@ -84,7 +84,7 @@ def save(path: Path, model: ExpertModel, hotness: np.ndarray) -> None:
     write_whole(path, json.dumps(data))
 
 
-class Memory:
+class HotnessKeeper:
     """What an engine knows about its model's hotness, from this run or an earlier one.
 
     the setting profile names a file, which may not exist yet; where none is named, config.remember

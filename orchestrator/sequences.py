@@ -16,6 +16,10 @@ class Sequences:
         self._context = context
         self.lengths = [0] * n  # tokens that each one holds
 
+    def name_of(self, number: int) -> int:
+        """What llama.cpp calls a sequence."""
+        return number + 1
+
     def check(self, tokens: Sequence[int], sequences: Sequence[int]) -> None:
         """Raises ConfigError for what cannot be one step."""
         if not sequences or len(tokens) != len(sequences):
@@ -39,13 +43,15 @@ class Sequences:
     def fork(self, number: int, length: int) -> None:
         """Lets a sequence go on from the engine's own one, which holds `length` tokens; they
         share the cells."""
-        self._context.share(number + 1)
+        self._context.share(self.name_of(number))
         self.lengths[number] = length
 
     def decode(self, tokens: Sequence[int], sequences: Sequence[int]) -> int:
         """llama_decode's status. Nothing counts as held before accept."""
         positions = [self.lengths[number] for number in sequences]
-        return self._context.decode_each(tokens, positions, [number + 1 for number in sequences])
+        return self._context.decode_each(
+            tokens, positions, [self.name_of(number) for number in sequences]
+        )
 
     def accept(self, sequences: Sequence[int]) -> None:
         """The step is good: each holds one token more."""
@@ -55,8 +61,8 @@ class Sequences:
     def undo(self, sequences: Sequence[int]) -> None:
         """Drops what a failed step left; of a memory that cannot be cut, the whole sequence."""
         for number in sequences:
-            if not self._context.forget_from(self.lengths[number], number + 1):
-                self._context.forget_from(0, number + 1)
+            if not self._context.forget_from(self.lengths[number], self.name_of(number)):
+                self._context.forget_from(0, self.name_of(number))
                 self.lengths[number] = 0
 
     def forget(self) -> None:

@@ -35,8 +35,12 @@ ALLOWED_FILES = frozenset(
         "ggml/src/ggml-cuda/mmq.cuh",
         "ggml/src/ggml-cuda/mmvq.cu",
         "src/CMakeLists.txt",
+        "src/llama-context.cpp",
+        "src/llama-context.h",
         "src/llama-graph.cpp",
         "src/llama-model-loader.cpp",
+        "src/llama-model.cpp",
+        "src/llama.cpp",
     )
 )
 MAX_ADDED_LINES = 200

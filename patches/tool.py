@@ -142,7 +142,7 @@ def cmd_add(args: argparse.Namespace) -> int:
         "Forwarded": args.forwarded,
         "Remove-When": args.remove_when,
     }
-    patch = series.add(args.patch, fields, args.files, args.tree, sdist, upstream)
+    patch = series.add(args.patch, fields, args.changed, args.tree, sdist, upstream)
     print(f"{patch.name}: {len(patch.files)} files, {patch.added_lines} added lines")
     return 0
 
@@ -231,7 +231,9 @@ def parser() -> argparse.ArgumentParser:
     refresh.add_argument("--tree", type=Path, help="edited copy of llama.cpp to take them from")
     add = command("add", cmd_add, "create a patch from files of an edited tree")
     add.add_argument("patch", help="e.g. route-hook.patch")
-    add.add_argument("--files", nargs="+", default=[], help="paths inside llama.cpp")
+    add.add_argument(
+        "--files", dest="changed", nargs="+", default=[], help="paths inside llama.cpp"
+    )
     add.add_argument("--tree", type=Path, required=True)
     add.add_argument("--author", help="NAME <MAIL>")
     for name in ("subject", "reason", "forwarded", "remove-when"):

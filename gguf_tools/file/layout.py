@@ -17,7 +17,7 @@ DEFAULT_ALIGNMENT = 32
 EXPERT_ALIGNMENT = 4096
 MAX_DIMS = 4
 MAX_NAME_BYTES = 63
-MAX_TIERS = 4
+MAX_TIERS = 5
 IO_BLOCK_BYTES = 4096
 
 # A kind's index is its value in enum moe_edge_kind of the native store.

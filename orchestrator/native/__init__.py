@@ -1,12 +1,15 @@
 """The native library of patches/native: the only ctypes for our own C interface."""
 
-from orchestrator.native.abi import ABI_VERSION, MAX_AHEAD, MAX_TIERS, CStats
+from orchestrator.native.abi import ABI_VERSION, FAILED, MAX_AHEAD, MAX_TIERS, CStats
 from orchestrator.native.device import Bandwidths, DeviceInfo, find_device, measure_device, taken_by
+from orchestrator.native.library import Library
 from orchestrator.native.simulation import Simulation
-from orchestrator.native.store import Library, Misses, Slices, Store, StoreSpec
+from orchestrator.native.spec import Misses, Slices, StoreSpec
+from orchestrator.native.store import Store
 
 __all__ = [
     "ABI_VERSION",
+    "FAILED",
     "MAX_AHEAD",
     "MAX_TIERS",
     "Bandwidths",

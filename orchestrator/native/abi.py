@@ -9,12 +9,13 @@ import ctypes
 from typing import Any
 
 ABI_VERSION = 8
-MAX_TIERS = 4
+MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
 DIRECT_IO = 1
 EXACT_TIERS = 2
 SIMULATED = 4
+FAILED = -3
 
 
 class CSlices(ctypes.Structure):
@@ -85,10 +86,28 @@ class CEvent(ctypes.Structure):
         ("ids", ctypes.c_void_p),
         ("weights", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
+        ("phases", ctypes.c_void_p),
+        ("sequences", ctypes.c_void_p),
         ("ahead_ids", ctypes.c_void_p),
         ("ahead", ctypes.c_void_p),
         ("importance", ctypes.c_void_p),
         ("resident", ctypes.c_void_p),
+    ]
+
+
+class CStep(ctypes.Structure):
+    _fields_ = [
+        ("step", ctypes.c_int64),
+        ("us", ctypes.c_uint64),
+        ("phase", ctypes.c_int32),
+        ("n_tokens", ctypes.c_int32),
+        ("n_starts", ctypes.c_int32),
+        ("n_prompt_ends", ctypes.c_int32),
+        ("n_ends", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("starts", ctypes.POINTER(ctypes.c_int32)),
+        ("prompt_ends", ctypes.POINTER(ctypes.c_int32)),
+        ("ends", ctypes.POINTER(ctypes.c_int32)),
     ]
 
 
@@ -185,16 +204,18 @@ STRUCT_BYTES = {
     CGroup: 16,
     CLayer: 8 + N_KINDS * MAX_TIERS * 32,
     CConfig: 136,
-    CEvent: 88,
+    CEvent: 104,
+    CStep: 64,
     CPrefetch: 8,
     CDecision: 32,
-    CStats: 496,
+    CStats: 528,
     CDeviceInfo: 144,
     CBandwidths: 40,
     CMemory: 48,
 }
 
 ROUTE_CB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+STEP_CB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(CStep), ctypes.c_void_p)
 PROGRESS_CB = ctypes.CFUNCTYPE(None, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
 VISIT_CB = ctypes.CFUNCTYPE(
     None,
@@ -232,17 +253,19 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "moe_edge_store_free": (None, [_STORE]),
     "moe_edge_buffer_type": (ctypes.c_void_p, []),
-    "moe_edge_store_attach": (
-        ctypes.c_int,
-        [_STORE, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t],
-    ),
+    "moe_edge_load_error": (ctypes.c_char_p, []),
     "moe_edge_get_memory": (None, [ctypes.c_void_p, ctypes.POINTER(CMemory)]),
     "moe_edge_store_event": (ctypes.POINTER(CEvent), [_STORE]),
     "moe_edge_store_decision": (ctypes.POINTER(CDecision), [_STORE]),
-    "moe_edge_set_callback": (None, [_STORE, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]),
+    "moe_edge_set_callback": (
+        None,
+        [_STORE, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32],
+    ),
+    "moe_edge_set_step_callback": (None, [_STORE, ctypes.c_void_p, ctypes.c_void_p]),
+    "moe_edge_set_phase": (None, [_STORE, ctypes.c_int32]),
+    "moe_edge_sequence_end": (None, [_STORE, ctypes.c_int32]),
     "moe_edge_begin_step": (None, [_STORE, ctypes.c_int32]),
     "moe_edge_error": (ctypes.c_char_p, [_STORE]),
-    "moe_edge_abort": (ctypes.c_bool, [ctypes.c_void_p]),
     "moe_edge_cancel": (None, [_STORE, ctypes.c_int32]),
     "moe_edge_get_stats": (None, [_STORE, ctypes.POINTER(CStats)]),
     "moe_edge_reset_stats": (None, [_STORE]),
@@ -266,7 +289,11 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_prefetch": (None, [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32]),
     "moe_edge_transition": (ctypes.c_int32, [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32]),
     "moe_edge_set_transition_rate": (None, [_STORE, ctypes.c_uint64]),
-    "moe_edge_get_states": (None, [_STORE, ctypes.POINTER(ctypes.c_uint8)]),
+    "moe_edge_get_states": (
+        None,
+        [_STORE, ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(ctypes.c_uint8)],
+    ),
+    "moe_edge_get_landed": (None, [_STORE, ctypes.POINTER(ctypes.c_uint8)]),
     "moe_edge_take_counts": (None, [_STORE, ctypes.POINTER(ctypes.c_uint32)]),
     "moe_edge_use": (
         ctypes.c_int,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from orchestrator.errors import ConfigError
 from orchestrator.native.abi import CBandwidths, CDeviceInfo, CMemory
-from orchestrator.native.store import Library
+from orchestrator.native.library import Library
 
 _ERROR_BYTES = 512
 _COPY_BYTES = 64 << 20

@@ -11,7 +11,8 @@ import ctypes
 import numpy as np
 
 from orchestrator.errors import NativeError
-from orchestrator.native.store import Store, event_arrays
+from orchestrator.native.store import Store
+from orchestrator.native.views import event_arrays
 
 _INTS = ctypes.POINTER(ctypes.c_int32)
 
@@ -31,7 +32,7 @@ class Simulation:
         event = self._library.store_event(store.handle).contents
         arrays = event_arrays(event, store.spec)
         self._ids, self._weights, self._tokens = arrays[:3]
-        self._ahead_ids, self._ahead, self._importance = arrays[3:]
+        self._ahead_ids, self._ahead, self._importance = arrays[3:6]
 
     def set_speed(self, bytes_per_s: int, latency_us: int) -> None:
         """What reads take from now on; bytes_per_s 0: their bytes take no time."""

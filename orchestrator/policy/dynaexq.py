@@ -11,20 +11,22 @@ import numpy as np
 
 from gguf_tools.units import format_size
 from orchestrator.errors import PolicyError
-from orchestrator.events import ExpertState, Phase, StepReport
+from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import ModelShape, Policy, Rules, SlotPlan, TierOffer, Transition
 from orchestrator.policy.versions import (
     HIGH,
     LOW,
     Background,
+    ExpertState,
     VersionPools,
     cache_plan,
+    expert_states,
     least_resident_bytes,
     resident_plan,
 )
 from orchestrator.settings import setting
 
-UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING, ExpertState.EVICTING)))
+UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING)))
 
 # Swaps that wait for a slot between two updates; each update makes the list anew.
 MAX_QUEUE = 64
@@ -111,6 +113,7 @@ class DynaExq(Policy):
     least_tiers = most_tiers = 2
     reason = "fills the budget with high copies"
     counts = True
+    follows_tiers = True
     learns = True
     default_tier = LOW
     settings: DynaExqSettings
@@ -202,16 +205,17 @@ class DynaExq(Policy):
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Learns from the step's counts; returns the transitions to start now."""
-        if report.counts is None or report.states is None:
+        if report.counts is None or report.resident is None or report.target is None:
             return ()
+        states = expert_states(report.resident, report.target)
         self._counts += report.counts
         self._steps += 1
         interval = self.settings.update_steps
         if interval and (report.phase == Phase.PREFILL or self._steps >= interval):
-            self._update(report.states)
+            self._update(states)
         if not (self._queue or self._active) or self._pools is None:
             return ()
-        return self._advance(report.states, self._pools)
+        return self._advance(states, self._pools)
 
     def _update(self, states: np.ndarray) -> None:
         """The end of an interval: S, and the list of swaps that it asks for."""

@@ -4,18 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.events import ExpertState
+from orchestrator.events import ABSENT
 from orchestrator.policy.base import ModelShape, Share, SlotGroup, SlotPlan, divide
 from orchestrator.settings import RATE, Settings, setting
 
 HIGH, LOW = 0, 1
 
 _USUAL_RATE = 128 << 20
+
+
+class ExpertState(IntEnum):
+    """What memory holds of an expert, and what is under way (DynaExq 3.2)."""
+
+    ABSENT = 0
+    HI = 1
+    LO = 2
+    PROMOTING = 3
+    DEMOTING = 4
+
+
+def expert_states(resident: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The ExpertState of each expert, uint8 [n_layers, n_expert], from StepReport.resident and
+    target; one that is complete and not published yet counts as under way."""
+    still = np.where(resident == 0, ExpertState.HI, ExpertState.LO)
+    moving = np.where(target < resident, ExpertState.PROMOTING, ExpertState.DEMOTING)
+    there = np.where(target == resident, still, moving)
+    return np.where(resident == ABSENT, ExpertState.ABSENT, there).astype(np.uint8)
 
 
 @dataclass(frozen=True)

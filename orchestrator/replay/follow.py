@@ -7,13 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from orchestrator.errors import TraceError
-from orchestrator.events import ExpertState
 from orchestrator.native import Simulation, Store
 from orchestrator.policy import Policy
 from orchestrator.policy.base import Transition
 from orchestrator.replay.trace import Step, Trace
-
-_MOVING = (int(ExpertState.PROMOTING), int(ExpertState.DEMOTING))
 
 
 class RecordedVersions:
@@ -54,12 +51,12 @@ class RecordedVersions:
         if admitted < len(step.published):
             raise self._astray("has other slots")
 
-    def states(self) -> np.ndarray:
+    def states(self) -> tuple[np.ndarray, np.ndarray]:
         """Store.states(), with what is under way."""
-        states = self._store.states()
+        resident, target = self._store.states()
         for layer, expert, tier in self._under_way:
-            states[layer, expert] = _MOVING[tier]
-        return states
+            target[layer, expert] = tier
+        return resident, target
 
     def step_done(self, step: Step, moves: Sequence[Transition]) -> None:
         """After the policy's step_done, which returned moves. Raises TraceError where it renewed

@@ -14,7 +14,7 @@ import numpy as np
 
 from gguf_tools.file.layout import DOWN, GATE, GATE_UP, UP
 from orchestrator.driver import Driver
-from orchestrator.events import Phase
+from orchestrator.events import ComputedStep, Phase
 from orchestrator.footprint import model_shape
 from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
 from orchestrator.plan import store_layers
@@ -144,14 +144,30 @@ def simulate(
             _play(clock, setup, step, time)
             phases.append(step.phase)
             step_us.append((clock.now_ns - start_ns) / 1000)
-            states = None if follow is None else follow.states()
-            moves = driver.step_done(step.phase, step.n_tokens, step_us[-1], states)
+            moves = driver.learn(
+                _computed(step, len(phases), step_us[-1]),
+                None if follow is None else follow.states(),
+            )
             if follow is not None:
                 follow.step_done(step, moves)
             elif moves:
                 store.transition(moves)
         stats = store.stats()
     return Outcome(stats, tuple(phases), np.array(step_us))
+
+
+def _computed(step: Step, number: int, us: float) -> ComputedStep:
+    """What a store of a model would have said of the step. All of a trace is sequence 0."""
+    starts = (0,) if step.starts else ()
+    return ComputedStep(
+        number=number,
+        phase=step.phase,
+        n_tokens=step.n_tokens,
+        us=us,
+        starts=starts,
+        prompt_ends=(0,) if step.ends_prompt else (),
+        ends=starts if number > 1 else (),
+    )
 
 
 def _play(clock: Simulation, setup: Setup, step: Step, time: Compute) -> None:

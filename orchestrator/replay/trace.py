@@ -149,13 +149,14 @@ class Event(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One llama_decode. starts: it begins a sequence; published: (layer, expert, tier) of what
-    changed right before it."""
+    """One llama_decode. starts: it begins a sequence; ends_prompt: no more of its prompt follows;
+    published: (layer, expert, tier) of what changed right before it."""
 
     phase: Phase
     n_tokens: int
     events: list[Event]
     starts: bool
+    ends_prompt: bool
     ticks: bool
     published: list[tuple[int, int, int]]
 
@@ -233,6 +234,15 @@ class Trace:
         sums: np.ndarray = np.bincount(self.arrays["event_step"], values, n_steps)
         return sums
 
+    def _ends_prompt(self, step: int) -> bool:
+        """Whether a step is the last part of a prompt: no other part of it follows."""
+        phases, starts = self.arrays["step_phase"], self.arrays["step_starts"]
+        if phases[step] != Phase.PREFILL:
+            return False
+        following = step + 1
+        last = following == len(phases)
+        return last or bool(phases[following] != Phase.PREFILL or starts[following])
+
     def steps(self) -> Iterator[Step]:
         """The steps in order; arrays are views."""
         a, k = self.arrays, self.header.n_expert_used
@@ -269,6 +279,7 @@ class Trace:
                 int(a["step_tokens"][step]),
                 events,
                 bool(a["step_starts"][step]),
+                self._ends_prompt(step),
                 bool(a["step_tick"][step]),
                 [(layer, expert, tier) for layer, expert, tier in published],
             )

@@ -353,7 +353,7 @@ class expert_traits : public ggml::cpu::tensor_traits {
     bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
         moe_edge_matrix * m = matrix_of(op);
         if (!m) {
-            GGML_ABORT("moe-edge: %s is computed before moe_edge_store_attach", op->src[0]->name);
+            GGML_ABORT("moe-edge: %s is computed without an expert store", op->src[0]->name);
         }
         mul_mat_id(params, op, m).run();
         return true;

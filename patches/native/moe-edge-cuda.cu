@@ -230,7 +230,7 @@ class product {
           m(static_cast<moe_edge_matrix *>(w->extra)), stream(ctx.stream()),
           cc(ggml_cuda_info().devices[ctx.device].cc), n_slots(ids->ne[0]), n_tokens(ids->ne[1]), y(ctx.pool()) {
         if (!m) {
-            GGML_ABORT("moe-edge: %s is computed before moe_edge_store_attach", w->name);
+            GGML_ABORT("moe-edge: %s is computed without an expert store", w->name);
         }
         device = moe_edge_cuda_device::get(ctx.device);
         if (m->device != device) {

@@ -1,22 +1,17 @@
-#include "moe-edge-llama.h"
+// Binding: which store serves which model.
+
+#include "moe-edge-hook.h"
 #include "moe-edge-devices.h"
+#include "moe-edge-llama.h"
 #include "moe-edge-util.h"
 
 #include "llama-ext.h"
-#include "llama-graph.h"
-#include "llama-model.h"
 
 #include "ggml.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <numeric>
-#include <shared_mutex>
-#include <unordered_map>
+
+moe_edge_registry moe_edge_attached;
 
 namespace {
 
@@ -27,318 +22,11 @@ const char * const ARCHITECTURES[] = {
     "hunyuan-moe", "minimax-m2", "gpt-oss", "qwen3next", "qwen35moe", "qwen3vlmoe",
 };
 
-struct hook_model;
+// Why the latest load in this thread failed, until it is asked for.
+thread_local std::string load_error, told_load_error;
 
-// What the hook needs of one MoE layer.
-struct hook_layer {
-    hook_model *  model;
-    int32_t       layer;
-    ggml_tensor * router;       // gate_inp [n_embd, n_expert]
-    std::vector<float> router_bias;  // [n_expert] or empty
-    std::vector<float> choice_bias;  // [n_expert] added for the selection only, or empty
-    int           gating_op = LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX;
-};
-
-struct hook_model {
-    moe_edge_store *           store;
-    const llama_hparams *      hparams;
-    std::vector<hook_layer>    layers;  // [n_layers] of the store
-    std::vector<ggml_tensor *> bound;   // their extra points into the store
-
-    hook_model(moe_edge_store * store, const llama_hparams & hparams) : store(store), hparams(&hparams) {}
-    hook_model(const hook_model &) = delete;
-    ~hook_model() {
-        for (ggml_tensor * tensor : bound) {
-            tensor->extra = nullptr;
-        }
-    }
-};
-
-// The latest attention of the graph that this thread builds; which model it belongs to is
-// known at the next router only.
-struct attention {
-    const ggml_context * graph = nullptr;
-    int           il      = 0;
-    ggml_tensor * q       = nullptr;  // as handed to moe_edge_attention_hook
-    ggml_tensor * k       = nullptr;
-    ggml_tensor * mask    = nullptr;
-    ggml_tensor * sinks   = nullptr;
-    float         scale   = 0.0f;
-    ggml_tensor * weights = nullptr;  // as handed to moe_edge_attention_weights
-};
-thread_local attention seen_attention;
-
-// Written by attach and free, read while graphs are built.
-struct {
-    std::shared_mutex mutex;
-    std::unordered_map<const moe_edge_store *, std::unique_ptr<hook_model>> models;
-    std::unordered_map<const ggml_tensor *, hook_layer *> by_router;
-} registry;
-
-float gate(int gating_op, float logit) {
-    switch (gating_op) {
-        case LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID:
-            return 1.0f / (1.0f + std::exp(-logit));
-        case LLAMA_EXPERT_GATING_FUNC_TYPE_SQRT_SOFTPLUS:
-            return std::sqrt(logit > 20.0f ? logit : std::log1p(std::exp(logit)));
-        default:
-            return logit;
-    }
-}
-
-// The target layer's own selection on predicted logits [n_expert]: gating function,
-// selection bias and expert groups. Writes the k best, best first, and their scores.
-void predict(const hook_layer & target, const float * logits, int32_t k, int32_t * ids_out, float * scores_out) {
-    const auto & hp = *target.model->hparams;
-    const int32_t n = target.model->store->n_expert;
-    thread_local std::vector<float>   scores;
-    thread_local std::vector<float>   choice;
-    thread_local std::vector<int32_t> order;
-    scores.resize(n);
-    choice.resize(n);
-    order.resize(n);
-
-    const auto & bias = target.router_bias;
-    const auto & pick = target.choice_bias;
-    for (int32_t e = 0; e < n; e++) {
-        scores[e] = gate(target.gating_op, logits[e] + (bias.empty() ? 0.0f : bias[e]));
-    }
-    const bool softmax = target.gating_op == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX ||
-                         target.gating_op == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT;
-    if (softmax) {
-        const float top = *std::max_element(scores.begin(), scores.end());
-        float sum = 0.0f;
-        for (float & s : scores) {
-            s = std::exp(s - top);
-            sum += s;
-        }
-        for (float & s : scores) {
-            s /= sum;
-        }
-    }
-    for (int32_t e = 0; e < n; e++) {
-        choice[e] = scores[e] + (pick.empty() ? 0.0f : pick[e]);
-    }
-    if (hp.n_expert_groups > 1 && n % hp.n_expert_groups == 0) {
-        // only the groups with the best sum of their two best experts stay
-        const int32_t per_group = n / hp.n_expert_groups;
-        std::vector<std::pair<float, int32_t>> groups;
-        for (int32_t g = 0; g < (int32_t) hp.n_expert_groups; g++) {
-            float best = -INFINITY, second = -INFINITY;
-            for (int32_t e = g * per_group; e < (g + 1) * per_group; e++) {
-                if (choice[e] > best) {
-                    second = best;
-                    best = choice[e];
-                } else {
-                    second = std::max(second, choice[e]);
-                }
-            }
-            groups.emplace_back(-(best + second), g);
-        }
-        std::sort(groups.begin(), groups.end());
-        for (size_t i = hp.n_group_used; i < groups.size(); i++) {
-            std::fill_n(choice.begin() + groups[i].second * per_group, per_group, -INFINITY);
-        }
-    }
-    std::iota(order.begin(), order.end(), 0);
-    std::partial_sort(order.begin(), order.begin() + k, order.end(),
-        [&](int32_t a, int32_t b) { return choice[a] != choice[b] ? choice[a] > choice[b] : a < b; });
-    for (int32_t i = 0; i < k; i++) {
-        ids_out[i]    = order[i];
-        scores_out[i] = scores[order[i]];
-    }
-}
-
-int32_t ahead_layers(const hook_layer & layer) {
-    return std::min<int32_t>(layer.model->store->n_ahead, layer.model->layers.size() - 1 - layer.layer);
-}
-
-// The node of eq. 1: src[0] attention [n_kv, queries, heads], src[1] the cell of each of the
-// batch's tokens I64 [T]. dst [T]: what a token receives, summed over queries, mean over heads.
-void importance_node(ggml_tensor * dst, int ith, int nth, void *) {
-    const ggml_tensor * attention = dst->src[0];
-    const auto * cells = static_cast<const int64_t *>(dst->src[1]->data);
-    const int64_t n_kv  = attention->ne[0];
-    const int64_t n     = attention->ne[1] * attention->ne[2];
-    const int64_t first = n_kv * ith / nth;
-    const int64_t last  = n_kv * (ith + 1) / nth;
-    thread_local std::vector<float> received;
-    received.assign(last - first, 0.0f);
-    for (int64_t row = 0; row < n; row++) {
-        const auto * given = static_cast<const float *>(attention->data) + row * n_kv + first;
-        for (int64_t i = 0; i < last - first; i++) {
-            received[i] += given[i];
-        }
-    }
-    auto * out = static_cast<float *>(dst->data);
-    for (int64_t t = 0; t < dst->ne[0]; t++) {
-        if (cells[t] >= first && cells[t] < last) {
-            out[t] = received[cells[t] - first] / attention->ne[2];
-        }
-    }
-}
-
-// The node: src[0] weights, src[1] selected, then one logits tensor for each look-ahead
-// layer, then the tokens' importance if there is any, then the output rows' token indices
-// if this layer sees only those.
-void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
-    if (ith != 0) {
-        return;
-    }
-    const auto & layer = *static_cast<const hook_layer *>(userdata);
-    moe_edge_store & store = *layer.model->store;
-    const ggml_tensor * weights  = dst->src[0];
-    const ggml_tensor * selected = dst->src[1];
-    const int32_t k = selected->ne[0];
-    const int32_t n = selected->ne[1];
-    float * out = static_cast<float *>(dst->data);
-    memcpy(out, weights->data, ggml_nbytes(weights));
-    if (k != store.n_expert_used || n > store.max_tokens) {
-        return;  // a warm-up over all experts, or a batch larger than announced: default tier
-    }
-
-    auto & event = store.event;
-    event.layer    = layer.layer;
-    event.n_tokens = n;
-    event.n_ahead  = 0;
-    for (int32_t t = 0; t < n; t++) {
-        memcpy(&store.ids[t * k], static_cast<const char *>(selected->data) + t * selected->nb[1], k * sizeof(int32_t));
-    }
-    memcpy(store.weights.data(), weights->data, (size_t) n * k * sizeof(float));
-    std::iota(store.tokens.begin(), store.tokens.begin() + n, 0);
-    event.has_importance = 0;
-    const float * importance = nullptr;
-    const int32_t n_ahead = ahead_layers(layer);
-    for (int i = 2; i < GGML_MAX_SRC && dst->src[i]; i++) {
-        const ggml_tensor * src = dst->src[i];
-        if (src->type == GGML_TYPE_I32) {
-            memcpy(store.tokens.data(), src->data, n * sizeof(int32_t));
-            continue;
-        }
-        if (event.n_ahead == n_ahead) {
-            importance = static_cast<const float *>(src->data);
-            continue;
-        }
-        const int32_t p = event.n_ahead++;
-        const auto & target = layer.model->layers[layer.layer + 1 + p];
-        for (int32_t t = 0; t < n; t++) {
-            const size_t at = ((size_t) p * store.max_tokens + t) * k;
-            predict(target, static_cast<const float *>(src->data) + (size_t) t * store.n_expert, k,
-                    &store.ahead_ids[at], &store.ahead[at]);
-        }
-    }
-    if (importance) {
-        event.has_importance = 1;
-        for (int32_t t = 0; t < n; t++) {
-            store.importance[t] = importance[store.tokens[t]];
-        }
-    }
-    if (!store.route()) {
-        return;
-    }
-
-    const auto * tier = store.decision.tier;
-    for (int32_t t = 0; t < n; t++) {
-        float all = 0.0f, kept = 0.0f;
-        for (int32_t i = 0; i < k; i++) {
-            float & w = out[t * k + i];
-            all += w;
-            if (tier[store.ids[t * k + i]] == MOE_EDGE_SKIP) {
-                w = 0.0f;
-            } else {
-                kept += w;
-            }
-        }
-        if (store.decision.renormalize && kept != all && kept > 0.0f) {
-            for (int32_t i = 0; i < k; i++) {
-                out[t * k + i] *= all / kept;
-            }
-        }
-    }
-}
-
-// Where a layer's keys of this batch lie in the cache, I64 [T]; null for other kinds of memory.
-ggml_tensor * key_cells(const llm_graph_context & graph, int il) {
-    for (auto & input : graph.res->inputs) {
-        if (auto * kv = dynamic_cast<llm_graph_input_attn_kv *>(input.get())) {
-            return kv->get_k_idxs();
-        }
-        if (auto * k = dynamic_cast<llm_graph_input_attn_k *>(input.get())) {
-            return k->get_k_idxs();
-        }
-        if (auto * iswa = dynamic_cast<llm_graph_input_attn_kv_iswa *>(input.get())) {
-            return graph.hparams.is_swa(il) ? iswa->get_k_idxs_swa() : iswa->get_k_idxs();
-        }
-        if (auto * hybrid = dynamic_cast<llm_graph_input_mem_hybrid *>(input.get())) {
-            return hybrid->get_attn()->get_k_idxs();
-        }
-    }
-    return nullptr;
-}
-
-// The attention weights [n_kv, n, heads, 1] of the last n queries.
-ggml_tensor * last_weights(const llm_graph_context & graph, const attention & a, int64_t n) {
-    ggml_context * ctx = graph.ctx0;
-    const int64_t skipped = a.q->ne[1] - n;
-    ggml_tensor * q = ggml_view_4d(ctx, a.q, a.q->ne[0], n, a.q->ne[2], 1, a.q->nb[1], a.q->nb[2], a.q->nb[3],
-        skipped * a.q->nb[1]);
-    ggml_tensor * mask = ggml_view_4d(ctx, a.mask, a.mask->ne[0], n, 1, 1, a.mask->nb[1], a.mask->nb[2], a.mask->nb[3],
-        skipped * a.mask->nb[1]);
-    ggml_tensor * kq = ggml_mul_mat(ctx, a.k, q);
-    float scale = a.scale;
-    if (graph.hparams.attn_soft_cap) {
-        const float cap = graph.hparams.f_attn_logit_softcapping;
-        const bool flash = graph.cparams.flash_attn;  // it scales before it caps
-        kq = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, kq, (flash ? scale : 1.0f) / cap)), cap);
-        scale = flash ? 1.0f : scale;
-    }
-    kq = ggml_soft_max_ext(ctx, kq, mask, scale, graph.hparams.f_max_alibi_bias);
-    ggml_soft_max_add_sinks(kq, a.sinks);
-    return kq;
-}
-
-// The importance of the batch's tokens [T] for an expert layer, from the latest attention; null
-// where the store does not ask for it or it cannot be had.
-ggml_tensor * importance(const llm_graph_context & graph, const moe_edge_store & store, int il) {
-    const attention & a = seen_attention;
-    const int32_t window = store.importance_window;
-    if (window == 0 || graph.n_tokens < 2 || a.graph != graph.ctx0 || a.il > il) {
-        return nullptr;
-    }
-    ggml_tensor * weights = a.weights;
-    if (window > 0) {
-        // several streams number their cells in another way
-        weights = a.q && a.mask && a.k->ne[3] == 1 ? last_weights(graph, a, std::min<int64_t>(window, a.q->ne[1])) : nullptr;
-    }
-    ggml_tensor * cells = key_cells(graph, a.il);
-    if (!weights || weights->ne[3] != 1 || !cells) {
-        return nullptr;
-    }
-    ggml_tensor * args[] = { weights, cells };
-    ggml_tensor * scores = ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, graph.n_tokens, 1, 1, 1, args, 2, importance_node,
-        GGML_N_TASKS_MAX, nullptr);
-    ggml_set_name(scores, "moe_edge_importance");
-    return scores;
-}
-
-// The tensor of output row indices, if the batch has fewer outputs than tokens.
-ggml_tensor * output_ids(const llm_graph_context & graph) {
-    for (auto & input : graph.res->inputs) {
-        if (auto * out_ids = dynamic_cast<llm_graph_input_out_ids *>(input.get())) {
-            return out_ids->out_ids;
-        }
-    }
-    return nullptr;
-}
-
-void detach(const moe_edge_store * store) {
-    std::unique_lock<std::shared_mutex> lock(registry.mutex);
-    const auto it = registry.models.find(store);
-    for (auto & layer : it->second->layers) {
-        registry.by_router.erase(layer.router);
-    }
-    registry.models.erase(it);
-}
+// Stands for the experts of a model that is loaded without memory, which computes nothing.
+moe_edge_matrix unloaded;
 
 // The values of a bias of n experts, wherever it lies; false for one that is not F32.
 bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
@@ -374,15 +62,12 @@ void bind(moe_edge_store & store, int32_t layer, int32_t kind, ggml_tensor * ten
     tensor->extra = &store.matrices[layer][kind];
 }
 
-std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model & model) {
+std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model & model, size_t n_placeholders) {
     const std::string arch = model.arch_name();
     if (std::find(std::begin(ARCHITECTURES), std::end(ARCHITECTURES), arch) == std::end(ARCHITECTURES)) {
         refuse("architecture %s does not build its experts in the common way and cannot be managed", arch.c_str());
     }
-    if (store.detach) {
-        refuse("the store is attached to a model already");
-    }
-    auto hook = std::make_unique<hook_model>(&store, model.hparams);
+    auto hook = std::make_unique<hook_model>(&store, model);
     for (int32_t l = 0; l < store.n_layers; l++) {
         const int32_t il = store.il[l];
         if (il < 0 || il >= (int32_t) model.layers.size() || !model.layers[il].ffn_gate_inp) {
@@ -408,36 +93,41 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
             hook->bound.push_back(tensor);
         }
     }
-    size_t placeholders = 0;
-    for (const auto & [name, tensor] : model.tensors_by_name) {
-        placeholders += moe_edge_is_placeholder(tensor);
-    }
-    if (hook->bound.size() != placeholders) {
+    if (hook->bound.size() != n_placeholders) {
         refuse("the model has expert tensors that the expert file does not list");
     }
     return hook;
 }
 
-// The weights of attention in half precision, which a graph without flash attention makes of those
-// in single precision; of a whole batch over the whole context.
-uint64_t attention_bytes(const llm_graph_context & graph) {
-    const auto & c = graph.cparams;
-    uint32_t n_head = 0;
-    for (int64_t il = 0; il < graph.n_layer; il++) {
-        n_head = std::max(n_head, graph.hparams.n_head(il));
+// With the registry's lock held.
+void detach(const llama_model * model) {
+    const auto it = moe_edge_attached.models.find(model);
+    for (auto & layer : it->second->layers) {
+        moe_edge_attached.by_router.erase(layer.router);
     }
-    return c.flash_attn ? 0 : sizeof(ggml_fp16_t) * n_head * c.n_ubatch * c.n_ctx;
+    it->second->store->detach = nullptr;
+    moe_edge_attached.models.erase(it);
 }
 
-// 0, or -1 and the sentence of what was raised.
-int try_to(char * err, size_t err_size, const std::function<void()> & act) {
-    try {
-        act();
-        return 0;
-    } catch (const std::exception & e) {
-        write_error(err, err_size, e.what());
-        return -1;
+void attach(const llama_model & model, size_t n_placeholders) {
+    std::unique_lock<std::shared_mutex> lock(moe_edge_attached.mutex);
+    moe_edge_store * store = moe_edge_latest_waiting();
+    if (!store) {
+        refuse("the model's experts are managed, but no expert store waits for it: create one before the model is loaded");
     }
+    auto hook = make_hook(*store, model, n_placeholders);
+    moe_edge_stop_waiting(store);
+    for (auto & layer : hook->layers) {
+        moe_edge_attached.by_router[layer.router] = &layer;
+    }
+    moe_edge_attached.models[&model] = std::move(hook);
+    if (store->device) {
+        store->device->expect_scratch(0);
+    }
+    store->detach = [&model] {
+        std::unique_lock<std::shared_mutex> lock(moe_edge_attached.mutex);
+        detach(&model);
+    };
 }
 
 }  // namespace
@@ -446,51 +136,39 @@ bool moe_edge_is_placeholder(const ggml_tensor * tensor) {
     return tensor->buffer && moe_edge_is_placeholder_type(ggml_backend_buffer_get_type(tensor->buffer));
 }
 
-void moe_edge_attention_hook(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k, ggml_tensor * bias,
-                             ggml_tensor * mask, ggml_tensor * sinks, float scale, int il) {
-    seen_attention = { graph.ctx0, il, bias ? nullptr : q, k, mask, sinks, scale, nullptr };
+void moe_edge_model_loaded(const llama_model & model) {
+    std::vector<ggml_tensor *> placeholders;
+    for (const auto & [name, tensor] : model.tensors_by_name) {
+        if (moe_edge_is_placeholder(tensor)) {
+            placeholders.push_back(tensor);
+        }
+    }
+    if (model.hparams.no_alloc) {
+        for (ggml_tensor * tensor : placeholders) {
+            tensor->extra = &unloaded;
+        }
+        return;
+    }
+    load_error.clear();
+    if (placeholders.empty()) {
+        return;
+    }
+    try {
+        attach(model, placeholders.size());
+    } catch (const std::exception & e) {
+        load_error = e.what();
+        throw;
+    }
 }
 
-void moe_edge_attention_weights(ggml_tensor * weights) {
-    seen_attention.weights = weights;
-}
-
-ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor * gate_inp, ggml_tensor * x,
-                                  ggml_tensor * selected, ggml_tensor * weights, int gating_op) {
-    hook_layer * found = nullptr;
-    {
-        std::shared_lock<std::shared_mutex> lock(registry.mutex);
-        const auto it = registry.by_router.find(gate_inp);
-        if (it != registry.by_router.end() && it->second->model->store->device) {
-            it->second->model->store->device->expect_scratch(attention_bytes(graph));
-        }
-        if (it == registry.by_router.end() || graph.cparams.warmup || it->second->model->store->runs_unwatched()) {
-            return weights;
-        }
-        found = it->second;
+void moe_edge_model_freed(const llama_model & model) {
+    std::unique_lock<std::shared_mutex> lock(moe_edge_attached.mutex);
+    const auto it = moe_edge_attached.models.find(&model);
+    if (it != moe_edge_attached.models.end()) {
+        moe_edge_store * store = it->second->store;
+        detach(&model);
+        moe_edge_await_model(store);
     }
-    hook_layer & layer = *found;
-    layer.gating_op = gating_op;
-
-    std::vector<ggml_tensor *> args = { weights, selected };
-    auto & model = *layer.model;
-    for (int32_t p = 1; p <= ahead_layers(layer); p++) {
-        args.push_back(ggml_mul_mat(graph.ctx0, model.layers[layer.layer + p].router, x));
-    }
-    if (ggml_tensor * scores = importance(graph, *model.store, model.store->il[layer.layer])) {
-        args.push_back(scores);
-    }
-    if (layer.layer + 1 == model.store->n_layers) {
-        seen_attention = {};  // what follows is another graph
-    }
-    ggml_tensor * out_ids = output_ids(graph);
-    if (out_ids && out_ids->ne[0] == selected->ne[1] && selected->ne[1] < graph.n_tokens) {
-        args.push_back(out_ids);
-    }
-    ggml_tensor * routed = ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, weights->ne[0], weights->ne[1], weights->ne[2], 1,
-        args.data(), args.size(), route_node, 1, &layer);
-    ggml_set_name(routed, "moe_edge_route");
-    return routed;
 }
 
 // ---- C interface
@@ -500,7 +178,19 @@ const char * moe_edge_architecture(int32_t i) {
 }
 
 int moe_edge_store_bind(moe_edge_store * store, int32_t layer, int32_t kind, void * operand, char * err, size_t err_size) {
-    return try_to(err, err_size, [&] { bind(*store, layer, kind, static_cast<ggml_tensor *>(operand)); });
+    try {
+        bind(*store, layer, kind, static_cast<ggml_tensor *>(operand));
+        return 0;
+    } catch (const std::exception & e) {
+        write_error(err, err_size, e.what());
+        return -1;
+    }
+}
+
+const char * moe_edge_load_error(void) {
+    told_load_error = std::move(load_error);
+    load_error.clear();
+    return told_load_error.empty() ? nullptr : told_load_error.c_str();
 }
 
 void moe_edge_get_memory(void * context, moe_edge_memory * out) {
@@ -511,19 +201,4 @@ void moe_edge_get_memory(void * context, moe_edge_memory * out) {
         out->cache[where]   += taken.context;
         out->scratch[where] += taken.compute;
     }
-}
-
-int moe_edge_store_attach(moe_edge_store * store, void * llama, char * err, size_t err_size) {
-    return try_to(err, err_size, [&] {
-        auto hook = make_hook(*store, *static_cast<llama_model *>(llama));
-        std::unique_lock<std::shared_mutex> lock(registry.mutex);
-        for (auto & layer : hook->layers) {
-            registry.by_router[layer.router] = &layer;
-        }
-        registry.models[store] = std::move(hook);
-        if (store->device) {
-            store->device->expect_scratch(0);
-        }
-        store->detach = [store] { detach(store); };
-    });
 }

@@ -2,11 +2,18 @@
 
 #pragma once
 
+#include "ggml.h"
+
+#include <cstdint>
 #include <iterator>
 #include <string>
 
-struct ggml_tensor;
+struct hook_model;
+struct llama_context;
+struct llama_model;
+struct llama_ubatch;
 struct llm_graph_context;
+class  llm_graph_result;
 
 // Loader: the lower tiers of an expert file are not tensors of the model; it must neither
 // count nor load them. weights: map from tensor name.
@@ -18,6 +25,38 @@ template <typename Map> void moe_edge_drop_lower_tiers(Map & weights) {
 
 // Loader: a placeholder; its data is read by the store, not by the loader.
 bool moe_edge_is_placeholder(const ggml_tensor * tensor);
+
+// Model: its tensors are loaded. Attaches the store that waits for it; throws a sentence where
+// managed tensors have no store, or another one's. A model without memory takes none.
+void moe_edge_model_loaded(const llama_model & model);
+
+// Model: it goes, while its tensors are still there. Its store waits for another one.
+void moe_edge_model_freed(const llama_model & model);
+
+// Context: one step of the store around the computing of one micro-batch.
+class moe_edge_step_hook {
+  public:
+    // The step begins, and stops early from here on where the store says so or the context's own
+    // abort callback does.
+    moe_edge_step_hook(const llama_context & ctx, const llama_ubatch & ubatch);
+    moe_edge_step_hook(const moe_edge_step_hook &) = delete;
+    ~moe_edge_step_hook();
+
+    // Whether the graph of an earlier step serves this one: the route hook is in both, or in neither.
+    bool may_reuse(const llm_graph_result * graph) const;
+
+    // The graph was computed, or stopped, with this status. Returns the step's.
+    ggml_status done(const llm_graph_result * graph, ggml_status status);
+
+  private:
+    static bool should_stop(void * step);
+    void        set_abort_callback(ggml_abort_callback callback, void * data) const;
+
+    const llama_context & ctx;
+    hook_model *          model = nullptr;
+    bool                  watched  = false;  // the route hook is in its graph
+    uint64_t              began_us = 0;
+};
 
 // Graph: what token importance (DyMoE eq. 1) is computed from, for the expert layers behind an
 // attention. The first is called before it:

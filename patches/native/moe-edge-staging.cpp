@@ -192,7 +192,7 @@ void moe_edge_store::check_device() {
 // nobody decides during a step, and every expert is there as good as it will be asked for.
 void moe_edge_store::fix_tables() {
     const bool same = tables_fixed && fixed_changes == table_changes;
-    tables_fixed = !callback && !directed && !exact_tiers && !failed;
+    tables_fixed = !asks(phase) && !directed && !exact_tiers && !failed;
     for (size_t i = 0; !same && tables_fixed && i < cells.size(); i++) {
         const auto & c = cells[i];
         const bool there = c.tier != NO_TIER && c.tier <= default_tier && (c.loading == NO_TIER || c.background);

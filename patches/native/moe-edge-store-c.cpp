@@ -6,6 +6,32 @@
 
 #include <algorithm>
 
+namespace {
+
+// Stores that wait for a model, in the order of their creation.
+struct {
+    std::mutex mutex;
+    std::vector<moe_edge_store *> stores;
+} waiting;
+
+}  // namespace
+
+void moe_edge_await_model(moe_edge_store * store) {
+    std::lock_guard<std::mutex> lock(waiting.mutex);
+    waiting.stores.push_back(store);
+}
+
+moe_edge_store * moe_edge_latest_waiting() {
+    std::lock_guard<std::mutex> lock(waiting.mutex);
+    return waiting.stores.empty() ? nullptr : waiting.stores.back();
+}
+
+void moe_edge_stop_waiting(const moe_edge_store * store) {
+    std::lock_guard<std::mutex> lock(waiting.mutex);
+    auto & stores = waiting.stores;
+    stores.erase(std::remove(stores.begin(), stores.end(), store), stores.end());
+}
+
 int32_t moe_edge_abi_version(void) { return MOE_EDGE_ABI_VERSION; }
 
 uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t expert_bytes) {
@@ -26,7 +52,11 @@ uint64_t moe_edge_device_slot_bytes(int32_t type, uint64_t expert_bytes, int64_t
 
 moe_edge_store * moe_edge_store_create(const moe_edge_config * config, char * err, size_t err_size) {
     try {
-        return new moe_edge_store(*config);
+        auto * store = new moe_edge_store(*config);
+        if (!(config->flags & MOE_EDGE_SIMULATED)) {
+            moe_edge_await_model(store);
+        }
+        return store;
     } catch (const std::exception & e) {
         write_error(err, err_size, e.what());
         return nullptr;
@@ -34,8 +64,10 @@ moe_edge_store * moe_edge_store_create(const moe_edge_config * config, char * er
 }
 
 void moe_edge_store_free(moe_edge_store * store) {
+    moe_edge_stop_waiting(store);
     if (store && store->detach) {
-        store->detach();
+        const auto detach = std::move(store->detach);
+        detach();
     }
     delete store;
 }
@@ -44,17 +76,25 @@ const moe_edge_event * moe_edge_store_event(moe_edge_store * store) { return &st
 
 moe_edge_decision * moe_edge_store_decision(moe_edge_store * store) { return &store->decision; }
 
-void moe_edge_set_callback(moe_edge_store * store, moe_edge_route_cb cb, void * user, int32_t default_tier) {
-    store->callback      = cb;
-    store->callback_user = user;
+void moe_edge_set_callback(moe_edge_store * store, moe_edge_route_cb cb, void * user, int32_t default_tier, uint32_t phases) {
+    store->callback        = cb;
+    store->callback_user   = user;
+    store->callback_phases = phases;
     store->default_tier  = default_tier >= 0 && default_tier < store->n_tiers ? default_tier : 0;
 }
+
+void moe_edge_set_step_callback(moe_edge_store * store, moe_edge_step_cb cb, void * user) {
+    store->step_callback = cb;
+    store->step_user     = user;
+}
+
+void moe_edge_set_phase(moe_edge_store * store, int32_t phase) { store->said_phase = phase; }
+
+void moe_edge_sequence_end(moe_edge_store * store, int32_t sequence) { store->end_sequence(sequence); }
 
 void moe_edge_begin_step(moe_edge_store * store, int32_t phase) { store->begin_step(phase); }
 
 const char * moe_edge_error(moe_edge_store * store) { return store->error(); }
-
-bool moe_edge_abort(void * store) { return static_cast<moe_edge_store *>(store)->aborted(); }
 
 void moe_edge_cancel(moe_edge_store * store, int32_t on) { store->cancel(on != 0); }
 
@@ -83,7 +123,9 @@ int32_t moe_edge_transition(moe_edge_store * store, const moe_edge_prefetch_item
 
 void moe_edge_set_transition_rate(moe_edge_store * store, uint64_t bytes_per_s) { store->set_transition_rate(bytes_per_s); }
 
-void moe_edge_get_states(moe_edge_store * store, uint8_t * out) { store->get_states(out); }
+void moe_edge_get_states(moe_edge_store * store, uint8_t * resident, uint8_t * target) { store->get_states(resident, target); }
+
+void moe_edge_get_landed(moe_edge_store * store, uint8_t * out) { store->get_landed(out); }
 
 void moe_edge_take_counts(moe_edge_store * store, uint32_t * out) { store->take_counts(out); }
 

@@ -82,6 +82,8 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     ids.resize((size_t) max_tokens * n_expert_used);
     weights.resize(ids.size());
     tokens.resize(max_tokens);
+    phases.resize(max_tokens);
+    sequences.resize(max_tokens);
     ahead_ids.resize((size_t) std::max(n_ahead, 1) * ids.size());
     ahead.resize(ahead_ids.size());
     importance.resize(max_tokens);
@@ -92,8 +94,8 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     passing_out.resize(n_expert);
     prefetch_out.resize(MOE_EDGE_MAX_PREFETCH);
     seen.resize(n_expert);
-    event    = { 0, 0, 0, 0, 0, 0, 0, ids.data(), weights.data(), tokens.data(), ahead_ids.data(), ahead.data(),
-                 importance.data(), resident_view.data() };
+    event    = { 0, 0, 0, 0, 0, 0, 0, ids.data(), weights.data(), tokens.data(), phases.data(), sequences.data(),
+                 ahead_ids.data(), ahead.data(), importance.data(), resident_view.data() };
     decision = { tier_out.data(), passing_out.data(), prefetch_out.data(), 0, 0 };
 
     stats.budget_bytes = config.budget_bytes;
@@ -775,61 +777,13 @@ void moe_edge_store::drop_rest(int32_t cell) {
 
 // ---- decisions
 
-void moe_edge_store::begin_step(int32_t new_phase) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const int32_t next_phase = new_phase == MOE_EDGE_DECODE ? MOE_EDGE_DECODE : MOE_EDGE_PREFILL;
-    if (phase != next_phase || callback || !transitions.empty()) {
-        collect_counts();  // while they still tell of this phase and of these versions
-    }
-    n_uncollected++;
-    phase = next_phase;
-    event.phase = phase;
-    event.step++;
-    if (reads.empty() && copies.empty()) {
-        ahead_seq = 0;
-    }
-    failed = false;
-    failure.clear();
-    if (n_decided != 0) {
-        drop_step();
-    }
-    transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
-        [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
-    if (device) {
-        check_device();
-        fix_tables();
-        device->step_boundary(all_matrices.data(), all_matrices.size(), tables_fixed);
-    }
-}
-
-// The step before was cut off: nothing of it is needed any more.
-void moe_edge_store::drop_step() {
-    n_decided = 0;
-    for (auto & pool : pools) {
-        pool.waiting.clear();
-    }
-    for (auto & op : ops) {
-        op = {};
-    }
-    for (auto & c : cells) {
-        c.decided = false;
-        c.waiting = false;
-    }
-    for (size_t i = 0; i < cells.size(); i++) {
-        if (cells[i].arrived()) {
-            settle(i);
-        } else if (cells[i].queued() && cells[i].started == 0 && !cells[i].background) {
-            cancel_read(i);
-        }
-    }
-}
-
 bool moe_edge_store::route() {
-    std::fill(tier_out.begin(), tier_out.end(), callback ? 0 : default_tier);
+    const bool asked = asks(phase);
+    std::fill(tier_out.begin(), tier_out.end(), asked ? 0 : default_tier);
     std::fill(passing_out.begin(), passing_out.end(), 0);
     decision.n_prefetch  = 0;
     decision.renormalize = 0;
-    if (callback) {
+    if (asked) {
         {
             std::lock_guard<std::mutex> lock(mutex);
             resident_view = resident;
@@ -866,7 +820,7 @@ bool moe_edge_store::route() {
     for (size_t i = 0; i < (size_t) event.n_tokens * n_expert_used && !runs_unwatched(); i++) {
         counts[first + ids[i]]++;
     }
-    for (size_t i = 0; !callback && !exact_tiers && i < routed.size(); i++) {
+    for (size_t i = 0; !asked && !exact_tiers && i < routed.size(); i++) {
         routed_tiers[i] = std::min(routed_tiers[i], resident[first + routed[i]]);
     }
     apply_locked(event.layer, MOE_EDGE_N_KINDS, routed.data(), routed_tiers.data(), routed_passing.data(), routed.size(),

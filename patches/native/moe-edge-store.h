@@ -117,6 +117,15 @@ struct moe_edge_file {
     bool        direct = false;
 };
 
+// The micro-batch of a step. A store without a model has none: its tokens are then of the step's
+// phase, and of sequence 0.
+struct moe_edge_batch {
+    std::vector<uint8_t> phases;     // [n_tokens] enum moe_edge_phase of each token
+    std::vector<int32_t> sequences;  // [n_tokens] of each token, its first one
+    std::vector<int32_t> starts, prompt_ends;  // as in moe_edge_step
+    std::set<int32_t>    members;    // all sequences of its tokens
+};
+
 // Order of reads: demand before prefetch before transitions, then the kind that is computed
 // first (demand) or the policy's order (the others), then the file offset, then the cell.
 using moe_edge_read_key = std::tuple<int32_t, int32_t, uint64_t, int32_t>;
@@ -130,6 +139,10 @@ struct moe_edge_store {
 
     // hook side
     void    begin_step(int32_t phase);
+    void    begin_step(moe_edge_batch micro_batch);
+    bool    end_step(uint64_t us);  // reports a computed step; false, and it fails, where the callback says so
+    void    end_sequence(int32_t sequence);
+    void    describe_tokens();      // of `event`: phases and sequences
     bool    route();  // runs the callback on `event` and applies the decision
     bool    simulate_route(int32_t layer, int32_t n_tokens, int32_t n_ahead, bool has_importance);
     uint64_t simulate_compute(uint64_t ns);
@@ -140,7 +153,8 @@ struct moe_edge_store {
 
     int32_t transition(const moe_edge_prefetch_item * list, int32_t n);
     void    set_transition_rate(uint64_t bytes_per_s);
-    void    get_states(uint8_t * out);
+    void    get_states(uint8_t * now, uint8_t * target);
+    void    get_landed(uint8_t * out);
     void    take_counts(uint32_t * out);
 
     bool    has_matrix(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
@@ -161,6 +175,7 @@ struct moe_edge_store {
     void    fail(const std::string & sentence);
     const char * error();
     void    cancel(bool on) { cancelled = on; }  // next() polls; a signal handler may call this
+    bool    is_cancelled() const { return cancelled.load(); }
     bool    aborted() const { return failed.load() || cancelled.load(); }
     void    get_stats(moe_edge_stats * out);
     void    get_resident(uint8_t * out);
@@ -180,12 +195,17 @@ struct moe_edge_store {
     std::atomic<bool> cancelled { false };
     moe_edge_route_cb callback      = nullptr;
     void *            callback_user = nullptr;
+    uint32_t          callback_phases = 0;  // bit mask
     int32_t           default_tier  = 0;
+    int32_t           said_phase    = -1;   // enum moe_edge_phase of all tokens, or -1: go by the batch
+    moe_edge_step_cb  step_callback = nullptr;
+    void *            step_user     = nullptr;
 
     // arrays behind event and decision
     moe_edge_event    event    = {};
     moe_edge_decision decision = {};
-    std::vector<int32_t> ids, tokens, ahead_ids;
+    std::vector<int32_t> ids, tokens, sequences, ahead_ids;
+    std::vector<uint8_t> phases;
     std::vector<float>   weights, ahead, importance;
     std::vector<uint8_t> resident_view, tier_out, passing_out;
     std::vector<moe_edge_prefetch_item> prefetch_out;
@@ -219,6 +239,9 @@ struct moe_edge_store {
     // Reads one part of a slice into its slot; empty, or why it failed. Without the mutex.
     std::string read_part(const moe_edge_slices & s, int32_t expert, char * slot, int32_t part, int32_t parts) const;
     std::string name_of(int32_t cell, int32_t tier) const;
+
+    // Whether a policy decides in the steps of this phase.
+    bool    asks(int32_t in_phase) const { return callback && (callback_phases >> in_phase & 1) != 0; }
 
     // below: with the mutex held
     // copies from the host tier (moe-edge-staging.cpp)
@@ -257,6 +280,7 @@ struct moe_edge_store {
     void    apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers,
                          const uint8_t * passing, int32_t n, int32_t n_tokens);
     bool    check_layer(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
+    void    open_step(int32_t new_phase);
     void    drop_step();
     void    ask(int32_t cell);
     void    load_or_wait(int32_t cell);
@@ -334,6 +358,9 @@ struct moe_edge_store {
     std::string             failed_read;  // the latest one
     moe_edge_stats          stats = {};
     int32_t                 phase = MOE_EDGE_PREFILL;
+    moe_edge_batch          batch;           // of the step
+    std::set<int32_t>       live, ended;     // sequences: that steps had tokens of; to be reported as ended
+    std::vector<int32_t>    ends;            // of the report that is given now
     int32_t                 ahead_seq = 0;
     uint64_t                clock = 0;  // counts requests
     uint64_t                n_lists = 0;  // prefetch lists so far
@@ -345,3 +372,8 @@ struct moe_edge_store {
     std::vector<std::vector<int32_t>> routed_of;  // [n_layers] what the hook saw last
     std::vector<uint8_t>    routed_tiers, routed_passing;
 };
+
+// A store waits for a model from when it is created until one takes it (moe-edge.h).
+void moe_edge_await_model(moe_edge_store * store);
+moe_edge_store * moe_edge_latest_waiting();  // null where none waits
+void moe_edge_stop_waiting(const moe_edge_store * store);

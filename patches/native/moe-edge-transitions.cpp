@@ -122,23 +122,25 @@ void moe_edge_store::set_transition_rate(uint64_t bytes_per_s) {
     wake();
 }
 
-void moe_edge_store::get_states(uint8_t * out) {
+void moe_edge_store::get_states(uint8_t * now, uint8_t * target) {
     std::lock_guard<std::mutex> lock(mutex);
-    std::transform(resident.begin(), resident.end(), out, [](uint8_t tier) {
-        return tier == MOE_EDGE_ABSENT ? MOE_EDGE_STATE_ABSENT : tier == 0 ? MOE_EDGE_STATE_HI : MOE_EDGE_STATE_LO;
-    });
+    std::copy(resident.begin(), resident.end(), now);
+    std::copy(resident.begin(), resident.end(), target);
     for (const auto & t : transitions) {
-        bool complete = true, better = false;
+        target[(size_t) t.layer * n_expert + t.expert] = t.tier;
+    }
+}
+
+void moe_edge_store::get_landed(uint8_t * out) {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::fill_n(out, resident.size(), 0);
+    for (const auto & t : transitions) {
+        bool complete = true;
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
             const int32_t cell = cell_index(t.layer, k, t.expert);
-            const auto & c = cells[cell];
-            if (c.background) {
-                complete &= landed(cell) && !c.broken;
-                better   |= c.loading < c.tier;
-            }
+            complete &= !cells[cell].background || (landed(cell) && !cells[cell].broken);
         }
-        out[(size_t) t.layer * n_expert + t.expert] =
-            complete ? MOE_EDGE_STATE_EVICTING : better ? MOE_EDGE_STATE_PROMOTING : MOE_EDGE_STATE_DEMOTING;
+        out[(size_t) t.layer * n_expert + t.expert] = complete;
     }
 }
 

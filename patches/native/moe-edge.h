@@ -4,12 +4,24 @@
 // One store serves one loaded model and one llama_context that decodes at a time.
 // Call order:
 //
-//   moe_edge_store_create      pools, I/O threads; nothing is read yet
-//   llama_model_load_*         with tensor_buft_overrides that send the expert
-//                              tensors to moe_edge_buffer_type()
-//   moe_edge_store_attach      binds the store to the model's expert tensors
-//   per llama_decode call:     moe_edge_begin_step, llama_decode, moe_edge_error
-//   llama_free, moe_edge_store_free, llama_model_free
+//   moe_edge_store_create      makes pools and I/O threads; nothing is read yet, and the store
+//                              waits for a model
+//   llama_model_load_*         with tensor_buft_overrides that send the expert tensors to
+//                              moe_edge_buffer_type(): attaches the store to the model
+//   llama_decode, llama_encode, llama_process, as without a store
+//   llama_free, then moe_edge_store_free and llama_model_free in either order
+//
+// A model that has loaded with expert tensors in moe_edge_buffer_type() takes the store that was
+// created last among those that wait. A store waits from its creation until a model takes it, and
+// again once that model is freed; a simulated one never does. Where no store waits, or the tensors
+// do not match what the store was created for, the load fails and moe_edge_load_error() says why;
+// the store goes on waiting. A load with no_alloc, as memory fitting makes them, takes no store.
+//
+// Each micro-batch (ubatch) that a context computes is one step. Where it begins, complete
+// transitions are published and what an aborted step left behind is cleared; where it ends, errors
+// are looked for and the step callback is called. A step that failed makes llama_decode return
+// MOE_EDGE_FAILED, and moe_edge_error() says why. It returns 2 after a cancel, as after the
+// context's own abort callback. Both take the micro-batch's cells back, as upstream does.
 //
 // "layer" is always the index of a MoE layer, 0 .. n_layers-1, counted without the
 // dense layers; moe_edge_layer.il is the model's own layer number.
@@ -30,12 +42,13 @@ extern "C" {
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
-#define MOE_EDGE_MAX_TIERS    4
+#define MOE_EDGE_MAX_TIERS    5
 #define MOE_EDGE_MAX_AHEAD    4
 #define MOE_EDGE_MAX_PREFETCH 1024
 #define MOE_EDGE_DEVICE_ALIGN 256
 #define MOE_EDGE_SKIP         255  // tier of an expert that contributes nothing
 #define MOE_EDGE_ABSENT       254  // residency: no tier of this expert is in memory
+#define MOE_EDGE_FAILED       (-3) // of llama_decode: the step failed, and would again with fewer tokens
 
 // Matrix kinds. A layer has either UP, GATE and DOWN, or UP and DOWN, or GATE_UP and DOWN.
 enum moe_edge_kind {
@@ -49,18 +62,6 @@ enum moe_edge_kind {
 enum moe_edge_phase {
     MOE_EDGE_PREFILL = 0,
     MOE_EDGE_DECODE  = 1,
-};
-
-// What memory holds of an expert, and what is under way (DynaExq 3.2). While a transition runs,
-// the version that was there before is the one that is computed with.
-enum moe_edge_state {
-    MOE_EDGE_STATE_ABSENT    = 0,  // some matrix is in no tier
-    MOE_EDGE_STATE_HI        = 1,  // every matrix in tier 0
-    MOE_EDGE_STATE_LO        = 2,  // some matrix in a worse one
-    MOE_EDGE_STATE_PROMOTING = 3,  // a better version is being read
-    MOE_EDGE_STATE_DEMOTING  = 4,  // a worse one is
-    MOE_EDGE_STATE_EVICTING  = 5,  // the new version is complete: the next step boundary switches
-                                   // to it and frees the old one's slots
 };
 
 enum moe_edge_flags {
@@ -147,15 +148,17 @@ struct moe_edge_store;
 // callback only.
 struct moe_edge_event {
     int32_t layer;
-    int32_t phase;             // enum moe_edge_phase, as given to moe_edge_begin_step
+    int32_t phase;             // enum moe_edge_phase of the step: prefill where any token is prompt
     int32_t n_tokens;          // T of this event (a last layer may see fewer than the batch)
     int32_t n_ahead;           // look-ahead layers present: layer+1 .. layer+n_ahead
     int32_t has_importance;
     int32_t reserved;
-    int64_t step;              // counts moe_edge_begin_step calls
+    int64_t step;              // counts steps
     const int32_t * ids;       // [T, k]  row-major, one row a token
     const float   * weights;   // [T, k]  routing weights as the model will use them
     const int32_t * tokens;    // [T]     position of each token in its ubatch
+    const uint8_t * phases;    // [T]     enum moe_edge_phase of each token
+    const int32_t * sequences; // [T]     sequence of each token, its first one if it has several
     const int32_t * ahead_ids; // [n_ahead, max_tokens, k] predicted top-k, best first
     const float   * ahead;     // [n_ahead, max_tokens, k] predicted scores of those, eq. 6 of DyMoE
     const float   * importance; // [T]    attention that each token receives, eq. 1 of DyMoE
@@ -190,6 +193,26 @@ struct moe_edge_decision {
 
 // Returns 0, or anything else to fail the running llama_decode.
 typedef int (*moe_edge_route_cb)(void * user);
+
+// A step that was computed. The arrays are valid during the callback only. A token that belongs to
+// several sequences counts for each.
+struct moe_edge_step {
+    int64_t  step;                  // as in the events of the step
+    uint64_t us;                    // from its beginning until it was computed
+    int32_t  phase;                 // enum moe_edge_phase, as in the events
+    int32_t  n_tokens;
+    int32_t  n_starts;
+    int32_t  n_prompt_ends;
+    int32_t  n_ends;
+    int32_t  reserved;
+    const int32_t * starts;         // [n_starts] sequences with a token at position 0
+    const int32_t * prompt_ends;    // [n_prompt_ends] sequences with a token of the prompt that has an output
+    const int32_t * ends;           // [n_ends] sequences that moe_edge_sequence_end named since the last
+                                    // such step, hence before the starts
+};
+
+// Returns 0, or anything else to fail the step that was computed.
+typedef int (*moe_edge_step_cb)(const struct moe_edge_step * step, void * user);
 
 struct moe_edge_stats {
     // by phase: [prefill, decode]; requests, hits, routed and computed once a step for each expert
@@ -272,7 +295,7 @@ MOE_EDGE_API void * moe_edge_device_buffer_type(void * device);
 // twice as much of the host's. 0, or -1 where there is not enough or the device is lost.
 MOE_EDGE_API int moe_edge_device_measure(void * device, uint64_t bytes, int32_t n_threads, struct moe_edge_bandwidths * out);
 
-// NULL on failure, with one sentence in err.
+// NULL on failure, with one sentence in err. The store waits for a model, unless it is simulated.
 MOE_EDGE_API struct moe_edge_store * moe_edge_store_create(
         const struct moe_edge_config * config, char * err, size_t err_size);
 MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
@@ -280,10 +303,11 @@ MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
 // ggml_backend_buffer_type_t for the expert tensors: placeholders without memory.
 MOE_EDGE_API void * moe_edge_buffer_type(void);
 
-// model: struct llama_model *. Contexts are created afterwards. 0 on success. Refuses an architecture that does not
-// build its experts through the common MoE builder, and tensors that do not match.
-MOE_EDGE_API int moe_edge_store_attach(
-        struct moe_edge_store * store, void * model, char * err, size_t err_size);
+// Why a load of a model with managed tensors failed in this thread: no store waited for it, its
+// architecture does not build its experts through the common MoE builder, or its tensors do not
+// match the store's. NULL where no load failed for that, or the sentence was asked for already; it
+// is valid until the next load.
+MOE_EDGE_API const char * moe_edge_load_error(void);
 
 // What a context and its model take without the store's slots, in bytes: [host, other memories].
 struct moe_edge_memory {
@@ -295,7 +319,7 @@ struct moe_edge_memory {
 // context: struct llama_context *.
 MOE_EDGE_API void moe_edge_get_memory(void * context, struct moe_edge_memory * out);
 
-// The same for one tensor, without a llama_model: tensor is a struct ggml_tensor * in
+// Binds one tensor to the store, without a llama_model: tensor is a struct ggml_tensor * in
 // moe_edge_buffer_type(), an operand of ggml_mul_mat_id. It must not outlive the store.
 MOE_EDGE_API int moe_edge_store_bind(struct moe_edge_store * store, int32_t layer, int32_t kind,
         void * tensor, char * err, size_t err_size);
@@ -304,21 +328,33 @@ MOE_EDGE_API int moe_edge_store_bind(struct moe_edge_store * store, int32_t laye
 MOE_EDGE_API const struct moe_edge_event * moe_edge_store_event(struct moe_edge_store * store);
 MOE_EDGE_API struct moe_edge_decision *    moe_edge_store_decision(struct moe_edge_store * store);
 
-// cb NULL: every routed expert is asked for in tier default_tier, without a callback; one that
-// is resident in a better tier counts as asked for in that one.
+// phases: bit mask of 1 << moe_edge_phase, the steps in which cb is called. In the others, and
+// where cb is NULL, every routed expert is asked for in tier default_tier, without a callback; one
+// that is resident in a better tier counts as asked for in that one.
 MOE_EDGE_API void moe_edge_set_callback(
-        struct moe_edge_store * store, moe_edge_route_cb cb, void * user, int32_t default_tier);
+        struct moe_edge_store * store, moe_edge_route_cb cb, void * user, int32_t default_tier, uint32_t phases);
 
-// Before each llama_decode: the step boundary. Publishes the transitions that are complete, and
-// clears what an aborted step left behind.
+// cb is called by the thread that decodes, at the end of each step that was computed without an
+// error, but not for a warm-up; NULL: none. With one, a step ends when the device has computed it.
+MOE_EDGE_API void moe_edge_set_step_callback(struct moe_edge_store * store, moe_edge_step_cb cb, void * user);
+
+// What every token is from the next step on: enum moe_edge_phase, or -1, the start, to go by what
+// the batch shows. A token is prompt then if its sequence has more than one token in the batch that
+// llama_decode got, or if it has no output.
+MOE_EDGE_API void moe_edge_set_phase(struct moe_edge_store * store, int32_t phase);
+
+// This sequence, or all of them for -1, was dropped: its cells were removed from the context's
+// memory. The next step that is computed reports it, unless none had a token of it since it began.
+MOE_EDGE_API void moe_edge_sequence_end(struct moe_edge_store * store, int32_t sequence);
+
+// A step of a store without a model begins: what the context does before each micro-batch.
 MOE_EDGE_API void moe_edge_begin_step(struct moe_edge_store * store, int32_t phase);
 
-// NULL, or one sentence about why the last step failed; the step's output is void then, as it
-// is after a cancel.
+// NULL, or one sentence about why the last step failed, until the next one begins; the step's
+// output is void then, as it is after a cancel.
 MOE_EDGE_API const char * moe_edge_error(struct moe_edge_store * store);
 
-// ggml_abort_callback with the store as data: true after a failure or a cancel.
-MOE_EDGE_API bool moe_edge_abort(void * store);
+// Stops the running step, and each that begins until it is called with 0.
 MOE_EDGE_API void moe_edge_cancel(struct moe_edge_store * store, int32_t on);
 
 MOE_EDGE_API void moe_edge_get_stats(struct moe_edge_store * store, struct moe_edge_stats * out);
@@ -355,8 +391,13 @@ MOE_EDGE_API int32_t moe_edge_transition(
 // one part; 0, the start: no limit.
 MOE_EDGE_API void moe_edge_set_transition_rate(struct moe_edge_store * store, uint64_t bytes_per_s);
 
-// out [n_layers, n_expert]: enum moe_edge_state.
-MOE_EDGE_API void moe_edge_get_states(struct moe_edge_store * store, uint8_t * out);
+// Both [n_layers, n_expert]. resident: as moe_edge_get_resident. target: the tier that a transition
+// brings, until the step boundary that ends it; that of resident where none is under way.
+MOE_EDGE_API void moe_edge_get_states(struct moe_edge_store * store, uint8_t * resident, uint8_t * target);
+
+// out [n_layers, n_expert]: 1 where a transition is complete, so that the next step boundary
+// publishes it. For tests.
+MOE_EDGE_API void moe_edge_get_landed(struct moe_edge_store * store, uint8_t * out);
 
 // out [n_layers, n_expert]: how many tokens each expert was chosen for since the last call, as
 // far as the hook saw them: no warm-up, and in the last layer only tokens with an output.

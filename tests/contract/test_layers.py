@@ -48,6 +48,8 @@ LAYERS = (
     ("orchestrator.choice", "orchestrator.accelerator"),
     ("orchestrator.plan",),
     ("orchestrator.sequences", "orchestrator.observe"),
+    ("orchestrator.steps",),
+    ("orchestrator.load",),
     ("orchestrator.engine",),
     (
         "orchestrator.chat",

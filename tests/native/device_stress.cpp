@@ -294,7 +294,7 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
 void run_fixed(const expert_file & file, int32_t steps, unsigned seed) {
     table_device device(100);
     moe_edge_store * store = open_store(file, device, 5, LAYERS * EXPERTS + 2, 1 << 20);
-    moe_edge_set_callback(store, nullptr, nullptr, 1);
+    moe_edge_set_callback(store, nullptr, nullptr, 1, 0);
     moe_edge_begin_step(store, MOE_EDGE_DECODE);
     if (device.fixed) {
         die("tables of nothing count as fixed");
@@ -366,7 +366,7 @@ void run_fixed(const expert_file & file, int32_t steps, unsigned seed) {
 void run_held(const expert_file & file) {
     table_device device(0);
     moe_edge_store * store = open_store(file, device, 2, LAYERS * EXPERTS, 1 << 20);
-    moe_edge_set_callback(store, nullptr, nullptr, 1);
+    moe_edge_set_callback(store, nullptr, nullptr, 1, 0);
     std::vector<moe_edge_prefetch_item> all;
     for (int16_t l = 0; l < LAYERS; l++) {
         for (int16_t e = 0; e < EXPERTS; e++) {

@@ -201,6 +201,7 @@ int main(int argc, char ** argv) {
         { GGML_TYPE_Q6_K, GGML_TYPE_Q3_K, GGML_TYPE_IQ4_NL },
         { GGML_TYPE_F16, GGML_TYPE_Q4_0, GGML_TYPE_Q2_0 },
         { GGML_TYPE_Q5_K, GGML_TYPE_IQ4_XS },
+        { GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q3_K, GGML_TYPE_Q2_K },
     };
     int n = 0;
     double worst = 0;

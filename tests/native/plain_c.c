@@ -119,15 +119,10 @@ int main(int argc, char ** argv) {
     if (!model) {
         die(path, "cannot be loaded");
     }
-    if (moe_edge_store_attach(store, model, err, sizeof(err)) != 0) {
-        die("attach", err);
-    }
     struct llama_context_params cparams = llama_context_default_params();
     cparams.n_ctx     = 512;
     cparams.n_ubatch  = 512;
     cparams.n_threads = cparams.n_threads_batch = 2;
-    cparams.abort_callback      = moe_edge_abort;
-    cparams.abort_callback_data = store;
     struct llama_context * ctx = llama_init_from_model(model, cparams);
     if (!ctx) {
         die("context", "cannot be made");
@@ -139,10 +134,8 @@ int main(int argc, char ** argv) {
     }
     const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     for (int i = 0; i < n_predict; i++) {
-        moe_edge_begin_step(store, n > 1 ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE);
         if (llama_decode(ctx, llama_batch_get_one(tokens, n)) != 0) {
-            const char * why = moe_edge_error(store);
-            die("decode", why ? why : "failed");
+            die("decode", "failed");
         }
         const float * logits = llama_get_logits_ith(ctx, -1);
         tokens[0] = 0;

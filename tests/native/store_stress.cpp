@@ -282,7 +282,7 @@ void run_promotion_during_use(const std::string & dir) {
 void run_transitions(const std::string & dir, double seconds, unsigned seed) {
     model_file file(dir, 1);
     moe_edge_store * store = open_store(file, false, 9, LAYERS * EXPERTS + 2, seed % 2 ? MOE_EDGE_DIRECT_IO : 0);
-    moe_edge_set_callback(store, nullptr, nullptr, 1);
+    moe_edge_set_callback(store, nullptr, nullptr, 1, 0);
     std::vector<moe_edge_prefetch_item> all;
     for (int16_t l = 0; l < LAYERS; l++) {
         for (int16_t e = 0; e < EXPERTS; e++) {

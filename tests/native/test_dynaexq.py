@@ -13,7 +13,7 @@ from orchestrator import profile
 from orchestrator.config import Config
 from orchestrator.engine import Engine, Sampling
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
-from orchestrator.events import ExpertState, Phase
+from orchestrator.events import ABSENT, Phase
 from orchestrator.policy import dynaexq, versions
 from orchestrator.policy.base import ModelShape, SlotPlan
 
@@ -47,7 +47,7 @@ def run(model: Path, **options: object) -> np.ndarray:
 def arrive(engine: Engine) -> None:
     """Until every transition is complete, and one step further, so that it is published."""
     end = time.monotonic() + 600
-    while (engine.store.states() >= ExpertState.PROMOTING).any():
+    while np.not_equal(*engine.store.states()).any():
         assert time.monotonic() < end
         engine.store.begin_step(Phase.DECODE)
         time.sleep(0.001)
@@ -180,7 +180,7 @@ def test_no_token_waits_while_the_topic_changes() -> None:
         assert stats.evictions == stats.waves == stats.transitions_failed == 0
         assert stats.transitions_rejected == 0
         assert stats.slot_bytes_peak <= stats.budget_bytes
-        assert not (engine.store.states() == ExpertState.ABSENT).any()
+        assert not (engine.store.resident() == ABSENT).any()
         engine.store.check()
 
 

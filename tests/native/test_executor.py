@@ -18,7 +18,7 @@ from .conftest import HERE, run_program
 
 NATIVE = PATCHES / "native"
 STORE_ROOMS = (
-    *("store", "store-c", "transitions", "check", "staging", "host-tier", "host-device"),
+    *("store", "store-c", "steps", "transitions", "check", "staging", "host-tier", "host-device"),
     *("in-place", "workers"),
 )
 STORE = [NATIVE / f"moe-edge-{room}.cpp" for room in STORE_ROOMS]
@@ -42,7 +42,7 @@ def test_mixed_tiers_against_references(
 ) -> None:
     """One tier: upstream's op bit for bit. Mixed: a plain dot product, NMSE below 5e-4."""
     program = compile_native("executor_test", [HERE / "executor_test.cpp"], "-std=c++17")
-    assert "150 cases" in run_program(program, tmp_path)
+    assert "180 cases" in run_program(program, tmp_path)
 
 
 @pytest.fixture(scope="module", params=SANITIZERS)

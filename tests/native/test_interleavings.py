@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from orchestrator.events import ExpertState, Phase
+from orchestrator.events import Phase
 from orchestrator.native import Library
 
 from .conftest import DEVICES
@@ -31,12 +32,11 @@ class Machine(RuleBasedStateMachine):
     file: ExpertFile
     library: Library
     device: str | None
-    n_high: int
-    n_low: int
+    slots: tuple[int, ...]
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(self.file, self.library, self.n_high, self.n_low, self.device)
+        self.driver = Driver(self.file, self.library, self.slots, self.device)
         self.under_way: dict[tuple[int, int], tuple[int, int]] = {}
 
     @rule()
@@ -50,8 +50,8 @@ class Machine(RuleBasedStateMachine):
     def begin_step(self, phase: Phase) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         """The experts that changed at the boundary: all that were complete, and of what else is
         under way perhaps some that came meanwhile."""
-        store, states = self.driver.store, self.driver.store.states()
-        complete = {each for each in self.under_way if states[each] == ExpertState.EVICTING}
+        store, landed = self.driver.store, self.driver.store.landed()
+        complete = {each for each in self.under_way if landed[each]}
         store.begin_step(phase)
         resident = store.resident()
         changed = []
@@ -66,10 +66,9 @@ class Machine(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         store = self.driver.store
         store.check()
-        states, resident = store.states(), store.resident()
-        for expert, (before, _) in self.under_way.items():
-            assert resident[expert] == before
-            assert states[expert] >= ExpertState.PROMOTING
+        resident, target = store.states()
+        for expert, (before, after) in self.under_way.items():
+            assert (resident[expert], target[expert]) == (before, after)
         stats = store.stats()
         assert stats.slot_bytes_in_use <= stats.slot_bytes_peak <= stats.budget_bytes
         assert stats.transitions_failed == 0
@@ -82,7 +81,7 @@ class Interleavings(Machine):
     """A slot for every expert and two in reserve. visible: the version of each expert; free:
     slots of each tier; running: the experts of the layers that a step has routed."""
 
-    n_high, n_low = 3, 9
+    slots = (3, 9)
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,12 +89,14 @@ class Interleavings(Machine):
         self.driver.warm(high)
         everyone = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
         self.visible = {each: HIGH if each in high else LOW for each in everyone}
-        self.free = [self.n_high - 3, self.n_low - 7]
+        self.free = [self.slots[HIGH] - 3, self.slots[LOW] - 7, *self.slots[2:]]
         self.running: dict[int, list[int]] = {}
         self.driver.store.begin_step(Phase.DECODE)
 
-    @rule(expert=experts, tier=st.sampled_from([HIGH, LOW]))
+    @rule(expert=experts, tier=st.integers(0, 4))
     def ask(self, expert: tuple[int, int], tier: int) -> None:
+        if tier >= len(self.slots):
+            return
         before = self.visible[expert]
         possible = expert not in self.under_way and before != tier and self.free[tier] > 0
         assert self.driver.store.transition([(*expert, tier)]) == possible
@@ -114,9 +115,9 @@ class Interleavings(Machine):
     @rule()
     def arrive(self) -> None:
         super().arrive()
-        states = self.driver.store.states()
+        landed = self.driver.store.landed()
         for expert in self.under_way:
-            assert states[expert] == ExpertState.EVICTING
+            assert landed[expert]
 
     @rule(phase=st.sampled_from(list(Phase)))
     def next_step(self, phase: Phase) -> None:
@@ -143,21 +144,28 @@ class Interleavings(Machine):
     @invariant()
     def table_is_what_is_expected(self) -> None:
         store = self.driver.store
-        states, resident = store.states(), store.resident()
+        resident, target = store.states()
+        assert np.array_equal(resident, store.resident())
         assert {expert: resident[expert] for expert in self.visible} == self.visible
         for expert in self.visible.keys() - self.under_way.keys():
-            assert states[expert] == (ExpertState.HI, ExpertState.LO)[self.visible[expert]]
+            assert target[expert] == self.visible[expert]
         stats = store.stats()
         assert list(stats.demand_bytes) == list(stats.wait_us) == [0, 0]
         assert list(stats.hits) == list(stats.requests)
         assert stats.evictions == stats.waves == 0
 
 
+class FiveTiers(Interleavings):
+    """Where there are five tiers to go to, and few slots in each."""
+
+    slots = (3, 8, 2, 1, 2)
+
+
 class Evictions(Machine):
     """Fewer slots than experts: what a token asks for evicts what was used longest ago, beside
     transitions, aborted steps and reads that are held back."""
 
-    n_high, n_low = 2, 5
+    slots = (2, 5)
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,11 +201,12 @@ class Evictions(Machine):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rules", [Interleavings, Evictions])
+@pytest.mark.parametrize("rules", [Interleavings, FiveTiers, Evictions])
 def test_every_interleaving(
     rules: type[Machine], library: Library, device: str | None, tmp_path: Path
 ) -> None:
-    given = {"file": ExpertFile(tmp_path / "experts.bin"), "library": library, "device": device}
+    file = ExpertFile(tmp_path / "experts.bin", n_tiers=len(rules.slots))
+    given = {"file": file, "library": library, "device": device}
     run_state_machine_as_test(
         type("Here", (rules,), given),
         settings=settings(

@@ -120,7 +120,7 @@ def test_an_expert_is_critical_if_it_is_for_any_token(both: Path) -> None:
     config = build(both, "dymoe", sequences=4, expert_ram=64 << 20, exact_tiers=True, **two)
     with Engine.open(config) as engine:
         critical = engine.policy.critical  # type: ignore[attr-defined]
-        original = engine.on_route
+        original = engine.driver.on_route
         n_low = n_together = 0
 
         def decided(event: RouteEvent) -> None:

@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gguf_tools.file.layout import GATE
 from orchestrator.errors import NativeError
-from orchestrator.events import ExpertState, Phase
+from orchestrator.events import Phase
 from orchestrator.native import Library
 
 from .conftest import DEVICES
@@ -24,7 +23,6 @@ from .transition_driver import (
     LOW,
     N_EXPERT,
     N_LAYERS,
-    UNDER_WAY,
     Driver,
     ExpertFile,
 )
@@ -44,7 +42,7 @@ def device(request: pytest.FixtureRequest) -> str | None:
 
 @pytest.fixture
 def driver(expert_file: ExpertFile, library: Library, device: str | None) -> Iterator[Driver]:
-    made = Driver(expert_file, library, n_high=4, n_low=8, device=device)
+    made = Driver(expert_file, library, slots=(4, 8), device=device)
     made.warm({(layer, expert) for layer in range(N_LAYERS) for expert in (0, 1)})
     yield made
     made.store.close()
@@ -65,10 +63,10 @@ def test_a_swap(driver: Driver) -> None:
     assert store.transition([(0, 0, LOW)]) == 1
     driver.store.begin_step(Phase.DECODE)
     driver.arrive()
-    assert store.states()[0, 0] == ExpertState.EVICTING
+    assert driver.state(0, 0) == (HIGH, LOW, True)
     assert driver.use(0, [0]) == {0: {HIGH}}  # the step began with that version
     assert step(driver)[0] == {LOW}
-    assert store.states()[0].tolist() == [2, 1, 2, 2, 2]
+    assert all(each[0].tolist() == [LOW, HIGH, LOW, LOW, LOW] for each in store.states())
 
     assert store.transition([(0, 3, HIGH)]) == 1
     assert store.transition([(0, 3, HIGH), (0, 4, HIGH), (0, 2, LOW)]) == 0
@@ -77,7 +75,7 @@ def test_a_swap(driver: Driver) -> None:
     stats = store.stats()
     assert (stats.experts_promoted, stats.experts_demoted) == (1, 1)
     assert stats.transitions_rejected == 4
-    assert stats.transition_bytes == 3 * sum(EXPERT_BYTES)
+    assert stats.transition_bytes == 3 * (EXPERT_BYTES[HIGH] + EXPERT_BYTES[LOW])
     assert list(stats.demand_bytes) == list(stats.wait_us) == [0, 0]
     assert stats.evictions == 0
     store.check()
@@ -103,7 +101,7 @@ def test_the_rate_holds_reads_back(driver: Driver) -> None:
     for _ in range(20):
         assert step(driver)[0] == {HIGH}
         time.sleep(0.002)
-    assert driver.store.states()[0, 0] == ExpertState.DEMOTING
+    assert driver.state(0, 0) == (HIGH, LOW, False)
     assert driver.store.stats().transition_bytes <= EXPERT_BYTES[LOW]
     driver.arrive()
     assert step(driver)[0] == {LOW}
@@ -114,7 +112,7 @@ def test_a_rate_is_kept(driver: Driver) -> None:
     driver.store.set_transition_rate(rate)
     start = time.monotonic()
     assert driver.store.transition([(0, 0, LOW), (1, 0, LOW)]) == 2
-    while np.isin(driver.store.states(), UNDER_WAY).any():
+    while driver.reading().any():
         time.sleep(0.001)
     took_s = time.monotonic() - start
     read = driver.store.stats().transition_bytes
@@ -134,7 +132,7 @@ def test_a_rate_is_kept_whatever_it_comes_from(driver: Driver, device: str | Non
     store.set_transition_rate(rate)
     start = time.monotonic()
     assert store.transition([(*expert, HIGH) for expert in experts]) == 2
-    while np.isin(store.states(), UNDER_WAY).any():
+    while driver.reading().any():
         time.sleep(0.001)
     assert time.monotonic() - start >= 5 * EXPERT_BYTES[HIGH] / rate
     if device is not None:
@@ -145,7 +143,7 @@ def test_a_failed_read_leaves_the_old_version(
     library: Library, tmp_path: Path, device: str | None
 ) -> None:
     file = ExpertFile(tmp_path / "cut.bin")
-    driver = Driver(file, library, n_high=4, n_low=8, device=device)
+    driver = Driver(file, library, slots=(4, 8), device=device)
     driver.warm({(layer, expert) for layer in range(N_LAYERS) for expert in (0, 1)})
     with driver.store as store:
         os.truncate(file.path, file.offset[1, GATE, LOW])
@@ -156,7 +154,7 @@ def test_a_failed_read_leaves_the_old_version(
             assert step(driver, 1)[0] == {HIGH}
         store.check_step()  # no step failed for it
         store.check()
-        assert store.states()[:, 0].tolist() == [ExpertState.LO, ExpertState.HI]
+        assert all(each[:, 0].tolist() == [LOW, HIGH] for each in store.states())
         file.path.write_bytes(file.data)
         assert store.transition([(1, 0, LOW)]) == 1
         driver.arrive()
@@ -168,7 +166,7 @@ def test_a_token_does_not_lose_an_expert_in_transition(
 ) -> None:
     """A policy that also asks for tiers: its demand takes over a promotion under way, and what is
     in transition is not evicted for others."""
-    driver = Driver(expert_file, library, n_high=2, n_low=10, device=device)
+    driver = Driver(expert_file, library, slots=(2, 10), device=device)
     driver.warm(set())
     with driver.store as store:
         store.set_transition_rate(HELD)
@@ -188,7 +186,7 @@ def test_a_token_that_needs_the_slot_takes_it(
 ) -> None:
     """Transitions hold every high slot, and a token cannot go on without one: it does not wait
     for the next step, which would never come."""
-    driver = Driver(expert_file, library, n_high=2, n_low=10, device=device)
+    driver = Driver(expert_file, library, slots=(2, 10), device=device)
     driver.warm(set())
     with driver.store as store:
         store.set_transition_rate(HELD)
@@ -201,7 +199,7 @@ def test_a_token_that_needs_the_slot_takes_it(
         assert store.stats().transitions_failed == 2
         store.set_transition_rate(0)
         store.begin_step(Phase.DECODE)
-        assert store.states()[0].tolist() == [ExpertState.LO] * N_EXPERT
+        assert all(each[0].tolist() == [LOW] * N_EXPERT for each in store.states())
         store.check()
 
 
@@ -209,4 +207,56 @@ def test_unknown_experts_are_refused(driver: Driver) -> None:
     for wrong in [(2, 0, 0), (0, 5, 0), (0, 0, 2), (-1, 0, 0)]:
         with pytest.raises(NativeError, match="does not have"):
             driver.store.transition([(0, 0, LOW), wrong])
-    assert not np.isin(driver.store.states(), UNDER_WAY).any()
+    assert not driver.reading().any() and not driver.store.landed().any()
+
+
+def test_between_any_two_tiers(library: Library, device: str | None, tmp_path: Path) -> None:
+    """Five tiers: each expert goes from each tier to each other one, and what it computes with
+    meanwhile is the old one."""
+    file = ExpertFile(tmp_path / "five.bin", n_tiers=5)
+    driver = Driver(file, library, (2, 12, 2, 2, 2), device)
+    driver.warm(set())
+    tour = [4, 3, 4, 2, 4, 1, 3, 2, 3, 1, 2, 1, 0, 4, 0, 3, 0, 2, 0, 1]
+    assert len({*zip([1, *tour], tour, strict=False)}) == 5 * 4
+    with driver.store as store:
+        before = LOW
+        for tier in tour:
+            assert store.transition([(0, 3, tier)]) == 1
+            assert store.transition([(0, 3, before), (0, 3, tier)]) == 0  # one at a time
+            driver.arrive()
+            assert driver.state(0, 3) == (before, tier, True)
+            assert driver.use(0, [3]) == {3: {before}}
+            assert step(driver)[3] == {tier}
+            assert driver.state(0, 3) == (tier, tier, False)
+            store.check()
+            before = tier
+        stats = store.stats()
+        assert (stats.experts_promoted, stats.experts_demoted) == (10, 10)
+        assert stats.transitions_failed == stats.evictions == 0
+        assert list(stats.demand_bytes) == [0, 0]
+
+
+def test_a_token_that_wants_better_than_a_demotion_brings(
+    library: Library, device: str | None, tmp_path: Path
+) -> None:
+    """The expert is between two tiers, and a token needs it in a third one."""
+    file = ExpertFile(tmp_path / "five.bin", n_tiers=5)
+    driver = Driver(file, library, (2, 12, 2, 2, 2), device)
+    driver.warm(set())
+    with driver.store as store:
+        for held in (True, False):
+            store.set_transition_rate(HELD if held else 0)
+            assert store.transition([(0, 0, 3)]) == 1
+            if not held:
+                driver.arrive()
+            store.set_route(None, HIGH)
+            driver.apply(0, [0])
+            assert driver.use(0, [0]) == {0: {HIGH}}
+            store.set_route(None, LOW)
+            store.begin_step(Phase.DECODE)
+            assert driver.state(0, 0) == (HIGH, HIGH, False)
+            store.check()
+            store.set_transition_rate(0)
+            assert store.transition([(0, 0, LOW)]) == 1
+            driver.arrive()
+            assert step(driver)[0] == {LOW}

@@ -11,29 +11,29 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.file.layout import BLOCK, DOWN, GATE, UP, GGMLType, pad
-from orchestrator.events import ExpertState
 from orchestrator.native import Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB
 
 N_LAYERS, N_EXPERT, KINDS = 2, 5, (UP, GATE, DOWN)
-EXPERT_BYTES, TYPES = (20000, 9000), (12, 10)  # q4_k, q2_k by number only: nothing computes
-HOST_BYTES = 1 << 20  # behind a device: more than all slices take
+# By tier; q4_k, q2_k, q3_k, iq2_xs and iq1_s by number only: nothing computes.
+EXPERT_BYTES, TYPES = (20000, 9000, 8000, 6000, 5000), (12, 10, 11, 17, 19)
+HOST_BYTES = 4 << 20  # behind a device: more than all slices take
 HIGH, LOW = 0, 1
-UNDER_WAY = (ExpertState.PROMOTING, ExpertState.DEMOTING)
 HELD = 1  # byte per second: after one part, nothing arrives
 HANG_S = 600
 
 
 class ExpertFile:
-    """Random bytes, and where each slice lies in them."""
+    """Random bytes in some tiers, and where each slice lies in them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, n_tiers: int = 2) -> None:
         self.path = path
+        self.tiers = range(n_tiers)
         self.offset: dict[tuple[int, int, int], int] = {}
         at = 100  # slices do not start on a block
         for layer in range(N_LAYERS):
             for kind in KINDS:
-                for tier in (HIGH, LOW):
+                for tier in self.tiers:
                     self.offset[layer, kind, tier] = at
                     at += EXPERT_BYTES[tier] * N_EXPERT
         self.data = np.random.default_rng(0).integers(0, 256, at, np.uint8).tobytes()
@@ -43,13 +43,13 @@ class ExpertFile:
         start = self.offset[layer, kind, tier] + EXPERT_BYTES[tier] * expert
         return self.data[start : start + EXPERT_BYTES[tier]]
 
-    def spec(self, n_high: int, n_low: int, device: str | None) -> StoreSpec:
-        """Pools that both layers share, one for each kind and tier."""
-        sizes = [8192 * 3, 8192 * 2]
+    def spec(self, slots: tuple[int, ...], device: str | None) -> StoreSpec:
+        """Pools that both layers share, one for each kind and tier, of so many slots by tier."""
+        sizes = [pad(n, 4096) + 4096 for n in EXPERT_BYTES]
         if device is not None:
             blocks = [BLOCK[GGMLType(each)].bytes for each in TYPES]
             sizes = [pad(n, block) for n, block in zip(EXPERT_BYTES, blocks, strict=True)]
-        groups = [(sizes[tier], (n_high, n_low)[tier]) for _ in KINDS for tier in (HIGH, LOW)]
+        groups = [(sizes[tier], slots[tier]) for _ in KINDS for tier in self.tiers]
         layers = []
         for layer in range(N_LAYERS):
             slices = {
@@ -58,10 +58,10 @@ class ExpertFile:
                     self.offset[layer, kind, tier],
                     EXPERT_BYTES[tier],
                     TYPES[tier],
-                    2 * KINDS.index(kind) + tier,
+                    len(self.tiers) * KINDS.index(kind) + tier,
                 )
                 for kind in KINDS
-                for tier in (HIGH, LOW)
+                for tier in self.tiers
             }
             layers.append((layer, slices))
         return StoreSpec(
@@ -69,7 +69,7 @@ class ExpertFile:
             layers=tuple(layers),
             groups=tuple(groups),
             budget_bytes=sum(size * n for size, n in groups),
-            n_tiers=2,
+            n_tiers=len(self.tiers),
             n_expert=N_EXPERT,
             n_expert_used=2,
             max_tokens=4,
@@ -87,13 +87,12 @@ class Driver:
         self,
         file: ExpertFile,
         library: Library,
-        n_high: int,
-        n_low: int,
+        slots: tuple[int, ...],
         device: str | None = None,
     ) -> None:
         self.file = file
-        self.store = Store.create(library, file.spec(n_high, n_low, device))
-        self.store.set_route(None, LOW)
+        self.store = Store.create(library, file.spec(slots, device))
+        self.store.set_route(None, file.tiers[-1])
 
     def warm(self, high: set[tuple[int, int]]) -> None:
         self.store.warm(
@@ -138,10 +137,23 @@ class Driver:
         assert not wrong
         return seen
 
+    def reading(self) -> np.ndarray:
+        """bool [n_layers, n_expert]: in a transition that is not complete."""
+        resident, target = self.store.states()
+        moving: np.ndarray = (resident != target) & ~self.store.landed()
+        return moving
+
+    def state(self, layer: int, expert: int) -> tuple[int, int, bool]:
+        """The tier that an expert is in, the one that it changes to, and whether that is complete,
+        so that the next step has it."""
+        resident, target = self.store.states()
+        landed = bool(self.store.landed()[layer, expert])
+        return int(resident[layer, expert]), int(target[layer, expert]), landed
+
     def arrive(self) -> None:
         """Until every read of a transition is done."""
         self.store.set_transition_rate(0)
         end = time.monotonic() + HANG_S
-        while np.isin(self.store.states(), UNDER_WAY).any():
+        while self.reading().any():
             assert time.monotonic() < end, "a transition does not arrive"
             time.sleep(0.0005)

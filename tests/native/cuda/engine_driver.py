@@ -37,7 +37,7 @@ def taken(library: str, engine: Engine) -> Callable[[], int]:
         peak = ctypes.CDLL(library).moe_emu_peak_bytes
         peak.restype = ctypes.c_uint64
         return lambda: int(peak())
-    gpu = engine._gpu
+    gpu = engine._loader.gpu
     assert gpu is not None
     native = Bindings.load().library()
     before = gpu.info.memory_bytes

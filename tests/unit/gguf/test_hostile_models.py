@@ -184,11 +184,11 @@ MODELS = {
         errors.MetadataError,
         "different",
     ),
-    "tiers-five": (
+    "tiers-six": (
         PACKED,
-        packed_metadata(tiers=tuple("abcde")),
+        packed_metadata(tiers=tuple("abcdef")),
         errors.MetadataError,
-        "1 to 4",
+        "1 to 5",
     ),
     "tiers-numbers": (
         PACKED,

@@ -38,7 +38,9 @@ def make_event(
     ahead_ids = np.stack([rows(n) for _ in range(max(1, n_ahead))])
     scores = np.sort(rng.random((*ahead_ids.shape,), np.float32), axis=2)[:, :, ::-1].copy()
     received = rng.random(n, np.float32)
-    event = RouteEvent(rows(n), weights, np.arange(n, dtype=np.int32), ahead_ids, scores, received)
+    tokens = np.arange(n, dtype=np.int32)
+    phases, sequences = np.full(n, phase, np.uint8), np.zeros(n, np.int32)
+    event = RouteEvent(rows(n), weights, tokens, ahead_ids, scores, received, phases, sequences)
     event.layer, event.phase, event.n_tokens, event.n_ahead = layer, int(phase), n_tokens, n_ahead
     return event
 

@@ -19,6 +19,10 @@ struct moe_edge_store {
     struct moe_edge_stats stats;
     moe_edge_route_cb cb;
     void * user;
+    uint32_t callback_phases;
+    moe_edge_step_cb step_cb;
+    int32_t said_phase;
+    int32_t ended;
     const char * error;
     int cancelled;
     int32_t seen_prefetch;
@@ -26,9 +30,12 @@ struct moe_edge_store {
     int32_t ids[MAX_TOKENS*K];
     float weights[MAX_TOKENS*K];
     int32_t tokens[MAX_TOKENS];
+    uint8_t phases[MAX_TOKENS];
+    int32_t sequences[MAX_TOKENS];
     int32_t ahead_ids[N_AHEAD*MAX_TOKENS*K];
     float ahead[N_AHEAD*MAX_TOKENS*K];
     uint8_t resident[N_LAYERS*N_EXPERT];
+    uint8_t target[N_LAYERS*N_EXPERT];
     uint8_t tier[N_EXPERT];
     uint8_t passing[N_EXPERT];
     float importance[MAX_TOKENS];
@@ -42,6 +49,7 @@ static int live;
 int stub_live(void) { return live; }
 
 int32_t moe_edge_abi_version(void) { return STUB_ABI; }
+const char * moe_edge_architecture(int32_t i) { (void) i; return 0; }
 uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t bytes) {
     return (offset + bytes + 4095) / 4096 * 4096 - offset / 4096 * 4096;
 }
@@ -68,6 +76,7 @@ struct moe_edge_store * moe_edge_store_create(const struct moe_edge_config * c, 
     struct moe_edge_store * s = calloc(1, sizeof(*s));
     s->event = (struct moe_edge_event) {
         .n_tokens = 1, .ids = s->ids, .weights = s->weights, .tokens = s->tokens,
+        .phases = s->phases, .sequences = s->sequences,
         .ahead_ids = s->ahead_ids, .ahead = s->ahead, .importance = s->importance, .resident = s->resident,
     };
     s->decision = (struct moe_edge_decision) { .tier = s->tier, .passing = s->passing, .prefetch = s->prefetch };
@@ -76,21 +85,20 @@ struct moe_edge_store * moe_edge_store_create(const struct moe_edge_config * c, 
 }
 void moe_edge_store_free(struct moe_edge_store * s) { free(s); live--; }
 void * moe_edge_buffer_type(void) { return NULL; }
-int moe_edge_store_attach(struct moe_edge_store * s, void * model, char * err, size_t n) {
-    (void) s;
-    if (!model) { snprintf(err, n, "store: no model"); return 1; }
-    return 0;
-}
+const char * moe_edge_load_error(void) { return NULL; }
 const struct moe_edge_event * moe_edge_store_event(struct moe_edge_store * s) { return &s->event; }
 struct moe_edge_decision * moe_edge_store_decision(struct moe_edge_store * s) { return &s->decision; }
-void moe_edge_set_callback(struct moe_edge_store * s, moe_edge_route_cb cb, void * user, int32_t tier) {
-    (void) tier; s->cb = cb; s->user = user;
+void moe_edge_set_callback(struct moe_edge_store * s, moe_edge_route_cb cb, void * user, int32_t tier, uint32_t phases) {
+    (void) tier; s->cb = cb; s->user = user; s->callback_phases = phases;
 }
+void moe_edge_set_step_callback(struct moe_edge_store * s, moe_edge_step_cb cb, void * user) { (void) user; s->step_cb = cb; }
+void moe_edge_set_phase(struct moe_edge_store * s, int32_t phase) { s->said_phase = phase; }
+void moe_edge_sequence_end(struct moe_edge_store * s, int32_t sequence) { s->ended = sequence; }
 void moe_edge_begin_step(struct moe_edge_store * s, int32_t phase) {
     s->event.phase = phase; s->event.step++; s->error = NULL;
+    memcpy(s->resident, s->target, sizeof(s->resident));
 }
 const char * moe_edge_error(struct moe_edge_store * s) { return s->error; }
-bool moe_edge_abort(void * s) { return ((struct moe_edge_store *) s)->cancelled != 0; }
 void moe_edge_cancel(struct moe_edge_store * s, int32_t on) { s->cancelled = on; }
 void moe_edge_get_stats(struct moe_edge_store * s, struct moe_edge_stats * out) { *out = s->stats; }
 void moe_edge_reset_stats(struct moe_edge_store * s) { memset(&s->stats, 0, sizeof(s->stats)); }
@@ -99,7 +107,8 @@ int32_t moe_edge_warm(struct moe_edge_store * s, const struct moe_edge_prefetch_
         void (*progress)(int32_t, int32_t, void *), void * user) {
     int32_t done = 0;
     for (; done < n && !s->cancelled; done++) {
-        s->resident[list[done].layer*N_EXPERT + list[done].expert] = list[done].tier;
+        const int at = list[done].layer*N_EXPERT + list[done].expert;
+        s->resident[at] = s->target[at] = list[done].tier;
         progress(done + 1, n, user);
     }
     return done;
@@ -114,15 +123,17 @@ void moe_edge_prefetch(struct moe_edge_store * s, const struct moe_edge_prefetch
 int32_t moe_edge_transition(struct moe_edge_store * s, const struct moe_edge_prefetch_item * l, int32_t n) {
     for (int32_t i = 0; i < n; i++) {
         if (l[i].expert >= N_EXPERT) return -1;
-        s->resident[l[i].layer*N_EXPERT + l[i].expert] = l[i].tier;
+        s->target[l[i].layer*N_EXPERT + l[i].expert] = l[i].tier;
     }
     return n;
 }
 void moe_edge_set_transition_rate(struct moe_edge_store * s, uint64_t bytes_per_s) { s->rate = bytes_per_s; }
-void moe_edge_get_states(struct moe_edge_store * s, uint8_t * out) {
-    for (int i = 0; i < N_LAYERS*N_EXPERT; i++) {
-        out[i] = s->resident[i] == 0 ? MOE_EDGE_STATE_HI : MOE_EDGE_STATE_LO;
-    }
+void moe_edge_get_states(struct moe_edge_store * s, uint8_t * resident, uint8_t * target) {
+    memcpy(resident, s->resident, sizeof(s->resident));
+    memcpy(target, s->target, sizeof(s->target));
+}
+void moe_edge_get_landed(struct moe_edge_store * s, uint8_t * out) {
+    for (int i = 0; i < N_LAYERS*N_EXPERT; i++) out[i] = s->resident[i] != s->target[i];
 }
 void moe_edge_take_counts(struct moe_edge_store * s, uint32_t * out) {
     memcpy(out, s->counts, sizeof(s->counts));
@@ -153,6 +164,10 @@ int stub_step(struct moe_edge_store * s, int32_t layer) {
     memcpy(s->ids, ids, sizeof(ids));
     for (int i = 0; i < 4; i++) s->counts[layer*N_EXPERT + ids[i]]++;
     for (int i = 0; i < 4; i++) s->weights[i] = 0.25f * (float) (i + 1);
+    for (int t = 0; t < 2; t++) {
+        s->phases[t] = t ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE;
+        s->sequences[t] = layer + 3*t;
+    }
     s->event.layer = layer;
     s->event.n_tokens = 2;
     s->event.n_ahead = layer + 1 < N_LAYERS;
@@ -165,6 +180,16 @@ int stub_step(struct moe_edge_store * s, int32_t layer) {
     s->stats.callbacks[s->event.phase]++;
     return rc;
 }
+// The end of a step, with a start of the sequences 3 and 5, and the end of 2.
+int stub_end_step(struct moe_edge_store * s) {
+    static const int32_t starts[] = { 3, 5 }, ends[] = { 2 };
+    const struct moe_edge_step step = {
+        .step = s->event.step, .us = 1500, .phase = s->event.phase, .n_tokens = 7,
+        .n_starts = 2, .starts = starts, .n_ends = 1, .ends = ends,
+    };
+    return s->step_cb ? s->step_cb(&step, NULL) : 0;
+}
 int stub_seen(struct moe_edge_store * s, int what) {
-    return what ? s->seen_renormalize : s->seen_prefetch;
+    const int seen[] = { s->seen_prefetch, s->seen_renormalize, s->cancelled, s->said_phase, s->ended, (int) s->callback_phases };
+    return seen[what];
 }

@@ -20,6 +20,7 @@ STRUCTS = {
     "moe_edge_layer": abi.CLayer,
     "moe_edge_config": abi.CConfig,
     "moe_edge_event": abi.CEvent,
+    "moe_edge_step": abi.CStep,
     "moe_edge_prefetch_item": abi.CPrefetch,
     "moe_edge_decision": abi.CDecision,
     "moe_edge_stats": abi.CStats,
@@ -36,7 +37,7 @@ CONSTANTS = {
     "MOE_EDGE_DECODE": int(events.Phase.DECODE),
     "MOE_EDGE_DIRECT_IO": abi.DIRECT_IO,
     "MOE_EDGE_SIMULATED": abi.SIMULATED,
-    **{f"MOE_EDGE_STATE_{state.name}": int(state) for state in events.ExpertState},
+    "MOE_EDGE_FAILED": abi.FAILED,
 }
 
 

@@ -13,13 +13,13 @@ from shapes import make_shape
 
 from gguf_tools.units import format_size
 from orchestrator.errors import BudgetError, PolicyError
-from orchestrator.events import ExpertState, Phase, StepReport
+from orchestrator.events import ABSENT, Phase, StepReport
 from orchestrator.policy import ModelShape, Rules
 from orchestrator.policy.base import Callback, SlotPlan, Transition
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq
 from orchestrator.policy.lru import LRU
-from orchestrator.policy.versions import least_resident_bytes
+from orchestrator.policy.versions import ExpertState, least_resident_bytes
 
 HI, LO = ExpertState.HI, ExpertState.LO
 
@@ -97,7 +97,12 @@ class PlainStore:
 
 
 def report(counts: np.ndarray, states: np.ndarray, phase: Phase = Phase.DECODE) -> StepReport:
-    return StepReport(phase, 1, 1.0, counts.astype(np.uint32), states.copy())
+    """states: ExpertState [L, E]; the store tells tiers."""
+    resident = np.where(np.isin(states, (HI, ExpertState.DEMOTING)), HIGH, LOW)
+    target = np.where(np.isin(states, (HI, ExpertState.PROMOTING)), HIGH, LOW)
+    absent = states == ExpertState.ABSENT
+    tiers = (np.where(absent, ABSENT, each).astype(np.uint8) for each in (resident, target))
+    return StepReport(phase, 1, 1.0, counts.astype(np.uint32), *tiers)
 
 
 def zipf(rng: np.random.Generator, shape: ModelShape, exponent: float = 0.8) -> np.ndarray:

@@ -14,6 +14,7 @@ from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator import engine as engine_module
 from orchestrator import hardware
+from orchestrator import load as load_module
 from orchestrator.config import Config
 from orchestrator.driver import Driver
 from orchestrator.engine import Engine, Sampling
@@ -132,18 +133,18 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, FakeContext]]:
-    for name, fake in (
-        ("Bindings", FakeBindings),
-        ("Model", FakeModel),
-        ("Context", FakeContext),
-        ("SamplerChain", FakeChain),
+    for module, name, fake in (
+        (load_module, "Bindings", FakeBindings),
+        (load_module, "Model", FakeModel),
+        (load_module, "Context", FakeContext),
+        (engine_module, "SamplerChain", FakeChain),
     ):
-        monkeypatch.setattr(engine_module, name, fake)
+        monkeypatch.setattr(module, name, fake)
     machine = Machine(2**34)
     monkeypatch.setattr(hardware, "probe", lambda _device: machine)
     config = Config.build(model=path, policy="plain", ctx=64, n_ubatch=8)
     with Engine.open(config) as engine:
-        context = engine._context
+        context = engine._loaded.context
         assert isinstance(context, FakeContext)
         yield engine, context
 
@@ -249,7 +250,7 @@ def test_a_prompt_that_is_too_long_says_what_helps(
     opened: tuple[Engine, FakeContext], asked: int, advice: str
 ) -> None:
     engine, _ = opened
-    engine.config = engine.config.with_changes(ctx=asked)
+    engine._steps._asked_ctx = asked
     with pytest.raises(ConfigError, match=advice):
         answer(engine, b"p" * 64)
 
@@ -329,9 +330,9 @@ def test_eval(opened: tuple[Engine, FakeContext]) -> None:
 
 def test_begin_token_stands_once(opened: tuple[Engine, FakeContext]) -> None:
     engine, _ = opened
-    engine._template.render = lambda messages: "<s>hi"  # type: ignore[method-assign]
+    engine._loaded.template.render = lambda messages: "<s>hi"  # type: ignore[method-assign]
     assert engine.render_chat([]) == list(b"<s>hi")
-    engine._template.render = lambda messages: "hi"  # type: ignore[method-assign]
+    engine._loaded.template.render = lambda messages: "hi"  # type: ignore[method-assign]
     assert engine.render_chat([]) == [1, *b"hi"]
     assert engine.tokenize("hi") == [1, *b"hi"]
     assert engine.tokenize("hi", special=False) == list(b"hi")

@@ -24,7 +24,9 @@ def test_rows_and_arrays_agree() -> None:
 def test_no_look_ahead() -> None:
     rows, none = np.zeros((4, 2), np.int32), np.zeros((0, 4, 2), np.int32)
     floats = rows.astype(np.float32)
-    event = RouteEvent(rows, floats, rows[:, 0], none, none.astype(np.float32), floats[:, 0])
+    tokens, phases = rows[:, 0], np.zeros(4, np.uint8)
+    scores = none.astype(np.float32)
+    event = RouteEvent(rows, floats, tokens, none, scores, floats[:, 0], phases, tokens)
     assert event.ahead_ids == ()
     assert event.ahead_ids_array.shape == (0, 1, 2)
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from orchestrator.errors import NativeError
-from orchestrator.events import Phase, RouteEvent
+from orchestrator.events import ComputedStep, Phase, RouteEvent
 from orchestrator.native import ABI_VERSION, Library, Slices, Store, StoreSpec
 
 HERE = Path(__file__).resolve().parent
@@ -66,9 +67,12 @@ def step(store: Store, layer: int, phase: Phase = Phase.DECODE) -> int:
     return int(store.library.lib.stub_step(ctypes.c_void_p(store.handle), layer))
 
 
-def seen(store: Store) -> tuple[int, int]:
-    lib, handle = store.library.lib, ctypes.c_void_p(store.handle)
-    return lib.stub_seen(handle, 0), lib.stub_seen(handle, 1)
+PREFETCHES, RENORMALIZE, CANCELLED, PHASE, ENDED, CALLBACK_PHASES = range(6)
+
+
+def seen(store: Store, what: int) -> int:
+    """What the stub was told last."""
+    return int(store.library.lib.stub_seen(ctypes.c_void_p(store.handle), what))
 
 
 def test_event_reaches_the_route(store: Store) -> None:
@@ -83,6 +87,8 @@ def test_event_reaches_the_route(store: Store) -> None:
                 event.n_ahead,
                 event.ids_array.tolist(),
                 event.weights_array.ravel().tolist(),
+                event.phases_array.tolist(),
+                event.sequences_array.tolist(),
             )
         )
         store.decision.tier[1] = 3
@@ -92,13 +98,13 @@ def test_event_reaches_the_route(store: Store) -> None:
 
     store.set_route(route)
     assert step(store, 0, Phase.PREFILL) == 0
-    assert seen(store) == (1, 1)
+    assert (seen(store, PREFETCHES), seen(store, RENORMALIZE)) == (1, 1)
     assert step(store, 1) == 0
     store.check_step()
     weights = [0.25, 0.5, 0.75, 1.0]
     assert events == [
-        (0, Phase.PREFILL, 1, 1, [[0, 1], [3, 0]], weights),
-        (1, Phase.DECODE, 2, 0, [[2, 3], [3, 0]], weights),
+        (0, Phase.PREFILL, 1, 1, [[0, 1], [3, 0]], weights, [1, 0], [0, 3]),
+        (1, Phase.DECODE, 2, 0, [[2, 3], [3, 0]], weights, [1, 0], [1, 4]),
     ]
     assert store.decision.tier.tolist() == [0, 3, 0, 0]
     assert store.calls == 2
@@ -143,10 +149,40 @@ def test_creation_refused_with_a_reason(library: Library) -> None:
         Store.create(library, dataclasses.replace(SPEC, groups=((4096, 3), (8192, 4))))
 
 
-def test_attach_refused_with_a_reason(store: Store) -> None:
-    store.attach(1)
-    with pytest.raises(NativeError, match="no model"):
-        store.attach(0)
+def test_a_step_is_reported(store: Store) -> None:
+    steps: list[ComputedStep] = []
+    store.set_step_done(steps.append)
+    store.begin_step(Phase.PREFILL)
+    end_step = store.library.lib.stub_end_step
+    assert end_step(ctypes.c_void_p(store.handle)) == 0
+    assert steps == [ComputedStep(1, Phase.PREFILL, 7, 1500.0, (3, 5), (), (2,))]
+
+    error = KeyError("odd")
+
+    def fail(_step: ComputedStep) -> None:
+        raise error
+
+    store.set_step_done(fail)
+    assert end_step(ctypes.c_void_p(store.handle)) == 1
+    with pytest.raises(KeyError) as caught:
+        store.check_step()
+    assert caught.value is error
+    store.set_step_done(None)
+    assert end_step(ctypes.c_void_p(store.handle)) == 0
+    assert len(steps) == 1
+
+
+def test_what_the_front_end_says(store: Store) -> None:
+    for phase, said in ((Phase.PREFILL, 0), (Phase.DECODE, 1), (None, -1)):
+        store.set_phase(phase)
+        assert seen(store, PHASE) == said
+    for sequence, name in ((4, 4), (None, -1)):
+        store.sequence_end(sequence)
+        assert seen(store, ENDED) == name
+    store.set_route(lambda event: None)
+    assert seen(store, CALLBACK_PHASES) == 0b11
+    store.set_route(lambda event: None, 1, (Phase.PREFILL,))
+    assert seen(store, CALLBACK_PHASES) == 0b01
 
 
 def test_check_raises_the_reason(store: Store) -> None:
@@ -170,7 +206,7 @@ def test_exception_in_progress_stops_the_warming(store: Store) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         store.warm([(0, 0, 0), (0, 1, 0), (0, 2, 0)], progress)
-    assert not store.should_abort()
+    assert not seen(store, CANCELLED)
     assert store.warm([(0, 0, 0)]) == 1
 
 
@@ -178,21 +214,25 @@ def test_transitions_states_and_counts(store: Store) -> None:
     store.warm([(layer, expert, 1) for layer in (0, 1) for expert in range(4)])
     assert store.transition([(1, 2, 0)]) == 1
     assert store.transition([]) == 0
-    assert store.states().tolist() == [[2, 2, 2, 2], [2, 2, 1, 2]]
+    resident, target = store.states()
+    assert resident.tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
+    assert target.tolist() == [[1, 1, 1, 1], [1, 1, 0, 1]]
+    assert np.argwhere(store.landed()).tolist() == [[1, 2]]
     with pytest.raises(NativeError, match="does not have"):
         store.transition([(0, 4, 0)])
     store.set_transition_rate(1 << 40)
     step(store, 1)
+    assert all(state.tolist() == target.tolist() for state in store.states())
     assert store.take_counts().tolist() == [[0, 0, 0, 0], [1, 0, 1, 2]]
     assert not store.take_counts().any()
 
 
 def test_cancel_and_stats(store: Store) -> None:
-    assert not store.should_abort()
+    assert not seen(store, CANCELLED)
     store.cancel(True)
-    assert store.should_abort()
+    assert seen(store, CANCELLED)
     store.cancel(False)
-    assert not store.should_abort()
+    assert not seen(store, CANCELLED)
     step(store, 0)
     assert store.stats().callbacks[Phase.DECODE] == 1
     store.reset_stats()

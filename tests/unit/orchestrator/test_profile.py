@@ -15,7 +15,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator import files, profile
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
-from orchestrator.profile import Memory
+from orchestrator.profile import HotnessKeeper
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,9 @@ def scores(model: ExpertModel) -> np.ndarray:
     return np.random.default_rng(0).gamma(1.0, 30.0, (model.n_layers, model.n_expert))
 
 
-def remember(model: ExpertModel, **options: object) -> Memory:
+def remember(model: ExpertModel, **options: object) -> HotnessKeeper:
     """An engine's memory, after it looked for what earlier runs learned."""
-    memory = Memory(Config.build(model=model.path, policy="dynaexq", **options), model)
+    memory = HotnessKeeper(Config.build(model=model.path, policy="dynaexq", **options), model)
     memory.recall()
     return memory
 

@@ -43,6 +43,8 @@ def make_event(step: int, phase: Phase) -> RouteEvent:
         empty.astype(np.int32),
         empty.astype(np.float32),
         np.zeros(1, np.float32),
+        np.full(1, phase, np.uint8),
+        np.zeros(1, np.int32),
     )
     event.step, event.phase, event.layer = step, int(phase), 2
     return event

@@ -1,0 +1,185 @@
+"""Bringing a planned model into memory: store, weights, context, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
+from orchestrator import hardware
+from orchestrator.accelerator import check_misses, find_gpu, one_of_several, serve_misses
+from orchestrator.config import Config
+from orchestrator.driver import Driver, PlainDriver
+from orchestrator.llama import Bindings, Context, Model
+from orchestrator.native import Misses, Store, taken_by
+from orchestrator.plan import MemoryPlan, importance_window, plan_memory, store_spec
+from orchestrator.policy.base import Transition
+from orchestrator.profile import HotnessKeeper
+from orchestrator.sequences import Sequences
+from orchestrator.steps import Steps
+from orchestrator.template import ChatTemplate
+
+Progress = Callable[[float], None]
+
+
+class Loaded:
+    """A model in memory, ready to decode. Made by Loader.load; free it with close.
+
+    driver: the policy and the store where experts are managed, else a PlainDriver.
+    """
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        driver: Driver | PlainDriver,
+        model: Model,
+        context: Context,
+        steps: Steps,
+        parts: Sequence[Context | Store | Model],
+    ) -> None:
+        """parts: what is to be freed, in this order."""
+        self.plan = plan
+        self.driver = driver
+        self.model = model
+        self.context = context
+        self.steps = steps
+        self.template = ChatTemplate(model.chat_template(), model.bos(), model.eos())
+        self._parts = parts
+
+    def close(self) -> None:
+        """Frees everything; safe to call twice."""
+        _close(self._parts)
+        self._parts = ()
+
+
+class Loader:
+    """What models are loaded on: the machine, its GPU, and what earlier runs learned."""
+
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        """Raises ConfigError for a device that is not here, NativeError without the library."""
+        self.bindings = Bindings.load()
+        self.gpu = find_gpu(self.bindings, config.device, config.vram)
+        check_misses(self.gpu, config)
+        self.hotness = HotnessKeeper(config, model)
+        self._config = config
+        self._model = model
+        self._machine = hardware.probe(self.gpu.device if self.gpu else None)
+
+    @property
+    def note(self) -> str | None:
+        """What was left aside."""
+        notes = (self.hotness.note, one_of_several(self.bindings, self.gpu))
+        return " ".join(filter(None, notes)) or None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes, and not main memory in the place of one."""
+        return self.gpu is not None and self.gpu.index is not None
+
+    @cached_property
+    def misses(self) -> Misses:
+        """How a GPU gets what it lacks. Measured for the first store: where everything fits,
+        nothing is missed."""
+        return serve_misses(self.bindings, self.gpu, self._config)
+
+    def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
+        """How the model is laid out with these settings; see plan_memory."""
+        return plan_memory(config, self._model, self._machine, more_scratch)
+
+    def device_bytes(self, context: Context) -> int:
+        """What llama.cpp takes of a device's memory, without expert slots and what kernels
+        take."""
+        return taken_by(self.bindings.library(), context.handle)[1]
+
+    def load(self, config: Config, plan: MemoryPlan, progress: Progress | None = None) -> Loaded:
+        """Loads what is planned; a second time where llama.cpp takes more of a GPU's memory than
+        was estimated, so that the cap holds.
+
+        progress gets the loaded share, 0 to 1.
+        Raises MoeEdgeError in one of its forms, and leaves nothing behind then.
+        """
+        loaded = self._load(config, plan, progress)
+        if not self.on_gpu:
+            return loaded
+        beyond = self.device_bytes(loaded.context) - plan.llama_bytes
+        if beyond <= 0:
+            return loaded
+        loaded.close()
+        return self._load(config, self.plan(config, beyond), progress)
+
+    def _load(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Loaded:
+        first = self._first(plan)
+        # of the time that loading takes; experts are read before the first token, or never
+        share = 0.5 if first else 1.0
+        parts: list[Context | Store | Model] = []
+        try:
+            driver: Driver | PlainDriver = PlainDriver()
+            if plan.policy is not None:
+                store = Store.create(
+                    self.bindings.library(), store_spec(config, self._model, plan, self.misses)
+                )
+                parts.append(store)
+                driver = managing = Driver(plan.policy, store)
+            model = self._weights(config, plan, _part_of(progress, 0.0, share))
+            parts.append(model)
+            if plan.policy is not None:
+                managing.listen()
+                managing.load_first(
+                    first, plan.policy.transition_rate, _part_of(progress, share, 1.0)
+                )
+            context = Context(
+                self.bindings,
+                model,
+                n_ctx=plan.n_ctx,
+                n_ubatch=min(config.n_ubatch, plan.n_ctx),
+                threads=config.threads or default_threads(),
+                all_logits=config.logits_all,
+                flash_attention=importance_window(config, plan) >= 0,
+                on_gpu=self.gpu is not None,
+                sequences=config.sequences,
+            )
+            # the context goes first, then the store, then the model that it was attached to
+            parts.insert(0, context)
+            sequences = Sequences(context, config.sequences)
+            steps = Steps(context, driver, sequences, self.bindings.complaint, config.ctx)
+            context.should_stop = lambda: steps.cancelled
+            return Loaded(plan, driver, model, context, steps, parts)
+        except BaseException:
+            _close(parts)
+            raise
+
+    def _first(self, plan: MemoryPlan) -> Sequence[Transition]:
+        """What the policy wants in memory before the first token, by what earlier runs learned."""
+        policy = plan.policy
+        if policy is None:
+            return ()
+        known = self.hotness.recall() if policy.learns else None
+        if known is not None:
+            policy.set_hotness(known)
+        return policy.start()
+
+    def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
+        extra = config.use_extra_bufts
+        return Model(
+            self.bindings,
+            config.model,
+            managed=plan.managed,
+            use_extra_bufts=not plan.managed if extra is None else extra,
+            use_mmap=not plan.managed and config.ram is None and len(self._model.tiers) == 1,
+            gpu=self.gpu.index if self.gpu else None,
+            buffer_type=self.gpu.buffer_type if self.gpu else None,
+            progress=progress,
+        )
+
+
+def _close(parts: Sequence[Context | Store | Model]) -> None:
+    for part in parts:
+        part.close()
+
+
+def _part_of(progress: Progress | None, begin: float, end: float) -> Progress | None:
+    """Progress of a part, told as progress of the whole."""
+    if progress is None:
+        return None
+    return lambda done: progress(begin + (end - begin) * done)

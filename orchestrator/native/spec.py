@@ -1,0 +1,123 @@
+"""What a native store is built from."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from orchestrator.native.abi import (
+    DIRECT_IO,
+    EXACT_TIERS,
+    SIMULATED,
+    CConfig,
+    CGroup,
+    CLayer,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Where the experts of one (layer, kind, tier) lie; see struct moe_edge_slices."""
+
+    file: int
+    offset: int
+    expert_bytes: int
+    type: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Misses:
+    """How a store on a device serves what the device lacks, where a layer has few tokens: "copy",
+    "read", "compute" or "auto". For auto, the bytes of weights that each way takes in a second, 0
+    where it cannot be had, and the microseconds that it takes the host and the device to wait for
+    each other. threads: of the host, that compute."""
+
+    mode: str = "copy"
+    copy: float = 0.0
+    read: float = 0.0
+    compute: float = 0.0
+    round_trip_us: float = 0.0
+    threads: int = 1
+
+    MODES: ClassVar = ("copy", "read", "compute", "auto")  # by number
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """Everything a store is built from.
+
+    layers: (il, {(kind, tier): Slices}) for each MoE layer in order, tiers numbered
+    best first without gaps; groups: (slot_bytes, n_slots). n_passing[group]: slots that
+    passing requests may take from the others; 1 where it is empty. importance_window: token
+    importance from the last W queries; 0 none, -1 all of them. exact_tiers: a request drops
+    a better copy.
+    """
+
+    files: tuple[Path, ...]
+    layers: tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
+    groups: tuple[tuple[int, int], ...]
+    budget_bytes: int
+    n_tiers: int
+    n_expert: int
+    n_expert_used: int
+    max_tokens: int
+    n_ahead: int
+    n_io_threads: int
+    direct_io: bool = True
+    n_passing: tuple[int, ...] = ()
+    importance_window: int = 0
+    exact_tiers: bool = False
+    device: str | None = None  # whose memory the slots are; None for the host's
+    host_bytes: int = 0  # the cache of experts behind a device
+    misses: Misses = Misses()
+    simulated: bool = False  # no file is opened; see orchestrator.native.simulation
+
+
+def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
+    """The C configuration and what must live as long as it is read."""
+    files = (ctypes.c_char_p * len(spec.files))(*(bytes(path) for path in spec.files))
+    layers = (CLayer * len(spec.layers))()
+    for c_layer, (il, slices) in zip(layers, spec.layers, strict=True):
+        c_layer.il = il
+        for (kind, tier), piece in slices.items():
+            target = c_layer.slices[kind][tier]
+            target.offset = piece.offset
+            target.expert_bytes = piece.expert_bytes
+            target.file = piece.file
+            target.type = piece.type
+            target.group = piece.group
+    groups = (CGroup * len(spec.groups))()
+    for c_group, (slot_bytes, n_slots) in zip(groups, spec.groups, strict=True):
+        c_group.slot_bytes, c_group.n_slots = slot_bytes, n_slots
+    for c_group, n_passing in zip(groups, spec.n_passing, strict=False):
+        c_group.n_passing = n_passing
+    config = CConfig(
+        files=files,
+        layers=layers,
+        groups=groups,
+        budget_bytes=spec.budget_bytes,
+        host_bytes=spec.host_bytes,
+        copy_bytes_per_s=spec.misses.copy,
+        read_bytes_per_s=spec.misses.read,
+        compute_bytes_per_s=spec.misses.compute,
+        round_trip_us=spec.misses.round_trip_us,
+        misses=Misses.MODES.index(spec.misses.mode),
+        n_host_threads=spec.misses.threads,
+        n_files=len(spec.files),
+        n_layers=len(spec.layers),
+        n_groups=len(spec.groups),
+        n_tiers=spec.n_tiers,
+        n_expert=spec.n_expert,
+        n_expert_used=spec.n_expert_used,
+        max_tokens=spec.max_tokens,
+        n_ahead=spec.n_ahead,
+        n_io_threads=spec.n_io_threads,
+        flags=DIRECT_IO * spec.direct_io
+        | EXACT_TIERS * spec.exact_tiers
+        | SIMULATED * spec.simulated,
+        importance_window=spec.importance_window,
+    )
+    return config, [files, layers, groups]

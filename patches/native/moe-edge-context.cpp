@@ -1,0 +1,120 @@
+// Steps of a context: one around each micro-batch that it computes.
+
+#include "moe-edge-hook.h"
+#include "moe-edge-llama.h"
+#include "moe-edge-util.h"
+
+#include "llama-batch.h"
+#include "llama-context.h"
+
+#include "ggml-backend.h"
+
+#include <algorithm>
+#include <array>
+
+namespace {
+
+hook_model * attached_to(const llama_model & model) {
+    std::shared_lock<std::shared_mutex> lock(moe_edge_attached.mutex);
+    const auto it = moe_edge_attached.models.find(&model);
+    return it == moe_edge_attached.models.end() ? nullptr : it->second.get();
+}
+
+void add_new(std::vector<int32_t> & sequences, int32_t sequence) {
+    if (std::find(sequences.begin(), sequences.end(), sequence) == sequences.end()) {
+        sequences.push_back(sequence);
+    }
+}
+
+// whole: what llama_decode got, of which ubatch is a part. said_phase: of all tokens, or -1.
+moe_edge_batch describe(const llama_ubatch & ubatch, const llama_batch & whole, int32_t said_phase) {
+    std::array<int32_t, LLAMA_MAX_SEQ> n_tokens = {};
+    for (int32_t i = 0; i < whole.n_tokens; i++) {
+        for (int32_t s = 0; s < whole.n_seq_id[i]; s++) {
+            n_tokens[whole.seq_id[i][s]]++;
+        }
+    }
+    moe_edge_batch out;
+    for (uint32_t i = 0; i < ubatch.n_tokens; i++) {
+        const llama_seq_id * first = ubatch.seq_id[i];
+        const llama_seq_id * last  = first + ubatch.n_seq_id[i];
+        const bool prompt = said_phase >= 0 ? said_phase == MOE_EDGE_PREFILL
+            : !ubatch.output[i] || std::any_of(first, last, [&](llama_seq_id s) { return n_tokens[s] > 1; });
+        out.phases.push_back(prompt ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE);
+        out.sequences.push_back(*first);
+        for (const llama_seq_id * s = first; s < last; s++) {
+            out.members.insert(*s);
+            if (ubatch.pos[i] == 0) {
+                add_new(out.starts, *s);
+            }
+            if (prompt && ubatch.output[i]) {
+                add_new(out.prompt_ends, *s);
+            }
+        }
+    }
+    return out;
+}
+
+}  // namespace
+
+moe_edge_step_hook::moe_edge_step_hook(const llama_context & ctx, const llama_ubatch & ubatch)
+    : ctx(ctx), model(attached_to(ctx.model)) {
+    if (model) {
+        model->store->begin_step(describe(ubatch, ctx.balloc->get_batch(), model->store->said_phase));
+        watched = !model->store->runs_unwatched() && !ctx.cparams.warmup;
+        set_abort_callback(should_stop, this);
+        began_us = now_us();
+    }
+}
+
+moe_edge_step_hook::~moe_edge_step_hook() {
+    if (model) {
+        set_abort_callback(ctx.abort_callback, ctx.abort_callback_data);
+    }
+}
+
+bool moe_edge_step_hook::should_stop(void * step) {
+    const auto & self = *static_cast<const moe_edge_step_hook *>(step);
+    return self.model->store->aborted() || (self.ctx.abort_callback && self.ctx.abort_callback(self.ctx.abort_callback_data));
+}
+
+// On the backends alone: the context keeps its own.
+void moe_edge_step_hook::set_abort_callback(ggml_abort_callback callback, void * data) const {
+    for (const auto & backend : ctx.backends) {
+        auto * reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend.get()));
+        auto * set = reg ? ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_abort_callback") : nullptr;
+        if (set) {
+            reinterpret_cast<ggml_backend_set_abort_callback_t>(set)(backend.get(), callback, data);
+        }
+    }
+}
+
+bool moe_edge_step_hook::may_reuse(const llm_graph_result * graph) const {
+    if (!model) {
+        return true;
+    }
+    const auto it = model->watched.find(graph);
+    return it != model->watched.end() && it->second == watched;
+}
+
+ggml_status moe_edge_step_hook::done(const llm_graph_result * graph, ggml_status status) {
+    if (!model) {
+        return status;
+    }
+    auto & store = *model->store;
+    model->watched[graph] = watched;
+    if (store.step_callback) {
+        ggml_backend_sched_synchronize(ctx.sched.get());  // else the time is that of launching
+    }
+    const uint64_t us = now_us() - began_us;
+    if (store.error()) {
+        return GGML_STATUS_FAILED;
+    }
+    if (store.is_cancelled()) {
+        return GGML_STATUS_ABORTED;
+    }
+    if (status != GGML_STATUS_SUCCESS || ctx.cparams.warmup) {
+        return status;
+    }
+    return store.end_step(us) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
+}

@@ -1,0 +1,110 @@
+// Steps: what happens at their boundaries, and what is told about them.
+
+#include "moe-edge-util.h"
+
+#include <algorithm>
+
+// Without a model.
+void moe_edge_store::begin_step(int32_t new_phase) {
+    std::lock_guard<std::mutex> lock(mutex);
+    batch = {};
+    open_step(new_phase == MOE_EDGE_DECODE ? MOE_EDGE_DECODE : MOE_EDGE_PREFILL);
+    std::fill(phases.begin(), phases.end(), phase);
+    std::fill(sequences.begin(), sequences.end(), 0);
+}
+
+void moe_edge_store::begin_step(moe_edge_batch micro_batch) {
+    std::lock_guard<std::mutex> lock(mutex);
+    batch = std::move(micro_batch);
+    const bool prompt = std::count(batch.phases.begin(), batch.phases.end(), MOE_EDGE_PREFILL) > 0;
+    open_step(prompt ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE);
+}
+
+void moe_edge_store::open_step(int32_t new_phase) {
+    if (phase != new_phase || asks(new_phase) || !transitions.empty()) {
+        collect_counts();  // while they still tell of this phase and of these versions
+    }
+    n_uncollected++;
+    phase = new_phase;
+    event.phase = phase;
+    event.step++;
+    if (reads.empty() && copies.empty()) {
+        ahead_seq = 0;
+    }
+    failed = false;
+    failure.clear();
+    if (n_decided != 0) {
+        drop_step();
+    }
+    transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
+        [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
+    if (device) {
+        check_device();
+        fix_tables();
+        device->step_boundary(all_matrices.data(), all_matrices.size(), tables_fixed);
+    }
+}
+
+// The step before was cut off: nothing of it is needed any more.
+void moe_edge_store::drop_step() {
+    n_decided = 0;
+    for (auto & pool : pools) {
+        pool.waiting.clear();
+    }
+    for (auto & op : ops) {
+        op = {};
+    }
+    for (auto & c : cells) {
+        c.decided = false;
+        c.waiting = false;
+    }
+    for (size_t i = 0; i < cells.size(); i++) {
+        if (cells[i].arrived()) {
+            settle(i);
+        } else if (cells[i].queued() && cells[i].started == 0 && !cells[i].background) {
+            cancel_read(i);
+        }
+    }
+}
+
+// A token that the micro-batch does not have, in a graph that no step began for, is of the step's
+// phase and of no sequence.
+void moe_edge_store::describe_tokens() {
+    for (int32_t t = 0; t < event.n_tokens; t++) {
+        const bool known = (size_t) tokens[t] < batch.phases.size();
+        phases[t]    = known ? batch.phases[tokens[t]] : phase;
+        sequences[t] = known ? batch.sequences[tokens[t]] : -1;
+    }
+}
+
+bool moe_edge_store::end_step(uint64_t us) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        ends.assign(ended.begin(), ended.end());
+        ended.clear();
+        live.insert(batch.members.begin(), batch.members.end());
+    }
+    if (!step_callback) {
+        return true;
+    }
+    const moe_edge_step report = {
+        event.step, us, phase, (int32_t) batch.phases.size(),
+        (int32_t) batch.starts.size(), (int32_t) batch.prompt_ends.size(), (int32_t) ends.size(), 0,
+        batch.starts.data(), batch.prompt_ends.data(), ends.data(),
+    };
+    if (step_callback(&report, step_user) != 0) {
+        fail("the step callback failed");
+        return false;
+    }
+    return true;
+}
+
+void moe_edge_store::end_sequence(int32_t sequence) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (sequence < 0) {
+        ended.insert(live.begin(), live.end());
+        live.clear();
+    } else if (live.erase(sequence) > 0) {
+        ended.insert(sequence);
+    }
+}

@@ -1,0 +1,96 @@
+"""A context of its own beside an engine's, as another front end of llama.cpp would have it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrator.events import RouteEvent
+from orchestrator.llama import Bindings, Model
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of a batch; wanted: whether it gets logits."""
+
+    id: int
+    pos: int
+    sequence: int = 0
+    wanted: bool = False
+
+
+def prompt(tokens: Sequence[int], pos: int = 0, sequence: int = 0) -> list[Token]:
+    """Tokens of one sequence, of which the last one gets logits."""
+    last = len(tokens) - 1
+    return [Token(each, pos + i, sequence, i == last) for i, each in enumerate(tokens)]
+
+
+class Decoder:
+    """Free it with close, before the model."""
+
+    def __init__(self, model: Model, n_ubatch: int = 8, n_batch: int = 64) -> None:
+        api = self.api = Bindings.load().api
+        self.n_vocab = model.n_vocab
+        params = api.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = 256, n_batch, n_ubatch
+        params.n_seq_max, params.kv_unified = 4, True
+        params.n_outputs_max = params.n_outputs_max_per_seq = n_batch
+        params.n_threads = params.n_threads_batch = 1
+        params.no_perf, params.op_offload, params.offload_kqv = True, False, False
+        self.handle = api.llama_init_from_model(model.handle, params)
+        assert self.handle
+        self.memory = api.llama_get_memory(self.handle)
+        self._batch = api.llama_batch_init(n_batch, 0, 1)
+
+    def decode(self, tokens: Sequence[Token]) -> int:
+        """llama_decode's status."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token.id, token.pos, token.wanted
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, token.sequence
+        return int(self.api.llama_decode(self.handle, batch))
+
+    def logits(self, i: int = -1) -> np.ndarray:
+        """Of the token at this place of the batch; a copy."""
+        pointer = self.api.llama_get_logits_ith(self.handle, i)
+        return np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy()
+
+    def last_pos(self, sequence: int = 0) -> int:
+        """The position of the last token that the memory holds of a sequence, -1 for none."""
+        return int(self.api.llama_memory_seq_pos_max(self.memory, sequence))
+
+    def forget(self) -> None:
+        self.api.llama_memory_clear(self.memory, True)
+
+    def stop_when(self, callback: object) -> None:
+        """The context's own abort callback, of api.ggml_abort_callback."""
+        self.api.llama_set_abort_callback(self.handle, callback, ctypes.c_void_p(None))
+
+    def close(self) -> None:
+        self.api.llama_batch_free(self._batch)
+        self.api.llama_free(self.handle)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a route event said of its tokens."""
+
+    layer: int
+    step: int
+    phase: int
+    phases: list[int]
+    sequences: list[int]
+
+    @classmethod
+    def of(cls, event: RouteEvent) -> Seen:
+        return cls(
+            event.layer,
+            event.step,
+            event.phase,
+            event.phases_array.tolist(),
+            event.sequences_array.tolist(),
+        )
