@@ -2,8 +2,8 @@
 
 engine_driver.py LIBRARY JOB: LIBRARY is a libggml-cuda.so to load, or "-". JOB is JSON: options of
 Config.build, a prompt, n_decode, warm: every expert is read before the first token; answer: tokens
-to go on with in the place of its own; watch: prefill has a callback, which takes what is offered, and
-the last token but one is prefill. Prints JSON: its own tokens, logits before each of them and
+to go on with in the place of its own; watch: prefill has a callback, which takes what is offered,
+and the last token but one is prefill. Prints JSON: its own tokens, logits before each of them and
 behind the last, statistics, and what was taken of the device after each chunk of the prompt and in
 the end. Options that do not work print {"error": sentence}.
 """
