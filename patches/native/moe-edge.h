@@ -48,7 +48,8 @@ extern "C" {
 #define MOE_EDGE_DEVICE_ALIGN 256
 #define MOE_EDGE_SKIP         255  // tier of an expert that contributes nothing
 #define MOE_EDGE_ABSENT       254  // residency: no tier of this expert is in memory
-#define MOE_EDGE_FAILED       (-3) // of llama_decode: the step failed, and would again with fewer tokens
+#define MOE_EDGE_FAILED       (-3) // of llama_decode: the step failed, and would again with fewer tokens;
+                                   // without a moe_edge_error, for a reason of llama.cpp's own
 
 // Matrix kinds. A layer has either UP, GATE and DOWN, or UP and DOWN, or GATE_UP and DOWN.
 enum moe_edge_kind {

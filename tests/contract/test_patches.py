@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from patches import series
+from patches import series, tool
 from patches.series import Patch
 from patches.upstream import (
     PATCHES,
@@ -114,6 +114,13 @@ def test_patch_reads_its_parts() -> None:
     assert patch.added_lines == 1
     assert patch.fields["Reason"] == "none but this test"
     assert set(patch.fields) == set(series.HEADERS)
+
+
+def test_files_of_a_patch_are_no_folder_of_files() -> None:
+    given = ["add", "a.patch", "--tree", "edited", "--files", "src/a.cpp", "src/b.cpp"]
+    args = tool.parser().parse_args(given)
+    assert args.files is None
+    assert args.changed == ["src/a.cpp", "src/b.cpp"]
 
 
 def test_add_then_refresh_is_byte_stable(toy: tuple[Path, Sdist, Path]) -> None:

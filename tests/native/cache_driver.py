@@ -10,7 +10,7 @@ import numpy as np
 
 from gguf_tools.file.layout import BLOCK, GGMLType, pad
 from orchestrator.events import Phase
-from orchestrator.native import Library, Slices, Store, StoreSpec
+from orchestrator.native import MAX_TIERS, Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch
 
 from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP, Cache, Item, Layout, Visit
@@ -149,7 +149,7 @@ class Driver:
             for tier in range(len(self.tiers)):
                 seen[f"routed {tier}[{phase}]"] = stats.routed[phase][tier]
                 seen[f"computed {tier}[{phase}]"] = stats.computed[phase][tier]
-            seen[f"routed skip[{phase}]"] = stats.routed[phase][4]
+            seen[f"routed skip[{phase}]"] = stats.routed[phase][MAX_TIERS]
         for name in ("waves", "promotions", "evictions", "prefetch_used", "prefetch_wasted"):
             seen[name] = getattr(stats, name)
         for name in ("prefetch_cancelled", "slot_bytes_peak", "slot_bytes_in_use"):

@@ -392,17 +392,18 @@ void run_held(const expert_file & file) {
         moe_edge_get_stats(store, &s);
     }
     const auto state = [&] {
-        std::vector<uint8_t> states(LAYERS * EXPERTS);
+        std::vector<uint8_t> resident(LAYERS * EXPERTS), target(LAYERS * EXPERTS);
         moe_edge_begin_step(store, MOE_EDGE_DECODE);
-        moe_edge_get_states(store, states.data());
+        moe_edge_get_states(store, resident.data(), target.data());
         check(store);
-        return states[EXPERTS + 3];
+        return std::make_pair<int, int>(resident[EXPERTS + 3], target[EXPERTS + 3]);
     };
-    if (state() != MOE_EDGE_STATE_PROMOTING || !device.fixed) {
+    const auto promoting = std::make_pair(1, 0), high = std::make_pair(0, 0);
+    if (state() != promoting || !device.fixed) {
         die("held copies: a version was published before its bytes were there");
     }
     go = true;
-    for (int i = 0; state() != MOE_EDGE_STATE_HI; i++) {
+    for (int i = 0; state() != high; i++) {
         if (i == 10000) {
             die("held copies: a version was never published");
         }

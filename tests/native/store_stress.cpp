@@ -312,12 +312,12 @@ void run_transitions(const std::string & dir, double seconds, unsigned seed) {
     });
     others.emplace_back([&] {
         char err[512];
-        uint8_t states[LAYERS * EXPERTS];
+        uint8_t resident[LAYERS * EXPERTS], target[LAYERS * EXPERTS];
         uint32_t counts[LAYERS * EXPERTS];
         while (!stop) {
-            moe_edge_get_states(store, states);
+            moe_edge_get_states(store, resident, target);
             moe_edge_take_counts(store, counts);
-            if (std::count(states, states + LAYERS * EXPERTS, MOE_EDGE_STATE_ABSENT) != 0 || moe_edge_check(store, err, sizeof(err)) != 0) {
+            if (std::count(resident, resident + LAYERS * EXPERTS, MOE_EDGE_ABSENT) != 0 || moe_edge_check(store, err, sizeof(err)) != 0) {
                 die(std::string("transitions: ") + err);
             }
             usleep(200);

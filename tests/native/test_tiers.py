@@ -13,12 +13,13 @@ from gguf_tools.pack import pack
 from orchestrator.config import Config
 from orchestrator.engine import Engine, Sampling
 from orchestrator.events import Phase
+from orchestrator.native import MAX_TIERS
 
 from .copies import copied
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
-N_KINDS, SKIPPED = 3, 4  # gate, up, down; where the statistics count skipped experts
+N_KINDS, SKIPPED = 3, MAX_TIERS  # gate, up, down; where the statistics count skipped experts
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(0, 250, 12)]
 THREE = ("q8_0", "q4_k", "q2_k")
 
@@ -80,8 +81,8 @@ def test_any_pair(
         stats = engine.store.stats()
         routed, computed = list(stats.routed[Phase.DECODE]), list(stats.computed[Phase.DECODE])
     assert routed[0] == routed[1] > 0
-    assert routed[2:] == [0, 0, 0]
-    assert computed == [N_KINDS * n for n in routed[:4]]
+    assert routed[2:] == [0] * (MAX_TIERS - 1)
+    assert computed == [N_KINDS * n for n in routed[:MAX_TIERS]]
 
     one, other = packed(first), packed(second)
     with open_model(one, low=other, **options) as engine:

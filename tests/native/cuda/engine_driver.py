@@ -2,7 +2,8 @@
 
 engine_driver.py LIBRARY JOB: LIBRARY is a libggml-cuda.so to load, or "-". JOB is JSON: options of
 Config.build, a prompt, n_decode, warm: every expert is read before the first token; answer: tokens
-to go on with in the place of its own. Prints JSON: its own tokens, logits before each of them and
+to go on with in the place of its own; watch: prefill has a callback, which takes what is offered,
+and the last token but one is prefill. Prints JSON: its own tokens, logits before each of them and
 behind the last, statistics, and what was taken of the device after each chunk of the prompt and in
 the end. Options that do not work print {"error": sentence}.
 """
@@ -19,6 +20,7 @@ from typing import Any
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import MoeEdgeError
+from orchestrator.events import Phase
 from orchestrator.llama import Bindings
 from orchestrator.native import find_device
 
@@ -68,12 +70,19 @@ def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
         for start in range(0, len(prompt), step):
             rows = [engine.eval(prompt[start : start + step], start)[-1]]
             took.append(on_device())
+        watched: list[tuple[int, int]] = []
+        if job["watch"]:
+            engine.store.set_route(
+                lambda event: watched.append((event.phase, event.n_tokens)), 0, (Phase.PREFILL,)
+            )
         for i in range(job["n_decode"]):
             tokens.append(int(rows[-1].argmax()))
             fed = job["answer"][i : i + 1] if "answer" in job else tokens[-1:]
-            rows.append(engine.eval(fed, len(prompt) + i)[-1])
+            phase = Phase.PREFILL if job["watch"] and i == job["n_decode"] - 2 else Phase.DECODE
+            rows.append(engine.eval(fed, len(prompt) + i, phase=phase)[-1])
         found = {
             "tokens": tokens,
+            "watched": watched,
             "rows": [row.tolist() for row in rows],
             "device": engine.plan.device.name if engine.plan.device else None,
             "managed": engine.managed,

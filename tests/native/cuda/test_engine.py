@@ -26,8 +26,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def engine(library: Path | str, n_decode: int, **options: object) -> dict[str, Any]:
-    job: dict[str, object] = {"prompt": PROMPT, "n_decode": n_decode, "warm": False}
-    given = ("prompt", "warm", "pinned_limit", "answer")
+    job: dict[str, object] = {"prompt": PROMPT, "n_decode": n_decode, "warm": False, "watch": False}
+    given = ("prompt", "warm", "watch", "pinned_limit", "answer")
     job |= {key: options.pop(key) for key in given if key in options}
     job["options"] = {"ctx": 128, "threads": 1, **options}
     driver = HERE / "engine_driver.py"
@@ -114,6 +114,20 @@ def test_steps_that_nobody_watches_are_counted(
     for key in ("requests", "hits", "routed", "computed"):
         assert found[key] == wanted[key]
     assert found["hits"] == found["requests"] and all(found["requests"])
+
+
+def test_prefill_alone_may_be_watched(device: Device, tiny_model: Callable[..., Path]) -> None:
+    """Every expert on the GPU: decode steps run without the hook, and a step of one token of a
+    prompt between them has it, though its graph is the same otherwise."""
+    options = {"model": str(tiny_model("qwen3moe", "q4_k", "q2_k")), "policy": "lru", "warm": True}
+    wanted = engine(device.library, 5, **options, device="cuda0")
+    found = engine(device.library, 5, **options, device="cuda0", watch=True)
+    assert not wanted["watched"]
+    assert found["watched"] == [[0, 1]] * 3  # layers
+    assert found["tokens"] == wanted["tokens"]
+    assert found["rows"] == wanted["rows"]
+    assert sum(found["requests"]) == sum(wanted["requests"])
+    assert sum(found["hits"]) == sum(wanted["hits"])
 
 
 @pytest.mark.parametrize("tier", ["q8_0", "f16"])
