@@ -39,17 +39,11 @@ Prefill = Callable[[int, int], None]
 
 
 @contextmanager
-def stoppable(cancel: Callable[[], None]) -> Iterator[list[int]]:
-    """Turn Ctrl-C into a call of `cancel`; the list that is yielded holds one entry a press."""
-    presses: list[int] = []
-
-    def handler(signum: int, _frame: object) -> None:
-        presses.append(signum)
-        cancel()
-
-    previous = signal.signal(signal.SIGINT, handler)
+def stoppable(stop: Callable[[], None]) -> Iterator[None]:
+    """Turn Ctrl-C into a call of `stop`, in the main thread."""
+    previous = signal.signal(signal.SIGINT, lambda _signum, _frame: stop())
     try:
-        yield presses
+        yield
     finally:
         signal.signal(signal.SIGINT, previous)
 
@@ -77,30 +71,31 @@ class Session:
         self.left_out = 0
 
     def answer(self, text: str, on_prefill: Prefill | None = None) -> Iterator[str]:
-        """Yield the pieces of the answer to `text`. Ctrl-C ends it early and sets `stopped`.
+        """Yield the pieces of the answer to `text`; `stop` ends it early.
 
         A message that failed (any MoeEdgeError of the engine) or that got no answer is forgotten,
         so that the conversation always alternates between user and assistant. What was said
         before a stop is kept.
         """
+        self.stopped = False
+        return self._answer(text, on_prefill)
+
+    def _answer(self, text: str, on_prefill: Prefill | None) -> Iterator[str]:
         start = len(self.messages)
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         keep = False
-        self.stopped = False
         try:
-            with stoppable(self.engine.cancel) as presses:
-                tokens = self._visible_tokens()
-                # A press before the engine has begun would be lost on it.
-                if not presses:
-                    for piece in self.engine.generate(
-                        tokens, self.sampling, self.max_tokens, on_prefill
-                    ):
-                        pieces.append(piece)
-                        yield piece
-                        if presses:  # again, for a press that came while it was starting
-                            self.engine.cancel()
-                self.stopped = bool(presses)
+            tokens = self._visible_tokens()
+            # A stop before the engine has begun would be lost on it.
+            if not self.stopped:
+                for piece in self.engine.generate(
+                    tokens, self.sampling, self.max_tokens, on_prefill
+                ):
+                    pieces.append(piece)
+                    yield piece
+                    if self.stopped:  # again, for a stop that came while it was starting
+                        self.engine.cancel()
             keep = bool(pieces)
         except GeneratorExit:
             keep = bool(pieces)
@@ -111,16 +106,26 @@ class Session:
             else:
                 del self.messages[start:]
 
+    def stop(self) -> None:
+        """End the running answer soon, and set `stopped`; safe in a signal handler and from any
+        thread."""
+        self.stopped = True
+        self.engine.cancel()
+
     def answer_again(self, on_prefill: Prefill | None = None) -> Iterator[str]:
         """Yield another answer in the place of the last one, which stays where this one fails or
         is empty. Raises ConfigError where there is none."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise ConfigError("nothing was answered yet")
+        self.stopped = False
+        return self._answer_again(on_prefill)
+
+    def _answer_again(self, on_prefill: Prefill | None) -> Iterator[str]:
         last, left_out = self.messages[-2:], self.left_out
         del self.messages[-2:]
         length = len(self.messages)
         try:
-            yield from self.answer(last[0]["content"], on_prefill)
+            yield from self._answer(last[0]["content"], on_prefill)
         finally:
             if len(self.messages) == length:
                 self.messages += last
@@ -155,11 +160,12 @@ def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> 
     Bars and the statistics line go to stderr, and only where that is a terminal.
     """
     pieces = []
-    for piece in session.answer(prompt, console.prefill_bar):
-        console.end_bar()
-        pieces.append(piece)
-        if not as_json:
-            console.answer(piece)
+    with stoppable(session.stop):
+        for piece in session.answer(prompt, console.prefill_bar):
+            console.end_bar()
+            pieces.append(piece)
+            if not as_json:
+                console.answer(piece)
     console.end_bar()
     stats = session.engine.last_stats
     if as_json:
@@ -260,11 +266,12 @@ class Chat:
         length = 0
         last = ""
         try:
-            for piece in answer:
-                console.end_bar()
-                console.answer(piece)
-                length += len(piece)
-                last = piece or last
+            with stoppable(session.stop):
+                for piece in answer:
+                    console.end_bar()
+                    console.answer(piece)
+                    length += len(piece)
+                    last = piece or last
         finally:
             console.end_bar()
             if length and not last.endswith("\n"):

@@ -75,6 +75,19 @@ class Driver(PlainDriver):
         self.policy.decide(event, self.store.view, self.store.decision)
         self.store.apply(self.store.decision)
 
+    def asks(self, phase: int) -> bool:
+        """Whether the policy is asked in the steps of a phase."""
+        return phase in _ASKED[self.policy.callback]
+
+    def on_route_unasked(self, event: RouteEvent) -> None:
+        """What the store does by itself where the policy is not asked: its default tier, or a
+        better one that is in memory."""
+        tier, decision = self.policy.default_tier, self.store.decision
+        if tier:
+            resident = self.store.view.resident_array[event.layer]
+            np.minimum(resident, tier, out=decision.tier_array)
+        self.store.apply(decision)
+
     def step_done(self, step: ComputedStep) -> None:
         """Once per step: the policy learns, and may start transitions."""
         moves = self.learn(step)

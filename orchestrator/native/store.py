@@ -106,7 +106,9 @@ class Store:
         self.library.set_step_callback(self.handle, address, None)
 
     def set_phase(self, phase: Phase | None) -> None:
-        """What the tokens of the steps from here on are; None goes by what their batch shows."""
+        """What the tokens of the steps from here on are; None goes by what their batch shows.
+        What a callback raised in a step whose caller raised something else is forgotten."""
+        self._error = None
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)
 
     def sequence_end(self, sequence: int | None = None) -> None:

@@ -202,12 +202,7 @@ class Policy:
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Writes a tier for the routed experts (0 where nothing is written) and what to
-        prefetch. Mutates only `out`; keeps no reference to what it was given.
-
-        A policy that is not asked is asked by a recorder all the same: it answers what is asked
-        for without it, its default tier or a better one in memory."""
-        if self.default_tier:
-            np.minimum(view.resident_array[event.layer], self.default_tier, out=out.tier_array)
+        prefetch. Mutates only `out`; keeps no reference to what it was given."""
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """After every step that succeeded; returns the transitions to start."""

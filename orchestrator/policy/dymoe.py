@@ -87,9 +87,9 @@ class DyMoE(Policy):
 
     name = "dymoe"
     summary = (
-        "critical experts high, the others low (`--low-tier q2_k`) or skipped "
-        "(`--low-tier skip`), more of them critical in early layers than in late ones; prefetch "
-        "for the next layer, as long as it pays"
+        "The default where not everything fits. Critical experts are high, the others low or "
+        "skipped, and more of them are critical in early layers than in late ones. It prefetches "
+        "for the next layer as long as that pays."
     )
     Settings = DyMoESettings
     most_tiers = 2

@@ -105,9 +105,9 @@ class DynaExq(Policy):
 
     name = "dynaexq"
     summary = (
-        "every expert in memory, in one of two precisions: high the ones that are used most, as "
-        "many as the budget has room for, low the others; the exchange runs in the background, and "
-        "no token waits for it. Where not even the low copies fit, they are cached"
+        "Every expert is in memory, in one of two precisions: high the ones that are used most, as "
+        "many as the budget has room for, and low the others. They are exchanged in the "
+        "background, and no token waits for it."
     )
     Settings = DynaExqSettings
     least_tiers = most_tiers = 2

@@ -10,7 +10,7 @@ class LRU(Policy):
     shared by all layers; the store's own order does the rest, so Python is not called."""
 
     name = "lru"
-    summary = "the null baseline: one precision, load on demand, evict what was used longest ago"
+    summary = "The null baseline: one precision, load on demand, evict what was used longest ago."
     most_tiers = 1
     reason = "runs one precision"
 

@@ -17,7 +17,6 @@ from orchestrator.events import SKIP, Phase, RouteEvent
 from orchestrator.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
-from orchestrator.policy.base import Callback
 from orchestrator.replay.agreement import counted
 from orchestrator.replay.trace import VERSION, Header, Trace
 from orchestrator.sampling import Sampling
@@ -41,9 +40,9 @@ UNMEASURED = (0.5, 0.5)
 class Recorder:
     """Records while it is entered; trace() afterwards gives the recording.
 
-    A policy that Python is not called for is called, and decides the same. The engine must be
-    managed and must not change its policy meanwhile. Raises ConfigError, also where the policy
-    has learned from steps before: a replay starts where the policy started.
+    Python is called in every step, also where the policy is not asked; what the store does is the
+    same. The engine must be managed and must not change its policy meanwhile. Raises ConfigError,
+    also where the policy has learned from steps before: a replay starts where the policy started.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -143,13 +142,15 @@ class Recorder:
             self._ahead_ids.append(event.ahead_ids_array.tobytes())
             self._ahead.append(event.ahead_array.tobytes())
         self._since = perf_counter_ns()  # what was before, a run without recording does not do
-        self._engine.driver.on_route(event)
+        driver = self._engine.driver
+        asked = driver.asks(event.phase)
+        (driver.on_route if asked else driver.on_route_unasked)(event)
         decided_ns = perf_counter_ns()
         chosen = np.unique(event.ids_array)
         self._computed.append(int((self._engine.store.decision.tier_array[chosen] != SKIP).sum()))
         done_ns = perf_counter_ns()
         self._since += done_ns - decided_ns
-        if self._policy.callback is Callback.NEVER:
+        if not asked:
             self._since = done_ns
 
     def trace(self, disk: Disk = UNKNOWN) -> Trace:

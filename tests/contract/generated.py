@@ -13,12 +13,16 @@ import ast
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from click.testing import CliRunner
 from test_layers import LAYERS, RANK, REPO, rank
+
+if TYPE_CHECKING:
+    from orchestrator.settings import Setting
 
 MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 WIDTH = 88
@@ -133,11 +137,79 @@ def architectures_block() -> str:
     return textwrap.fill(text + ".", WIDTH, break_on_hyphens=False) + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"docs/commands.md": commands_page}
+def policies_block() -> str:
+    """What each policy does, in its own words."""
+    from orchestrator.policy import PLAIN, POLICIES
+
+    rows = [
+        "| policy | what it does |",
+        "|---|---|",
+        f"| `{PLAIN}` | Upstream's own path: everything is in memory, and there is no store. |",
+    ]
+    rows += [f"| `{name}` | {policy.summary} |" for name, policy in POLICIES.items()]
+    return "\n".join(rows) + "\n"
+
+
+def settings_page() -> str:
+    """Every setting, by the record that declares it."""
+    from orchestrator.config import Config
+    from orchestrator.policy import POLICIES, owners
+
+    parts = [
+        "# Settings",
+        "Every setting as it is declared, with its range and its default. `make docs` writes this "
+        "page. A setting with an option can be given to `moe-edge chat` and to the commands that "
+        "run a model; all of them can be given to `Config.build` in Python and to "
+        "`--model_args` of [the harness](quality.md). The ones in italics are left out of "
+        "`--help`.",
+        "## Of every policy",
+        settings_table(Config.declared().values()),
+    ]
+    seen: set[str] = set()
+    for policy in POLICIES.values():
+        own = [each for name, each in policy.Settings.declared().items() if name not in seen]
+        seen.update(each.name for each in own)
+        if own:
+            names = {" and ".join(owners(each.name)) for each in own}
+            parts += [f"## Of {', '.join(sorted(names))}", settings_table(own)]
+    return "\n\n".join(parts) + "\n"
+
+
+def settings_table(declared: Iterable[Setting]) -> str:
+    rows = ["| setting | option | values | default | what it does |", "|---|---|---|---|---|"]
+    for each in declared:
+        flag = f"`{each.flag}`" if each.option else ""
+        rows.append(
+            f"| `{each.name}` | {f'*{flag}*' if each.hidden else flag} | {values_of(each)} "
+            f"| {each.default_text} | {each.help} |".replace("|  |", "| |")
+        )
+    return "\n".join(rows)
+
+
+def values_of(declared: Setting) -> str:
+    """What a setting may be."""
+    if declared.choices:
+        return ", ".join(declared.choices)
+    if declared.unit is not None:
+        return "a size as 64MiB" + (", or 0" if declared.unit == "rate" else "")
+    if bool in declared.kinds:
+        return "yes or no"
+    if declared.within is None:
+        return {"FILE": "a file"}.get(declared.metavar, "a name")
+    low, high = declared.within
+    upper = "or more" if high == float("inf") else f"to {high:g}"
+    return f"{'a number' if float in declared.kinds else 'a whole number'}, {low:g} {upper}"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/commands.md": commands_page,
+    "docs/settings.md": settings_page,
+}
 BLOCKS: dict[str, Callable[[], str]] = {
     "layers": layers_block,
     "rooms": rooms_block,
     "architectures": architectures_block,
+    "policies": policies_block,
 }
 
 

@@ -1,7 +1,8 @@
 """A policy is one file, and a line in the registry: all that a user sees of it follows.
 
 The policy of this test stands in one new file, with one setting of its own. It works with three
-precisions where its neighbours work with one or two.
+precisions where its neighbours work with one or two, is asked in prefill only, is told which tier
+each expert is in, and moves one of them through all tiers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ class Stripes(Policy):
     Settings = StripesSettings
     least_tiers = most_tiers = 3
     reason = "goes by the index"
-    callback = Callback.ALWAYS
+    callback = Callback.PREFILL
+    default_tier = 2
+    counts = follows_tiers = True
+    caching = True
+    seen = None
 
     def plan(self, budget_bytes):
         groups, group_of = [], {}
@@ -50,8 +55,30 @@ class Stripes(Policy):
         return SlotPlan(tuple(groups), group_of)
 
     def decide(self, event, view, out):
+        assert event.phase == 0 and set(event.phases_array.tolist()) == {0}
+        assert set(event.sequences_array.tolist()) == {0}
         for expert in set(event.ids_array.ravel().tolist()):
             out.tier[expert] = expert // self.settings.stripe % len(self.shape.tiers)
+
+    def step_done(self, report):
+        """Counts what it is told; wide stripes bring the first expert from tier to tier."""
+        seen = self.seen or dict(starts=[], prompts=0, decoded=0, first=[])
+        self.seen = seen
+        seen["starts"] += report.starts
+        seen["prompts"] += len(report.prompt_ends)
+        seen["decoded"] += int(report.counts.sum()) * (report.phase == 1)
+        seen["first"].append(int(report.resident[0, 0]))
+        moving = report.target[0, 0] != report.resident[0, 0]
+        if self.settings.stripe < 3 or report.phase == 0 or moving:
+            return ()
+        return [(0, 0, (int(report.resident[0, 0]) + 1) % 3)]
+
+    def start(self):
+        return [(layer, expert, 2) for layer in range(self.shape.n_layers)
+                for expert in range(self.shape.n_expert)]
+
+    def report(self):
+        return self.seen or {}
 
     def describe(self):
         return f"stripes of {self.settings.stripe} in {'/'.join(self.shape.tiers)}"
@@ -124,9 +151,12 @@ def test_its_mode_line_and_its_mix(folder: Path, model: Path) -> None:
     assert stats["mode"].startswith("managed: stripes of 3 in q8_0/q4_k/q2_k, ")
     assert set(stats["mix"]) == {"q8_0", "q4_k", "q2_k"}
     assert all(share > 0 for share in stats["mix"].values())
-    # each tier has a slot for every expert, and a better copy is used where it is there
-    assert stats["computed"]["q8_0"] >= stats["mix"]["q8_0"]
     assert sum(stats["computed"].values()) == pytest.approx(1.0)
+    # one sequence began and its prompt ended; decoding was counted without being asked about
+    told = stats["policy"]
+    assert told["starts"] == [0] and told["prompts"] == 1
+    assert told["decoded"] > 0 and stats["callback_us_p50"] > 0
+    assert set(told["first"]) == {0, 1, 2}  # by transitions between any two tiers
 
 
 def test_its_trace_and_its_replay(folder: Path, model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import fake_engine
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.chat import Session
+from orchestrator.chat import Session, stoppable
 from orchestrator.cli import cli
 from orchestrator.config import Config
 from orchestrator.engine import Engine
@@ -166,10 +166,11 @@ def test_ctrl_c_during_an_answer(model):
     with Engine.open(config) as engine:
         session = Session(engine, config)
         pieces = []
-        for piece in session.answer("hello"):
-            if not pieces:
-                os.kill(os.getpid(), signal.SIGINT)
-            pieces.append(piece)
+        with stoppable(session.stop):
+            for piece in session.answer("hello"):
+                if not pieces:
+                    os.kill(os.getpid(), signal.SIGINT)
+                pieces.append(piece)
         assert session.stopped
         assert len(pieces) <= 2
         assert engine.last_stats.finish == "cancelled"
@@ -180,7 +181,8 @@ def test_ctrl_c_during_an_answer(model):
             progress.append((done, total))
             os.kill(os.getpid(), signal.SIGINT)
 
-        assert list(session.answer("word " * 300, interrupt)) == []
+        with stoppable(session.stop):
+            assert list(session.answer("word " * 300, interrupt)) == []
         assert session.stopped
         assert progress[0][1] > 300
         assert len(progress) == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fake_engine import STATS, FakeEngine
 
-from orchestrator.chat import Session
+from orchestrator.chat import Session, stoppable
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
 from orchestrator.stats_text import stats_fields, stats_table
@@ -97,10 +97,11 @@ def test_a_message_without_an_answer_is_forgotten():
 def test_ctrl_c_keeps_what_was_said():
     session = make()
     pieces = []
-    for piece in session.answer("long"):
-        pieces.append(piece)
-        if len(pieces) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+    with stoppable(session.stop):
+        for piece in session.answer("long"):
+            pieces.append(piece)
+            if len(pieces) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
     assert session.stopped
     assert len(pieces) <= 4
     assert session.messages[-1] == {"role": "assistant", "content": "".join(pieces)}
@@ -118,14 +119,15 @@ def test_ctrl_c_before_the_engine_starts_is_not_lost():
         return render(messages)
 
     session.engine.render_chat = interrupted
-    assert list(session.answer("long")) == []
+    with stoppable(session.stop):
+        assert list(session.answer("long")) == []
     assert session.stopped
     assert session.messages == []
 
 
 def test_an_abandoned_answer_restores_the_signal_handler():
     session = make()
-    with closing(session.answer("long")) as pieces:
+    with stoppable(session.stop), closing(session.answer("long")) as pieces:
         next(pieces)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert session.messages[-1] == {"role": "assistant", "content": "0 "}

@@ -1,0 +1,99 @@
+"""A policy's name and a setting's name stand in one place each."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config import Config
+from orchestrator.policy import BASELINE, POLICIES, owners, policy_settings
+
+REPO = Path(__file__).resolve().parents[2]
+ORCHESTRATOR = REPO / "orchestrator"
+# The rooms that may name a policy: the policies themselves, and what compares them.
+FREE = ("policy", "lab")
+
+
+# Events and the store have these words for what they do themselves.
+MECHANISM = ("prefetch", "n_ahead")
+# Where a policy's setting is used outside the policies.
+USES = {
+    "profile": {
+        "orchestrator/cli_options.py",
+        "orchestrator/losses.py",
+        "orchestrator/profile.py",
+        "orchestrator/load.py",
+    },
+    "transition_rate": {
+        "orchestrator/driver.py",
+        "orchestrator/load.py",
+        "orchestrator/replay/report.py",
+        "orchestrator/replay/simulate.py",
+    },
+}
+
+
+def runtime_files() -> list[Path]:
+    return [
+        path
+        for path in sorted(ORCHESTRATOR.rglob("*.py"))
+        if path.relative_to(ORCHESTRATOR).parts[0] not in FREE
+    ]
+
+
+def words_of(path: Path) -> set[str]:
+    """Names and texts of a module's code; comments and docstrings say what they like."""
+    found: set[str] = set()
+    tree = ast.parse(path.read_text())
+    said = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and ast.get_docstring(node) is not None
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.arg | ast.keyword) and node.arg:
+            found.add(node.arg)
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said
+        ):
+            found.update(node.value.replace("--", " ").replace("-", "_").split())
+    return found
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != BASELINE])
+def test_nobody_knows_a_policy_by_name(policy: str) -> None:
+    naming = [
+        path.relative_to(REPO).as_posix() for path in runtime_files() if policy in words_of(path)
+    ]
+    assert not naming
+
+
+@pytest.mark.parametrize("name", [each for each in policy_settings() if each not in MECHANISM])
+def test_a_setting_of_a_policy_is_named_where_it_is_declared(name: str) -> None:
+    naming = {
+        path.relative_to(REPO).as_posix() for path in runtime_files() if name in words_of(path)
+    }
+    assert naming <= USES.get(name, set())
+
+
+def test_every_setting_is_declared_once() -> None:
+    """And by one record: policies that share one share its declaration."""
+    own = set(Config.declared())
+    assert not own & set(policy_settings())
+    for name in policy_settings():
+        assert owners(name)
+
+
+def test_every_policy_says_what_it_does() -> None:
+    for policy in POLICIES.values():
+        assert policy.summary.endswith("."), policy.name
+        assert policy.reason and not policy.reason.endswith(".")
+        assert 1 <= policy.least_tiers <= policy.most_tiers
