@@ -11,6 +11,7 @@ import pytest
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
+from orchestrator.policy import ModelShape, Policy
 
 N = 48
 Scores = dict[int, np.ndarray | None]
@@ -20,20 +21,18 @@ def tokens(n: int = N) -> list[int]:
     return np.random.default_rng(3).integers(0, 200, n).tolist()
 
 
-class Recorder:
+class Recorder(Policy):
     """Keeps each event's importance, and decides nothing."""
 
-    retention = None
+    name = "recorder"
 
-    def __init__(self) -> None:
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__(shape)
         self.scores: Scores = {}
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         found = event.importance_array
         self.scores[event.layer] = None if found is None else found.copy()
-
-    def step_done(self, report: object) -> None:
-        pass
 
 
 def scores(model: Path, parts: list[list[int]], **settings: object) -> Scores:
@@ -43,8 +42,8 @@ def scores(model: Path, parts: list[list[int]], **settings: object) -> Scores:
         prefetch="off", **settings,
     )  # fmt: skip
     with Engine.open(config) as engine:
-        recorder = Recorder()
-        engine.policy = recorder  # type: ignore[assignment]
+        recorder = Recorder(engine.policy.shape)
+        engine.driver.policy = recorder
         at = 0
         for part in parts:
             recorder.scores = {}

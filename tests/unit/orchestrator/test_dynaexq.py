@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from plain_store import PlainStore, report
 from shapes import make_shape
 
 from gguf_tools.units import format_size
 from orchestrator.errors import BudgetError, PolicyError
-from orchestrator.events import ABSENT, Phase, StepReport
+from orchestrator.events import Phase, StepReport
 from orchestrator.policy import ModelShape, Rules
-from orchestrator.policy.base import Callback, SlotPlan, Transition
+from orchestrator.policy.base import Callback, SlotPlan
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq
 from orchestrator.policy.lru import LRU
@@ -47,62 +48,6 @@ def with_larger_last_layer(shape: ModelShape, odd: bool) -> ModelShape:
         return shape
     larger = tuple({kind: 2 * size for kind, size in tier.items()} for tier in shape.slots[0])
     return ModelShape(shape.n_expert, shape.n_expert_used, shape.tiers, (*shape.slots[:-1], larger))
-
-
-class PlainStore:
-    """What the native store does with transitions, in Python: a read takes `delay` steps."""
-
-    def __init__(self, shape: ModelShape, plan: SlotPlan, start: Sequence[Transition]) -> None:
-        self.shape, self.plan = shape, plan
-        self.states = np.zeros((shape.n_layers, shape.n_expert), np.uint8)
-        self.under_way: list[tuple[int, Transition, bool]] = []
-        for layer, expert, tier in start:
-            assert self.states[layer, expert] == ExpertState.ABSENT
-            self.states[layer, expert] = (HI, LO)[tier]
-        self.promoted = self.refused = 0
-        self.check()
-
-    def check(self) -> None:
-        """No group holds more than its slots: the budget holds."""
-        used = [0] * len(self.plan.groups)
-        for (layer, _, tier), group in self.plan.group_of.items():
-            without = (ExpertState.ABSENT, (LO, HI)[tier])
-            used[group] += int((~np.isin(self.states[layer], without)).sum())
-        for group, n in zip(self.plan.groups, used, strict=True):
-            assert n <= group.n_slots
-
-    def transition(self, moves: Sequence[Transition], delay: int = 1, fails: bool = False) -> None:
-        for layer, expert, tier in moves:
-            before = self.states[layer, expert]
-            assert before == (LO, HI)[tier], "only experts at rest, and to the other tier"
-            self.states[layer, expert] = (ExpertState.PROMOTING, ExpertState.DEMOTING)[tier]
-            self.under_way.append((delay, (layer, expert, tier), fails))
-        self.check()
-
-    def begin_step(self) -> None:
-        still = []
-        for delay, move, fails in self.under_way:
-            layer, expert, tier = move
-            if delay > 1:
-                still.append((delay - 1, move, fails))
-            elif fails:
-                self.states[layer, expert] = (LO, HI)[tier]
-            else:
-                self.states[layer, expert] = (HI, LO)[tier]
-                self.promoted += tier == HIGH
-        self.under_way = still
-
-    def high(self) -> np.ndarray:
-        return np.isin(self.states, (HI, ExpertState.DEMOTING))
-
-
-def report(counts: np.ndarray, states: np.ndarray, phase: Phase = Phase.DECODE) -> StepReport:
-    """states: ExpertState [L, E]; the store tells tiers."""
-    resident = np.where(np.isin(states, (HI, ExpertState.DEMOTING)), HIGH, LOW)
-    target = np.where(np.isin(states, (HI, ExpertState.PROMOTING)), HIGH, LOW)
-    absent = states == ExpertState.ABSENT
-    tiers = (np.where(absent, ABSENT, each).astype(np.uint8) for each in (resident, target))
-    return StepReport(phase, 1, 1.0, counts.astype(np.uint32), *tiers)
 
 
 def zipf(rng: np.random.Generator, shape: ModelShape, exponent: float = 0.8) -> np.ndarray:
