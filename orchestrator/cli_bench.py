@@ -9,19 +9,15 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from orchestrator.cli_files import NamedPath, Number, note
-from orchestrator.cli_options import given
+from orchestrator.cli_files import NamedPath, note
+from orchestrator.cli_options import bad_option, option_of
+from orchestrator.errors import SettingError
 from orchestrator.lab.registry import BENCHMARKS, load_benchmark
-
-if TYPE_CHECKING:
-    from dataclasses import Field
-
-    from orchestrator.lab.option import Option
 
 _JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object.")
 _OUT = click.Option(
@@ -40,7 +36,11 @@ class Measurement(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The experiment's options; it is loaded here."""
         if not self.params:
-            self.params = list(_options_of(self.experiment))
+            experiment = load_benchmark(self.experiment)
+            for declared in experiment.options.declared().values():
+                if declared.option:
+                    option_of(declared)(self)
+            self.params += [_JSON, *([_OUT] if experiment.draws else [])]
         return super().get_params(ctx)
 
 
@@ -48,41 +48,13 @@ class Measurements(Measurement, click.Group):
     """`moe-edge bench`: an experiment itself, and the commands of the others."""
 
 
-def _options_of(name: str) -> list[click.Option]:
-    from orchestrator.lab.option import declared_options
-
-    experiment = load_benchmark(name)
-    found = [
-        _option(field, declared)
-        for field, declared in declared_options(experiment.options)
-        if declared.help
-    ]
-    return [*found, _JSON, *([_OUT] if experiment.draws else [])]
-
-
-def _option(field: Field[Any], declared: Option) -> click.Option:
-    spelled = declared.spelled or "--" + field.name.replace("_", "-")
-    if field.default is False:
-        return click.Option([spelled, field.name], is_flag=True, help=declared.help)
-    told = declared.told or ("" if field.default is None else declared.shown(field.default))
-    kind: Any = None
-    if declared.choices:
-        kind = click.Choice(declared.choices)
-    elif declared.least is not None:
-        of = Number if isinstance(field.default, float) else click.IntRange
-        kind = of(declared.least, declared.most)
-    return click.Option(
-        [spelled, field.name],
-        type=kind,
-        metavar=None if declared.choices else declared.metavar,
-        help=f"{declared.help}  [default: {told}]" if told else declared.help,
-    )
-
-
 def _measure(name: str, as_json: bool, out: Path | None = None, **options: Any) -> None:
     """Runs one experiment with the options that were given, and prints its report."""
     experiment = load_benchmark(name)
-    asked = experiment.options.from_texts(given(options))
+    try:
+        asked = experiment.options.of(options)
+    except SettingError as error:
+        raise bad_option(error) from error
     if out is not None:
         from orchestrator.plotting import require_matplotlib
 

@@ -15,7 +15,7 @@ from orchestrator.config import Config
 from orchestrator.console import Console, progress_bar
 from orchestrator.errors import MoeEdgeError, SettingError
 from orchestrator.policy import owners, policy_settings
-from orchestrator.settings import RATE, Setting, flag_of, parse_size
+from orchestrator.settings import Setting, flag_of, parse_size
 
 if TYPE_CHECKING:
     from gguf_tools.quantize.methods import ExpertQuantizer
@@ -27,17 +27,19 @@ DEMO = Path("models/demo/moe-edge-demo.gguf")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
-    """The bytes of an option that is written as 6GiB or 500MB."""
-    try:
-        return None if value is None else parse_size(value)
-    except MoeEdgeError as error:
-        raise click.BadParameter(str(error)) from error
+def read_by(parse: Callable[[str], Any]) -> Callable[..., Any]:
+    """A callback of options whose text means what `parse` makes of it."""
+
+    def read(_ctx: click.Context, _param: click.Parameter, text: str | None) -> Any:
+        try:
+            return None if text is None else parse(text)
+        except MoeEdgeError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return read
 
 
-def rate(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """As size, or 0."""
-    return 0 if value is not None and value.strip() == "0" else size(ctx, param, value)
+size = read_by(parse_size)
 
 
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
@@ -62,8 +64,8 @@ def option_of(declared: Setting, default: str | None = None) -> Callable[[F], F]
         if declared.default:
             flags += f"/--no-{declared.flag.removeprefix('--')}"
         return click.option(flags, is_flag=True, default=None, **more)
-    if declared.unit is not None:
-        more["callback"] = rate if declared.unit == RATE else size
+    if declared.unit is not None or declared.notation is not None:
+        more["callback"] = read_by(declared.parse)
     elif int in declared.kinds:
         more["type"] = float if float in declared.kinds else int
     elif Path in declared.kinds:

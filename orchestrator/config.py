@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import POLICIES, Policy, known_policies, policy_settings
-from orchestrator.settings import SIZE, Setting, Settings, setting
+from orchestrator.settings import FROM_1, SIZE, Setting, Settings, setting
 
 MISSES = ("auto", "copy", "read", "compute")
 # llama.cpp takes 256 sequences, one of them the conversation.
@@ -41,14 +40,14 @@ class Config(Settings):
     ram: int | None = setting(
         None,
         "Cap on everything the model takes, as 6GiB or 500MB.",
-        within=(1, math.inf),
+        within=FROM_1,
         unit=SIZE,
         shown="free memory",
     )
     vram: int | None = setting(
         None,
         "Cap on everything the model takes of a GPU's memory.",
-        within=(1, math.inf),
+        within=FROM_1,
         unit=SIZE,
         shown="what is free there",
     )
@@ -66,7 +65,7 @@ class Config(Settings):
     expert_ram: int | None = setting(
         None,
         "Cap on the expert slots alone, for experiments.",
-        within=(1, math.inf),
+        within=FROM_1,
         unit=SIZE,
     )
     policy: str | None = setting(

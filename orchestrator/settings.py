@@ -11,10 +11,10 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from orchestrator.errors import ConfigError, SettingError
 
@@ -36,19 +36,31 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII
 # Units of a value, as an option writes it.
 SIZE, RATE = "size", "rate"
 
+# Ranges without a most.
+FROM_0, FROM_1 = (0, math.inf), (1, math.inf)
+
 _DECLARED = "moe-edge"
 
 S = TypeVar("S", bound="Settings")
+
+
+class Notation(NamedTuple):
+    """How a value is written that is no number, word or size, as a list. read raises
+    ConfigError."""
+
+    read: Callable[[str], Any]
+    write: Callable[[Any], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What one line declares. kinds: types of a value; optional: None is one too, and means that
     nothing was asked for. within: the least and the most, both allowed. unit: SIZE, bytes that an
-    option writes as 6GiB; RATE, the same or 0. option: whether the command line has it; hidden:
-    its help is in the documents only. live: it may be changed between two tokens. recorded: it
-    says how a policy decides, so that a trace keeps it and a replay may change it; timing: it only
-    changes when that takes effect."""
+    option writes as 6GiB; RATE, the same or 0. notation: how an option writes what has no unit and
+    is no number or word. option: whether the command line has it; hidden: its help is in the
+    documents only. live: it may be changed between two tokens. recorded: it says how a policy
+    decides, so that a trace keeps it and a replay may change it; timing: it only changes when that
+    takes effect."""
 
     name: str
     kinds: tuple[type, ...]
@@ -59,6 +71,7 @@ class Setting:
     within: tuple[float, float] | None
     choices: tuple[str, ...]
     unit: str | None
+    notation: Notation | None
     shown: str | None
     option: bool
     hidden: bool
@@ -76,7 +89,9 @@ class Setting:
         """What stands for the default in a help text; empty where there is none to name."""
         if self.shown is not None:
             return self.shown
-        return "" if self.default is None or self.default is False else str(self.default)
+        if self.default is None or self.default is False:
+            return ""
+        return self.notation.write(self.default) if self.notation else str(self.default)
 
     def check(self, value: Any) -> None:
         """Raises SettingError for a value that the declaration does not allow."""
@@ -96,6 +111,8 @@ class Setting:
 
     def parse(self, text: str) -> Any:
         """The value that a user writes as this text. Raises SettingError, ConfigError."""
+        if self.notation is not None:
+            return self.notation.read(text)
         if self.unit is not None:
             return 0 if self.unit == RATE and text.strip() == "0" else parse_size(text)
         kind = self.kinds[0]
@@ -123,6 +140,7 @@ def setting(
     within: tuple[float, float] | None = None,
     choices: tuple[str, ...] = (),
     unit: str | None = None,
+    notation: Notation | None = None,
     shown: str | None = None,
     option: bool = True,
     hidden: bool = False,
@@ -138,6 +156,7 @@ def setting(
         "within": within,
         "choices": choices,
         "unit": unit,
+        "notation": notation,
         "shown": shown,
         "option": option,
         "hidden": hidden,
@@ -146,6 +165,15 @@ def setting(
         "timing": timing,
     }
     return field(default=default, metadata={_DECLARED: said})
+
+
+def again(record: type[Settings], name: str, default: Any = MISSING, **changes: Any) -> Any:
+    """The field `name` of a record declared once more in another record: with another default
+    where one is given, and with changes to what setting() said of it."""
+    declared = record.__dataclass_fields__[name]
+    said = {**declared.metadata[_DECLARED], **changes}
+    chosen = declared.default if default is MISSING else default
+    return field(default=chosen, metadata={_DECLARED: said})
 
 
 @dataclass(frozen=True)
@@ -187,7 +215,7 @@ def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = typing.get_args(hint) if union else (hint,)
     optional = type(None) in kinds
-    kinds = tuple(kind for kind in kinds if kind is not type(None))
+    kinds = tuple(typing.get_origin(kind) or kind for kind in kinds if kind is not type(None))
     if float in kinds:
         kinds = (float, int)
     if not said["metavar"]:
@@ -198,7 +226,7 @@ def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]
 def _metavar(kind: type, unit: str | None) -> str:
     if unit is not None:
         return "SIZE"
-    return {int: "N", float: "X", Path: "FILE"}.get(kind, "NAME")
+    return {int: "N", float: "X", Path: "FILE", tuple: "LIST"}.get(kind, "NAME")
 
 
 def flag_of(name: str) -> str:

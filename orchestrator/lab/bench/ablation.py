@@ -16,8 +16,8 @@ from orchestrator.lab.bench.models import LOW
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.report import HIT, MIX, NAME, by_cap, memory_notes, moved, tokens_of
 from orchestrator.lab.bench.rows import Result, case_row, median_ms, median_ratio
-from orchestrator.lab.option import again, option
 from orchestrator.lab.table import Column, Table, fixed, percent
+from orchestrator.settings import FROM_1, again, setting
 
 COLD = "cold"
 BASELINE = "1 load on demand"
@@ -40,7 +40,7 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AblationOptions(BenchOptions):
     """turns: prompts after the first one, each followed by its share of the decode steps.
 
@@ -54,11 +54,14 @@ class AblationOptions(BenchOptions):
     tokens: int = again(BenchOptions, "tokens", 96)
     prompt_tokens: int = again(BenchOptions, "prompt_tokens", 32)
     runs: int = again(BenchOptions, "runs", 3)
-    turns: int = option(
-        3, "Prompts of one process after a first one; they share the decode steps.", least=1
+    turns: int = setting(
+        3, "Prompts of one process after a first one; they share the decode steps.", within=FROM_1
     )
-    prefetch: str = option(
-        "on", "auto: as in a chat, with its trials whether it pays.", choices=("on", "auto")
+    prefetch: str = setting(
+        "on",
+        "auto: as in a chat, with its trials whether it pays.",
+        metavar="[on|auto]",
+        choices=("on", "auto"),
     )
 
     def parts(self) -> list[Part]:
@@ -68,7 +71,7 @@ class AblationOptions(BenchOptions):
         return first + turn * self.turns
 
     def described(self, *more: str) -> dict[str, Any]:
-        return BenchOptions.described(self, "turns", "prefetch", *more)
+        return super().described("turns", "prefetch", *more)
 
 
 def paper_rows(cap: float, retention: float, prefetch: str) -> list[Case]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,9 @@ from orchestrator.lab.bench.rows import (
     store_figures,
     times_ms,
 )
-from orchestrator.lab.option import again, option, parse_numbers, show_numbers
+from orchestrator.lab.lists import numbers
 from orchestrator.lab.table import Column, Table, fixed
+from orchestrator.settings import again, setting
 
 COLUMNS = (
     Column("tok/s", "tokens_per_s", fixed(1)),
@@ -44,7 +44,7 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchOptions(BenchOptions):
     """batches: how many sequences decode together, one stretch of `tokens` steps each, all of
     them behind a prompt of their own that the sequences share. Raises ConfigError."""
@@ -53,16 +53,14 @@ class BatchOptions(BenchOptions):
     caps: tuple[float, ...] = again(BenchOptions, "caps", (0.8,))
     tokens: int = again(BenchOptions, "tokens", 64)
     prompt_tokens: int = again(BenchOptions, "prompt_tokens", 32)
-    batches: tuple[int, ...] = option(
+    batches: tuple[int, ...] = setting(
         (1, 2, 4, 8, 16, 32),
         "How many sequences decode together.",
-        metavar="LIST",
-        parse=partial(parse_numbers, what="batches"),
-        shown=show_numbers,
+        notation=numbers("batches"),
     )
 
     def __post_init__(self) -> None:
-        BenchOptions.__post_init__(self)
+        super().__post_init__()
         batches = self.batches
         if not batches or min(batches) < 1 or len(set(batches)) < len(batches):
             raise ConfigError("batches are different numbers of sequences, as 1,8,32")
@@ -82,7 +80,7 @@ class BatchOptions(BenchOptions):
         return parts
 
     def described(self, *more: str) -> dict[str, Any]:
-        return BenchOptions.described(self, "batches", *more)
+        return super().described("batches", *more)
 
 
 def batch_name(n: int) -> str:

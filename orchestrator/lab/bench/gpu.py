@@ -20,15 +20,15 @@ from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import Result, case_row
-from orchestrator.lab.option import again, option
 from orchestrator.lab.table import Table
+from orchestrator.settings import again, setting
 
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"
 UPSTREAM_ON_GPU, MANAGED_ON_GPU = "upstream, all on GPU", "lru, all on GPU"
 LRU_WAYS = tuple(how for how in MISSES if how != "auto")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GpuOptions(BenchOptions):
     """caps: shares of the expert bytes in the best precision that the GPU's memory holds beside
     everything else of the model. device: its name. Raises ConfigError."""
@@ -38,12 +38,13 @@ class GpuOptions(BenchOptions):
         BenchOptions, "caps", (0.25, 0.5), help="Memory caps in % of the experts."
     )
     prompt_tokens: int = again(BenchOptions, "prompt_tokens", 2048)
-    device: str = option("cuda0", "The GPU.", metavar="NAME")
+    device: str = setting("cuda0", "The GPU.", metavar="NAME")
     layers: int | None = again(
         BenchOptions,
         "layers",
+        option=True,
         help="Layers of a random-weight model: qwen3-30b has 48 in full, mixtral 32.",
-        told="6, 4",
+        shown="6, 4",
     )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -9,30 +10,21 @@ from gguf_tools import synthetic
 from gguf_tools.process import default_threads
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.job import Part, decode, longest_context, prompt, settle
-from orchestrator.lab.option import check_options, declared_options, option
+from orchestrator.lab.lists import PERCENTAGES
+from orchestrator.policy.dymoe import DyMoESettings
+from orchestrator.settings import FROM_0, FROM_1, Settings, again, setting
 
 # A quick pass: tiny model, caps that leave a few experts of room, seconds in all.
 QUICK_SHAPE = "tiny-olmoe"
 DEMO = "demo"
 
+_RETENTION = DyMoESettings.declared()["retention"]
+
 Asked = TypeVar("Asked", bound="BenchOptions")
 
 
-def parse_caps(text: str) -> tuple[float, ...]:
-    """Shares from percentages, "60,80" -> (0.6, 0.8). Raises ConfigError."""
-    try:
-        return tuple(float(part.strip().rstrip("%")) / 100 for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"'{text}' is no list of percentages such as 60,80") from None
-
-
-def show_caps(caps: tuple[float, ...]) -> str:
-    """ "60,80" of shares."""
-    return ",".join(f"{100 * cap:.0f}" for cap in caps)
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
+@dataclass(frozen=True)
+class BenchOptions(Settings):
     """What every benchmark asks for. Raises ConfigError.
 
     shape: experts of a random-weight model, or "demo" for the trained one, whose tokens come from
@@ -43,40 +35,43 @@ class BenchOptions:
     random-weight model, in the place of the shape's few.
     """
 
-    shape: str = option(
+    shape: str = setting(
         "olmoe",
         "Experts of a random-weight model, as olmoe, mixtral, qwen3-30b; or demo, the trained "
         "model.",
         metavar="NAME",
     )
-    routing: str = option(
+    routing: str = setting(
         "uniform",
         "How a random-weight model uses its experts: uniform, zipf, or topics: zipf, and other "
         "experts for the other half of the vocabulary.",
         metavar="KIND",
     )
-    caps: tuple[float, ...] = option(
+    caps: tuple[float, ...] = setting(
         (0.6, 0.8),
         "Memory caps in % of the model file.",
-        metavar="LIST",
-        parse=parse_caps,
-        shown=show_caps,
+        notation=PERCENTAGES,
     )
-    tokens: int = option(128, "Measured decode steps.", least=1)
-    prompt_tokens: int = option(128, "Prompt length.", least=1)
-    runs: int = option(2, "Passes over all cases.", least=1)
-    threads: int | None = option(None, "Compute threads.", least=1, told="the cores")
-    seed: int = option(0, "Seed of the weights and of the tokens.", least=0)
-    quick: bool = option(False, "A tiny model, in seconds; no figures to quote.")
-    retention: float = option(
-        0.75, "Share of critical experts of dymoe.", metavar="R", least=0, most=1
+    tokens: int = setting(128, "Measured decode steps.", within=FROM_1)
+    prompt_tokens: int = setting(128, "Prompt length.", within=FROM_1)
+    runs: int = setting(2, "Passes over all cases.", within=FROM_1)
+    threads: int | None = setting(None, "Compute threads.", within=FROM_1, shown="the cores")
+    seed: int = setting(0, "Seed of the weights and of the tokens.", within=FROM_0)
+    quick: bool = setting(False, "A tiny model, in seconds; no figures to quote.")
+    retention: float = again(
+        DyMoESettings, "retention", 0.75, help=f"{_RETENTION.help} For dymoe.", shown=None
     )
-    warmup: int = option(16, least=0)
-    io_threads: int = option(4, least=1)
-    max_seconds: float = option(45.0, least=0)
-    layers: int | None = option(None, least=1)
+    warmup: int = setting(16, "Unmeasured decode steps.", within=FROM_0, option=False)
+    io_threads: int = setting(4, "Threads that read experts.", within=FROM_1, option=False)
+    max_seconds: float = setting(
+        45.0, "Longest time of one process's decode steps.", within=FROM_0, option=False
+    )
+    layers: int | None = setting(
+        None, "Layers of a random-weight model.", within=FROM_1, option=False
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.shape not in synthetic.PRESETS and self.shape != DEMO:
             known = ", ".join((*synthetic.PRESETS, DEMO))
             raise ConfigError(f"unknown shape '{self.shape}': known are {known}")
@@ -87,24 +82,18 @@ class BenchOptions:
             raise ConfigError("caps are percentages of the file between 0 and 100")
         if len({f"{cap:.0%}" for cap in self.caps}) < len(self.caps):
             raise ConfigError("caps must differ by whole percentages")
-        check_options(self)
         if self.layers is not None and self.trained:
             raise ConfigError("layers are for a random-weight model: the demo has its own")
 
     @classmethod
-    def from_texts(cls: type[Asked], given: dict[str, Any]) -> Asked:
-        """The record of the options that were given on the command line, lists still as text.
-        Raises ConfigError."""
-        chosen = dict(given)
-        if chosen.get("shape") == DEMO and "routing" in chosen:
+    def of(cls: type[Asked], given: Mapping[str, Any]) -> Asked:
+        """The record of the options that were given on the command line. Raises ConfigError."""
+        if given.get("shape") == DEMO and given.get("routing") is not None:
             raise ConfigError(
                 "--routing has no effect with --shape demo, which routes as it was trained: leave "
                 "one of the two out"
             )
-        for field, declared in declared_options(cls):
-            if declared.parse is not None and field.name in chosen:
-                chosen[field.name] = declared.parse(chosen[field.name])
-        return cls(**chosen)
+        return super().of(given)
 
     @property
     def trained(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from orchestrator.errors import ConfigError
@@ -30,8 +29,9 @@ from orchestrator.lab.bench.rows import (
     named,
     store_figures,
 )
-from orchestrator.lab.option import again, option, parse_numbers, show_numbers
+from orchestrator.lab.lists import numbers
 from orchestrator.lab.table import Column, Table, fixed, percent
+from orchestrator.settings import FROM_0, FROM_1, again, setting
 
 ALL_SLOTS = "one, all slots"
 BEFORE, LONG, AFTER = "before", "long", "after"
@@ -39,49 +39,46 @@ KEYS = ("ms", "hit_rate", "bytes")  # what is shown of each
 LONG_TOKENS, LONG_DEMO_TOKENS = 1024, 512  # the demo was trained on no more
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PrefillOptions(BenchOptions):
     """prompts: lengths in tokens, each measured `repeats` times, with `warmup` decode steps
     between two prompts, so that every one finds what decoding leaves in memory.
 
-    Then: a short prompt and `tokens` decode steps, a prompt of long_tokens in chunks of ubatch,
-    and `tokens` decode steps after it. long_tokens 0 leaves that away; None is 1024, for the
-    demo 512. prefetch: as in the ablation. Raises ConfigError.
+    Then: a short prompt and `tokens` decode steps, a prompt of `long` tokens in chunks of
+    ubatch, and `tokens` decode steps after it. long 0 leaves that away; None is 1024, for the demo
+    512. prefetch: as in the ablation. Raises ConfigError.
     """
 
     routing: str = again(BenchOptions, "routing", "zipf")
     tokens: int = again(BenchOptions, "tokens", 32)
-    prompt_tokens: int = again(BenchOptions, "prompt_tokens", help="")
-    prompts: tuple[int, ...] = option(
+    prompt_tokens: int = again(BenchOptions, "prompt_tokens", option=False)
+    prompts: tuple[int, ...] = setting(
         (8, 16, 32, 64, 128),
         "Prompt lengths in tokens.",
-        metavar="LIST",
-        parse=partial(parse_numbers, what="prompt lengths"),
-        shown=show_numbers,
+        notation=numbers("prompt lengths"),
     )
-    repeats: int = option(3, "Prompts of each length in one run.", least=1)
-    long_tokens: int | None = option(
+    repeats: int = setting(3, "Prompts of each length in one run.", within=FROM_1)
+    long: int | None = setting(
         None,
         "Length of a prompt in the middle of decoding, 0 for none.",
-        least=0,
-        spelled="--long",
-        told=f"{LONG_TOKENS}; {LONG_DEMO_TOKENS} for the demo",
+        within=FROM_0,
+        shown=f"{LONG_TOKENS}; {LONG_DEMO_TOKENS} for the demo",
     )
-    ubatch: int = option(128, "Tokens of a prompt that are evaluated at once.", least=1)
+    ubatch: int = setting(128, "Tokens of a prompt that are evaluated at once.", within=FROM_1)
     prefetch: str = again(AblationOptions, "prefetch")
 
     def __post_init__(self) -> None:
-        BenchOptions.__post_init__(self)
+        super().__post_init__()
         if not self.prompts or min(self.prompts) < 2:
             raise ConfigError("prompts are lengths of at least 2 tokens, as 8,16,32")
         if len(set(self.prompts)) < len(self.prompts):
             raise ConfigError("prompts must differ")
 
     @property
-    def long(self) -> int:
+    def long_tokens(self) -> int:
         """Tokens of the long prompt; 0 without one."""
-        if self.long_tokens is not None:
-            return self.long_tokens
+        if self.long is not None:
+            return self.long
         return LONG_DEMO_TOKENS if self.trained else LONG_TOKENS
 
     @property
@@ -94,16 +91,17 @@ class PrefillOptions(BenchOptions):
         for _ in range(self.repeats):
             for n in self.prompts:
                 parts += [prompt(n, prompt_name(n)), between]
-        if self.long:
+        if self.long_tokens:
+            seconds = self.max_seconds / 3
             parts += [prompt(self.prompts[0], "short"), between]
-            parts += [decode(self.tokens, self.max_seconds / 3, BEFORE), prompt(self.long, LONG)]
-            parts += [decode(self.tokens, self.max_seconds / 3, AFTER)]
+            parts += [decode(self.tokens, seconds, BEFORE), prompt(self.long_tokens, LONG)]
+            parts += [decode(self.tokens, seconds, AFTER)]
         return parts
 
     def described(self, *more: str) -> dict[str, Any]:
-        found = BenchOptions.described(self, "prompts", "repeats", "ubatch", "prefetch", *more)
+        found = super().described("prompts", "repeats", "ubatch", "prefetch", *more)
         del found["prompt_tokens"]
-        return found | {"long_tokens": self.long}
+        return found | {"long_tokens": self.long_tokens}
 
 
 def prompt_name(n: int) -> str:
@@ -177,7 +175,7 @@ def prefill_row(
         return row | failed
     row["prompts"] = [_stretch(runs, prompt_name(n)) | {"tokens": n} for n in options.prompts]
     row["long"] = None
-    if options.long:
+    if options.long_tokens:
         row["long"] = {name: _stretch(runs, name) for name in (BEFORE, LONG, AFTER)}
     return row
 

@@ -26,9 +26,10 @@ from orchestrator.lab.bench.topics_figures import (
     topic_rows,
     window_name,
 )
-from orchestrator.lab.option import again, option, parse_numbers, show_numbers
+from orchestrator.lab.lists import numbers
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
 from orchestrator.policy.dynaexq import DynaExq
+from orchestrator.settings import FROM_1, again, setting
 
 ALL_LOW, FIXED, RESTLESS = "all low", "fixed hot set", "no hysteresis"
 COLUMNS = (
@@ -45,7 +46,7 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TopicOptions(BenchOptions):
     """Conversations of `tokens` decode steps, in turn about one topic and another, `switches`
     changes in all; then one of `steady` steps that stays with its topic. The topics of a trained
@@ -60,27 +61,23 @@ class TopicOptions(BenchOptions):
     caps: tuple[float, ...] = again(BenchOptions, "caps", (0.8,))
     tokens: int = again(BenchOptions, "tokens", 256)
     prompt_tokens: int = again(BenchOptions, "prompt_tokens", 32)
-    retention: float = again(BenchOptions, "retention", help="")
-    switches: int = option(4, "Changes of the topic.", least=1)
-    steady: int = option(512, "Decode steps at the end that stay with one topic.", least=1)
-    updates: tuple[int, ...] = option(
+    retention: float = again(BenchOptions, "retention", option=False)
+    switches: int = setting(4, "Changes of the topic.", within=FROM_1)
+    steady: int = setting(512, "Decode steps at the end that stay with one topic.", within=FROM_1)
+    updates: tuple[int, ...] = setting(
         (8, 16, 32, 64, 128),
         "Intervals of dynaexq in decode steps.",
-        metavar="LIST",
-        parse=parse_numbers,
-        shown=show_numbers,
+        notation=numbers(),
     )
-    rates: tuple[int, ...] = option(
+    rates: tuple[int, ...] = setting(
         (),
         "What its exchange of experts may read, in MiB a second, 0 for no limit, as 16,64,256,0: "
         "a row each.",
-        metavar="LIST",
-        parse=parse_numbers,
-        shown=show_numbers,
+        notation=numbers(),
     )
 
     def __post_init__(self) -> None:
-        BenchOptions.__post_init__(self)
+        super().__post_init__()
         if self.tokens < 2 * WINDOW:
             raise ConfigError(f"tokens must be at least {2 * WINDOW}, two windows")
         if not self.updates or min(self.updates) < 1 or len(set(self.updates)) < len(self.updates):
@@ -114,7 +111,7 @@ class TopicOptions(BenchOptions):
         return parts
 
     def described(self, *more: str) -> dict[str, Any]:
-        found = BenchOptions.described(self, "switches", "steady", *more)
+        found = super().described("switches", "steady", *more)
         return found | {"update_steps": self.usual}
 
 

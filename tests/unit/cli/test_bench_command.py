@@ -59,7 +59,9 @@ def test_bench_gets_its_options(measured):
     assert result.stdout == "table of {'a': 1}\n"
     assert seen == [load_benchmark("").options(caps=(0.5,), routing="zipf", quick=True, tokens=9)]
     assert json.loads(run("bench", "--json").stdout) == {"a": 1}
-    assert run("bench", "--caps", "much").exit_code == 1
+    result = run("bench", "--caps", "much")
+    assert result.exit_code == 2
+    assert "'--caps': 'much' is no list of percentages" in result.stderr
 
 
 @pytest.mark.parametrize("command", [name for name in BENCHMARKS if name])
@@ -75,10 +77,10 @@ def test_commands_below_bench_get_their_options(measured, command):
 def test_prefill_gets_its_lengths(measured):
     seen = measured("prefill")
     assert run("bench", "prefill", "--prompts", "4,8", "--long", "0", "--json").exit_code == 0
-    assert seen == [load_benchmark("prefill").options(prompts=(4, 8), long_tokens=0)]
+    assert seen == [load_benchmark("prefill").options(prompts=(4, 8), long=0)]
     result = run("bench", "prefill", "--prompts", "4,x")
-    assert result.exit_code == 1
-    assert "'4,x' is no list of prompt lengths" in result.stderr
+    assert result.exit_code == 2
+    assert "'--prompts': '4,x' is no list of prompt lengths" in result.stderr
 
 
 def test_options_before_a_command_below_bench_are_refused():
@@ -123,7 +125,7 @@ def test_listing_the_benchmarks_loads_none_but_the_first():
         "from orchestrator.cli import cli\n"
         "assert CliRunner().invoke(cli, ['--help']).exit_code == 0\n"
         "loaded = [name for name in sys.modules if name.startswith('orchestrator.lab.')]\n"
-        "assert loaded == ['orchestrator.lab.registry'], loaded\n"
+        "assert not loaded, loaded\n"
         "text = CliRunner().invoke(cli, ['bench', '--help']).stdout\n"
         "assert 'ablation ' in text and 'orchestrator.lab.bench.ablation' not in sys.modules\n"
     )

@@ -35,7 +35,8 @@ def test_numbers_of_a_replay_are_numbers(option: str, number: str) -> None:
 
 
 def test_nan_is_no_retention_of_a_benchmark() -> None:
-    assert "nan is no number" in refused("bench", "--retention", "nan")
+    said = refused("bench", "--retention", "nan")
+    assert "'--retention': must be 0.0 to 1.0, not nan" in said
 
 
 @pytest.mark.parametrize("option", [("--schedule", "flat"), ("--prefetch", "on")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from orchestrator.errors import ConfigError
 from orchestrator.lab import table as drawing
 from orchestrator.lab.experiment import Experiment
-from orchestrator.lab.option import again, check_options, declared_options, option
 from orchestrator.lab.registry import (
     BENCHMARKS,
     STUDIES,
@@ -27,11 +25,13 @@ from orchestrator.lab.table import WIDTH, Column, Table, document, fixed, percen
 def test_every_benchmark_has_the_form(name):
     benchmark = load_benchmark(name)
     assert isinstance(benchmark, Experiment)
-    for field, declared in declared_options(benchmark.options):
-        assert field.default is not dataclasses.MISSING, field.name
-        if declared.parse is not None:
-            assert declared.parse(declared.shown(field.default) or "1") == (field.default or (1,))
-    check_options(benchmark.options())
+    options = benchmark.options()
+    for option, declared in options.declared().items():
+        assert getattr(options, option) == declared.default, option
+        if declared.notation is not None:
+            text = declared.default_text or "1"
+            assert declared.parse(text) == (declared.default or (1,))
+    assert {field.name for field in dataclasses.fields(options)} == set(options.declared())
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -47,41 +47,6 @@ def test_studies_are_listed_by_paper():
     assert all(name in listed for name in STUDIES)
     with pytest.raises(ConfigError, match="unknown study 'x'; known: accuracy, "):
         load_study("x")
-
-
-@dataclass(frozen=True)
-class Few:
-    n: int = option(2, "How many.", least=1)
-    share: float = option(0.5, "Of them.", least=0, most=1)
-    how: str = option("on", choices=("on", "off"))
-    more: int | None = option(None, least=1)
-
-
-@dataclass(frozen=True)
-class Fewer(Few):
-    n: int = again(Few, "n", 1)
-    share: float = again(Few, "share", help="")
-
-
-def test_an_option_is_checked_by_what_it_declares():
-    check_options(Few())
-    for changes, message in (
-        ({"n": 0}, "n must be at least 1"),
-        ({"share": 1.5}, "share must be from 0 to 1"),
-        ({"share": float("nan")}, "share must be from 0 to 1"),
-        ({"how": "maybe"}, "how must be on or off, not 'maybe'"),
-        ({"more": 0}, "more must be at least 1"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            check_options(Few(**changes))
-
-
-def test_an_option_may_be_declared_again_with_changes():
-    found = {field.name: (field.default, each) for field, each in declared_options(Fewer)}
-    assert (found["n"][0], found["n"][1].help, found["n"][1].least) == (1, "How many.", 1)
-    assert (found["share"][0], found["share"][1].help, found["share"][1].most) == (0.5, "", 1)
-    with pytest.raises(ConfigError, match="n must be at least 1"):
-        check_options(Fewer(n=0))
 
 
 NAME = Column("", "name", left=True)

@@ -34,8 +34,8 @@ DECODE_MS = dict(zip(ROWS, (100.0, 50.0, 40.0, 45.0, 25.0, 20.0), strict=True))
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"turns": 0}, "turns must be at least 1"),
-        ({"prefetch": "off"}, "prefetch must be on or auto"),
+        ({"turns": 0}, "'turns' must be 1 or more, not 0"),
+        ({"prefetch": "off"}, "'prefetch' must be on or auto, not 'off'"),
         ({"caps": (60.0,)}, "between 0 and 100"),
     ],
 )

@@ -21,7 +21,7 @@ from orchestrator.lab.bench.job import (
     prompt,
     settle,
 )
-from orchestrator.lab.bench.options import BenchOptions, parse_caps
+from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.table import WIDTH
 
 
@@ -41,9 +41,10 @@ def job(**changes):
 
 
 def test_caps_are_percentages():
-    assert parse_caps("60, 80%") == (0.6, 0.8)
-    with pytest.raises(ConfigError, match="'a,b' is no list"):
-        parse_caps("a,b")
+    caps = BenchOptions.declared()["caps"]
+    assert caps.parse("60, 80%") == (0.6, 0.8)
+    with pytest.raises(ConfigError, match="'a,b' is no list of percentages"):
+        caps.parse("a,b")
 
 
 @pytest.mark.parametrize(
@@ -52,12 +53,12 @@ def test_caps_are_percentages():
         ({"shape": "olmo"}, "unknown shape 'olmo'"),
         ({"routing": "flat"}, "unknown routing 'flat'"),
         ({"caps": (60.0,)}, "between 0 and 100"),
-        ({"tokens": 0}, "tokens must be at least 1"),
-        ({"threads": 0}, "threads must be at least 1"),
-        ({"seed": -1}, "seed must be at least 0"),
-        ({"retention": 1.1}, "retention must be from 0 to 1"),
-        ({"retention": float("nan")}, "retention must be from 0 to 1"),
-        ({"max_seconds": -1.0}, "max_seconds must be at least 0"),
+        ({"tokens": 0}, "'tokens' must be 1 or more, not 0"),
+        ({"threads": 0}, "'threads' must be 1 or more, not 0"),
+        ({"seed": -1}, "'seed' must be 0 or more, not -1"),
+        ({"retention": 1.1}, "'retention' must be 0.0 to 1.0, not 1.1"),
+        ({"retention": float("nan")}, "'retention' must be 0.0 to 1.0, not nan"),
+        ({"max_seconds": -1.0}, "'max_seconds' must be 0 or more, not -1.0"),
         ({"caps": ()}, "between 0 and 100"),
         ({"caps": (0.601, 0.604)}, "differ by whole percentages"),
         ({"caps": (0.6, 0.6)}, "differ by whole percentages"),

@@ -9,7 +9,7 @@ from orchestrator.lab.bench.ablation import CACHE_AHEAD, MIXED_AHEAD, SKIP_AHEAD
 from orchestrator.lab.bench.cases import MANAGED
 from orchestrator.lab.bench.job import DECODE, PROMPT
 from orchestrator.lab.bench.prefill import ALL_SLOTS, Prefill, PrefillOptions, prefill_cases
-from orchestrator.lab.option import parse_numbers
+from orchestrator.lab.lists import parse_numbers
 from orchestrator.lab.table import WIDTH
 
 
@@ -19,10 +19,10 @@ from orchestrator.lab.table import WIDTH
         ({"prompts": ()}, "at least 2 tokens"),
         ({"prompts": (8, 1)}, "at least 2 tokens"),
         ({"prompts": (8, 8)}, "prompts must differ"),
-        ({"repeats": 0}, "repeats must be at least 1"),
-        ({"ubatch": 0}, "ubatch must be at least 1"),
-        ({"long_tokens": -1}, "long_tokens must be at least 0"),
-        ({"prefetch": "off"}, "prefetch must be on or auto"),
+        ({"repeats": 0}, "'repeats' must be 1 or more, not 0"),
+        ({"ubatch": 0}, "'ubatch' must be 1 or more, not 0"),
+        ({"long": -1}, "'long' must be 0 or more, not -1"),
+        ({"prefetch": "off"}, "'prefetch' must be on or auto, not 'off'"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -39,7 +39,7 @@ def test_lengths_are_numbers():
 
 
 def test_every_prompt_finds_what_decoding_left():
-    parts = PrefillOptions(prompts=(8, 32), repeats=2, tokens=16, long_tokens=300).parts()
+    parts = PrefillOptions(prompts=(8, 32), repeats=2, tokens=16, long=300).parts()
     kinds = [(part.name, part.kind) for part in parts]
     for before, (name, kind) in pairwise(kinds):
         if kind == PROMPT:
@@ -50,8 +50,8 @@ def test_every_prompt_finds_what_decoding_left():
         ("long", 300),
         ("after", 16),
     ]
-    assert "long" not in {part.name for part in PrefillOptions(long_tokens=0).parts()}
-    assert (PrefillOptions().long, PrefillOptions(shape="demo").long) == (1024, 512)
+    assert "long" not in {part.name for part in PrefillOptions(long=0).parts()}
+    assert (PrefillOptions().long_tokens, PrefillOptions(shape="demo").long_tokens) == (1024, 512)
 
 
 def test_the_rule_for_prompts_is_measured_against_itself():
@@ -92,7 +92,7 @@ def report(monkeypatch, no_disk):
 
     monkeypatch.setattr(loop.Loop, "_spawn", spawn)
     options = PrefillOptions(
-        quick=True, caps=(0.6,), runs=2, prompts=(8, 32), tokens=9, long_tokens=300, ubatch=64
+        quick=True, caps=(0.6,), runs=2, prompts=(8, 32), tokens=9, long=300, ubatch=64
     )
     return Prefill().run(options)
 
@@ -142,7 +142,7 @@ def test_quick_prefill_end_to_end(real_engine):
         repeats=1,
         tokens=12,
         warmup=4,
-        long_tokens=96,
+        long=96,
         ubatch=32,
     )
     report = Prefill().run(options)
