@@ -38,13 +38,14 @@ class Option:
         """What the value has to be, where it is not; else ""."""
         if self.choices and value not in self.choices:
             return f"must be {' or '.join(self.choices)}, not '{value}'"
-        if self.least is None or (
-            math.isfinite(value) and self.least <= value <= (self.most or math.inf)
-        ):
+        if self.least is None:
+            return ""
+        most = math.inf if self.most is None else self.most
+        if math.isfinite(value) and self.least <= value <= most:
             return ""
         if self.most is None:
-            return f"must be at least {self.least:g}"
-        return f"must be from {self.least:g} to {self.most:g}"
+            return f"must be at least {self.least}"
+        return f"must be from {self.least} to {self.most}"
 
 
 def option(default: Any, help: str = "", **declared: Any) -> Any:
