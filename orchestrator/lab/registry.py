@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Where an experiment is, as "module:Class" below this package. help: of a benchmark's
-    command; of a study, the paper that it is taken from."""
+    """Where an experiment is, as "module:Class" below this package. help: of the command of a
+    benchmark; paper: that a study is taken from."""
 
     where: str
-    help: str
+    help: str = ""
+    paper: str = ""
 
 
 # The empty name is `moe-edge bench` itself.
@@ -61,15 +62,15 @@ BENCHMARKS = {
 }
 
 STUDIES = {
-    "accuracy": Place("study.accuracy:Accuracy", "DyMoE"),
-    "retention": Place("study.retention:Retention", "DyMoE"),
-    "critical": Place("study.critical:Critical", "DyMoE"),
-    "tokens": Place("study.tokens:Tokens", "DyMoE"),
-    "schedule": Place("study.schedule:DepthSchedule", "DyMoE"),
-    "depth": Place("study.depth:Depth", "DyMoE"),
-    "similarity": Place("study.similarity:Similarity", "DyMoE"),
-    "demotion": Place("study.demotion:Demotion", "DynaExq"),
-    "memory": Place("study.memory:HotMemory", "DynaExq"),
+    "accuracy": Place("study.accuracy:Accuracy", paper="DyMoE"),
+    "retention": Place("study.retention:Retention", paper="DyMoE"),
+    "critical": Place("study.critical:Critical", paper="DyMoE"),
+    "tokens": Place("study.tokens:Tokens", paper="DyMoE"),
+    "schedule": Place("study.schedule:DepthSchedule", paper="DyMoE"),
+    "depth": Place("study.depth:Depth", paper="DyMoE"),
+    "similarity": Place("study.similarity:Similarity", paper="DyMoE"),
+    "demotion": Place("study.demotion:Demotion", paper="DynaExq"),
+    "memory": Place("study.memory:HotMemory", paper="DynaExq"),
 }
 
 
@@ -89,7 +90,7 @@ def load_study(name: str) -> Study[Any]:
 
 def studies_by_paper() -> Iterator[str]:
     """ "name, name (paper)" of each paper."""
-    for paper, names in groupby(STUDIES, lambda name: STUDIES[name].help):
+    for paper, names in groupby(STUDIES, lambda name: STUDIES[name].paper):
         yield f"{', '.join(names)} ({paper})"
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+_TIED = "\N{NO-BREAK SPACE}"
 
 # Columns of a terminal that a line of text may take.
 WIDTH = 100
@@ -125,16 +128,18 @@ class Table:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """A paragraph in lines of at most WIDTH, those behind the first one further to the right."""
+    """A paragraph in lines of at most WIDTH, those behind the first one further to the right. A
+    number stays on the line of what it counts."""
     own = text[: len(text) - len(text.lstrip())]
-    return textwrap.fill(
-        text,
+    filled = textwrap.fill(
+        re.sub(r"(?<=\d) (?=[%A-Za-z])", _TIED, text),
         WIDTH,
         initial_indent=indent,
         subsequent_indent=f"{indent}{own}  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return filled.replace(_TIED, " ")
 
 
 def document(heading: Sequence[str], tables: Sequence[Table], notes: Sequence[str]) -> str:

@@ -115,7 +115,7 @@ void moe_edge_host_device::run(int32_t l) {
         const job next = std::move(mine.jobs.front());
         mine.jobs.pop_front();
         changed.wait(lock, [&] {
-            return std::all_of(next.after.begin(), next.after.end(), [this](moe_edge_ticket t) { return passed_locked(t); });
+            return !losing && std::all_of(next.after.begin(), next.after.end(), [this](moe_edge_ticket t) { return passed_locked(t); });
         });
         if (lost.empty()) {
             running++;
@@ -144,8 +144,13 @@ std::string moe_edge_host_device::error() {
     return lost;
 }
 
+// A device that is gone reads nothing: what runs ends before anybody hears of the loss, since all
+// tickets count as passed then, and the memory that they stood for is written again.
 void moe_edge_host_device::lose(const std::string & why) {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(mutex);
+    losing = true;
+    changed.wait(lock, [this] { return running == 0; });
+    losing = false;
     lost = why;
     changed.notify_all();
 }

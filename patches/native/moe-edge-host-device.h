@@ -69,5 +69,6 @@ struct moe_edge_host_device : moe_edge_device {
     std::map<void *, uint64_t> mapped;
     std::string             lost;
     int32_t                 running  = 0;  // lanes with work at hand
+    bool                    losing   = false;  // nothing begins
     bool                    stopping = false;
 };

@@ -18,7 +18,7 @@ from orchestrator.lab.registry import (
     load_study,
     studies_by_paper,
 )
-from orchestrator.lab.table import WIDTH, Column, Table, document, fixed, percent
+from orchestrator.lab.table import WIDTH, Column, Table, document, fixed, percent, wrapped
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -116,6 +116,13 @@ def test_text_fits_the_terminal_where_it_can():
     lines = table.text().splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert lines[-1].startswith("      word")  # a note's own indent, and that of what goes on
+
+
+def test_a_number_stays_with_what_it_counts():
+    for length in range(80, WIDTH):
+        first, second = wrapped("x" * length + " 5 % and 12 experts of the layer").splitlines()
+        assert not first.endswith(("5", "12")), length
+        assert not second.strip().startswith(("%", "experts")), length
 
 
 def test_only_the_renderer_lines_up_columns():
