@@ -18,7 +18,7 @@ from orchestrator.console import strip_controls
 from orchestrator.errors import MoeEdgeError
 
 
-class Entry(NamedTuple):
+class Where(NamedTuple):
     """Where a command is: a module of this package, and its name there; and what it does."""
 
     module: str
@@ -27,31 +27,31 @@ class Entry(NamedTuple):
 
 
 COMMANDS = {
-    "chat": Entry("cli_chat", "chat", "Talk to a model."),
-    "inspect": Entry(
+    "chat": Where("cli_chat", "chat", "Talk to a model."),
+    "inspect": Where(
         "cli_files", "inspect", "Show what a model file holds, and what fits which budget."
     ),
-    "pull": Entry("cli_files", "pull", "Download a model from the Hugging Face Hub."),
-    "pack": Entry(
+    "pull": Where("cli_files", "pull", "Download a model from the Hugging Face Hub."),
+    "pack": Where(
         "cli_pack", "pack", "Write a GGUF's experts in several precisions into one file."
     ),
-    "export": Entry(
+    "export": Where(
         "cli_pack", "export", "Write one precision of a packed file, for any llama.cpp."
     ),
-    "convert": Entry(
+    "convert": Where(
         "cli_convert", "convert", "Make a packed file of a checkpoint of transformers."
     ),
-    "verify": Entry("cli_files", "verify", "Check every block of a model file, and its metadata."),
-    "calibrate": Entry(
+    "verify": Where("cli_files", "verify", "Check every block of a model file, and its metadata."),
+    "calibrate": Where(
         "cli_calibrate", "calibrate", "Measure what each expert loses in each precision."
     ),
-    "doctor": Entry(
+    "doctor": Where(
         "cli_doctor", "doctor", "Measure this machine, and say how a model would run on it."
     ),
-    "bench": Entry("cli_bench", "bench", "Measure upstream and every policy on this machine."),
-    "eval": Entry("cli_eval", "evaluate", "Measure quality: perplexity, KL divergence, choices."),
-    "trace": Entry("cli_replay", "trace", "Record the routing of a run, for `moe-edge replay`."),
-    "replay": Entry("cli_replay", "replay", "Play a trace with another policy, memory or disk."),
+    "bench": Where("cli_bench", "bench", "Measure upstream and every policy on this machine."),
+    "eval": Where("cli_eval", "evaluate", "Measure quality: perplexity, KL divergence, choices."),
+    "trace": Where("cli_replay", "trace", "Record the routing of a run, for `moe-edge replay`."),
+    "replay": Where("cli_replay", "replay", "Play a trace with another policy, memory or disk."),
 }
 
 

@@ -12,7 +12,7 @@ from orchestrator.accelerator import check_misses, find_gpu, one_of_several, ser
 from orchestrator.config import Config
 from orchestrator.driver import Driver, PlainDriver
 from orchestrator.llama import Bindings, Context, Model
-from orchestrator.native import Misses, Store, taken_by
+from orchestrator.native import Misses, Store, context_memory
 from orchestrator.plan import MemoryPlan, importance_window, plan_memory, store_spec
 from orchestrator.policy.base import Transition
 from orchestrator.profile import HotnessKeeper
@@ -90,7 +90,7 @@ class Loader:
     def device_bytes(self, context: Context) -> int:
         """What llama.cpp takes of a device's memory, without expert slots and what kernels
         take."""
-        return taken_by(self.bindings.library(), context.handle)[1]
+        return context_memory(self.bindings.library(), context.handle)[1]
 
     def load(self, config: Config, plan: MemoryPlan, progress: Progress | None = None) -> Loaded:
         """Loads what is planned; a second time where llama.cpp takes more of a GPU's memory than

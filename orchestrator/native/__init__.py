@@ -1,7 +1,13 @@
 """The native library of patches/native: the only ctypes for our own C interface."""
 
 from orchestrator.native.abi import ABI_VERSION, FAILED, MAX_AHEAD, MAX_TIERS, CStats
-from orchestrator.native.device import Bandwidths, DeviceInfo, find_device, measure_device, taken_by
+from orchestrator.native.device import (
+    Bandwidths,
+    DeviceInfo,
+    context_memory,
+    find_device,
+    measure_device,
+)
 from orchestrator.native.library import Library
 from orchestrator.native.simulation import Simulation
 from orchestrator.native.spec import Misses, Slices, StoreSpec
@@ -21,7 +27,7 @@ __all__ = [
     "Slices",
     "Store",
     "StoreSpec",
+    "context_memory",
     "find_device",
     "measure_device",
-    "taken_by",
 ]

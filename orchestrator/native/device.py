@@ -49,7 +49,7 @@ def find_device(library: Library, name: str) -> DeviceInfo:
     return DeviceInfo(handle, name, description, info.free_bytes, info.total_bytes)
 
 
-def taken_by(library: Library, context: int) -> tuple[int, int]:
+def context_memory(library: Library, context: int) -> tuple[int, int]:
     """What a llama_context and its model take without expert slots: bytes of the host's memory,
     and of others."""
     found = CMemory()

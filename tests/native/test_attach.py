@@ -14,7 +14,7 @@ from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import NativeError
 from orchestrator.llama import EXPERT_PATTERN, Bindings, BufferTypeOverride, Model
-from orchestrator.native import Library, Store, StoreSpec, taken_by
+from orchestrator.native import Library, Store, StoreSpec, context_memory
 
 from .decoder import Decoder, prompt
 
@@ -119,7 +119,7 @@ def test_a_load_without_memory_takes_no_store(library: Library, model: Path) -> 
         wanted.n_ctx = 256
         context = api.llama_init_from_model(handle, wanted)
         assert context
-        assert taken_by(library, context)[0] > 0
+        assert context_memory(library, context)[0] > 0
         api.llama_free(context)
         api.llama_model_free(handle)
 

@@ -113,9 +113,7 @@ class Ablation(Benchmark[Loop[AblationOptions]]):
 
     options = AblationOptions
     draws = True
-
-    def cases(self, loop: Loop[AblationOptions]) -> list[Case]:
-        return ablation_cases(loop.options)
+    listed = staticmethod(ablation_cases)
 
     def figures(self, loop: Loop[AblationOptions], measured: Measured) -> Result:
         rows = []

@@ -99,9 +99,7 @@ class Batch(Benchmark[Loop[BatchOptions]]):
     """Sequences that decode together."""
 
     options = BatchOptions
-
-    def cases(self, loop: Loop[BatchOptions]) -> list[Case]:
-        return batch_cases(loop.options)
+    listed = staticmethod(batch_cases)
 
     def figures(self, loop: Loop[BatchOptions], measured: Measured) -> Result:
         rows: list[Result] = []

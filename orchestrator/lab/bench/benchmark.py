@@ -23,14 +23,16 @@ class Benchmark(Experiment[L, Result]):
     JSON-ready object, whose rows are under "cases"."""
 
     options: ClassVar[type[BenchOptions]]
+    listed: ClassVar[staticmethod[[Any], list[Case]]]  # the cases that options ask for
 
     def prepare(self, options: BenchOptions, note: Note) -> L:
         """The loop; makes the model where it is not there yet. Raises MoeEdgeError."""
         return cast(L, Loop.prepare(options, note))
 
-    @abstractmethod
     def cases(self, loop: L) -> list[Case]:
         """What is compared, in the order of the tables."""
+        listed: list[Case] = type(self).listed(loop.options)
+        return listed
 
     @abstractmethod
     def figures(self, loop: L, measured: Measured) -> Result:

@@ -47,9 +47,7 @@ class Caps(Benchmark[Loop[BenchOptions]]):
     """Upstream and every policy side by side."""
 
     options = BenchOptions
-
-    def cases(self, loop: Loop[BenchOptions]) -> list[Case]:
-        return cap_cases(loop.options)
+    listed = staticmethod(cap_cases)
 
     def figures(self, loop: Loop[BenchOptions], measured: Measured) -> Result:
         rows = [case_row(case, runs, loop.limit_bytes(case)) for case, runs in measured.each()]

@@ -153,9 +153,9 @@ class DeviceMemory:
 
     def llama_bytes(self, context: int) -> int:
         """What a llama_context and its model take of it, as llama.cpp counts."""
-        from orchestrator.native import taken_by
+        from orchestrator.native import context_memory
 
-        return taken_by(self._library, context)[1]
+        return context_memory(self._library, context)[1]
 
 
 def run_device(job: Job) -> dict[str, Any]:

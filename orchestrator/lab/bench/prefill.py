@@ -129,9 +129,7 @@ class Prefill(Benchmark[Loop[PrefillOptions]]):
     """Prompts of several lengths, and a long one in the middle of decoding."""
 
     options = PrefillOptions
-
-    def cases(self, loop: Loop[PrefillOptions]) -> list[Case]:
-        return prefill_cases(loop.options)
+    listed = staticmethod(prefill_cases)
 
     def figures(self, loop: Loop[PrefillOptions], measured: Measured) -> Result:
         rows = [

@@ -145,9 +145,7 @@ class Topics(Benchmark[Loop[TopicOptions]]):
     """Conversations about one topic and another."""
 
     options = TopicOptions
-
-    def cases(self, loop: Loop[TopicOptions]) -> list[Case]:
-        return topic_cases(loop.options)
+    listed = staticmethod(topic_cases)
 
     def figures(self, loop: Loop[TopicOptions], measured: Measured) -> Result:
         switches = loop.options.switches
