@@ -87,7 +87,9 @@ def trace(
 @click.command()
 @click.argument("file", metavar="FILE", type=FILE)
 @click.option(
-    "--policy", metavar="NAME", help=f"Who decides: {', '.join(POLICIES)}.  [default: as recorded]"
+    "--policy",
+    metavar="NAME",
+    help=f"The policy that decides: {', '.join(POLICIES)}.  [default: as recorded]",
 )
 @click.option(
     "--expert-ram",

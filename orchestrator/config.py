@@ -70,7 +70,7 @@ class Config(Settings):
     )
     policy: str | None = setting(
         None,
-        f"Who decides what stays in memory: {', '.join(known_policies())}.",
+        f"The policy that decides what stays in memory: {', '.join(known_policies())}.",
         shown="by fit",
     )
     high_tier: str | None = setting(

@@ -181,9 +181,15 @@ def settings_table(declared: Iterable[Setting]) -> str:
         flag = f"`{each.flag}`" if each.option else ""
         rows.append(
             f"| `{each.name}` | {f'*{flag}*' if each.hidden else flag} | {values_of(each)} "
-            f"| {each.default_text} | {each.help} |".replace("|  |", "| |")
+            f"| {default_of(each)} | {each.help} |".replace("|  |", "| |")
         )
     return "\n".join(rows)
+
+
+def default_of(declared: Setting) -> str:
+    if bool in declared.kinds and declared.shown is None:
+        return "yes" if declared.default else "no"
+    return declared.default_text
 
 
 def values_of(declared: Setting) -> str:
@@ -195,10 +201,10 @@ def values_of(declared: Setting) -> str:
     if bool in declared.kinds:
         return "yes or no"
     if declared.within is None:
-        return {"FILE": "a file"}.get(declared.metavar, "a name")
+        return {"FILE": "a file", "TEXT": "a text"}.get(declared.metavar, "a name")
     low, high = declared.within
-    upper = "or more" if high == float("inf") else f"to {high:g}"
-    return f"{'a number' if float in declared.kinds else 'a whole number'}, {low:g} {upper}"
+    upper = "or more" if high == float("inf") else f"to {high:,}"
+    return f"{'a number' if float in declared.kinds else 'a whole number'}, {low:,} {upper}"
 
 
 PAGES: dict[str, Callable[[], str]] = {
