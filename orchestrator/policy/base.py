@@ -146,6 +146,12 @@ class Policy:
     # How often it renewed what it wants in memory.
     updates: int = 0
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Raises TypeError for a policy whose decisions nobody would ever ask for."""
+        super().__init_subclass__(**more)
+        if cls.callback is Callback.NEVER and cls.decide is not Policy.decide:
+            raise TypeError(f"{cls.__name__} decides, and its callback is Callback.NEVER")
+
     def __init__(self, shape: ModelShape, settings: Any = None, rules: Rules | None = None) -> None:
         """settings: a record of the class's Settings, None for its defaults. Raises PolicyError
         where the policy cannot work with the model's tiers."""

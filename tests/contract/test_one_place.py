@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.policy import BASELINE, POLICIES, owners, policy_settings
+from orchestrator.policy import BASELINE, POLICIES, Policy, owners, policy_settings
 
 REPO = Path(__file__).resolve().parents[2]
 ORCHESTRATOR = REPO / "orchestrator"
@@ -90,6 +90,11 @@ def test_every_setting_is_declared_once() -> None:
     assert not own & set(policy_settings())
     for name in policy_settings():
         assert owners(name)
+
+
+def test_a_policy_that_is_never_asked_does_not_decide() -> None:
+    with pytest.raises(TypeError, match="Silent decides, and its callback is"):
+        type("Silent", (Policy,), {"name": "silent", "decide": lambda *_: None})
 
 
 def test_every_policy_says_what_it_does() -> None:

@@ -12,6 +12,7 @@ from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
 from orchestrator.policy import ModelShape, Policy
+from orchestrator.policy.base import Callback
 
 N = 48
 Scores = dict[int, np.ndarray | None]
@@ -25,6 +26,7 @@ class Recorder(Policy):
     """Keeps each event's importance, and decides nothing."""
 
     name = "recorder"
+    callback = Callback.ALWAYS
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape)
