@@ -51,7 +51,7 @@ def check_unused(config: Config) -> None:
                 f"for that policy"
             )
         if name is not None and name not in having:
-            raise _unused(given, name)
+            raise unused_option(given, name)
     if config.renormalize and config.low_tier != SKIP_TIER:
         raise ConfigError(
             f"--renormalize is for --low-tier {SKIP_TIER}: leave it out, or ask for that"
@@ -59,10 +59,11 @@ def check_unused(config: Config) -> None:
     if name is not None and (name == PLAIN or policy_class(name).most_tiers == 1):
         for lower in ("low", "low_tier"):
             if getattr(config, lower) is not None:
-                raise _unused(lower, name)
+                raise unused_option(lower, name)
 
 
-def _unused(given: str, policy: str) -> ConfigError:
+def unused_option(given: str, policy: str) -> ConfigError:
+    """What to say of a setting that the named policy has no use for."""
     reason = PLAIN_REASON if policy == PLAIN else policy_class(policy).reason
     return ConfigError(
         f"{flag_of(given)} has no effect with --policy {policy}, which {reason}: leave one of "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator, MutableMapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -55,44 +54,24 @@ COMMANDS = {
 }
 
 
-class _Loaded(MutableMapping[str, click.Command]):
-    """The commands by name, each imported when it is asked for."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, click.Command] = {}
-
-    def __getitem__(self, name: str) -> click.Command:
-        if name not in self._found:
-            entry = COMMANDS[name]
-            command = getattr(import_module(f"orchestrator.{entry.module}"), entry.name)
-            command.short_help = entry.help
-            self._found[name] = command
-        return self._found[name]
-
-    def __setitem__(self, name: str, command: click.Command) -> None:
-        self._found[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._found[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
-
-
 class Commands(click.Group):
     """The commands, and the edge where an error becomes one sentence and an exit status."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands = _Loaded()
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, imported when it is asked for."""
+        if cmd_name not in COMMANDS:
+            return None
+        where = COMMANDS[cmd_name]
+        found: click.Command = getattr(import_module(f"orchestrator.{where.module}"), where.name)
+        return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, without importing one."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name].help) for name in sorted(COMMANDS)])
+            formatter.write_dl([(name, COMMANDS[name].help) for name in self.list_commands(ctx)])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -70,7 +70,6 @@ def _measure(name: str, as_json: bool, out: Path | None = None, **options: Any) 
 @click.group(
     cls=Measurements,
     invoke_without_command=True,
-    short_help="Measure upstream and every policy on this machine.",
     help=BENCHMARKS[""].help,
 )
 @click.pass_context

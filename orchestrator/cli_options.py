@@ -86,15 +86,16 @@ def policy_options(default: str | None = None, recorded: bool = False) -> list[C
     ]
 
 
-# Of an answer, not of how the model runs.
-_ANSWER = ("max_tokens", "temp", "top_p", "seed", "system")
+_OWN = [each for each in Config.declared().values() if each.option]
+_MODEL = [each for each in _OWN if not each.answer]
+_BESIDE_POLICY = [each.name for each in _MODEL].index("policy") + 1
 
-_OWN = {name: each for name, each in Config.declared().items() if each.option}
-_BESIDE_POLICY = list(_OWN).index("policy") + 1
-_MODEL = [option_of(each) for name, each in _OWN.items() if name not in _ANSWER]
-
-model_options = together(*_MODEL[:_BESIDE_POLICY], *policy_options(), *_MODEL[_BESIDE_POLICY:])
-answer_options = together(*(option_of(_OWN[name]) for name in _ANSWER))
+model_options = together(
+    *map(option_of, _MODEL[:_BESIDE_POLICY]),
+    *policy_options(),
+    *map(option_of, _MODEL[_BESIDE_POLICY:]),
+)
+answer_options = together(*(option_of(each) for each in _OWN if each.answer))
 
 
 CALIB_TOKENS = click.option(

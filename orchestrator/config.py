@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import POLICIES, Policy, known_policies, policy_settings
-from orchestrator.settings import FROM_1, SIZE, Setting, Settings, setting
+from orchestrator.settings import FROM_1, SIZE, Settings, setting
 
 MISSES = ("auto", "copy", "read", "compute")
 # llama.cpp takes 256 sequences, one of them the conversation.
@@ -93,13 +93,16 @@ class Config(Settings):
         "Longest answer in tokens.",
         within=(1, 2**24),
         shown="what the context has room for",
+        answer=True,
     )
     temp: float = setting(
-        0.7, "Temperature; 0 takes the likeliest.", metavar="T", within=(0.0, 100.0)
+        0.7, "Temperature; 0 takes the likeliest.", metavar="T", within=(0.0, 100.0), answer=True
     )
-    top_p: float = setting(0.95, "Nucleus sampling.", metavar="P", within=(0.0, 1.0))
-    seed: int | None = setting(None, "Makes the sampling repeatable.", within=(0, 2**32 - 1))
-    system: str | None = setting(None, "System prompt.", metavar="TEXT")
+    top_p: float = setting(0.95, "Nucleus sampling.", metavar="P", within=(0.0, 1.0), answer=True)
+    seed: int | None = setting(
+        None, "Makes the sampling repeatable.", within=(0, 2**32 - 1), answer=True
+    )
+    system: str | None = setting(None, "System prompt.", metavar="TEXT", answer=True)
     n_ubatch: int = setting(
         512, "Tokens that are evaluated at once.", within=(1, 65536), option=False
     )
@@ -147,13 +150,13 @@ class Config(Settings):
         type, or one out of range.
         """
         own, others = cls.declared(), policy_settings()
-        known = [*own, *others]
+        known = {**own, **others}
         for key, value in settings.items():
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
                 hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
                 raise ConfigError(f"unknown setting '{key}'{hint}")
-            if isinstance(value, str) and Path in _declaration(key).kinds:
+            if isinstance(value, str) and Path in known[key].kinds:
                 settings[key] = Path(value)
         if settings.get("model") is None:
             raise ConfigError("the setting 'model' is missing")
@@ -177,13 +180,8 @@ class Config(Settings):
 
     def given(self, name: str) -> Any:
         """A setting's value, or None where nothing was asked for."""
-        return self.of_policies.get(name) if name in policy_settings() else getattr(self, name)
+        return getattr(self, name) if name in self.declared() else self.of_policies.get(name)
 
     def settings_of(self, policy: type[Policy]) -> Settings:
         """The settings of one policy: those given, the rest as it declares them."""
         return policy.Settings.of(self.of_policies)
-
-
-def _declaration(name: str) -> Setting:
-    own = Config.declared()
-    return own[name] if name in own else policy_settings()[name]

@@ -30,6 +30,12 @@ class PlainDriver:
 
     managed = False
 
+    def prepare(
+        self, first: Sequence[Transition], progress: Callable[[float], None] | None
+    ) -> None:
+        """Once the model has loaded: reads what is wanted in memory before the first token, and
+        begins to listen. progress gets the share that is done."""
+
     def begin(self, phase: Phase) -> None:
         """Before a decode whose tokens are all of this phase."""
 
@@ -116,10 +122,12 @@ class Driver(PlainDriver):
             )
         )
 
-    def listen(self) -> None:
-        """Lets the policy decide and learn while the store's model computes."""
+    def prepare(
+        self, first: Sequence[Transition], progress: Callable[[float], None] | None
+    ) -> None:
         self.set_route()
         self.store.set_step_done(self.step_done)
+        self.load_first(first, progress)
 
     def set_route(self, route: Callable[[RouteEvent], None] | None = None) -> None:
         """Lets the policy decide in the way it wants: in the steps in which it is asked, and by
@@ -132,14 +140,11 @@ class Driver(PlainDriver):
         self.store.set_route(asked, self.policy.default_tier, phases)
 
     def load_first(
-        self,
-        first: Sequence[Transition],
-        transition_rate: int,
-        progress: Callable[[float], None] | None = None,
+        self, first: Sequence[Transition], progress: Callable[[float], None] | None = None
     ) -> None:
-        """Reads what the policy wants in memory before the first token; progress gets the share
-        that is done. transition_rate: in bytes per second, of what it exchanges later."""
-        self.store.set_transition_rate(transition_rate)
+        """Reads what the policy wants in memory before the first token, and sets how fast it may
+        exchange that later."""
+        self.store.set_transition_rate(self.policy.transition_rate)
         if first:
             self.store.warm(first, progress)
             self.store.reset_stats()

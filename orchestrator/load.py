@@ -32,7 +32,7 @@ class Loaded:
     def __init__(
         self,
         plan: MemoryPlan,
-        driver: Driver | PlainDriver,
+        driver: PlainDriver,
         model: Model,
         context: Context,
         steps: Steps,
@@ -114,20 +114,16 @@ class Loader:
         share = 0.5 if first else 1.0
         parts: list[Context | Store | Model] = []
         try:
-            driver: Driver | PlainDriver = PlainDriver()
+            driver = PlainDriver()
             if plan.policy is not None:
                 store = Store.create(
                     self.bindings.library(), store_spec(config, self._model, plan, self.misses)
                 )
                 parts.append(store)
-                driver = managing = Driver(plan.policy, store)
+                driver = Driver(plan.policy, store)
             model = self._weights(config, plan, _part_of(progress, 0.0, share))
             parts.append(model)
-            if plan.policy is not None:
-                managing.listen()
-                managing.load_first(
-                    first, plan.policy.transition_rate, _part_of(progress, share, 1.0)
-                )
+            driver.prepare(first, _part_of(progress, share, 1.0))
             context = Context(
                 self.bindings,
                 model,

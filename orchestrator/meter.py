@@ -47,8 +47,7 @@ class Meter:
         gaps_ms = [1000.0 * (b - a) for a, b in pairwise(times[1:])]
         hit_rate = prefill_hit_rate = callback_us = None
         bytes_read, wait_ms = 0, 0.0
-        mix = best = {self._tiers[0]: 1.0}
-        as_computed = best
+        mix = as_computed = {self._tiers[0]: 1.0}
         if store is not None:
             old, new = self._before, store.stats()
             prefill_hit_rate = _rate(old, new, Phase.PREFILL)

@@ -28,6 +28,8 @@ from orchestrator.native import Misses, Slices, StoreSpec
 from orchestrator.policy import BASELINE, PLAIN, ModelShape, Policy, policy_class
 from orchestrator.policy.base import Callback, SlotPlan
 
+StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -274,24 +276,35 @@ def store_spec(config: Config, model: ExpertModel, plan: MemoryPlan, misses: Mis
     """The native store's layout: the plan's tiers renumbered from 0."""
     if plan.slots is None or plan.policy is None:
         raise ConfigError("the plain path has no store")
-    return StoreSpec(
+    return spec_for(
+        plan.policy,
+        plan.slots,
+        store_layers(model.layer_ids, model.slices, plan.tiers, plan.slots),
         files=tuple(model.files),
-        layers=store_layers(model.layer_ids, model.slices, plan.tiers, plan.slots),
-        groups=tuple((group.slot_bytes, group.n_slots) for group in plan.slots.groups),
         budget_bytes=plan.budget_bytes,
-        n_tiers=len(plan.tiers),
-        n_expert=model.n_expert,
-        n_expert_used=model.n_expert_used,
         max_tokens=min(config.n_ubatch, plan.n_ctx),
-        n_ahead=plan.policy.n_ahead,
         n_io_threads=config.io_threads,
         direct_io=config.direct_io,
-        n_passing=tuple(group.n_passing for group in plan.slots.groups),
         importance_window=importance_window(config, plan),
-        exact_tiers=config.exact_tiers and plan.policy.callback is not Callback.NEVER,
         device=plan.device.name if plan.device else None,
         host_bytes=plan.host_bytes,
         misses=misses,
+    )
+
+
+def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) -> StoreSpec:
+    """What a policy wants of its store; rest: the other fields of StoreSpec."""
+    shape = policy.shape
+    return StoreSpec(
+        layers=layers,
+        groups=tuple((group.slot_bytes, group.n_slots) for group in slots.groups),
+        n_passing=tuple(group.n_passing for group in slots.groups),
+        n_tiers=len(shape.tiers),
+        n_expert=shape.n_expert,
+        n_expert_used=shape.n_expert_used,
+        n_ahead=policy.n_ahead,
+        exact_tiers=policy.rules.exact and policy.callback is not Callback.NEVER,
+        **rest,
     )
 
 
@@ -300,7 +313,7 @@ def store_layers(
     slices: Sequence[Sequence[Sequence[Placed | None]]],
     tiers: Sequence[int],
     slots: SlotPlan,
-) -> tuple[tuple[int, dict[tuple[int, int], Slices]], ...]:
+) -> StoreLayers:
     """StoreSpec.layers: where the experts of each layer lie, in the tiers in use, renumbered from
     0, and which group holds them. slices[layer][kind][tier] of the file."""
     return tuple(

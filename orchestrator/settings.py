@@ -58,7 +58,8 @@ class Setting:
     nothing was asked for. within: the least and the most, both allowed. unit: SIZE, bytes that an
     option writes as 6GiB; RATE, the same or 0. notation: how an option writes what has no unit and
     is no number or word. option: whether the command line has it; hidden: its help is in the
-    documents only. live: it may be changed between two tokens. recorded: it says how a policy
+    documents only. answer: it is of an answer, not of how the model runs. live: it may be changed
+    between two tokens. recorded: it says how a policy
     decides, so that a trace keeps it and a replay may change it; timing: it only changes when that
     takes effect."""
 
@@ -75,6 +76,7 @@ class Setting:
     shown: str | None
     option: bool
     hidden: bool
+    answer: bool
     live: bool
     recorded: bool
     timing: bool
@@ -144,6 +146,7 @@ def setting(
     shown: str | None = None,
     option: bool = True,
     hidden: bool = False,
+    answer: bool = False,
     live: bool = False,
     recorded: bool = True,
     timing: bool = False,
@@ -160,6 +163,7 @@ def setting(
         "shown": shown,
         "option": option,
         "hidden": hidden,
+        "answer": answer,
         "live": live,
         "recorded": recorded,
         "timing": timing,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from orchestrator.driver import Driver, PlainDriver
+from orchestrator.driver import PlainDriver
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import Phase
 from orchestrator.llama import Context
@@ -23,7 +23,7 @@ class Steps:
     def __init__(
         self,
         context: Context,
-        driver: Driver | PlainDriver,
+        driver: PlainDriver,
         sequences: Sequences,
         complaint: Callable[[], str],
         asked_ctx: int,

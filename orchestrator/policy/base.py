@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gguf_tools.file.layout import MAX_TIERS
-from orchestrator.errors import BudgetError
+from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
 from orchestrator.settings import Settings
 
@@ -141,8 +141,6 @@ class Policy:
     learns: ClassVar[bool] = False
     default_tier: int = 0
 
-    # Whether tokens may wait although the policy wants everything in memory.
-    caching: bool = False
     # How often it renewed what it wants in memory.
     updates: int = 0
 
@@ -155,6 +153,11 @@ class Policy:
     def __init__(self, shape: ModelShape, settings: Any = None, rules: Rules | None = None) -> None:
         """settings: a record of the class's Settings, None for its defaults. Raises PolicyError
         where the policy cannot work with the model's tiers."""
+        if len(shape.tiers) < self.least_tiers:
+            raise PolicyError(
+                f"the policy {self.name} works with {self.least_tiers} precisions: give --low FILE "
+                f"or a file packed with as many tiers"
+            )
         self.shape = shape
         self.settings = self.Settings() if settings is None else settings
         self.rules = rules or Rules()
@@ -177,6 +180,12 @@ class Policy:
     @property
     def needs_importance(self) -> bool:
         """Whether prefill events must carry the attention that tokens receive."""
+        return False
+
+    @property
+    def all_resident(self) -> bool:
+        """Whether every expert is in memory, so that versions change by its transitions alone, at
+        step boundaries; after plan."""
         return False
 
     @property

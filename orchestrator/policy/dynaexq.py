@@ -125,12 +125,12 @@ class DynaExq(Policy):
         rules: Rules | None = None,
     ) -> None:
         """Raises PolicyError where the model has no second precision in use."""
-        super().__init__(shape, settings, rules)
-        if len(shape.tiers) < self.least_tiers or self.rules.skip:
+        if len(shape.tiers) < self.least_tiers or (rules is not None and rules.skip):
             raise PolicyError(
                 "the policy dynaexq keeps every expert in one of two precisions: give --low FILE "
                 "or a file packed with several tiers, and not --low-tier skip"
             )
+        super().__init__(shape, settings, rules)
         self._pools: VersionPools | None = None
         self.capacity = np.zeros(shape.n_layers, np.int64)  # n_l
         self.caching = False
@@ -157,6 +157,10 @@ class DynaExq(Policy):
             if resident_plan(offer.shape(at, at + 1), offer.budget_bytes, None) is not None
         )
         return next(fits, above[-1])
+
+    @property
+    def all_resident(self) -> bool:
+        return not self.caching
 
     @property
     def transition_rate(self) -> int:

@@ -57,8 +57,6 @@ class Recorder:
             )
         self._engine = engine
         self._policy = policy
-        # Versions change at step boundaries only, and where the policy said.
-        self._follows = bool(policy.start()) and not policy.caching
         self._step = -1
         self._phases: list[int] = []
         self._tokens_of_step: list[int] = []
@@ -118,7 +116,7 @@ class Recorder:
         self._tokens_of_step.append(event.n_tokens)
         self._ticks.append(False)
         self._starts.append(self._engine.n_cached == 0)
-        if not self._follows:
+        if not self._policy.all_resident:
             return
         resident = self._engine.store.view.resident_array
         for layer, expert in np.argwhere(resident != self._resident).tolist():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.choice import tiers_between
+from orchestrator.choice import tiers_between, unused_option
 from orchestrator.errors import BudgetError, ConfigError, TraceError
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native import Library
@@ -116,12 +116,11 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     time = Compute(None, decode_us, header.dense_share)
     asked = set_up_for(trace, options, policy_class(options.policy or header.policy), speed)
     name = asked.policy.name
-    changes_versions = bool(asked.policy.start()) and not asked.policy.caching
-    if options.clock == RECORDED and not changes_versions:
+    if options.clock == RECORDED and not asked.policy.all_resident:
         raise ConfigError(
             f"--clock recorded is for versions that change, and with {name} none did: leave it out"
         )
-    as_recorded = changes_versions and not changes and options.clock != SIMULATED
+    as_recorded = asked.policy.all_resident and not changes and options.clock != SIMULATED
     plain = asked
     if name != BASELINE:
         bare = replace(options, settings={})
@@ -164,17 +163,14 @@ def set_up_for(
 ) -> Setup:
     """The policy over a trace, with what the options change. Raises MoeEdgeError."""
     header = trace.header
-    asked = {k: v for k, v in options.settings.items() if k in policy.Settings.declared()}
-    if len(asked) < len(options.settings):
-        foreign = next(k for k in options.settings if k not in asked)
-        raise ConfigError(
-            f"{flag_of(foreign)} has no effect with --policy {policy.name}, which "
-            f"{policy.reason}: leave one of the two out"
-        )
+    for name in options.settings:
+        if name not in policy.Settings.declared():
+            raise unused_option(name, policy.name)
     recorded = header.settings if header.policy == policy.name else {}
-    settings = policy.Settings.of({**recorded, **asked})
+    settings = policy.Settings.of({**recorded, **options.settings})
     if isinstance(settings, LookAhead):
-        settings = settings.limited(int(trace.arrays["event_ahead"].max(initial=0)), asked)
+        depth = int(trace.arrays["event_ahead"].max(initial=0))
+        settings = settings.limited(depth, options.settings)
     tiers, skip = _tiers(trace, options, policy)
     expert_bytes = options.expert_ram or header.expert_bytes
     try:

@@ -17,9 +17,9 @@ from orchestrator.driver import Driver
 from orchestrator.events import ComputedStep, Phase
 from orchestrator.footprint import model_shape
 from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
-from orchestrator.plan import store_layers
+from orchestrator.plan import spec_for, store_layers
 from orchestrator.policy import ModelShape, Policy, Rules
-from orchestrator.policy.base import Callback, SlotPlan
+from orchestrator.policy.base import SlotPlan
 from orchestrator.replay.follow import RecordedVersions
 from orchestrator.replay.trace import Step, Trace
 from orchestrator.settings import Settings
@@ -92,20 +92,15 @@ def set_up(
     shape = model_shape(trace, tiers)
     made = policy(shape, settings, rules)
     slots = made.plan(expert_bytes)
-    spec = StoreSpec(
+    spec = spec_for(
+        made,
+        slots,
+        store_layers(trace.header.layer_ids, trace.slices, tiers, slots),
         files=tuple(Path(name) for name in trace.header.files),
-        layers=store_layers(trace.header.layer_ids, trace.slices, tiers, slots),
-        groups=tuple((group.slot_bytes, group.n_slots) for group in slots.groups),
         budget_bytes=expert_bytes,
-        n_tiers=len(tiers),
-        n_expert=trace.n_expert,
-        n_expert_used=trace.n_expert_used,
         max_tokens=trace.max_tokens,
-        n_ahead=made.n_ahead,
         n_io_threads=threads,
         direct_io=False,
-        n_passing=tuple(group.n_passing for group in slots.groups),
-        exact_tiers=rules.exact and made.callback is not Callback.NEVER,
         simulated=True,
     )
     return Setup(made, shape, slots, spec, tiers)
@@ -131,7 +126,7 @@ def simulate(
         driver.set_route()
         clock = Simulation(store)
         clock.set_speed(speed.bytes_per_s, speed.latency_us)
-        driver.load_first(policy.start(), policy.transition_rate)
+        driver.load_first(policy.start())
         follow = None
         if as_recorded:
             follow = RecordedVersions(store, policy, clock, speed.bytes_per_s, speed.latency_us)

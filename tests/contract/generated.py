@@ -34,11 +34,18 @@ def program() -> click.Group:
     return next(value for value in vars(cli).values() if isinstance(value, click.Group))
 
 
+def commands_of(group: click.Group) -> dict[str, click.Command]:
+    """The commands of a group, which imports them late."""
+    ctx = click.Context(group)
+    found = {name: group.get_command(ctx, name) for name in group.list_commands(ctx)}
+    return {name: command for name, command in found.items() if command is not None}
+
+
 def walk(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The words of every command, a group before what is in it."""
     yield words
     if isinstance(command, click.Group):
-        for name, inner in command.commands.items():
+        for name, inner in commands_of(command).items():
             yield from walk(inner, (*words, name))
 
 

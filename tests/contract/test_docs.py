@@ -18,6 +18,7 @@ from generated import (
     MARKED,
     PAGES,
     REPO,
+    commands_of,
     documents,
     managed_architectures,
     program,
@@ -184,12 +185,12 @@ def check_call(line: str) -> None:
     if words[1].startswith("-"):
         command: click.Command = group
         rest = words[1:]
-    elif words[1] in group.commands:
-        command, rest = group.commands[words[1]], words[2:]
+    elif words[1] in commands_of(group):
+        command, rest = commands_of(group)[words[1]], words[2:]
     else:
         raise ValueError(f"no command {words[1]!r}")
-    if rest and isinstance(command, click.Group) and rest[0] in command.commands:
-        command, rest = command.commands[rest[0]], rest[1:]
+    if rest and isinstance(command, click.Group) and rest[0] in commands_of(command):
+        command, rest = commands_of(command)[rest[0]], rest[1:]
     known = {"--help"}
     for parameter in command.get_params(click.Context(command, help_option_names=[])):
         known.update(parameter.opts + parameter.secondary_opts)

@@ -20,17 +20,10 @@ FREE = ("policy", "lab")
 MECHANISM = ("prefetch", "n_ahead")
 # Where a policy's setting is used outside the policies.
 USES = {
-    "profile": {
-        "orchestrator/cli_options.py",
-        "orchestrator/losses.py",
-        "orchestrator/profile.py",
-        "orchestrator/load.py",
-    },
+    "profile": {"orchestrator/cli_options.py", "orchestrator/profile.py"},
     "transition_rate": {
         "orchestrator/driver.py",
-        "orchestrator/load.py",
         "orchestrator/replay/report.py",
-        "orchestrator/replay/simulate.py",
     },
 }
 

@@ -42,7 +42,6 @@ class Stripes(Policy):
     callback = Callback.PREFILL
     default_tier = 2
     counts = follows_tiers = True
-    caching = True
     seen = None
 
     def plan(self, budget_bytes):
@@ -137,6 +136,8 @@ def test_its_check(folder: Path, model: Path) -> None:
     assert "--stripe has no effect with --policy lru, which runs one precision" in done.stderr
     done = moe_edge(folder, *ask, "--policy", "stripes", "--retention", "0.5")
     assert "--retention has no effect with --policy stripes, which goes by the index" in done.stderr
+    done = moe_edge(folder, *ask, "--policy", "stripes", "--high-tier", "q4_k")
+    assert "the policy stripes works with 3 precisions: give --low FILE" in done.stderr
     done = moe_edge(folder, *ask, "--stripe", "3")
     assert "--stripe is for --policy stripes: leave it out" in done.stderr
 
