@@ -151,7 +151,7 @@ class Session:
     def save(self, path: Path) -> None:
         """Write the messages to `path` as JSON lines; raises OSError and leaves no half file."""
         lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages]
-        write_whole(path, "".join(lines))
+        write_whole(path, "".join(lines), private=True)
 
 
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:

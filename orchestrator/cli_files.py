@@ -42,6 +42,9 @@ class Number(click.FloatRange):
 
 
 FILE = NamedPath(path_type=Path)
+MODEL = click.argument(
+    "file", metavar="FILE", type=FILE, callback=lambda _ctx, _param, value: model_path(str(value))
+)
 TIERS = click.option(
     "--tiers",
     required=True,
@@ -57,7 +60,7 @@ LOW = click.option(
 
 
 @click.command()
-@click.argument("file", metavar="FILE", type=FILE)
+@MODEL
 @LOW
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
@@ -86,7 +89,7 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
 
 
 @click.command()
-@click.argument("file", metavar="FILE", type=FILE)
+@MODEL
 @LOW
 @THREADS
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -39,7 +39,7 @@ class Config(Settings):
     low: Path | None = setting(None, "The same model in a lower precision, as a second GGUF.")
     ram: int | None = setting(
         None,
-        "Cap on everything the model takes, as 6GiB or 500MB.",
+        "Cap on everything the model takes, as 6GiB (6G means the same) or 500MB.",
         within=FROM_1,
         unit=SIZE,
         shown="free memory",
@@ -52,7 +52,8 @@ class Config(Settings):
         shown="what is free there",
     )
     device: str = setting(
-        "auto", "Where experts compute: cuda0, cpu, or auto: a GPU if there is one."
+        "auto",
+        "Where experts compute: cpu, gpu, cuda1 (the second GPU), or auto: a GPU if there is one.",
     )
     misses: str | None = setting(
         None,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads
+from gguf_tools.process import default_threads, usable_cores
 from orchestrator import hardware
 from orchestrator.accelerator import check_misses, find_gpu, one_of_several, serve_misses
 from orchestrator.config import Config
@@ -68,8 +68,12 @@ class Loader:
 
     @property
     def note(self) -> str | None:
-        """What was left aside."""
-        notes = (self.hotness.note, one_of_several(self.bindings, self.gpu))
+        """What was left aside, or will be slow."""
+        notes = (
+            self.hotness.note,
+            one_of_several(self.bindings, self.gpu),
+            too_many_threads(self._config.threads),
+        )
         return " ".join(filter(None, notes)) or None
 
     @property
@@ -179,3 +183,14 @@ def _part_of(progress: Progress | None, begin: float, end: float) -> Progress | 
     if progress is None:
         return None
     return lambda done: progress(begin + (end - begin) * done)
+
+
+def too_many_threads(threads: int | None) -> str | None:
+    """A sentence for more compute threads than cores: they wait for each other at each product."""
+    cores = usable_cores()
+    if threads is None or threads <= cores:
+        return None
+    return (
+        f"--threads {threads} on {cores} core{'s' * (cores != 1)} is many times slower than "
+        f"--threads {cores}."
+    )

@@ -81,7 +81,7 @@ def save(path: Path, model: ExpertModel, hotness: np.ndarray) -> None:
         "name": model.path.name,
         "hotness": [[float(f"{score:.6g}") for score in layer] for layer in hotness.tolist()],
     }
-    write_whole(path, json.dumps(data))
+    write_whole(path, json.dumps(data), private=True)
 
 
 class HotnessKeeper:

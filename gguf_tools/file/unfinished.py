@@ -21,7 +21,7 @@ class UnfinishedFile:
     Exactly one of ``complete`` and ``discard`` ends it; ``discard`` behind either does nothing.
     """
 
-    def __init__(self, path: Path, mode: int = 0o644) -> None:
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
         """Raises OSError."""
         self.path = path
         self.fd, self.part = create(path, mode)
@@ -54,7 +54,7 @@ class UnfinishedFile:
         os.close(self.fd)
 
 
-def create(path: Path, mode: int = 0o644) -> tuple[int, Path]:
+def create(path: Path, mode: int = 0o666) -> tuple[int, Path]:
     """A new empty file beside ``path``, locked: its descriptor and its name. It must be renamed
     before the descriptor is closed. Raises OSError."""
     while True:

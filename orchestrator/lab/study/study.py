@@ -51,11 +51,11 @@ class Study(Experiment[Subject, Found]):
         tables = self.tables(found)
         self.draw(found, folder)
         text = "\n\n".join(table.markdown() for table in tables)
-        write_whole(folder / f"{self.name}.md", text + "\n", 0o644)
+        write_whole(folder / f"{self.name}.md", text + "\n")
         rows = [{"title": table.title, "rows": list(table.rows)} for table in tables]
         data = {"study": self.name, "model": subject.name, "tokens": subject.n_tokens}
         written = json.dumps({**data, "tables": rows}, indent=1) + "\n"
-        write_whole(folder / f"{self.name}.json", written, 0o644)
+        write_whole(folder / f"{self.name}.json", written)
         return tables
 
 
