@@ -32,6 +32,7 @@ KEY_TIER_BPW = "moe_edge.tier_bpw"
 KEY_QUANTIZATION = "moe_edge.quantization"
 KEY_CALIBRATION = "moe_edge.calibration"
 KEY_FALLBACKS = "moe_edge.fallbacks"
+KEY_CHECKSUMS = "moe_edge.crc32"
 TIER_MARK = ".moe_edge."
 
 KEY_ARCHITECTURE = "general.architecture"
