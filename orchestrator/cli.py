@@ -41,6 +41,9 @@ COMMANDS = {
         "cli_convert", "convert", "Make a packed file of a checkpoint of transformers."
     ),
     "verify": Where("cli_files", "verify", "Check every block of a model file, and its metadata."),
+    "check": Where(
+        "cli_check", "check", "Try a model: its bits, its memory and its speed, as one report."
+    ),
     "calibrate": Where(
         "cli_calibrate", "calibrate", "Measure what each expert loses in each precision."
     ),

@@ -125,6 +125,12 @@ class Config(Settings):
     use_extra_bufts: bool | None = setting(
         None, "Dense weights are repacked for this CPU.", shown="on the plain path", option=False
     )
+    use_mmap: bool | None = setting(
+        None,
+        "The plain path maps the weights, which need not fit the memory then.",
+        shown="where the file has one precision and --ram is not given",
+        option=False,
+    )
     force_managed: bool = setting(
         False, "Experts live in the store even where everything fits.", option=False
     )

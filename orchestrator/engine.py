@@ -18,7 +18,7 @@ from orchestrator.config import Config
 from orchestrator.driver import Driver
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
-from orchestrator.llama import SamplerChain
+from orchestrator.llama import Model, SamplerChain
 from orchestrator.load import Loader
 from orchestrator.meter import Meter
 from orchestrator.native import Store
@@ -274,6 +274,11 @@ class Engine:
     def store(self) -> Store:
         """As driver."""
         return self.driver.store
+
+    @property
+    def llama(self) -> Model:
+        """llama.cpp's model and vocabulary, until the engine is closed or changes its policy."""
+        return self._loaded.model
 
     @property
     def note(self) -> str | None:

@@ -160,13 +160,15 @@ class Loader:
         return policy.start()
 
     def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
-        extra = config.use_extra_bufts
+        extra, mmap = config.use_extra_bufts, config.use_mmap
+        if mmap is None:
+            mmap = config.ram is None and len(self._model.tiers) == 1
         return Model(
             self.bindings,
             config.model,
             managed=plan.managed,
             use_extra_bufts=not plan.managed if extra is None else extra,
-            use_mmap=not plan.managed and config.ram is None and len(self._model.tiers) == 1,
+            use_mmap=not plan.managed and mmap,
             gpu=self.gpu.index if self.gpu else None,
             buffer_type=self.gpu.buffer_type if self.gpu else None,
             progress=progress,

@@ -1,6 +1,7 @@
 """The tensors of a model while it reads a text, through llama.cpp's evaluation callback.
 
-Runs the plain upstream path with the best tier: what is seen is the model's own.
+Runs the plain upstream path with the best tier, where it is given no model that is loaded
+already: what is seen is the model's own.
 """
 
 from __future__ import annotations
@@ -101,9 +102,11 @@ class Observer:
         seen: Callable[[Node], None],
         *,
         use_mmap: bool = False,
+        model: Model | None = None,
     ) -> None:
         """wanted says of each node of the graph, before it is computed, whether seen gets it
-        once it is; what either raises comes out of read.
+        once it is; what either raises comes out of read. model: one that is loaded already, and
+        stays so, in the place of the plain one at path.
 
         Raises NativeError."""
         bindings = Bindings.load()
@@ -122,7 +125,10 @@ class Observer:
             function = getattr(self._lib, name)
             function.argtypes, function.restype = [ctypes.c_void_p], result
         self.n_ctx = n_ctx
-        self.model = Model(bindings, path, managed=False, use_extra_bufts=False, use_mmap=use_mmap)
+        self._borrowed = model is not None
+        self.model = model or Model(
+            bindings, path, managed=False, use_extra_bufts=False, use_mmap=use_mmap
+        )
         params = self._api.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
         # Every token wants logits: else the last layer sees the last token only.
@@ -134,7 +140,7 @@ class Observer:
         bindings.complaints.clear()
         self._handle = self._api.llama_init_from_model(self.model.handle, params)
         if not self._handle:
-            self.model.close()
+            self.close()
             raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
         self._batch = self._api.llama_batch_init(n_ctx, 0, 1)
         self._checked = False
@@ -179,7 +185,8 @@ class Observer:
             self._api.llama_batch_free(self._batch)
             self._api.llama_free(self._handle)
             self._handle = None
-        self.model.close()
+        if not self._borrowed:
+            self.model.close()
 
     def __enter__(self) -> Observer:
         return self

@@ -126,7 +126,8 @@ class Policy:
     how many precisions it works with. reason: why other policies' options have no effect with it,
     the end of "NAME, which ...". callback: when it is asked. counts: StepReport.counts is wanted.
     follows_tiers: StepReport.resident and target are. learns: its hotness is kept for the next
-    start. default_tier: what is asked for where the policy is not.
+    start. default_tier: what is asked for where the policy is not. lossless: values of its settings
+    with which every expert is computed in the best tier; None where there are none.
     """
 
     name: ClassVar[str]
@@ -139,6 +140,7 @@ class Policy:
     counts: ClassVar[bool] = False
     follows_tiers: ClassVar[bool] = False
     learns: ClassVar[bool] = False
+    lossless: ClassVar[Mapping[str, Any] | None] = None
     default_tier: int = 0
 
     # How often it renewed what it wants in memory.

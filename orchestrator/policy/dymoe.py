@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -95,6 +95,7 @@ class DyMoE(Policy):
     most_tiers = 2
     reason = "decides token by token"
     callback = Callback.ALWAYS
+    lossless: ClassVar[Mapping[str, Any]] = {"retention": 1.0}
     settings: DyMoESettings
 
     def __init__(
