@@ -120,12 +120,14 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         raise ConfigError(
             f"--clock recorded is for versions that change, and with {name} none did: leave it out"
         )
-    as_recorded = asked.policy.all_resident and not changes and options.clock != SIMULATED
+    unchanged = not changes and options.clock != SIMULATED
+    as_recorded = asked.policy.all_resident and unchanged
     plain = asked
     if name != BASELINE:
         bare = replace(options, settings={})
         plain = set_up_for(trace, bare, policy_class(BASELINE), speed)
-    runs = {name: _figures(asked, simulate(library, trace, asked, speed, time, as_recorded))}
+    outcome = simulate(library, trace, asked, speed, time, as_recorded, recorded_us=unchanged)
+    runs = {name: _figures(asked, outcome)}
     if plain is not asked:
         runs[BASELINE] = _figures(plain, simulate(library, trace, plain, speed, time))
     best = belady(trace, plain.shape, plain.slots, plain.tiers[0])

@@ -113,12 +113,15 @@ def simulate(
     speed: Transport,
     time: Compute,
     as_recorded: bool = False,
+    recorded_us: bool = False,
 ) -> Outcome:
     """Plays the trace once, from an empty store, or for a policy that has everything in memory
     from that. as_recorded: versions change where they did in the recorded run, which was one of
-    this policy with these settings and slots. Raises what the policy or the store does, and
-    TraceError where the policy does something else than it did."""
+    this policy with these settings and slots. recorded_us: the policy is told the times of the
+    recorded steps, as it is with as_recorded, in the place of the virtual ones. Raises what the
+    policy or the store does, and TraceError where the policy does something else than it did."""
     policy = setup.policy
+    told_recorded = as_recorded or recorded_us
     phases: list[Phase] = []
     step_us: list[float] = []
     with Store.create(library, setup.spec) as store:
@@ -140,7 +143,7 @@ def simulate(
             phases.append(step.phase)
             step_us.append((clock.now_ns - start_ns) / 1000)
             moves = driver.learn(
-                _computed(step, len(phases), step_us[-1]),
+                _computed(step, len(phases), step.us if told_recorded else step_us[-1]),
                 None if follow is None else follow.states(),
             )
             if follow is not None:

@@ -155,7 +155,7 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
         ("read_latency_us", 0.5, "read_latency_us is 0.5"),
         ("dense_share", [0.5], "dense_share is [0.5]"),
         ("dense_share", [0.5, 2], "dense_share is [0.5, 2]"),
-        ("version", 2, "of version 2; this moe-edge reads 3: record again"),
+        ("version", 3, "of version 3; this moe-edge reads 4: record again"),
         ("surplus", 1, "fields missing or unknown: surplus"),
     ],
 )
