@@ -94,6 +94,7 @@ class DyMoE(Policy):
     ) -> None:
         """Raises PolicyError as settings_changed does."""
         super().__init__(shape, settings, rules)
+        self.settings = self.settings.settled()
         self._one_precision = len(shape.tiers) < 2 and not self.rules.skip
         self._low = SKIP if self.rules.skip or len(shape.tiers) < 2 else 1
         self._prefetch = self.settings.prefetch if self.n_ahead else OFF
@@ -113,7 +114,7 @@ class DyMoE(Policy):
     def n_ahead(self) -> int:
         """None where what is computed must not depend on what is in memory."""
         wanted = self.settings.prefetch != OFF and not self.rules.exact
-        return self.settings.n_ahead if wanted else 0
+        return (self.settings.n_ahead or 0) if wanted else 0
 
     def settings_changed(self) -> None:
         """Solves the depth schedule for the share of critical experts.
