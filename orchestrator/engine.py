@@ -326,12 +326,17 @@ class Engine:
         hotness = self._loaded.driver.hotness()
         if hotness is not None:
             self._loader.hotness.learn(hotness)
+        tuned = self._loaded.driver.tuned()
+        if tuned is not None:
+            self._loader.tuned.learn(*tuned)
 
     def close(self) -> None:
-        """Frees everything, and keeps the hotness where that is asked for; safe to call twice.
+        """Frees everything, and keeps what policies learned where that is asked for; safe to call
+        twice.
         Raises OSError where a named profile cannot be written."""
         self._learn()
         self._loaded.close()
+        self._loader.tuned.save()
         try:
             self._loader.hotness.save()
         finally:

@@ -15,7 +15,7 @@ from orchestrator.llama import Bindings, Context, Model
 from orchestrator.native import Misses, Store, context_memory
 from orchestrator.plan import MemoryPlan, importance_window, plan_memory, store_spec
 from orchestrator.policy.base import Transition
-from orchestrator.profile import HotnessKeeper
+from orchestrator.profile import HotnessKeeper, TunedKeeper
 from orchestrator.sequences import Sequences
 from orchestrator.steps import Steps
 from orchestrator.template import ChatTemplate
@@ -62,6 +62,7 @@ class Loader:
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
         check_misses(self.gpu, config)
         self.hotness = HotnessKeeper(config, model)
+        self.tuned = TunedKeeper(config, model)
         self._config = config
         self._model = model
         self._machine = hardware.probe(self.gpu.device if self.gpu else None)
@@ -157,6 +158,9 @@ class Loader:
         known = self.hotness.recall() if policy.learns else None
         if known is not None:
             policy.set_hotness(known)
+        tuned = self.tuned.recall(policy.name)
+        if tuned is not None:
+            policy.recall(tuned)
         return policy.start()
 
     def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:

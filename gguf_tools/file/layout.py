@@ -23,6 +23,8 @@ IO_BLOCK_BYTES = 4096
 # A kind's index is its value in enum moe_edge_kind of the native store.
 KINDS = ("up", "gate", "gate_up", "down")
 UP, GATE, GATE_UP, DOWN = range(4)
+# As a graph computes them: the activation's first operand first.
+COMPUTE_ORDER = (GATE_UP, GATE, UP, DOWN)
 
 FORMAT_VERSION = 1
 KEY_PREFIX = "moe_edge."

@@ -209,6 +209,15 @@ class Policy:
     def set_hotness(self, scores: np.ndarray) -> None:
         """Starts from what an earlier run learned, [n_layers, n_expert]."""
 
+    @property
+    def tuned(self) -> Mapping[str, Any] | None:
+        """What it found out about its own settings, for the next start: JSON-ready, None where
+        nothing is."""
+        return None
+
+    def recall(self, tuned: Mapping[str, Any]) -> None:
+        """Starts from what an earlier run tuned, as far as it goes with this one; after plan."""
+
     def plan(self, budget_bytes: int) -> SlotPlan:
         """How the budget is divided into slots. Raises BudgetError when it is too small."""
         raise NotImplementedError

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from orchestrator.settings import Settings, setting
 PREFETCHES = ("auto", "on", "off")
 AUTO, ON, OFF = PREFETCHES
 
+L = TypeVar("L", bound="LookAhead")
+
 
 @dataclass(frozen=True)
 class LookAhead(Settings):
@@ -27,23 +30,33 @@ class LookAhead(Settings):
     prefetch: str = setting(
         AUTO, "Load ahead: on, off, or auto: while it pays.", metavar="WHEN", choices=PREFETCHES
     )
-    n_ahead: int = setting(
-        1, "How many layers ahead experts are predicted.", within=(0, 4), hidden=True
+    n_ahead: int | None = setting(
+        None, "How many layers ahead experts are predicted.", within=(0, 4), shown="by policy"
     )
 
-    def limited(self, depth: int, asked: Collection[str]) -> LookAhead:
+    @property
+    def usual_ahead(self) -> int:
+        """How many layers ahead the policy wants where nothing is asked for."""
+        return 1
+
+    def settled(self: L) -> L:
+        """The same with what the policy wants where nothing was asked for."""
+        return self if self.n_ahead is not None else replace(self, n_ahead=self.usual_ahead)
+
+    def limited(self: L, depth: int, asked: Collection[str]) -> L:
         """The same where routers were only asked `depth` layers ahead. asked: names of what was
         set on purpose. Raises ConfigError where that cannot be had."""
-        if "n_ahead" in asked and self.n_ahead > depth:
+        n_ahead = self.settled().n_ahead or 0
+        if "n_ahead" in asked and n_ahead > depth:
             raise ConfigError(
-                f"the trace looks {depth} layers ahead, not {self.n_ahead}: record it with a "
+                f"the trace looks {depth} layers ahead, not {n_ahead}: record it with a "
                 f"policy that looks ahead"
             )
         if "prefetch" in asked and self.prefetch == ON and depth == 0:
             raise ConfigError(
                 "--prefetch on: the trace does not look ahead, record it with a policy that does"
             )
-        return replace(self, n_ahead=min(self.n_ahead, depth))
+        return replace(self, n_ahead=min(n_ahead, depth))
 
 
 def direct(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gguf_tools.file.layout import DOWN, GATE, GATE_UP, UP
+from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.driver import Driver
 from orchestrator.events import ComputedStep, Phase
 from orchestrator.footprint import model_shape
@@ -23,9 +23,6 @@ from orchestrator.policy.base import SlotPlan
 from orchestrator.replay.follow import RecordedVersions
 from orchestrator.replay.trace import Step, Trace
 from orchestrator.settings import Settings
-
-# As the graph computes them: the activation's first operand first.
-GRAPH_ORDER = (GATE_UP, GATE, UP, DOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +173,7 @@ def _play(clock: Simulation, setup: Setup, step: Step, time: Compute) -> None:
         seen = ahead_ids[:n_ahead], ahead[:n_ahead]
         clock.route(layer, ids, weights, tokens, *seen, importance)
         experts = np.unique(ids).astype(np.int32)
-        kinds = [kind for kind in GRAPH_ORDER if kind in setup.shape.slots[layer][0]]
+        kinds = [kind for kind in COMPUTE_ORDER if kind in setup.shape.slots[layer][0]]
         expert_ns = event_ns * (1 - dense) / (len(kinds) * max(1, n_computed))
         for kind in kinds:
             clock.use(layer, kind, experts, int(expert_ns))
