@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from orchestrator.cli_options import (
     make_config,
     model_options,
     open_engine,
+    option_of,
     policy_options,
     size,
     together,
@@ -23,6 +26,19 @@ from orchestrator.cli_options import (
 from orchestrator.console import Console, strip_controls
 from orchestrator.errors import SettingError
 from orchestrator.policy import DEFAULT, POLICIES, policy_settings
+from orchestrator.policy.context import PlacementSettings
+from orchestrator.replay.near_data import (
+    Generated,
+    Machine,
+    NearData,
+    Workload,
+    render_near_data,
+    replay_near_data,
+)
+from orchestrator.settings import flag_of
+
+# The records of a replay on near-data memory.
+NEAR_DATA = (Machine, Workload, Generated, PlacementSettings)
 
 
 @click.command()
@@ -84,8 +100,17 @@ def trace(
     click.echo(f"{out}: {steps} steps of {recorded.header.model}, {format_size(nbytes)}")
 
 
+def _near_options() -> list[Callable[..., Any]]:
+    """The options of a replay on near-data memory."""
+    return [
+        option_of(replace(declared, help=f"{declared.help} With --near-data."))
+        for record in NEAR_DATA
+        for declared in record.declared().values()
+    ]
+
+
 @click.command()
-@click.argument("file", metavar="FILE", type=FILE)
+@click.argument("file", metavar="[FILE]", type=FILE, required=False)
 @click.option(
     "--policy",
     metavar="NAME",
@@ -130,8 +155,15 @@ def trace(
     help="Versions change where they did in the run, or when the simulated reads are done.  "
     "[default: recorded, where no option changes anything]",
 )
+@click.option(
+    "--near-data",
+    is_flag=True,
+    help="Play it on a model of a GPU and a memory that computes, layers repeated to a large "
+    "model's shape; without FILE, with generated routing.",
+)
+@together(*_near_options())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def replay(file: Path, as_json: bool, **options: Any) -> None:
+def replay(file: Path | None, near_data: bool, as_json: bool, **options: Any) -> None:
     """Play a trace with another policy, memory or disk: no model needed.
 
     Without options it plays the recorded run itself, and prints how well it agrees."""
@@ -140,6 +172,20 @@ def replay(file: Path, as_json: bool, **options: Any) -> None:
     from orchestrator.replay import replay as run
 
     chosen = given(options)
+    if near_data:
+        _replay_near_data(file, chosen, as_json)
+        return
+    for record in NEAR_DATA:
+        for name in record.declared():
+            if name in chosen:
+                raise click.UsageError(
+                    f"{flag_of(name)} is for a replay on near-data memory: give --near-data, or "
+                    f"leave it out"
+                )
+    if file is None:
+        raise click.UsageError(
+            "Missing argument 'FILE': name a trace that `moe-edge trace` wrote, or give --near-data"
+        )
     settings = {name: chosen.pop(name) for name in policy_settings() if name in chosen}
     try:
         asked = ReplayOptions(**chosen, settings=settings)
@@ -148,3 +194,31 @@ def replay(file: Path, as_json: bool, **options: Any) -> None:
     recorded = read_trace(file)
     result = run(Bindings.load().library(), recorded, asked)
     click.echo(json.dumps(result) if as_json else strip_controls(render(result)))
+
+
+def _replay_near_data(file: Path | None, chosen: dict[str, Any], as_json: bool) -> None:
+    """`moe-edge replay --near-data`, with the options that were given."""
+    from orchestrator.replay import read_trace
+
+    known = {name for record in NEAR_DATA for name in record.declared()}
+    for name in chosen:
+        if name not in known:
+            raise click.UsageError(
+                f"{flag_of(name)} has no effect with --near-data: leave one of the two out"
+            )
+    if file is not None and (odd := set(Generated.declared()) & set(chosen)):
+        raise click.UsageError(
+            f"{flag_of(min(odd))} is for generated routing: leave it or the trace out"
+        )
+    try:
+        asked = NearData(
+            Machine.of(chosen),
+            Workload.of(chosen),
+            Generated.of(chosen),
+            PlacementSettings.of(chosen),
+        )
+    except SettingError as error:
+        raise bad_option(error) from error
+    trace = None if file is None else read_trace(file)
+    result = replay_near_data(asked, trace)
+    click.echo(json.dumps(result) if as_json else strip_controls(render_near_data(result)))

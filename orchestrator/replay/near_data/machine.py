@@ -1,0 +1,178 @@
+"""A GPU and a CXL memory that computes: how long each takes for an expert and for a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrator.errors import ConfigError
+from orchestrator.settings import Settings, setting
+
+PACKED, FIXED, NONE = "packed", "fixed", "none"
+
+FULL_BITS = 16
+_MATRICES = 3  # gate, up and down
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model as the near-data paper's Table 1 has it. kv_width: of keys, and of values, of one
+    token. other_weights: those outside of experts. n_hot: hot experts of a layer in section 5.1.
+    migrations: expert migrations a token with which MoNDE comes to the paper's speed-ups."""
+
+    name: str
+    hidden: int
+    ffn: int
+    n_layers: int
+    n_expert: int
+    n_expert_used: int
+    kv_width: int
+    other_weights: float
+    n_hot: int
+    migrations: float
+
+    @property
+    def expert_weights(self) -> int:
+        return _MATRICES * self.hidden * self.ffn
+
+    def expert_bytes(self, bits: float = FULL_BITS) -> float:
+        """Of one expert at so many bits a weight, scales left out."""
+        return self.expert_weights * bits / 8
+
+    @property
+    def attention_weights(self) -> int:
+        """Of one layer: queries and output, keys and values."""
+        return 2 * self.hidden * (self.hidden + self.kv_width)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("mixtral-8x7b", 4096, 14336, 32, 8, 2, 1024, 1.6e9, 4, 1.1),
+        Shape("mixtral-8x22b", 6144, 16384, 56, 8, 2, 1024, 5.1e9, 2, 2.8),
+    )
+}
+
+_RATE = (1e-3, 1e9)
+
+
+@dataclass(frozen=True)
+class Machine(Settings):
+    """One GPU and one near-data memory (Table 2), with what the paper leaves open. Times are in
+    milliseconds; one sequence decodes."""
+
+    near_gbps: float = setting(
+        512.0, "What the near-data memory reads for itself, in GB/s.", within=_RATE
+    )
+    near_units: int = setting(
+        64, "Its compute units, systolic arrays.", within=(1, 2**20), hidden=True
+    )
+    near_array: int = setting(
+        4, "Rows, and columns, of one of its arrays.", within=(1, 4096), hidden=True
+    )
+    near_ghz: float = setting(1.0, "Its clock in GHz.", within=_RATE, hidden=True)
+    near_gb: float = setting(512.0, "Its size in GB.", within=_RATE, hidden=True)
+    near_compute: str = setting(
+        PACKED,
+        "What its arrays do at b bits: packed (16/b times as many products), fixed (as many as at "
+        "16 bits), or none (they never limit).",
+        choices=(PACKED, FIXED, NONE),
+    )
+    hbm_gbps: float = setting(3350.0, "What the GPU reads from its memory, in GB/s.", within=_RATE)
+    gpu_tflops: float = setting(989.4, "The GPU's peak in TFLOP/s.", within=_RATE, hidden=True)
+    gpu_gb: float = setting(80.0, "The GPU's memory in GB.", within=_RATE, hidden=True)
+    link_gbps: float = setting(
+        25.0, "The link between the two, in GB/s each way (PCIe 4.0 x16).", within=_RATE
+    )
+    link_us: float = setting(
+        2.0, "Latency of the link in microseconds.", within=(0.0, 1e6), hidden=True
+    )
+    overhead_us: float = setting(
+        0.0, "What each layer of a step takes besides, in microseconds.", within=(0.0, 1e6)
+    )
+
+    def gpu_ms(self, shape: Shape, n_tokens: float = 1, bits: float = FULL_BITS) -> float:
+        """One expert on the GPU for so many tokens: the slower of reading and multiplying."""
+        read = shape.expert_bytes(bits) / (self.hbm_gbps * 1e9)
+        multiply = 2 * n_tokens * shape.expert_weights / (self.gpu_tflops * 1e12)
+        return 1e3 * max(read, multiply)
+
+    def near_ms(self, shape: Shape, bits: float = FULL_BITS, n_tokens: float = 1) -> float:
+        """One expert in the near-data memory, where its weights lie at so many bits."""
+        read = shape.expert_bytes(bits) / (self.near_gbps * 1e9)
+        if self.near_compute == NONE:
+            return 1e3 * read
+        macs_per_s = self.near_units * self.near_array**2 * self.near_ghz * 1e9
+        if self.near_compute == PACKED:
+            macs_per_s *= FULL_BITS / bits
+        return 1e3 * max(read, n_tokens * shape.expert_weights / macs_per_s)
+
+    def link_ms(self, n_bytes: float) -> float:
+        """Bytes over the link, without its latency."""
+        return n_bytes / (self.link_gbps * 1e6)
+
+    def trip_ms(self, shape: Shape, n_tokens: float = 1) -> float:
+        """Activations to the near-data memory and back, FP16, once a layer."""
+        return 2 * (self.link_us / 1e3 + self.link_ms(2 * shape.hidden * n_tokens))
+
+    def dense_ms(self, shape: Shape, n_tokens: float = 1) -> float:
+        """What a layer computes on the GPU besides experts, the attention's weights, and its
+        overhead. Keys and values are left out."""
+        read = 2 * shape.attention_weights / (self.hbm_gbps * 1e9)
+        multiply = 2 * n_tokens * shape.attention_weights / (self.gpu_tflops * 1e12)
+        return 1e3 * max(read, multiply) + self.overhead_us / 1e3
+
+    def layers_ms(self, shape: Shape, hot: np.ndarray, near: np.ndarray) -> np.ndarray:
+        """Layers of decode steps: the GPU's experts and the near-data memory's side by side.
+
+        hot, near: float64 of one shape, what the hot experts of a layer and token take on the GPU
+        and the others in the near-data memory; there is no trip where near is 0.
+        """
+        there = np.where(near > 0, near + self.trip_ms(shape), 0.0)
+        times: np.ndarray = self.dense_ms(shape) + np.maximum(hot, there)
+        return times
+
+    def prefill_layer_ms(
+        self, shape: Shape, tokens: np.ndarray, on_gpu: np.ndarray, n_prompt: int
+    ) -> tuple[float, np.ndarray]:
+        """A layer of a prompt, and the experts that went through the GPU, bool [E].
+
+        tokens float64 [E]: of the prompt, by expert; on_gpu bool [E]. What is not on the GPU is
+        streamed there, over the link, or computed near its memory at 16 bits: those with the most
+        tokens are streamed, so many of them that both sides together end soonest.
+        """
+        gpu = sum(self.gpu_ms(shape, n) for n in tokens[on_gpu] if n > 0)
+        rest = [e for e in np.argsort(-tokens, kind="stable") if not on_gpu[e] and tokens[e] > 0]
+        stream = self.link_ms(shape.expert_bytes())
+        near = [self.near_ms(shape, n_tokens=tokens[e]) for e in rest]
+        trip = self.trip_ms(shape, n_prompt)
+        best, n_streamed = np.inf, 0
+        for n in range(len(rest) + 1):
+            left = sum(near[n:]) + (trip if n < len(rest) else 0.0)
+            took = max(gpu, n * stream, left)
+            if took < best:
+                best, n_streamed = took, n
+        streamed = np.zeros(len(tokens), bool)
+        streamed[rest[:n_streamed]] = True
+        return self.dense_ms(shape, n_prompt) + best, streamed
+
+    def gpu_slots(self, shape: Shape) -> float:
+        """Experts at 16 bits that the GPU's memory holds beside the other weights."""
+        return (self.gpu_gb * 1e9 - 2 * shape.other_weights) / shape.expert_bytes()
+
+    def check(self, shape: Shape, n_hot: int) -> None:
+        """Raises ConfigError where the model does not fit the two memories."""
+        if n_hot > shape.n_expert:
+            raise ConfigError(f"--hot {n_hot}: {shape.name} has {shape.n_expert} a layer")
+        if n_hot * shape.n_layers > self.gpu_slots(shape):
+            raise ConfigError(
+                f"--hot {n_hot}: the {self.gpu_gb:g} GB of --gpu-gb hold at most "
+                f"{int(self.gpu_slots(shape) / shape.n_layers)} of each layer of {shape.name}"
+            )
+        needed = shape.n_layers * shape.n_expert * shape.expert_bytes() / 1e9
+        if needed > self.near_gb:
+            raise ConfigError(
+                f"--near-gb {self.near_gb:g} is too small: the experts of {shape.name} take "
+                f"{needed:.0f} GB"
+            )

@@ -1,0 +1,103 @@
+"""The prefix split of the near-data paper, section 4.2, against all splits one by one."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from orchestrator.errors import PolicyError
+from orchestrator.policy.prefix_split import prefix_split
+
+PAPER = (4, 3, 2, 1)
+
+
+def loss_of(counts, loss, weights=None):
+    """What a split loses: the first experts get the first width."""
+    columns = np.repeat(np.arange(len(counts)), counts)
+    lost = loss[np.arange(len(loss)), columns]
+    return float((lost if weights is None else lost * weights).sum())
+
+
+def splits(n, widths, budget, most=None):
+    """Every split that keeps to the budget and to the slots."""
+    for counts in itertools.product(range(n + 1), repeat=len(widths)):
+        if sum(counts) != n or sum(c * b for c, b in zip(counts, widths, strict=True)) > budget:
+            continue
+        if all(c <= m for c, m in zip(counts, most or counts, strict=True)):
+            yield counts
+
+
+@pytest.mark.parametrize("widths", [PAPER, (4, 3, 2), (4, 2, 1), (3, 1), (8, 4, 2), (4,)])
+@pytest.mark.parametrize("falling", [True, False])
+def test_it_is_the_best_of_all_splits(widths, falling):
+    random = np.random.default_rng(len(widths))
+    for n in range(1, 7):
+        loss = random.random((n, len(widths)))
+        if falling:
+            loss.sort(axis=1)
+        for budget in range(n * widths[-1], n * widths[0] + 2):
+            every = list(splits(n, widths, budget))
+            for weights in (None, np.sort(random.random(n))[::-1]):
+                found = prefix_split(loss, widths, budget, weights)
+                assert found in every
+                least = min(loss_of(each, loss, weights) for each in every)
+                assert loss_of(found, loss, weights) == pytest.approx(least, abs=1e-12)
+
+
+def test_falling_losses_spend_the_whole_budget_as_in_the_paper():
+    """3 n4 + 2 n3 + n2 = R for every budget from one bit to four."""
+    random = np.random.default_rng(3)
+    for n in range(1, 7):
+        loss = np.sort(random.random((n, 4)), axis=1)
+        for increments in range(3 * n + 1):
+            n4, n3, n2, n1 = prefix_split(loss, PAPER, n + increments)
+            assert (3 * n4 + 2 * n3 + n2, n4 + n3 + n2 + n1) == (increments, n)
+
+
+def test_a_width_that_is_missing_has_no_experts():
+    """As if its column were there and its number forced to 0."""
+    random = np.random.default_rng(4)
+    loss = np.sort(random.random((6, 4)), axis=1)
+    for gone in itertools.combinations(range(4), 2):
+        here = [at for at in range(4) if at not in gone]
+        widths = [PAPER[at] for at in here]
+        for budget in range(6 * widths[-1], 6 * widths[0] + 1):
+            found = prefix_split(loss[:, here], widths, budget)
+            forced = [each for each in splits(6, PAPER, budget) if not any(each[at] for at in gone)]
+            least = min(loss_of(each, loss) for each in forced)
+            assert loss_of(found, loss[:, here]) == pytest.approx(least)
+
+
+def test_like_experts_get_like_bits_unless_some_count_more():
+    """Losses that fall ever slower make uniform bits the best; weights change that."""
+    loss = np.repeat(0.25 ** np.array(PAPER)[None], 6, axis=0)
+    assert prefix_split(loss, PAPER, 6 * 2) == (0, 0, 6, 0)
+    skewed = prefix_split(loss, PAPER, 6 * 2, np.array([100, 10, 1, 0.1, 0.1, 0.1]))
+    assert skewed[0] > 0 and skewed[3] > 0
+
+
+def test_slots_limit_the_split():
+    random = np.random.default_rng(5)
+    loss = np.sort(random.random((5, 4)), axis=1)
+    for most in itertools.product((1, 2, 5), repeat=4):
+        every = list(splits(5, PAPER, 12, most))
+        if not every:
+            with pytest.raises(PolicyError, match="5 experts"):
+                prefix_split(loss, PAPER, 12, most=most)
+            continue
+        found = prefix_split(loss, PAPER, 12, most=most)
+        assert found in every
+        assert loss_of(found, loss) == pytest.approx(min(loss_of(each, loss) for each in every))
+
+
+def test_too_few_bits_are_an_error():
+    with pytest.raises(PolicyError, match="cannot keep to 11 bits"):
+        prefix_split(np.ones((6, 2)), (4, 2), 11)
+    with pytest.raises(PolicyError, match="falling"):
+        prefix_split(np.ones((6, 2)), (2, 4), 24)
+
+
+def test_no_cold_expert_is_no_split():
+    assert prefix_split(np.zeros((0, 4)), PAPER, 0) == (0, 0, 0, 0)

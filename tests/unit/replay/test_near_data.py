@@ -1,0 +1,286 @@
+"""The hardware model of a GPU and near-data memory against sums by hand, and what it is fed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from traces import make_trace, random_trace
+
+from orchestrator.cli import cli
+from orchestrator.errors import ConfigError, TraceError
+from orchestrator.events import Phase
+from orchestrator.policy.context import PlacementSettings
+from orchestrator.replay import write_trace
+from orchestrator.replay.near_data import Machine, NearData, Workload, report, strategies
+from orchestrator.replay.near_data.machine import SHAPES
+from orchestrator.replay.near_data.routing import (
+    Generated,
+    Routing,
+    Sequence,
+    cosine,
+    folded,
+    from_trace,
+    generated,
+    mixed,
+)
+from orchestrator.replay.near_data.strategies import Plan
+
+SMALL, LARGE = SHAPES["mixtral-8x7b"], SHAPES["mixtral-8x22b"]
+
+
+def independent(shape, n_hot, hot_mass, n=400):
+    """Tokens whose two choices are each hot with this probability, each on its own, in exact
+    proportions; the first n_hot experts are hot."""
+    both, one = round(n * hot_mass**2), round(2 * n * hot_mass * (1 - hot_mass))
+    pairs = [(0, 1)] * both + [(0, n_hot)] * one + [(n_hot, n_hot + 1)] * (n - both - one)
+    ids = np.repeat(np.array(pairs)[:, None, :], shape.n_layers, axis=1)
+    counts = np.zeros((shape.n_layers, shape.n_expert))
+    counts[:, :n_hot] = 1.0
+    return Sequence(counts, counts, ids)
+
+
+def step_ms(shape, n_hot, hot_mass, bits, machine=None):
+    hot = np.zeros((shape.n_layers, shape.n_expert), bool)
+    hot[:, :n_hot] = True
+    plan = Plan(hot, np.full(hot.shape, float(bits)))
+    return strategies.decode(
+        machine or Machine(), shape, plan, independent(shape, n_hot, hot_mass)
+    ).step_ms
+
+
+# ms a token, worked out by hand: (shape, hot experts, hot mass, bits, ms).
+CLOSED_FORM = [
+    (SMALL, 0, 0.0, 16, 44.8),
+    (SMALL, 4, 0.5, 16, 24.6),
+    (SMALL, 4, 0.5, 3, 6.71),
+    (SMALL, 4, 0.5, 2, 5.58),
+    (SMALL, 4, 0.7, 16, 17.4),
+    (SMALL, 4, 0.7, 3, 6.64),
+    (SMALL, 4, 0.7, 2, 6.02),
+    (LARGE, 0, 0.0, 16, 135.1),
+    (LARGE, 2, 0.25, 16, 103.5),
+    (LARGE, 2, 0.25, 3, 23.0),
+    (LARGE, 2, 0.25, 2, 17.4),
+]
+
+
+@pytest.mark.parametrize(("shape", "n_hot", "mass", "bits", "ms"), CLOSED_FORM)
+def test_decode_steps_take_what_the_closed_form_says(shape, n_hot, mass, bits, ms):
+    assert step_ms(shape, n_hot, mass, bits) == pytest.approx(ms, rel=0.006)
+
+
+def test_fixed_arrays_cap_the_gain_of_few_bits():
+    fixed = Machine(near_compute="fixed")
+    for shape, n_hot, mass, ms in ((SMALL, 4, 0.5, 8.09), (LARGE, 2, 0.25, 29.2)):
+        for bits in (3, 2):
+            assert step_ms(shape, n_hot, mass, bits, fixed) == pytest.approx(ms, rel=0.006)
+
+
+def test_one_expert_takes_what_its_bytes_or_products_do():
+    machine = Machine()
+    assert SMALL.expert_bytes() == pytest.approx(352.3e6, rel=1e-3)
+    near = [machine.near_ms(SMALL, bits) for bits in (16, 3, 2)]
+    assert near == pytest.approx([0.688, 0.129, 0.086], rel=0.005)
+    assert machine.gpu_ms(SMALL) == pytest.approx(0.105, rel=0.005)
+    assert machine.link_ms(SMALL.expert_bytes()) == pytest.approx(14.1, rel=0.005)
+    # 64 arrays of 4 x 4 at 1 GHz multiply 176 million weights in 0.172 ms, four tokens in 0.688.
+    assert Machine(near_gbps=1e6).near_ms(SMALL) == pytest.approx(0.172, rel=0.005)
+    assert machine.near_ms(SMALL, 16, 100) == pytest.approx(17.2, rel=0.005)
+    assert Machine(near_compute="none").near_ms(SMALL, 16, 100) == near[0]
+
+
+def test_an_overhead_and_a_latency_are_paid_once_a_layer():
+    base = step_ms(SMALL, 4, 0.5, 3)
+    assert step_ms(SMALL, 4, 0.5, 3, Machine(overhead_us=10)) == pytest.approx(base + 0.32)
+    # Three quarters of the steps have a cold expert, and no hot one takes as long.
+    slower = step_ms(SMALL, 0, 0.0, 16, Machine(link_us=12))
+    assert slower == pytest.approx(step_ms(SMALL, 0, 0.0, 16) + 32 * 2 * 0.010)
+
+
+def test_a_prompt_streams_or_computes_what_is_sooner_done():
+    """512 tokens give an expert 128: 14.1 ms over the link, 22 ms near its memory, both at once."""
+    tokens = np.full(8, 128.0)
+    nothing, half = np.zeros(8, bool), np.arange(8) < 4
+    took, streamed = Machine().prefill_layer_ms(SMALL, tokens, nothing, 512)
+    assert took == pytest.approx(5 * 14.1, rel=0.01) and streamed.sum() == 5
+    took, streamed = Machine().prefill_layer_ms(SMALL, tokens, half, 512)
+    assert took == pytest.approx(3 * 14.1, rel=0.01) and streamed.sum() == 3
+    assert not streamed[half].any()
+
+
+PAPER = PlacementSettings(near_weights="plain", prior_tokens=0.0)
+
+
+def runs_of(shape, n_hot, mass, bits, **workload):
+    sequence = independent(shape, n_hot, mass, 16)
+    routing = Routing("by hand", [sequence, sequence], np.zeros_like(sequence.counts))
+    asked = NearData(
+        workload=Workload(shape=shape.name, **workload), placement=replace(PAPER, near_bits=bits)
+    )
+    return report._runs(asked, routing), asked
+
+
+@pytest.mark.parametrize(
+    ("shape", "n_hot", "mass", "bits", "near", "over_near", "over_monde"),
+    [
+        (SMALL, 4, 0.5, 3.0, 16 / 3, 6.7, 8.7),
+        (SMALL, 4, 0.5, 2.0, 8.0, 8.0, 11.2),
+        (LARGE, 2, 0.25, 3.0, 16 / 3, 5.9, 8.9),
+        (LARGE, 2, 0.25, 2.0, 8.0, 7.8, 11.5),
+    ],
+)
+def test_the_papers_speedups_with_one_rate_of_migrations(
+    shape, n_hot, mass, bits, near, over_near, over_monde
+):
+    """Figure 6 within 10 %, with one rate for both widths of a shape."""
+    runs, _ = runs_of(shape, n_hot, mass, bits)
+    ours = runs["context"]
+    assert ours.mean("full_ms") / ours.mean("near_ms") == pytest.approx(near)
+    only = runs["near-only"].mean("step_ms")
+    assert only / ours.mean("step_ms") == pytest.approx(over_near, rel=0.02)
+    assert runs["monde"].mean("step_ms") / ours.mean("step_ms") == pytest.approx(
+        over_monde, rel=0.1
+    )
+
+
+def test_only_what_changed_is_moved():
+    """Two sequences with other hot experts, and two with the same ones."""
+    one = independent(SMALL, 4, 0.5)
+    other = Sequence(one.counts[:, ::-1], one.gates[:, ::-1], one.ids)
+    plans = [strategies.placed(SMALL, each.counts / 4, 4, PAPER) for each in (one, other)]
+    asked = NearData(workload=Workload(lengths=((4, 8),), migration="changed"))
+    _, moves = report._before(asked, Routing("", [one, other], one.counts), plans)
+    assert moves[:, 0] == pytest.approx([4 * 32 * 14.09] * 2, rel=1e-3)
+    _, moves = report._before(asked, Routing("", [one, one], one.counts), [plans[0]] * 2)
+    assert not moves.any()
+    uncounted = replace(asked, workload=replace(asked.workload, migration="none"))
+    _, moves = report._before(uncounted, Routing("", [one, other], one.counts), plans)
+    assert not moves.any()
+
+
+def alone(shape, ids, n_slots, what):
+    """A GPU alone with room for so many experts, over the experts of one layer by token."""
+    one_layer = replace(shape, n_layers=1)
+    gb = ((n_slots + 0.01) * shape.expert_bytes() + 2 * shape.other_weights) / 1e9
+    ids = np.array(ids)[:, None, :]
+    return what(Machine(gpu_gb=gb), one_layer, [Sequence(np.zeros((1, 8)), np.zeros((1, 8)), ids)])
+
+
+def test_gpu_lru_copies_what_it_has_not():
+    there, copied = 0.0250 + 2 * 0.1052, 14.09 + 0.002
+    kept = alone(SMALL, [(0, 1), (1, 0)], 2, strategies.gpu_lru)
+    assert kept.step_ms == pytest.approx(there, rel=1e-2) and kept.hot_mass == 1.0
+    never = alone(SMALL, [(0, 1), (2, 3)], 2, strategies.gpu_lru)
+    assert never.step_ms == pytest.approx(there + 2 * copied, rel=1e-3) and never.hot_mass == 0.0
+    # The least recently used goes: 0 and 1 stay, and so 2 takes the place of 3.
+    some = alone(SMALL, [(0, 1), (2, 0), (1, 0), (3, 0)], 3, strategies.gpu_lru)
+    assert some.hot_mass == pytest.approx(6 / 8)
+
+
+def test_hobbit_reads_a_quarter_of_all_but_the_first_and_keeps_what_is_better():
+    swapped = alone(SMALL, [(0, 1), (1, 0)], 2, strategies.hobbit)
+    assert swapped.hot_mass == 1.0  # 16 bits of both do for 4
+    missed = alone(SMALL, [(0, 1), (2, 3)], 1.25, strategies.hobbit)
+    computing = 0.0250 + 0.1052 + 0.0263
+    assert missed.step_ms == pytest.approx(computing + 14.09 * 1.25 + 0.004, rel=1e-3)
+
+
+def test_neighbours_of_a_larger_model_are_one_expert():
+    ids = np.array([[0, 3, 5, 1], [7, 6, 15, 14]])
+    weights = np.array([[0.3, 0.4, 0.1, 0.2], [0.4, 0.3, 0.2, 0.1]])
+    kept, gates = folded(ids, weights, 2, SMALL)
+    assert kept.tolist() == [[0, 1], [3, 7]]
+    assert gates == pytest.approx(np.array([[0.5, 0.4], [0.7, 0.3]]))
+    kept, gates = folded(np.array([[2, 3]]), np.array([[0.6, 0.4]]), 2, SMALL)
+    assert kept.tolist() == [[1, -1]] and gates.tolist() == [[1.0, 0.0]]
+
+
+def test_a_trace_is_tiled_and_its_last_layer_is_predicted():
+    rng = np.random.default_rng(1)
+    trace = random_trace(rng, n_layers=3)
+    routing = from_trace(SMALL, trace)
+    (sequence,) = routing.sequences
+    assert sequence.counts.shape == (32, 8) and sequence.ids.shape == (11, 32, 2)
+    assert (sequence.counts[3] == sequence.counts[0]).all()
+    assert (sequence.ids[:, 31] == sequence.ids[:, 1]).all()
+    prompt = next(trace.steps())
+    predicted = np.bincount(prompt.events[1].ahead_ids[0].ravel(), minlength=8)
+    assert sequence.counts[2].tolist() == predicted.tolist()
+    assert sequence.decode_counts().sum() == 11 * 32 * 2
+
+
+def test_every_prompt_of_a_trace_is_a_sequence():
+    one = [np.array([[0, 1]]), np.array([[2, 3]])]
+    phases = [Phase.PREFILL, Phase.DECODE, Phase.DECODE, Phase.PREFILL, Phase.DECODE]
+    routing = from_trace(SMALL, make_trace([(phase, one) for phase in phases]))
+    assert [len(each.ids) for each in routing.sequences] == [2, 1]
+    # Without itself, a sequence is known by the other one.
+    assert routing.others(0)[0].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_traces_that_cannot_stand_for_the_shape_are_refused():
+    one = [np.array([[0, 1]])]
+    with pytest.raises(TraceError, match="no prompt with an answer"):
+        from_trace(SMALL, make_trace([(Phase.DECODE, one)]))
+    with pytest.raises(ConfigError, match="2 of 12 experts, which cannot"):
+        from_trace(SMALL, make_trace([(Phase.PREFILL, one)], n_expert=12))
+
+
+def test_generated_routing_is_as_alike_as_asked():
+    made = generated(SMALL, Generated(tokens=400, prompt_tokens=400, sequences=3, skew=1.0))
+    found = [cosine(each.counts, each.decode_counts()).mean() for each in made.sequences]
+    assert np.mean(found) == pytest.approx(0.89, abs=0.05)
+    ids = made.sequences[0].ids
+    assert (ids[..., 0] != ids[..., 1]).all() and made.sequences[0].counts.sum() == 400 * 32 * 2
+    apart = generated(SMALL, Generated(skew=1.0, prefill_decode_cosine=0.0))
+    assert cosine(apart.sequences[0].counts, apart.sequences[0].decode_counts()).mean() < 0.8
+    same = generated(SMALL, Generated(tokens=400, prompt_tokens=400, sequences=3, skew=1.0))
+    assert (same.sequences[0].ids == ids).all()
+
+
+def test_mixed_has_the_cosine_that_is_wanted():
+    rng = np.random.default_rng(2)
+    base, other = rng.random((2, 6, 8))
+    for wanted in (0.99, 0.95, 0.9):
+        assert cosine(base, mixed(base, other, wanted)).mean() == pytest.approx(wanted, abs=1e-6)
+    assert mixed(base, other, 0.0) == pytest.approx(other)
+
+
+def run(*args):
+    return CliRunner().invoke(cli, ["replay", *map(str, args)])
+
+
+def test_the_command_prints_every_strategy(tmp_path: Path):
+    write_trace(tmp_path / "t.npz", random_trace(np.random.default_rng(3), n_steps=6))
+    result = run(tmp_path / "t.npz", "--near-data", "--lengths=16:32", "--near-bits=2")
+    assert result.exit_code == 0, result.output
+    for name in ("near-only", "monde", "static", "context", "gpu-lru", "hobbit", "oracle"):
+        assert name in result.stdout
+    assert "made up: 1 sequences with 5 decoded tokens" in result.stdout
+    asked = ("--near-data", "--shape=mixtral-8x22b", "--sequences=1", "--tokens=8", "--json")
+    found = json.loads(run(*asked).stdout)
+    assert found["n_hot"] == 2 and found["runs"]["monde"]["over_monde"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "name a trace"),
+        (("--near-gbps=9",), "--near-gbps is for a replay on near-data memory"),
+        (("--near-data", "--policy=lru"), "--policy has no effect with --near-data"),
+        (("--near-data", "--hot=7"), "--hot 7: the 80 GB of --gpu-gb hold at most 6"),
+        (("--near-data", "--hot=9"), "mixtral-8x7b has 8 a layer"),
+        (("--near-data", "--near-gb=80"), "--near-gb 80 is too small"),
+        (("--near-data", "--lengths=5"), "no list of lengths"),
+        (("--near-data", "--near-compute=fast"), "must be packed, fixed or none"),
+        (("t.npz", "--near-data", "--skew=1"), "--skew is for generated routing"),
+    ],
+)
+def test_what_does_not_go_together_is_said(args, message):
+    result = run(*args)
+    assert result.exit_code != 0 and message in result.output.replace("\n", " ")
