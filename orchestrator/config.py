@@ -87,7 +87,9 @@ class Config(Settings):
         False,
         f"With --low-tier {SKIP_TIER}: the weights of the other experts make up for the skipped.",
     )
-    ctx: int = setting(4096, "Context in tokens.", within=(8, 2**24))
+    ctx: int | None = setting(
+        None, "Context in tokens.", within=(8, 2**24), shown="by memory and the model"
+    )
     threads: int | None = setting(None, "Compute threads.", within=(1, 1024), shown="the cores")
     max_tokens: int | None = setting(
         None,

@@ -303,15 +303,16 @@ class Engine:
     @property
     def mode(self) -> str:
         """One line: what runs, and why or how."""
+        context = f", context {self.n_ctx}"
         if not self.managed:
-            return f"plain upstream path: {self.plan.reason}"
+            return f"plain upstream path: {self.plan.reason}{context}"
         slots = format_size(self.plan.slots.total_bytes) if self.plan.slots else "no"
         stats = self.store.stats()
         direct = "direct I/O" if stats.direct_io else "buffered I/O"
         pinned = stats.host_pinned or not self._loader.on_gpu
         pageable = "" if pinned else ", host memory not pinned"
         text = f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
-        return text + self._served
+        return text + self._served + context
 
     @property
     def _served(self) -> str:

@@ -23,11 +23,16 @@ LIBRARY_BYTES = 64 * 2**20
 POOL_GROWTH = 1.05
 
 
+# The context where none is asked for and memory is short; orchestrator.context has the rest.
+LEAST_CONTEXT = 4096
+
+
 def context_tokens(model: ExpertModel, config: Config) -> int:
-    """The context to make: what was asked for, as far as the model was trained for it. Several
-    sequences share it, each with as much."""
+    """The context that was asked for, or else the least one, as far as the model was trained for
+    it. Several sequences share it, each with as much."""
+    asked = config.ctx or LEAST_CONTEXT
     most = model.hparams.context_length * (1 + config.sequences)
-    return min(config.ctx, most) if most else config.ctx
+    return min(asked, most) if most else asked
 
 
 def vocabulary_size(model: ExpertModel) -> int:

@@ -143,7 +143,10 @@ class Loader:
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
             sequences = Sequences(context, config.sequences)
-            steps = Steps(context, driver, sequences, self.bindings.complaint, config.ctx)
+            # where nothing was asked for, the model's own longest context cannot be raised either
+            most = self._model.hparams.context_length
+            asked = config.ctx or plan.n_ctx + (plan.n_ctx == most)
+            steps = Steps(context, driver, sequences, self.bindings.complaint, asked)
             context.should_stop = lambda: steps.cancelled
             return Loaded(plan, driver, model, context, steps, parts)
         except BaseException:
@@ -164,15 +167,18 @@ class Loader:
         return policy.start()
 
     def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
-        extra, mmap = config.use_extra_bufts, config.use_mmap
-        if mmap is None:
-            mmap = config.ram is None and len(self._model.tiers) == 1
+        repack, mapped = config.use_extra_bufts, config.use_mmap
+        if repack is None:
+            repack = not plan.managed
+        if mapped is None:
+            # Repacked weights are copies: a mapped file would take its size beside them.
+            mapped = not (repack or config.ram) and len(self._model.tiers) == 1
         return Model(
             self.bindings,
             config.model,
             managed=plan.managed,
-            use_extra_bufts=not plan.managed if extra is None else extra,
-            use_mmap=not plan.managed and mmap,
+            use_extra_bufts=repack,
+            use_mmap=mapped and not plan.managed,
             gpu=self.gpu.index if self.gpu else None,
             buffer_type=self.gpu.buffer_type if self.gpu else None,
             progress=progress,

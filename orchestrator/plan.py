@@ -11,6 +11,7 @@ from gguf_tools.file.layout import KINDS, POOL_ALIGNMENT
 from gguf_tools.units import format_size
 from orchestrator.choice import choose, make_policy, wants_plain
 from orchestrator.config import Config
+from orchestrator.context import longest_affordable
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import (
     Placed,
@@ -106,6 +107,9 @@ def plan_memory(
     there is nothing to decide; else the default policy. That is lossless where the file has one
     tier and none is skipped.
 
+    Where no context was asked for, it is the longest one that costs little, and the least one
+    where the policy has no room beside that.
+
     more_scratch: bytes that llama.cpp was seen to take beyond the estimate.
 
     Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
@@ -113,9 +117,48 @@ def plan_memory(
     """
     if config.policy not in (None, PLAIN):
         policy_class(config.policy or "")  # raises for an unknown one
+    least = context_tokens(model, config)
+    n_ctx = least if config.ctx else _affordable_context(config, model, machine, more_scratch)
+    try:
+        return _plan_memory(config, model, machine, more_scratch, n_ctx)
+    except BudgetError:
+        if n_ctx == least:
+            raise
+        return _plan_memory(config, model, machine, more_scratch, least)
+
+
+def _affordable_context(
+    config: Config, model: ExpertModel, machine: Machine, more_scratch: int
+) -> int:
+    """The context where none was asked for. Where everything fits beside the least one, it still
+    does beside this one."""
+    ram = _ram_cap(config, machine)
+    plain = wants_plain(config, model)
+    least = context_tokens(model, config)
+    most = model.hparams.context_length * (1 + config.sequences)
+
+    def room_for(n_ctx: int) -> _Room:
+        return _room(config, model, machine, n_ctx, ram, more_scratch, plain)
+
+    room = room_for(least)
+    other = room.fixed - room.kv
+    left = room.cap - other
+    spare = left - room.kv - model.tier_bytes[0]
+    if not plain or spare < 0:
+        spare = left
+    return longest_affordable(least, most, lambda n: room_for(n).fixed - other, left, spare)
+
+
+def _ram_cap(config: Config, machine: Machine) -> int:
+    return min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
+
+
+def _plan_memory(
+    config: Config, model: ExpertModel, machine: Machine, more_scratch: int, n_ctx: int
+) -> MemoryPlan:
+    """As plan_memory, with a context of this many tokens."""
     device = machine.device
-    n_ctx = context_tokens(model, config)
-    ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
+    ram = _ram_cap(config, machine)
     plain = wants_plain(config, model)
     room = _room(config, model, machine, n_ctx, ram, more_scratch, plain)
     rest = room.cap - room.fixed

@@ -20,6 +20,7 @@ from orchestrator.eval.perplexity import TextScores, score_text
 from orchestrator.eval.text import Window, cut_windows, read_documents
 from orchestrator.eval.usage import counters, usage_between
 from orchestrator.events import Phase
+from orchestrator.footprint import LEAST_CONTEXT
 from orchestrator.policy import BASELINE
 
 # (what is being done, how much of it, 0 to 1)
@@ -61,7 +62,7 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
     return config.with_changes(
         logits_all=True,
         n_ubatch=min(config.n_ubatch, options.window),
-        ctx=max(config.ctx, options.window),
+        ctx=max(config.ctx or LEAST_CONTEXT, options.window),
         exact_tiers=not options.reuse,
     )
 

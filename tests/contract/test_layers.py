@@ -37,6 +37,7 @@ LAYERS = (
     ),
     ("orchestrator.config", "orchestrator.driver"),
     (
+        "orchestrator.context",
         "orchestrator.disk",
         "orchestrator.hardware",
         "orchestrator.footprint",
