@@ -55,7 +55,7 @@ def check(
         console.end_bar()
     text = json.dumps(report) if as_json else strip_controls(render(report))
     if out is not None:
-        write_whole(out, text + "\n", mode=0o644)
+        write_whole(out, text + "\n")
     click.echo(text)
     if not report["ok"]:
         click.get_current_context().exit(1)
