@@ -90,8 +90,15 @@ def process_bytes(model: ExpertModel) -> int:
 
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
-    """All that a model takes beside its weights and its KV cache, as the planner counts it."""
-    return process_bytes(model) + compute_bytes(model, config, context_tokens(model, config))
+    """All that a model takes beside its weights and its KV cache, as the planner counts it where a
+    policy looks ahead."""
+    compute = compute_bytes(model, config, context_tokens(model, config))
+    return process_bytes(model) + compute + look_ahead_bytes(model)
+
+
+def look_ahead_bytes(model: ExpertModel) -> int:
+    """Copies of the routers in half precision, which a policy looks ahead with."""
+    return 2 * (len(model.slices) - 1) * model.n_expert * model.hparams.embedding_length
 
 
 def embedding_bytes(model: ExpertModel) -> int:

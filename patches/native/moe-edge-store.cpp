@@ -49,11 +49,15 @@ bool direct_works(int fd) {
 moe_edge_store::moe_edge_store(const moe_edge_config & config)
     : n_layers(config.n_layers), n_expert(config.n_expert), n_expert_used(config.n_expert_used),
       n_tiers(config.n_tiers), max_tokens(config.max_tokens), n_ahead(config.n_ahead),
-      importance_window(config.importance_window), exact_tiers((config.flags & MOE_EDGE_EXACT_TIERS) != 0) {
+      importance_window(config.importance_window), exact_tiers((config.flags & MOE_EDGE_EXACT_TIERS) != 0),
+      whole_experts((config.flags & MOE_EDGE_WHOLE_EXPERTS) != 0), rigid((config.flags & MOE_EDGE_RIGID) != 0) {
     if (n_layers < 1 || n_expert < 1 || n_expert > 65535 || n_expert_used < 1 || n_expert_used > n_expert ||
         n_tiers < 1 || n_tiers > MOE_EDGE_MAX_TIERS || max_tokens < 1 || config.n_files < 1 || config.n_groups < 1 ||
         n_ahead < 0 || n_ahead > MOE_EDGE_MAX_AHEAD || importance_window < -1 || config.n_io_threads < 1 || config.n_io_threads > 64) {
         refuse("store: a count in the configuration is out of range");
+    }
+    if (rigid && !(config.flags & MOE_EDGE_SIMULATED)) {
+        refuse("store: only a simulated link is rigid");
     }
     for (int32_t l = 0; l < n_layers; l++) {
         il.push_back(config.layers[l].il);
@@ -469,6 +473,7 @@ moe_edge_read_key moe_edge_store::read_key(int32_t cell) const {
     const auto & c = cells[cell];
     const auto & s = slice_of(cell, c.loading);
     return c.background ? moe_edge_read_key(TRANSITION, c.ahead_seq, 0, cell)
+         : rigid        ? moe_edge_read_key(DEMAND, c.ahead_seq, 0, cell)
          : c.ahead      ? moe_edge_read_key(AHEAD, c.ahead_seq, 0, cell)
                         : moe_edge_read_key(DEMAND, KIND_RANK[kind_of(cell)], s.offset + expert_of(cell) * s.expert_bytes, cell);
 }
@@ -524,7 +529,7 @@ void moe_edge_store::start_load(int32_t cell, int32_t tier, int32_t slot, bool a
     c.loading      = tier;
     c.loading_slot = slot;
     c.ahead        = ahead;
-    c.ahead_seq    = c.background ? transition_seq++ : ahead ? ahead_seq++ : 0;
+    c.ahead_seq    = c.background ? transition_seq++ : ahead || rigid ? ahead_seq++ : 0;
     c.broken       = false;
     c.abandoned    = false;
     c.cut          = false;
@@ -916,7 +921,7 @@ void moe_edge_store::apply(int32_t layer, const int32_t * experts, const uint8_t
 void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers,
                                   const uint8_t * passing, int32_t n, int32_t n_tokens) {
     const auto each_cell = [&](auto && visit) {
-        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        for (const int32_t k : KINDS_BY_RANK) {
             for (int32_t i = 0; has_kind(layer, k) && (kind == k || kind == MOE_EDGE_N_KINDS) && i < n; i++) {
                 visit(cell_index(layer, k, experts[i]), i);
             }
@@ -976,9 +981,9 @@ void moe_edge_store::ask(int32_t cell) {
     if (c.loading != NO_TIER) {
         const bool good_enough = c.loading <= c.want && !c.abandoned;
         const bool was_ahead   = c.ahead && !c.after_use;
-        if (!good_enough && c.started == 0) {
+        if (!good_enough && c.started == 0 && !rigid) {
             cancel_read(cell);
-        } else if (!good_enough && c.slotless()) {
+        } else if (!good_enough && c.started > 0 && c.slotless()) {
             stats.prefetch_cancelled += was_ahead && !c.abandoned;
             abandon(cell);
             return;  // settle() goes on from there
@@ -1104,6 +1109,28 @@ int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
     return experts.size();
 }
 
+// Whether every matrix of an expert that the step still has to compute is there.
+bool moe_edge_store::whole(int32_t cell) const {
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        const auto & c = cells[cell_index(layer_of(cell), k, expert_of(cell))];
+        if (c.pinned() && !c.satisfied() && !c.serves()) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Whether one that is not there is on its way.
+bool moe_edge_store::whole_comes(int32_t cell) const {
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        const auto & c = cells[cell_index(layer_of(cell), k, expert_of(cell))];
+        if (c.pinned() && !c.satisfied() && !c.serves() && c.loading != NO_TIER) {
+            return true;
+        }
+    }
+    return false;
+}
+
 int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
     std::unique_lock<std::mutex> lock(mutex);
     auto & op = ops[m.layer * MOE_EDGE_N_KINDS + m.kind];
@@ -1116,10 +1143,15 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
         }
         int32_t n    = 0;
         size_t  keep = 0;
+        // what holds slots that others wait for is computed, whole or not
+        const bool hold = whole_experts && std::any_of(op.remaining.begin(), op.remaining.end(),
+            [this](int32_t cell) { return whole(cell) || whole_comes(cell); });
         for (const int32_t cell : op.remaining) {
             const auto & c = cells[cell];
             if (c.want == MOE_EDGE_SKIP) {
                 out[n++] = { nullptr, expert_of(cell), -1, 0 };
+            } else if (hold && !whole(cell)) {
+                op.remaining[keep++] = cell;
             } else if (c.satisfied()) {
                 const auto & entry = m.table[expert_of(cell)];
                 out[n++] = { entry.data, expert_of(cell), entry.type, entry.ticket };

@@ -85,7 +85,7 @@ struct moe_edge_cell {
     int32_t  loading_slot = -1;
     int32_t  host_slot    = -1;       // held by the load
     moe_edge_ticket ticket = 0;       // of the load's copy
-    int32_t  ahead_seq    = 0;        // order of prefetch reads, and of transitions
+    int32_t  ahead_seq    = 0;        // order of prefetch reads, of transitions, and of all on a rigid link
     uint64_t asked_at     = 0;        // of a load without a slot: used_at of the slot that it takes
     uint64_t list         = 0;        // prefetch lists so far when the load was queued
     uint64_t predicted    = 0;        // number of the last prefetch list that it stood in
@@ -136,7 +136,8 @@ struct moe_edge_batch {
 };
 
 // Order of reads: demand before prefetch before transitions, then the kind that is computed
-// first (demand) or the policy's order (the others), then the file offset, then the cell.
+// first (demand) or the policy's order (the others), then the file offset, then the cell. On a
+// rigid link demand and prefetch have one order, in which they were asked for.
 using moe_edge_read_key = std::tuple<int32_t, int32_t, uint64_t, int32_t>;
 
 struct moe_edge_store {
@@ -176,6 +177,7 @@ struct moe_edge_store {
     void    wait(const moe_edge_ready * ready, int32_t n);
     void    multiply(const std::vector<moe_edge_product> & products) { workers->multiply(products); }
     bool    fixed() const { return tables_fixed; }
+    bool    in_prefill() const { return phase == MOE_EDGE_PREFILL; }
     // A step then needs no hook: nobody decides, and the executor counts.
     bool    runs_unwatched() const { return tables_fixed && device->counts_routing(); }
 
@@ -195,7 +197,7 @@ struct moe_edge_store {
 
     // fixed after construction
     int32_t n_layers, n_expert, n_expert_used, n_tiers, max_tokens, n_ahead, importance_window;
-    bool    exact_tiers;
+    bool    exact_tiers, whole_experts, rigid;  // of moe_edge_flags
     moe_edge_device * device = nullptr;  // whose memory the slots are in; null: the host's
     std::vector<int32_t> il;  // [n_layers] the model's layer numbers
     std::vector<std::array<std::array<moe_edge_slices, MOE_EDGE_MAX_TIERS>, MOE_EDGE_N_KINDS>> slices;
@@ -311,6 +313,8 @@ struct moe_edge_store {
     void    queue_ahead(int32_t cell, int32_t tier, bool passing);
     bool    claim_slot(int32_t cell);
     bool    claim_or_drop(int32_t cell);
+    bool    whole(int32_t cell) const;
+    bool    whole_comes(int32_t cell) const;
     void    abandon(int32_t cell);
     int32_t take_slot(moe_edge_pool & pool, bool passing, const uint64_t * list);
     void    set_passing(moe_edge_pool & pool, int32_t slot, bool passing);
