@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from gguf_tools import interrupts
 from gguf_tools.units import format_size
 from orchestrator.cli_files import AT_LEAST_1, FILE, Number
 from orchestrator.cli_options import (
@@ -86,6 +87,7 @@ def trace(
     if prefill and text is None:
         raise click.UsageError("--prefill is for --text: a prompt is a prefill already")
     check_trace_target(out)
+    interrupts.ends_with(out)
     options["policy"] = options["policy"] or DEFAULT
     config = make_config(options)
     words = None if text is None else read_text(text)

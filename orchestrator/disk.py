@@ -6,14 +6,14 @@ import mmap
 import os
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
+from gguf_tools import interrupts
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import IO_BLOCK_BYTES, pad
+from gguf_tools.workers import in_order, workers
 
 
 class Bandwidth(NamedTuple):
@@ -94,8 +94,8 @@ def bytes_per_s(
     start = perf_counter()
 
     def in_time() -> bool:
-        return perf_counter() < start + seconds
+        return perf_counter() < start + seconds and not interrupts.asked()
 
-    with ThreadPoolExecutor(threads) as pool:
-        total = sum(pool.map(work, range(threads), repeat(in_time)))
+    with workers(threads) as pool:
+        total = sum(in_order(pool, lambda index: work(index, in_time), range(threads)))
     return total / (perf_counter() - start)

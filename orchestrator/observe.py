@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings, Model
 
@@ -112,7 +113,7 @@ class Observer:
         bindings = Bindings.load()
         self._api: Any = bindings.api
         self._wanted, self._seen = wanted, seen
-        self._raised: BaseException | None = None
+        self._failed = False
         self._handle: Any = None
         self._lib = self._api._lib
         for name, result in (
@@ -155,16 +156,16 @@ class Observer:
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
         batch.n_tokens = n
         self._api.llama_memory_clear(self._api.llama_get_memory(self._handle), True)
-        status = self._api.llama_decode(self._handle, batch)
-        if self._raised is not None:
-            error, self._raised = self._raised, None
-            raise error
+        self._failed = False
+        with interrupts.held():
+            status = self._api.llama_decode(self._handle, batch)
         if status != 0:
             raise NativeError(f"llama.cpp failed to evaluate {n} tokens")
 
+    @interrupts.called_from_c
     def _on_tensor(self, address: int, ask: bool, _user: int | None) -> bool:
         # After an error, True when asked and False when it is computed ends the evaluation.
-        if self._raised is not None:
+        if self._failed or interrupts.asked():
             return ask
         try:
             node = Node(self._lib, address)
@@ -176,7 +177,8 @@ class Observer:
             self._seen(node)
             return True
         except BaseException as error:  # noqa: BLE001 - read raises it, once C has returned
-            self._raised = error
+            interrupts.hand_over(error)
+            self._failed = True
             return ask
 
     def close(self) -> None:

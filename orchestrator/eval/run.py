@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
@@ -68,14 +69,14 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
 
 
 def best_config(config: Config, best: str) -> Config:
-    """The same model in its best tier alone, without the caps: nothing is decided there."""
+    """The same model in its best tier alone, where nothing is decided. With few slots it is slower
+    and says the same, so the cap on memory stays; that on slots alone is for what decides."""
     return config.compared(
         policy=BASELINE,
         high_tier=best,
         low=None,
         low_tier=None,
         renormalize=False,
-        ram=None,
         expert_ram=None,
     )
 
@@ -89,25 +90,30 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
     documents = read_documents(options.text) if options.text else []
     questions = read_questions(options.choices) if options.choices else []
     config = eval_config(config, options)
-    with ExitStack() as stack:
-        engine = stack.enter_context(Engine.open(config, lambda share: report("Loading", share)))
+    with ExpertModel.open(config.model) as model:
+        best = model.tiers[0].name
+
+    def cut(engine: Engine) -> list[Window]:
+        if not documents:
+            return []
         window = min(options.window, engine.n_ctx)
-        windows = (
-            cut_windows(engine, documents, window, options.tokens, options.text)
-            if documents
-            else []
-        )
-        best = engine.model.tiers[0].name
+        return cut_windows(engine, documents, window, options.tokens, options.text)
+
+    with ExitStack() as stack:
         against = None
         if options.kl:
-            against = stack.enter_context(
-                best_reference(best_config(config, best), windows, options.prefill, report)
-            )
+            # Before the engine that is judged, and gone by then: two would not fit the memory.
+            with Engine.open(best_config(config, best), loading(report)) as engine:
+                against = stack.enter_context(
+                    read_reference(engine, cut(engine), options.prefill, report)
+                )
+        engine = stack.enter_context(Engine.open(config, loading(report)))
+        windows = cut(engine)
         result: dict[str, Any] = {
             "model": config.model.name,
             "mode": engine.mode,
             "form": "prefill" if options.prefill else "decode",
-            "window": window,
+            "window": min(options.window, engine.n_ctx),
             "exact_tiers": engine.managed and not options.reuse,
         }
         phase = Phase.PREFILL if options.prefill else Phase.DECODE
@@ -131,21 +137,33 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
 def best_reference(
     config: Config, windows: list[Window], prefill: bool, report: Report
 ) -> Reference:
-    """What the best tier says to the windows. The caller closes it."""
-    with Engine.open(config, lambda share: report("Loading", share)) as engine:
-        n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
-        reference = Reference(sum(window.n_scored for window in windows), n_vocab)
-        try:
-            score_text(
-                Judge(engine, prefill),
-                windows,
-                keep=reference,
-                progress=lambda done: report("Reading with the best tier", done),
-            )
-        except BaseException:
-            reference.close()
-            raise
+    """What a model in its best tier (best_config) says to the windows. The caller closes it."""
+    with Engine.open(config, loading(report)) as engine:
+        return read_reference(engine, windows, prefill, report)
+
+
+def read_reference(
+    engine: Engine, windows: list[Window], prefill: bool, report: Report
+) -> Reference:
+    """What an engine says to the windows. The caller closes it."""
+    n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
+    reference = Reference(sum(window.n_scored for window in windows), n_vocab)
+    try:
+        score_text(
+            Judge(engine, prefill),
+            windows,
+            keep=reference,
+            progress=lambda done: report("Reading with the best tier", done),
+        )
+    except BaseException:
+        reference.close()
+        raise
     return reference
+
+
+def loading(report: Report) -> Callable[[float], None]:
+    """The progress of an engine that opens."""
+    return lambda share: report("Loading", share)
 
 
 def _choices(judge: Judge, questions: list[Question], report: Report) -> dict[str, Any]:

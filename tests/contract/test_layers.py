@@ -13,7 +13,7 @@ PACKAGES = ("gguf_tools", "orchestrator", "models", "patches")
 # Lowest first. A name stands for the module or package and all that is in it; the longest
 # matching name decides.
 LAYERS = (
-    ("gguf_tools.errors",),
+    ("gguf_tools.errors", "gguf_tools.interrupts"),
     ("gguf_tools.file", "gguf_tools.process", "gguf_tools.progress", "gguf_tools.units"),
     ("gguf_tools.experts", "gguf_tools.workers"),
     ("gguf_tools.hub", "gguf_tools.inspect", "gguf_tools.quantize", "gguf_tools.synthetic"),
