@@ -103,11 +103,11 @@ def predict(
     bias: np.ndarray | None = None,
     choice_bias: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ids [T, k], the best first; all scores [T, E]; by how much the last one that was taken
-    leads the first that was not [T]).
+    """(ids [T, k], the best first; all scores [T, E]; the least lead [T] of one that was taken over
+    the next one).
 
-    x [T, n_embd], router [E, n_embd]; bias [E] is added to the logits, choice_bias [E] to the
-    scores for the choice alone.
+    x [T, n_embd], router [E, n_embd]; bias [E] is added to the logits, choice_bias [E] to what is
+    chosen by, the scores of a sigmoid, and to nothing else.
     """
     logits = x.astype(np.float64) @ router.T.astype(np.float64)
     if bias is not None:
@@ -117,7 +117,10 @@ def predict(
     else:
         scores = np.exp(logits - logits.max(axis=1, keepdims=True))
         scores /= scores.sum(axis=1, keepdims=True)
-    by = scores if choice_bias is None else scores + choice_bias
+    # softmax keeps the order of the logits, and makes small scores of far ones
+    by = scores if gating.sigmoid else logits
+    if choice_bias is not None:
+        by = by + choice_bias
     if gating.n_groups > 1:
         grouped = by.reshape(len(x), gating.n_groups, -1)
         best_two = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
@@ -149,7 +152,7 @@ def check(path: Path, tokens: list[int], gating: Gating, n_ahead: int = 2) -> No
             ids, scores, lead = predict(
                 watched.x[layer], router, gating, biases[target], choice_biases[target]
             )
-            clear = lead > 1e-5
+            clear = lead > 1e-4
             close += int((~clear).sum())
             where = f"layer {layer}, {ahead + 1} ahead"
             found = watched.ids[layer][ahead]

@@ -52,7 +52,7 @@ def plain(config: Config, path: Path, machine: Machine) -> Config:
 
 def lossless(config: Config, path: Path, tier: str, policy: str, cap: int | None) -> Config:
     """A policy that computes everything in one tier of a file."""
-    asked = POLICIES[policy].lossless or {}
+    asked = dict(POLICIES[policy].lossless or {})
     option = cap_option(config)
     return config.compared(
         policy=policy, model=path, high_tier=tier, **_ASIDE | asked | {option: cap}

@@ -10,14 +10,16 @@ import numpy as np
 
 def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
     """Both files hold float32 [n, n_vocab]. first: the first row that differs in a bit, None for
-    none; first_error, most: the largest difference in that row and in any; choices: in how many
-    rows the likeliest token is another one; finite: whether all is a number.
+    none; first_error, most: the largest difference in that row and in any, None where it is no
+    number; choices: in how many rows the likeliest token is another one; finite: whether all is a
+    number.
 
     One row at a time is in memory.
     """
     size = 4 * n_vocab
     n, n_reference = rows.stat().st_size // size, reference.stat().st_size // size
-    first, first_error, most, choices, finite = None, 0.0, 0.0, 0, True
+    first, choices, finite = None, 0, True
+    errors: list[float | None] = []
     with rows.open("rb") as ours, reference.open("rb") as theirs:
         for row in range(min(n, n_reference)):
             mine = ours.read(size)
@@ -26,10 +28,9 @@ def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
             finite = finite and bool(np.isfinite(a).all())
             if mine == other:
                 continue
-            error = float(np.abs(a.astype(np.float64) - b).max())
             if first is None:
-                first, first_error = row, error
-            most = max(most, error)
+                first = row
+            errors.append(largest(a, b))
             choices += int(a.argmax() != b.argmax())
     if first is None and n != n_reference:
         first = min(n, n_reference)
@@ -37,19 +38,25 @@ def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
         "rows": n,
         "equal": first is None,
         "first": first,
-        "first_error": first_error,
-        "most": most,
+        "first_error": errors[0] if errors else 0.0,
+        "most": None if None in errors else max((e for e in errors if e is not None), default=0.0),
         "choices": choices,
         "finite": finite,
     }
 
 
-def first_layer(ours: Path, reference: Path) -> tuple[int, float] | None:
+def largest(a: np.ndarray, b: np.ndarray) -> float | None:
+    """The largest difference, None where it is no number."""
+    error = float(np.abs(a.astype(np.float64) - b).max())
+    return error if np.isfinite(error) else None
+
+
+def first_layer(ours: Path, reference: Path) -> tuple[int, float | None] | None:
     """The first layer whose experts give something else, and the largest difference there; None
     where they agree in all layers."""
     with np.load(ours) as mine, np.load(reference) as other:
         for name in sorted(set(mine.files) & set(other.files), key=int):
             a, b = mine[name], other[name]
             if a.tobytes() != b.tobytes():
-                return int(name), float(np.abs(a.astype(np.float64) - b).max())
+                return int(name), largest(a, b)
     return None

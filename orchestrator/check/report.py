@@ -59,8 +59,9 @@ def _file(report: dict[str, Any]) -> list[str]:
             )
         lines += [f"fallback: {text}" for text in facts["fallbacks"]]
     if verified:
-        state = "good" if verified["ok"] else f"{len(verified['problems'])} findings"
-        lines.append(f"every block read: {state}, {format_size(verified['checked_bytes'])}")
+        n = verified["findings"]
+        state = "good" if not n else f"{n} problem{'s' if n > 1 else ''}"
+        lines.append(f"every block read: {state}, {format_size(verified['bytes'])}")
     return lines
 
 

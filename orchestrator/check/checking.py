@@ -92,11 +92,20 @@ class _Check:
                 progress=lambda share: self.bar("Verifying", share),
                 threads=config.threads,
             )
-            report["verified"] = found.as_dict()
-            self.problems += [each.text for each in found.problems]
+            report["verified"] = {
+                "ok": not found.problems,
+                "findings": len(found.problems),
+                "bytes": found.nbytes,
+                "seconds": found.seconds,
+            }
+            for each in found.problems:
+                self._problem(each.text)
         try:
             with ExpertModel.open(config.model, config.low) as model:
-                report["file"] = describe(model)
+                report["file"] = describe(model) | {
+                    "file": model.path.name,
+                    "files": [path.name for path in model.files],
+                }
         except GGUFError as error:
             self._problem(str(error))
             return False
@@ -149,9 +158,8 @@ class _Check:
             self._problem(f"{subject.tier}: llama.cpp has nothing to compare with: {error}")
             return found
         job = Job(settings_of(config), str(rows), PROMPT_TOKENS, self.options.tokens)
-        reference = found["plain"] = self._measure(f"{subject.tier}, llama.cpp's own path", job)
-        if "error" in reference:
-            reference = None
+        run = found["plain"] = self._measure(f"{subject.tier}, llama.cpp's own path", job)
+        reference = None if "error" in run else run
         if self.report["managed"]:
             try:
                 budgets = list(three_budgets(self.config, subject.path, subject.tier, self.machine))
@@ -180,7 +188,7 @@ class _Check:
         job = Job(
             settings_of(config), str(folder / "managed"), plain.n_prompt, plain.n_decode, *tokens
         )
-        run = {"budget": name} | self._measure(label, job)
+        run: Result = {"budget": name} | self._measure(label, job)
         if "error" in run or reference is None:
             return run
         run["compared"] = found = compare_rows(Path(job.rows), rows, reference["n_vocab"])
@@ -213,14 +221,14 @@ class _Check:
 
     def _first_layer(
         self, plain: Job, job: Job, reference: Result, row: int, folder: Path
-    ) -> tuple[int, float] | None:
+    ) -> tuple[int, float | None] | None:
         """Reads the tokens up to the first difference once more, layer by layer."""
         tokens = {
             "prompt": reference["prompt"],
             "answer": reference["answer"][:row],
             "layers": True,
         }
-        paths = []
+        paths: list[Path] = []
         for each in (job, plain):
             path = folder / f"layers-{len(paths)}.npz"
             self.bar("Looking for the layer", 0.5 * len(paths))
@@ -232,20 +240,27 @@ class _Check:
         return first_layer(*paths)
 
     def _problem(self, sentence: str) -> None:
+        """Adds a sentence once, and without the folders of whoever sends it in."""
+        for path in filter(None, (self.config.model, self.config.low)):
+            sentence = sentence.replace(str(path), path.name)
         if sentence not in self.problems:
             self.problems.append(sentence)
 
 
-def describe_difference(found: Result, layer: tuple[int, float] | None) -> str:
+def describe_difference(found: Result, layer: tuple[int, float | None] | None) -> str:
     """Where the bits differ, and by how much, as a sentence."""
     row = found["first"]
     where = "behind the prompt" if row == 0 else f"behind token {row} of the answer"
-    text = f"other logits than llama.cpp's from {where} on, by {found['first_error']:.3g} there"
-    text += f" and {found['most']:.3g} at most; the likeliest token is another one in "
+    text = f"other logits than llama.cpp's {where}, by {_amount(found['first_error'])}, and by "
+    text += f"{_amount(found['most'])} at most; the likeliest token is another one in "
     text += f"{found['choices']} of {found['rows']} rows"
     if layer is None:
         return f"{text}; read in one batch, the experts of all layers agree"
-    return f"{text}; the first layer whose experts differ is {layer[0]}, by {layer[1]:.3g}"
+    return f"{text}; the first layer whose experts differ is {layer[0]}, by {_amount(layer[1])}"
+
+
+def _amount(error: float | None) -> str:
+    return "what is no number" if error is None else f"{error:.3g}"
 
 
 def describe_machine(machine: Machine) -> dict[str, Any]:
