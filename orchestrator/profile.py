@@ -15,7 +15,7 @@ from orchestrator.errors import ProfileError
 from orchestrator.files import read_object, user_folder, write_whole
 
 _FORMAT = "moe-edge hotness"
-_VERSION = 1
+_VERSION = 2
 _LARGEST_BYTES = 64 << 20
 
 
