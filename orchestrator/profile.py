@@ -19,7 +19,7 @@ from orchestrator.files import read_object, user_folder, write_whole
 
 _FORMAT = "moe-edge hotness"
 _TUNED = "moe-edge tuned"
-_VERSION = 1
+_VERSION = 2
 _LARGEST_BYTES = 64 << 20
 
 

@@ -136,12 +136,12 @@ class Policy:
     least_tiers: ClassVar[int] = 1
     most_tiers: ClassVar[int] = MAX_TIERS
     reason: ClassVar[str] = "has settings of its own"
-    callback: ClassVar[Callback] = Callback.NEVER
     counts: ClassVar[bool] = False
     follows_tiers: ClassVar[bool] = False
     learns: ClassVar[bool] = False
     lossless: ClassVar[Mapping[str, Any] | None] = None
     default_tier: int = 0
+    callback: Callback = Callback.NEVER
 
     # How often it renewed what it wants in memory.
     updates: int = 0
@@ -173,6 +173,12 @@ class Policy:
         usual = offer.names.index(_USUAL_HIGH)
         above = usual < (len(offer.names) - 1 if offer.low is None else offer.low)
         return usual if above or (offer.low is None and not offer.paired) else 0
+
+    @classmethod
+    def low_tier(cls, offer: TierOffer, high: int) -> int | None:
+        """The file tier to take as the lowest one below the high one; None: as many of those that
+        follow as it works with."""
+        return offer.low
 
     @property
     def n_ahead(self) -> int:

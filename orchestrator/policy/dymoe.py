@@ -24,7 +24,7 @@ from orchestrator.policy.importance import gate_critical, gate_order
 from orchestrator.policy.monitor import Monitor, Prediction
 from orchestrator.policy.prefetch import AUTO, OFF, ON, LookAhead
 from orchestrator.policy.prompts import Prompts, layer_groups
-from orchestrator.policy.retention import COSINE, SCHEDULES, realised, solve
+from orchestrator.policy.retention import COSINE, FLAT, SCHEDULES, realised, solve
 from orchestrator.settings import setting
 
 _DECODE = int(Phase.DECODE)
@@ -55,6 +55,12 @@ class DyMoESettings(LookAhead):
         "receive.",
         metavar="R",
         within=(0.0, 1.0),
+        hidden=True,
+    )
+    prefetch_low: bool = setting(
+        True,
+        "Whether an answer's experts that will be low are loaded ahead as well; the paper (eq. 8) "
+        "loads the critical ones alone.",
         hidden=True,
     )
     prompts_pass: bool = setting(
@@ -130,7 +136,9 @@ class DyMoE(Policy):
                 "several tiers, or --low-tier skip"
             )
         k = shape.n_expert_used
-        self.lam, self.critical = solve(retention, shape.n_layers, k, self.settings.schedule)
+        schedule = self.settings.schedule
+        self.lam, self.critical = solve(retention, shape.n_layers, k, schedule)
+        self._least_share = realised(solve(0.0, shape.n_layers, k, schedule)[1], k)
         self._prefill_counts: dict[int, list[int]] = {}
         self.retention = retention
         self.realised = realised(self.critical, k)
@@ -214,7 +222,8 @@ class DyMoE(Policy):
         if event.n_tokens == 1:
             self._prediction.observe(event.layer, used)
         if event.n_ahead and self._prefetches():
-            asked = prefetch.direct(event, out, self.critical, low if low != SKIP else None)
+            ahead = low if low != SKIP and self.settings.prefetch_low else None
+            asked = prefetch.direct(event, out, self.critical, ahead)
             self._prediction.expect(event.layer + 1, asked)
 
     def _prefetches(self) -> bool:
@@ -241,5 +250,14 @@ class DyMoE(Policy):
             text = f"dymoe {high}, one precision"
         else:
             low = "skip" if self._low == SKIP else self.shape.tiers[1]
-            text = f"dymoe {high}/{low} r={self.retention:g} (realised {self.realised:.3f})"
+            share = f"r={self.retention:g} (realised {self.realised:.3f}{self._no_less()})"
+            text = f"dymoe {high}/{low} {share}"
         return text if self._monitor.pays else text + ", prefetch paused"
+
+    def _no_less(self) -> str:
+        """What to say of a share that the schedule cannot reach."""
+        if self.retention >= self._least_share:
+            return ""
+        schedule = self.settings.schedule
+        other = "" if schedule == FLAT else f", --schedule {FLAT} does"
+        return f": the schedule {schedule} reaches no less{other}"

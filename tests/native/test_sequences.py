@@ -183,10 +183,13 @@ def test_hotness_counts_every_token_of_a_batch(both: Path) -> None:
     with Engine.open(config) as engine:
         decode_four(engine)
         assert isinstance(engine.policy, DynaExq)
-        # S of the last step alone
-        assert engine.policy.hotness.sum(axis=1).tolist() == (
+        # S of the last step alone: shares of its four tokens
+        counts = 4 * engine.policy.hotness
+        assert counts.sum(axis=1).tolist() == (
             [4 * engine.model.n_expert_used] * engine.model.n_layers
         )
+        np.testing.assert_array_equal(counts, counts.round())
+        assert (counts > 1).any()
         stats = engine.store.stats()
         assert list(stats.hits) == list(stats.requests)
         assert list(stats.wait_us) == [0, 0]

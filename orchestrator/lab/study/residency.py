@@ -121,11 +121,11 @@ class Residency:
 
     def hotness(self, windows: Sequence[Window]) -> np.ndarray:
         """S as the policy would have it on the average over the windows, with every expert high:
-        tokens of an interval routed to each expert, float64 [n_layers, n_expert]."""
+        the share of the tokens that use each expert, float64 [n_layers, n_expert]."""
         with self.open(self.n_expert, None, update_steps=0) as engine:
             counts = Counts(engine.policy)
             self.subject.on(windows).score_open(engine, "hotness", lambda own: counts)
-        return counts.per_step * max(1, update_steps(self.subject))
+        return counts.per_step
 
     def random(self, seed: int) -> np.ndarray:
         """A hotness that says nothing: an order of each layer's experts by chance."""

@@ -19,7 +19,6 @@ from orchestrator.eval.compare import Reference, ReferencePart
 from orchestrator.eval.text import Window
 from orchestrator.lab.study.residency import Residency, halves
 from orchestrator.lab.study.subject import Subject
-from orchestrator.policy.dynaexq import DynaExq
 
 
 def window(domain: str, n_scored: int) -> Window:
@@ -102,7 +101,7 @@ def test_what_hotness_says_is_high_is_resident_and_computed(subject: Subject) ->
 def test_hotness_is_what_was_routed(subject: Subject) -> None:
     residency = Residency(subject)
     found = residency.hotness(subject.windows)
-    per_token = found.sum(axis=1) / DynaExq.Settings().update_steps
+    per_token = found.sum(axis=1)
     assert per_token == pytest.approx(np.full(residency.shape.n_layers, subject.n_expert_used))
     hottest = residency.fixed("", 2, found)
     coldest = residency.fixed("", 2, found.max() - found)
