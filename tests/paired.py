@@ -1,4 +1,4 @@
-"""Speed of this checkout against another one, other settings, or upstream, while the machine drifts.
+"""Speed of this checkout against another one, other settings, or upstream, in turns.
 
     python tests/paired.py MODEL.gguf --other FOLDER --python FOLDER/.venv/bin/python
                            [--policy lru] [--expert-ram 1040MiB] [--pairs 12]
@@ -6,10 +6,12 @@
                            [--prompt 512]
     python tests/paired.py MODEL.gguf --upstream
 
-The last one is our plain path against upstream at its best flags. With --prompt each block is one
-prompt of so many tokens in the place of decode steps. Both run at the same time, each in a process of its own, and take turns: while one decodes a block
-of tokens the other waits. So whatever else the machine does meets both. A pair is one start of the
-two; its ratio is the other's median step over ours, above 1 where ours is faster.
+The last one is our plain path against upstream at its best flags. With --prompt each block is
+prompts of so many tokens in the place of decode steps.
+
+Both run at the same time, each in a process of its own, and take turns: while one computes a block
+the other waits. So whatever else the machine does meets both. A pair is one start of the two; its
+ratio is the other's median step over ours, above 1 where ours is faster.
 """
 
 from __future__ import annotations

@@ -83,7 +83,6 @@ class Caps(Benchmark[Loop[BenchOptions]]):
             if tier is None:
                 loop.skip(f"no uniform type of the experts fits {cap:.0%} as a whole")
                 continue
-            loop.file_of(tier)
             last = max(at for at, case in enumerate(listed) if case.cap == cap)
             listed[last + 1 : last + 1] = uniform(cap, tier)
         return listed
