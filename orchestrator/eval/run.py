@@ -37,7 +37,8 @@ class EvalOptions:
 
     kl: compare with the best tier. prefill: judge prompts read at once, and nothing else.
     reuse: a low request may use the high copy in memory, as in a chat (DyMoE 4.4.2); else each
-    expert is computed in exactly the tier that was decided.
+    expert is computed in exactly the tier that was decided. uniform, calib: the uniform types, or
+    files, that a study compares with, and the text that they are calibrated on.
     """
 
     text: Path | None = None
@@ -47,6 +48,8 @@ class EvalOptions:
     kl: bool = False
     prefill: bool = False
     reuse: bool = False
+    uniform: tuple[str, ...] | None = None
+    calib: Path | None = None
 
     def check(self) -> None:
         """Raises ConfigError for what does not go together."""
@@ -87,6 +90,8 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
     Raises MoeEdgeError in one of its forms for a text, questions or settings that do not work.
     """
     options.check()
+    if options.uniform is not None or options.calib is not None:
+        raise ConfigError("--uniform and --calib are for --study accuracy, memory and equal")
     documents = read_documents(options.text) if options.text else []
     questions = read_questions(options.choices) if options.choices else []
     config = eval_config(config, options)
