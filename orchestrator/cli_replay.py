@@ -22,6 +22,7 @@ from orchestrator.cli_options import (
 )
 from orchestrator.console import Console, strip_controls
 from orchestrator.errors import SettingError
+from orchestrator.lab.registry import REPLAY_STUDIES, load_replay_study
 from orchestrator.policy import DEFAULT, POLICIES, policy_settings
 
 
@@ -130,8 +131,14 @@ def trace(
     help="Versions change where they did in the run, or when the simulated reads are done.  "
     "[default: recorded, where no option changes anything]",
 )
+@click.option(
+    "--study",
+    metavar="NAME",
+    help=f"A figure of the papers, from this trace: {', '.join(REPLAY_STUDIES)}.",
+)
+@click.option("--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def replay(file: Path, as_json: bool, **options: Any) -> None:
+def replay(file: Path, study: str | None, out: Path | None, as_json: bool, **options: Any) -> None:
     """Play a trace with another policy, memory or disk: no model needed.
 
     Without options it plays the recorded run itself, and prints how well it agrees."""
@@ -146,5 +153,14 @@ def replay(file: Path, as_json: bool, **options: Any) -> None:
     except SettingError as error:
         raise bad_option(error) from error
     recorded = read_trace(file)
+    if study is not None:
+        library = Bindings.load().library()
+        tables = load_replay_study(study).publish(library, recorded, asked, out)
+        found = {"study": study, "tables": [table.as_dict() for table in tables]}
+        text = "\n\n".join(table.markdown() for table in tables)
+        click.echo(json.dumps(found) if as_json else strip_controls(text))
+        return
+    if out is not None:
+        raise click.UsageError("--out is where a study writes: give --study NAME")
     result = run(Bindings.load().library(), recorded, asked)
     click.echo(json.dumps(result) if as_json else strip_controls(render(result)))

@@ -99,21 +99,13 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     header = trace.header
     if options.policy == PLAIN:
         raise ConfigError("the plain path has no store to replay: choose another --policy")
-    speed = Transport(
-        options.bandwidth or header.read_bytes_per_s,
-        header.read_latency_us if options.latency_us is None else options.latency_us,
-        options.io_threads or header.io_threads,
-    )
-    if speed.bytes_per_s == 0:
-        raise ConfigError("the trace has no measured bandwidth: give --bandwidth, as 2GB")
+    speed, time = speed_and_time(header, options)
     changes = options.changes(header)
     if options.clock == RECORDED and changes:
         raise ConfigError(
             f"--clock recorded is for a replay that changes nothing: leave "
             f"{flag_of(next(iter(changes)))} out"
         )
-    decode_us = None if options.compute_ms is None else 1000 * options.compute_ms
-    time = Compute(None, decode_us, header.dense_share)
     asked = set_up_for(trace, options, policy_class(options.policy or header.policy), speed)
     name = asked.policy.name
     if options.clock == RECORDED and not asked.policy.all_resident:
@@ -156,6 +148,19 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         "recorded": {"policy": header.policy, **recorded},
         "agreement": agreement(recorded, runs[name]) if same else None,
     }
+
+
+def speed_and_time(header: Header, options: ReplayOptions) -> tuple[Transport, Compute]:
+    """How fast reads are and what computing takes. Raises ConfigError where that is not known."""
+    speed = Transport(
+        options.bandwidth or header.read_bytes_per_s,
+        header.read_latency_us if options.latency_us is None else options.latency_us,
+        options.io_threads or header.io_threads,
+    )
+    if speed.bytes_per_s == 0:
+        raise ConfigError("the trace has no measured bandwidth: give --bandwidth, as 2GB")
+    decode_us = None if options.compute_ms is None else 1000 * options.compute_ms
+    return speed, Compute(None, decode_us, header.dense_share)
 
 
 def set_up_for(
