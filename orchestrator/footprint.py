@@ -89,6 +89,11 @@ def scratch_bytes(model: ExpertModel, config: Config) -> int:
     return process_bytes(model) + compute_bytes(model, config, context_tokens(model, config))
 
 
+def look_ahead_bytes(model: ExpertModel) -> int:
+    """Copies of the routers in half precision, which a policy looks ahead with."""
+    return 2 * (len(model.slices) - 1) * model.n_expert * model.hparams.embedding_length
+
+
 def embedding_bytes(model: ExpertModel) -> int:
     """The token embeddings, which llama.cpp keeps in the host's memory beside a GPU."""
     infos = (part.tensors.get("token_embd.weight") for part in model.parts)

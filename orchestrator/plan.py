@@ -20,12 +20,13 @@ from orchestrator.footprint import (
     device_shape,
     embedding_bytes,
     kernel_bytes,
+    look_ahead_bytes,
     model_shape,
     process_bytes,
 )
 from orchestrator.hardware import Device, Machine
 from orchestrator.native import Misses, Slices, StoreSpec
-from orchestrator.policy import BASELINE, PLAIN, ModelShape, Policy, policy_class
+from orchestrator.policy import BASELINE, DEFAULT, PLAIN, ModelShape, Policy, policy_class
 from orchestrator.policy.base import Callback, SlotPlan
 
 StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
@@ -83,6 +84,7 @@ class _Room:
     kv: int
     scratch: int
     compute: int  # the part of scratch that graphs take
+    ahead: int  # the part that only policies that look ahead take
 
     @property
     def fixed(self) -> int:
@@ -200,17 +202,19 @@ def _room(
     dense, kv = model.dense_bytes, model.kv_bytes(n_ctx)
     compute = compute_bytes(model, config, n_ctx) + more_scratch
     device = machine.device
+    may_look = not plain and policy_class(config.policy or DEFAULT).callback is not Callback.NEVER
+    ahead = look_ahead_bytes(model) if may_look else 0
     if device is None:
-        scratch = process_bytes(model) + compute
-        return _Room("--ram", "free memory,", config.ram, ram, dense, kv, scratch, compute)
+        scratch = process_bytes(model) + compute + ahead
+        return _Room("--ram", "free memory,", config.ram, ram, dense, kv, scratch, compute, ahead)
     asked = config.vram
     cap = min(asked, device.memory_bytes) if asked else device.usable_bytes
     compute += 4 * attention_weights(model, config, n_ctx)
     # without a cap, ggml's pool makes room for itself where the device is full
     kernels = kernel_bytes(model, config, n_ctx, piles=plain and asked is not None)
-    scratch = compute + kernels + _alignment(model)
+    scratch = compute + kernels + _alignment(model) + ahead
     free = f"free memory of {device.name},"
-    return _Room("--vram", free, asked, cap, dense, kv, scratch, compute)
+    return _Room("--vram", free, asked, cap, dense, kv, scratch, compute, ahead)
 
 
 def _alignment(model: ExpertModel) -> int:
@@ -247,7 +251,7 @@ def _too_small(
     if name != BASELINE:
         least = _least_slots(policy_class(BASELINE), shape)
         if least < slots:
-            from_bytes = least if by_slots else room.fixed + least
+            from_bytes = least if by_slots else room.fixed - room.ahead + least
             other = f"; --policy {BASELINE} works from {from_bytes} bytes"
     if expert_ram is not None and by_slots:
         return BudgetError(

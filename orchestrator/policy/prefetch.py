@@ -66,14 +66,17 @@ def direct(
 
     critical[layer] is t_l. A predicted rank below t_l asks for tier 0; the other ranks ask
     for tier `low`, or for nothing when it is None. What is in memory already is asked for as
-    well: the store then keeps it. One token's prediction is used: the first of the event.
-    Returns the experts asked for in the next layer.
+    well: the store then keeps it. Of several tokens the predictions of all are asked for, by
+    frequency. Returns the experts asked for in the next layer.
     """
     asked: list[int] = []
     for ahead in range(event.n_ahead):
         layer = event.layer + 1 + ahead
         t = critical[layer]
-        experts = event.ahead_ids[ahead].tolist()
+        if event.n_tokens == 1:
+            experts = event.ahead_ids[ahead].tolist()
+        else:
+            experts, t = union(event.ahead_ids_array[ahead], t, len(out.tier))
         if low is None:
             del experts[t:]
         out.prefetch_all(layer, experts[:t], 0)
@@ -82,6 +85,20 @@ def direct(
         if ahead == 0:
             asked = experts
     return asked
+
+
+def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
+    """What any of several tokens is predicted to select, and how many of it are critical: those
+    come first, and are among the first t of some token. Both parts go by the number of tokens, then
+    by the best rank, then by the index. ids int32 [T, k], each token's best first.
+    """
+    n_tokens, k = ids.shape
+    load = np.bincount(ids.ravel(), minlength=n_expert)
+    best = np.full(n_expert, k)
+    np.minimum.at(best, ids, np.arange(k)[None, :].repeat(n_tokens, 0))
+    order = np.lexsort((best, -load, best >= t))
+    order = order[load[order] > 0]
+    return order.tolist(), int(np.count_nonzero(best < t))
 
 
 def by_frequency(
