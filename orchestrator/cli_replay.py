@@ -132,6 +132,17 @@ def trace(
     "[default: recorded, where no option changes anything]",
 )
 @click.option(
+    "--link",
+    type=click.Choice(["shared", "rigid"]),
+    help="rigid: one queue for demand and prefetch, and nothing in it is dropped.  "
+    "[default: shared]",
+)
+@click.option(
+    "--wait",
+    type=click.Choice(["matrix", "whole"]),
+    help="whole: computing waits for all matrices of an expert.  [default: matrix]",
+)
+@click.option(
     "--study",
     metavar="NAME",
     help=f"A figure of the papers, from this trace: {', '.join(REPLAY_STUDIES)}.",

@@ -260,8 +260,7 @@ class FIRM(Policy):
     def _ask(self, layer: int, expected: list[int], view: StoreView, out: DecisionBuffer) -> None:
         """Asks for the first matrices of all of them, then for the second ones."""
         for kinds in self._parts[layer]:
-            for expert in expected:
-                out.prefetch(layer, expert, 0, kinds)
+            out.prefetch_all(layer, expected, 0, kinds)
         resident = view.resident[layer]
         absent = [expert for expert in expected if resident[expert] == ABSENT]
         self._expected = (layer, expected, absent)
