@@ -113,6 +113,8 @@ class FIRM(Policy):
     ahead: all gates, then all ups. How many candidates and layers vote is tuned for shallow,
     middle and deep layers (eq. 9 to 11, Algorithm 1). Of several sequences that decode together,
     whatever any of their tokens expects is loaded. Prompts are as DyMoE's with one precision.
+
+    tuner: what finds K and P.
     """
 
     name = "firm"
@@ -155,7 +157,7 @@ class FIRM(Policy):
     def _make_tuner(self) -> None:
         asked = self.settings
         start = self.shape.n_expert_used, depth_of(asked.agree, self.n_ahead)
-        self._tuner = Tuner(
+        self.tuner = Tuner(
             asked.tune,
             group_of(self.shape.n_layers),
             start,
@@ -165,7 +167,7 @@ class FIRM(Policy):
             asked.tune_tokens,
         )
         if asked.votes is not None:
-            self._tuner.fix(read_votes(asked.votes))
+            self.tuner.fix(read_votes(asked.votes))
 
     @property
     def n_ahead(self) -> int:
@@ -175,7 +177,7 @@ class FIRM(Policy):
 
     @property
     def fresh(self) -> bool:
-        return self._tuner.tokens == 0
+        return self.tuner.tokens == 0
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """One group per (layer, kind), as many slots in each layer. Raises BudgetError."""
@@ -188,10 +190,10 @@ class FIRM(Policy):
     def tuned(self) -> Mapping[str, Any] | None:
         """What was tuned, once it is fixed: {"votes", "agree", "slots"}."""
         asked = self.settings
-        if not self._tuner.tuned or not self.n_ahead or asked.tune == OFF or self.fresh:
+        if not self.tuner.tuned or not self.n_ahead or asked.tune == OFF or self.fresh:
             return None
         return {
-            "votes": write_votes(self._tuner.chosen),
+            "votes": write_votes(self.tuner.chosen),
             "agree": asked.agree,
             "slots": self._slots,
         }
@@ -238,7 +240,7 @@ class FIRM(Policy):
 
     def _agree(self, event: RouteEvent, view: StoreView, one: bool) -> list[int]:
         """S of the next layer: eq. 6 for each token, and what any of them expects."""
-        layer, way, tuner = event.layer + 1, self.settings.agree, self._tuner
+        layer, way, tuner = event.layer + 1, self.settings.agree, self.tuner
         candidates, layers = tuner.of(layer)
         # a step's first layers may have had tokens that later ones do not compute
         ballots = [each for each in self._ballots[layer] if len(each) == event.n_tokens]
@@ -258,8 +260,7 @@ class FIRM(Policy):
     def _ask(self, layer: int, expected: list[int], view: StoreView, out: DecisionBuffer) -> None:
         """Asks for the first matrices of all of them, then for the second ones."""
         for kinds in self._parts[layer]:
-            for expert in expected:
-                out.prefetch(layer, expert, 0, kinds)
+            out.prefetch_all(layer, expected, 0, kinds)
         resident = view.resident[layer]
         absent = [expert for expert in expected if resident[expert] == ABSENT]
         self._expected = (layer, expected, absent)
@@ -277,9 +278,9 @@ class FIRM(Policy):
         resident = view.resident[layer]
         unused = len([expert for expert in absent if expert not in used])
         missed = len([e for e in used if e not in expected and resident[e] == ABSENT])
-        self._tuner.observe(layer, unused, missed)
+        self.tuner.observe(layer, unused, missed)
         if self._every:
-            self._tuner.count(layer, self._every, used, self._absent_mask)
+            self.tuner.count(layer, self._every, used, self._absent_mask)
             self._every = []
 
     def _prefetches(self) -> bool:
@@ -290,7 +291,7 @@ class FIRM(Policy):
         """The tuning and the monitor learn from decode steps of one token."""
         if report.phase == _DECODE and report.n_tokens == 1 and self.n_ahead:
             if self._prefetches():
-                self._tuner.token()
+                self.tuner.token()
             if self.settings.prefetch == AUTO:
                 self._monitor.step(report.us)
         return ()
@@ -309,16 +310,16 @@ class FIRM(Policy):
             "precision": self._prediction.precision(),
             "size": self._prediction.size(),
             "absent_precision": self._absent.precision(),
-            "votes": {name: list(votes) for name, votes in self._tuner.by_group().items()},
-            "loss": self._tuner.losses(),
-            "tuned": self._tuner.tuned,
+            "votes": {name: list(votes) for name, votes in self.tuner.by_group().items()},
+            "loss": self.tuner.losses(),
+            "tuned": self.tuner.tuned,
         }
 
     def describe(self) -> str:
         asked, text = self.settings, f"firm {self.shape.tiers[0]}, one precision"
         if not self.n_ahead:
             return text
-        pairs = dict.fromkeys(self._tuner.by_group().values())
+        pairs = dict.fromkeys(self.tuner.by_group().values())
         votes = " ".join(f"{k},{p}" for k, p in pairs)
         text += f", n={asked.prefetch_kinds}, {asked.agree} {votes}"
         return text if self._monitor.pays else text + ", prefetch paused"

@@ -19,9 +19,6 @@ GROUPS = ("shallow", "middle", "deep")
 
 Votes = tuple[int, int]  # K, P
 
-# Of how many tokens one is counted, where every (K, P) is.
-_EVERY = 4
-
 
 def group_of(n_layers: int) -> list[int]:
     """The index in GROUPS of each layer. Of sixteen layers five are shallow and four deep, as in
@@ -112,11 +109,12 @@ class Grid:
 class Climb:
     """Algorithm 1 for one group, with what it leaves open or gets wrong put right.
 
-    It starts with all of k candidates and the deepest vote, on the axis of K downwards. Without
-    a better loss than the best so far in `patience` updates it goes back to that one and turns
-    round; after two turns it changes the axis, so that the plane is explored in both directions
-    (as printed, K or P only ever grow while the other one falls). The history is one mean for each
-    (K, P). A step beyond 1 .. k or 1 .. depth is a turn.
+    It starts with all of k candidates and the deepest vote, on the axis of P downwards, where the
+    loss is smooth. Where neither of `patience` updates beat the best mean so far, it goes back to
+    that, stays for one interval so that luck wears off, and turns round; after two turns it changes
+    the axis, so that the plane is explored in both directions (as printed, K or P only ever grow
+    while the other one falls). The history is one mean for each (K, P). A step beyond 1 .. k or
+    1 .. depth is a turn.
     """
 
     k: int
@@ -124,9 +122,8 @@ class Climb:
     patience: int
     weights: Weights
     at: Votes = (0, 0)
-    axis: int = 0
+    axis: int = 1
     delta: int = -1
-    _best: float = float("inf")
     _stale: int = 0
     _turns: int = 0
     _seen: dict[Votes, Mean] = field(default_factory=dict)
@@ -136,16 +133,18 @@ class Climb:
 
     def update(self, unused: int, missed: int, n: int) -> None:
         """One interval has passed with `at`; moves on. n: layers of tokens that were counted."""
+        if n == 0:
+            return
         mean = self._seen.setdefault(self.at, Mean(self.weights))
         mean.unused, mean.missed, mean.n = mean.unused + unused, mean.missed + missed, mean.n + n
-        loss = mean.value
-        if loss is not None and loss < self._best:
-            self._best, self._stale, self._turns = loss, 0, 0
+        if self.best() == self.at:
+            self._stale, self._turns = 0, 0
         else:
             self._stale += 1
         if self._stale >= self.patience:
             self.at = self.best()
             self._turn()
+            return
         for _ in range(4):  # both directions of both axes may be at their ends
             ahead = list(self.at)
             ahead[self.axis] += self.delta
@@ -172,7 +171,10 @@ class Climb:
 
 
 class Tuner:
-    """(K, P) of each group, and how they come about. tuned: they change no more."""
+    """(K, P) of each group, and how they come about. tuned: they change no more. every: of so
+    many tokens one is counted, where every (K, P) is. until: the token after which they stay."""
+
+    every = 4
 
     def __init__(
         self,
@@ -191,11 +193,16 @@ class Tuner:
         self.chosen = [start] * len(GROUPS)
         self.tuned = way == OFF or start == (1, 1) or start[1] == 0
         self.tokens = 0
-        self._steps, self._until = steps, tokens
+        self._steps, self.until = steps, tokens
         self._running = [Mean(weights) for _ in GROUPS]  # since the start
         self._since = [(0, 0, 0)] * len(GROUPS)  # of those, at the latest update
         self.grids = [Grid(*start, weights) for _ in GROUPS]
-        self._climbs = [Climb(*start, patience, weights) for _ in GROUPS]
+        k, depth = start
+        self._climbs = [
+            # more layers than a group's last one has before it are no other vote
+            Climb(k, min(depth, self._last(group)), patience, weights)
+            for group in range(len(GROUPS))
+        ]
 
     def fix(self, chosen: Sequence[Votes]) -> None:
         """Runs with these and changes nothing."""
@@ -208,7 +215,7 @@ class Tuner:
     @property
     def counts_all(self) -> bool:
         """Whether this token is one of those on which every (K, P) is counted."""
-        return not self.tuned and self.way == ALL and self.tokens % _EVERY == 0
+        return not self.tuned and self.way == ALL and self.tokens % self.every == 0
 
     def count(
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: int
@@ -226,9 +233,9 @@ class Tuner:
     def token(self) -> None:
         """A token has passed through all layers."""
         self.tokens += 1
-        if self.tuned or (self.tokens % self._steps and self.tokens < self._until):
+        if self.tuned or (self.tokens % self._steps and self.tokens < self.until):
             return
-        self.tuned = self.tokens >= self._until
+        self.tuned = self.tokens >= self.until
         for group, mean in enumerate(self._running):
             if self.way == ALL:
                 if self.grids[group].n:
@@ -247,6 +254,10 @@ class Tuner:
     def losses(self) -> dict[str, float | None]:
         """Mean loss a layer and token of what ran, by group."""
         return {GROUPS[group]: self._running[group].value for group in self._used()}
+
+    def _last(self, group: int) -> int:
+        """The deepest layer of a group, 1 at least."""
+        return max((i for i, each in enumerate(self.groups) if each == group), default=1) or 1
 
     def _used(self) -> list[int]:
         return sorted(set(self.groups[1:]))

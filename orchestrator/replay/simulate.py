@@ -83,9 +83,12 @@ def set_up(
     tiers: tuple[int, ...],
     rules: Rules,
     threads: int,
+    *,
+    whole_experts: bool = False,
+    rigid: bool = False,
 ) -> Setup:
     """The policy for a trace, and how it divides the slots. tiers: of the trace's model, best
-    first. Raises PolicyError and BudgetError."""
+    first. whole_experts, rigid: as of StoreSpec. Raises PolicyError and BudgetError."""
     shape = model_shape(trace, tiers)
     made = policy(shape, settings, rules)
     slots = made.plan(expert_bytes)
@@ -99,6 +102,8 @@ def set_up(
         n_io_threads=threads,
         direct_io=False,
         simulated=True,
+        whole_experts=whole_experts,
+        rigid=rigid,
     )
     return Setup(made, shape, slots, spec, tiers)
 

@@ -52,16 +52,15 @@ def climbed(losses: dict[tuple[int, int], int], n: int, k: int = 4, depth: int =
 
 
 def test_climbing_down_one_axis_and_then_the_other() -> None:
-    """K falls while that gains, turns at a loss, turns again, and P has its turn. The second axis
-    is reached, which Algorithm 1 as printed reaches in one direction of each axis only."""
+    """P falls while that gains, turns at its end, and turns again where that does not gain: K has
+    its turn, from the best. So the plane is explored, of which Algorithm 1 as printed reaches one
+    direction of each axis."""
     losses = {(k, p): abs(k - 3) + 2 * p for k in range(1, 5) for p in range(1, 4)}
-    path = climbed(losses, 9)
-    assert path[0] == (3, 3)  # from (4, 3), which lost 7, to 6
-    assert path[1] == (2, 3)  # which loses 7
-    assert path[2] == (4, 3)  # back at (3, 3), and up
-    assert path[3] == (3, 2)  # two turns without gain: the other axis, from the best
-    assert path[4] == (3, 1)
-    assert path[-1] == (3, 1)
+    path = climbed(losses, 7)
+    assert path[:2] == [(4, 2), (4, 1)]  # 7, 5 and 3
+    assert path[2:4] == [(4, 2), (4, 1)]  # up from the end of the axis, and back at the best
+    assert path[4:6] == [(3, 1), (2, 1)]  # which lose 2 and 3
+    assert path[6:] == [(3, 1), (3, 1)]  # back at the best, which is the result
 
 
 def test_a_step_out_of_range_is_a_turn() -> None:
@@ -69,6 +68,11 @@ def test_a_step_out_of_range_is_a_turn() -> None:
     path = climbed(flat, 6, k=2, depth=1)
     assert set(path) <= {(1, 1), (2, 1)}
     assert climbed({(1, 1): 1}, 3, k=1, depth=1) == [(1, 1)] * 4
+
+
+def test_no_more_layers_vote_than_a_group_has_before_it() -> None:
+    made = Tuner("climb", group_of(8), (4, 4), HALF, 1, 1, 9)
+    assert [climb.depth for climb in made._climbs] == [2, 4, 4]
 
 
 def tuner(way: str, **changes: int) -> Tuner:
