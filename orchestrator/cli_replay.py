@@ -26,7 +26,7 @@ from orchestrator.cli_options import (
 from orchestrator.console import Console, strip_controls
 from orchestrator.errors import SettingError
 from orchestrator.policy import DEFAULT, POLICIES, policy_settings
-from orchestrator.policy.context import PlacementSettings
+from orchestrator.policy.placement import PlacementSettings
 from orchestrator.replay.near_data import (
     Generated,
     Machine,
@@ -105,7 +105,8 @@ def _near_options() -> list[Callable[..., Any]]:
     return [
         option_of(replace(declared, help=f"{declared.help} With --near-data."))
         for record in NEAR_DATA
-        for declared in record.declared().values()
+        for name, declared in record.declared().items()
+        if name not in policy_settings()
     ]
 
 
@@ -177,7 +178,7 @@ def replay(file: Path | None, near_data: bool, as_json: bool, **options: Any) ->
         return
     for record in NEAR_DATA:
         for name in record.declared():
-            if name in chosen:
+            if name in chosen and name not in policy_settings():
                 raise click.UsageError(
                     f"{flag_of(name)} is for a replay on near-data memory: give --near-data, or "
                     f"leave it out"

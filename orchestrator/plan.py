@@ -303,7 +303,9 @@ def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) 
         n_expert=shape.n_expert,
         n_expert_used=shape.n_expert_used,
         n_ahead=policy.n_ahead,
-        exact_tiers=policy.rules.exact and policy.callback is not Callback.NEVER,
+        exact_tiers=policy.rules.exact
+        and policy.callback is not Callback.NEVER
+        and not policy.all_resident,
         **rest,
     )
 

@@ -118,7 +118,7 @@ class VersionPools:
         return self.Tracker(free, self._pool_of)
 
 
-def _pools(shape: ModelShape, tier: int) -> list[Pool]:
+def pools_by_size(shape: ModelShape, tier: int) -> list[Pool]:
     """Layers by slot size, so that as few pools as possible need slots in reserve."""
     pools: list[Pool] = []
     for layer in sorted(
@@ -141,7 +141,7 @@ def _alike(ours: dict[int, int], theirs: dict[int, int]) -> bool:
     )
 
 
-def _slot_plan(pools: Sequence[Sequence[Pool]]) -> SlotPlan:
+def slot_plan(pools: Sequence[Sequence[Pool]]) -> SlotPlan:
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
     for tier, of_tier in enumerate(pools):
@@ -162,7 +162,7 @@ def resident_plan(
     A swap demotes first, into a low slot in reserve, and promotes into the high slot that this
     frees; so low pools have a few slots more than experts, and high pools none.
     """
-    high, low = _pools(shape, HIGH), _pools(shape, LOW)
+    high, low = pools_by_size(shape, HIGH), pools_by_size(shape, LOW)
     n = shape.n_expert
     spare = budget_bytes - _low_bytes(low, n)
     full = n if most_high is None else min(n, most_high)
@@ -190,13 +190,13 @@ def resident_plan(
             for pool in low
         ),
     )
-    return _slot_plan(tiers), VersionPools(tiers, capacity)
+    return slot_plan(tiers), VersionPools(tiers, capacity)
 
 
 def least_resident_bytes(shape: ModelShape) -> int:
     """The smallest budget of resident_plan: low copies of all experts and those in reserve, of
     which one of each slot size is high instead."""
-    high, low = _pools(shape, HIGH), _pools(shape, LOW)
+    high, low = pools_by_size(shape, HIGH), pools_by_size(shape, LOW)
     promoted = sum(_gain(high, low, pool.layers[0]) for pool in high)
     return _low_bytes(low, shape.n_expert) + promoted
 
@@ -224,7 +224,7 @@ def _unit(pools: Sequence[Pool], layer: int) -> int:
 def cache_plan(shape: ModelShape, budget_bytes: int) -> tuple[SlotPlan, list[int]]:
     """Slots for some low copies of each layer, and how many each layer keeps. The store wants a
     slot in every tier: one high expert that nobody asks for. Raises BudgetError."""
-    high = [Pool(pool.layers, pool.sizes, 1) for pool in _pools(shape, HIGH)]
+    high = [Pool(pool.layers, pool.sizes, 1) for pool in pools_by_size(shape, HIGH)]
     shares = [
         Share(shape.expert_slot_bytes(layer, LOW), 1, shape.n_expert, 1.0)
         for layer in range(shape.n_layers)
@@ -232,4 +232,4 @@ def cache_plan(shape: ModelShape, budget_bytes: int) -> tuple[SlotPlan, list[int
     idle = [Share(pool.unit_bytes, 1, 1, 0.0) for pool in high]
     counts = divide([*shares, *idle], budget_bytes)[: shape.n_layers]
     low = [Pool((layer,), shape.slots[layer][LOW], n_slots) for layer, n_slots in enumerate(counts)]
-    return _slot_plan((high, low)), counts
+    return slot_plan((high, low)), counts
