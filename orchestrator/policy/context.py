@@ -207,7 +207,8 @@ class Context(Policy):
         """The share of tokens that use each expert, of earlier runs and of this one."""
         used = self._past + self._use
         if not used.any():
-            return self._learned.copy()
+            learned: np.ndarray = self._learned.copy()
+            return learned
         k = self.shape.n_expert_used
         before = shares(self._learned, np.zeros_like(used)) * k * _LEARNED_TOKENS
         frequency: np.ndarray = shares(before + used) * k
