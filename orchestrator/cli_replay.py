@@ -28,7 +28,7 @@ from orchestrator.console import Console, strip_controls
 from orchestrator.errors import SettingError
 from orchestrator.lab.registry import REPLAY_STUDIES, load_replay_study
 from orchestrator.policy import DEFAULT, POLICIES, policy_settings
-from orchestrator.policy.context import PlacementSettings
+from orchestrator.policy.placement import PlacementSettings
 from orchestrator.replay.near_data import (
     Generated,
     Machine,
@@ -108,7 +108,8 @@ def _near_options() -> list[Callable[..., Any]]:
     return [
         option_of(replace(declared, help=f"{declared.help} With --near-data."))
         for record in NEAR_DATA
-        for declared in record.declared().values()
+        for name, declared in record.declared().items()
+        if name not in policy_settings()
     ]
 
 
@@ -205,7 +206,7 @@ def replay(
         return
     for record in NEAR_DATA:
         for name in record.declared():
-            if name in chosen:
+            if name in chosen and name not in policy_settings():
                 raise click.UsageError(
                     f"{flag_of(name)} is for a replay on near-data memory: give --near-data, or "
                     f"leave it out"

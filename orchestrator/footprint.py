@@ -23,7 +23,7 @@ LIBRARY_BYTES = 64 * 2**20
 POOL_GROWTH = 1.05
 
 
-# The context where none is asked for and memory is short; orchestrator.context has the rest.
+# The context where none is asked for and memory is short; orchestrator.context_length has the rest.
 LEAST_CONTEXT = 4096
 
 

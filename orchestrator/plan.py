@@ -11,7 +11,7 @@ from gguf_tools.file.layout import KINDS, POOL_ALIGNMENT
 from gguf_tools.units import format_size
 from orchestrator.choice import choose, make_policy, wants_plain
 from orchestrator.config import Config
-from orchestrator.context import longest_affordable
+from orchestrator.context_length import longest_affordable
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import (
     Placed,
@@ -350,7 +350,9 @@ def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) 
         n_expert=shape.n_expert,
         n_expert_used=shape.n_expert_used,
         n_ahead=policy.n_ahead,
-        exact_tiers=policy.rules.exact and policy.callback is not Callback.NEVER,
+        exact_tiers=policy.rules.exact
+        and policy.callback is not Callback.NEVER
+        and not policy.all_resident,
         **rest,
     )
 

@@ -152,7 +152,7 @@ class VersionPools:
         return self.Tracker(free, self._pool_of)
 
 
-def _pools(shape: ModelShape, tier: int) -> list[Pool]:
+def pools_by_size(shape: ModelShape, tier: int) -> list[Pool]:
     """Layers by slot size, so that as few pools as possible need slots in reserve."""
     pools: list[Pool] = []
     for layer in sorted(
@@ -175,7 +175,7 @@ def _alike(ours: dict[int, int], theirs: dict[int, int]) -> bool:
     )
 
 
-def _slot_plan(pools: Sequence[Sequence[Pool]]) -> SlotPlan:
+def slot_plan(pools: Sequence[Sequence[Pool]]) -> SlotPlan:
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
     for tier, of_tier in enumerate(pools):
@@ -196,7 +196,7 @@ def resident_plan(
     A swap demotes first, into a low slot in reserve, and promotes into the high slot that this
     frees; so low pools have a few slots more than experts, and high pools none.
     """
-    high, low = _pools(shape, HIGH), _pools(shape, LOW)
+    high, low = pools_by_size(shape, HIGH), pools_by_size(shape, LOW)
     n = shape.n_expert
     spare = budget_bytes - _low_bytes(low, n)
     full = n if most_high is None else min(n, most_high)
@@ -224,13 +224,13 @@ def resident_plan(
             for pool in low
         ),
     )
-    return _slot_plan(tiers), VersionPools(tiers, capacity)
+    return slot_plan(tiers), VersionPools(tiers, capacity)
 
 
 def least_resident_bytes(shape: ModelShape) -> int:
     """The smallest budget of resident_plan: low copies of all experts and those in reserve, of
     which one of each slot size is high instead."""
-    high, low = _pools(shape, HIGH), _pools(shape, LOW)
+    high, low = pools_by_size(shape, HIGH), pools_by_size(shape, LOW)
     promoted = sum(_gain(high, low, pool.layers[0]) for pool in high)
     return _low_bytes(low, shape.n_expert) + promoted
 
@@ -274,13 +274,13 @@ def cache_plan(
     if n_high:
         high = [Pool((layer,), shape.slots[layer][HIGH], n_high) for layer in layers]
     else:
-        high = [Pool(pool.layers, pool.sizes, 1) for pool in _pools(shape, HIGH)]
+        high = [Pool(pool.layers, pool.sizes, 1) for pool in pools_by_size(shape, HIGH)]
     rest = shape.n_expert - n_high
     shares = [Share(each, 1, max(1, rest), 1.0) for each in low_bytes]
     fixed = [Share(pool.unit_bytes, pool.n_slots, pool.n_slots, 0.0) for pool in high]
     counts = divide([*shares, *fixed], budget_bytes)[: shape.n_layers]
     low = [Pool((layer,), shape.slots[layer][LOW], n_slots) for layer, n_slots in enumerate(counts)]
-    return _slot_plan((high, low)), n_high, counts
+    return slot_plan((high, low)), n_high, counts
 
 
 def as_range(counts: np.ndarray) -> str:

@@ -37,7 +37,7 @@ LAYERS = (
     ),
     ("orchestrator.config", "orchestrator.driver"),
     (
-        "orchestrator.context",
+        "orchestrator.context_length",
         "orchestrator.disk",
         "orchestrator.hardware",
         "orchestrator.footprint",

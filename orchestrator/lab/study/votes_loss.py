@@ -189,11 +189,11 @@ class VotesLoss(Experiment[Played, Surface]):
         folder.mkdir(parents=True, exist_ok=True)
         self.draw(found, folder)
         text = "\n\n".join(table.markdown() for table in tables)
-        write_whole(folder / f"{self.name}.md", text + "\n", 0o644)
+        write_whole(folder / f"{self.name}.md", text + "\n")
         data = {"study": self.name, "model": found.model, "losses": found.losses}
         rows = [list(table.rows) for table in tables]
         written = json.dumps({**data, "tuned": found.tuned, "rows": rows}, indent=1) + "\n"
-        write_whole(folder / f"{self.name}.json", written, 0o644)
+        write_whole(folder / f"{self.name}.json", written)
         return tables
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.errors import ConfigError
-from orchestrator.policy.context import PlacementSettings
+from orchestrator.policy.placement import PlacementSettings
 from orchestrator.replay.near_data import strategies
 from orchestrator.replay.near_data.machine import SHAPES, Machine, Shape
 from orchestrator.replay.near_data.routing import Generated, Routing, cosine, from_trace, generated

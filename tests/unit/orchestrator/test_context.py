@@ -1,87 +1,264 @@
-"""The context where none is asked for."""
+"""Context-aware placement: its arithmetic by hand, its statistics, moves that a store can do."""
 
+from __future__ import annotations
+
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shapes import make_decision, make_event, make_shape, make_view
 
-from gguf_tools import synthetic
-from gguf_tools.experts import ExpertModel
-from orchestrator.config import Config
-from orchestrator.context import SHARE, longest_affordable
-from orchestrator.hardware import Machine
-from orchestrator.plan import plan_memory
+from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.events import Phase, StepReport
+from orchestrator.policy import ModelShape, Rules
+from orchestrator.policy.context import Context
+from orchestrator.policy.placement import (
+    PlacementSettings,
+    importance,
+    nominal_bits,
+    nominal_losses,
+    place,
+)
 
-MIB = 2**20
-
-
-def affordable(left, spare=2**60, least=4096, most=131072):
-    """With a cache of 1000 bytes a token."""
-    return longest_affordable(least, most, lambda n: 1000 * n, left, spare)
-
-
-def test_the_cache_takes_its_share_of_what_is_left():
-    found = affordable(16 * 10_000 * 1000)
-    assert found == 9984  # 10,000 tokens in steps of 256
-    assert 1000 * found <= SHARE * 16 * 10_000 * 1000
+TIERS = ("q8_0", "q4_k", "q2_k")
+PAPER = {"prior_tokens": 0.0, "near_weights": "plain"}
 
 
-@pytest.mark.parametrize(("left", "tokens"), [(10**12, 131072), (10**6, 4096), (0, 4096)])
-def test_it_is_never_longer_than_the_model_nor_shorter_than_the_least(left, tokens):
-    assert affordable(left) == tokens
+def three_tiers(n_layers: int = 4, n_expert: int = 16, k: int = 4) -> ModelShape:
+    sizes = ({0: 20480, 1: 20480, 3: 20480}, {0: 12288, 1: 12288, 3: 12288})
+    sizes = (*sizes, {0: 8192, 1: 8192, 3: 8192})
+    return ModelShape(n_expert, k, TIERS, (sizes,) * n_layers)
 
 
-def test_a_model_of_a_short_context_gets_all_of_it():
-    assert affordable(0, least=1000, most=1000) == 1000
+def make(shape: ModelShape, budget: int = 1 << 40, **options: object) -> Context:
+    policy = Context(shape, Context.Settings(**options))
+    policy.plan(budget)
+    return policy
 
 
-def test_it_takes_no_more_than_is_spare():
-    assert affordable(10**12, spare=5000 * 1000) == (4096 + 5000) // 256 * 256
-    assert affordable(10**12, spare=0) == 4096
+def test_importance_is_the_papers_without_a_prior():
+    """S = a P / sum P + (1 - a) W / sum W, by layer."""
+    counts, gates = np.array([[3.0, 1.0], [0.0, 4.0]]), np.array([[0.2, 0.6], [1.0, 1.0]])
+    asked = PlacementSettings(importance_mix=0.25, prior_tokens=0.0)
+    found = importance(counts, gates, np.array([[9.0, 1.0], [9.0, 1.0]]), asked, 1)
+    assert found == pytest.approx(np.array([[0.375, 0.625], [0.375, 0.625]]))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A tiny model with the context of a large one."""
-    from dataclasses import replace
-
-    shape = replace(synthetic.preset("tiny-qwen3moe"), context=65536)
-    folder = tmp_path_factory.mktemp("long")
-    return ExpertModel.open(synthetic.write(folder / "long.gguf", shape))
-
-
-def plan_in(model, free, **settings):
-    return plan_memory(Config.build(model=model.path, **settings), model, Machine(free))
+def test_a_profile_counts_as_so_many_tokens():
+    counts = np.array([[6.0, 2.0], [0.0, 0.0]])  # four tokens, two experts each; none
+    usual = np.array([[1.0, 3.0], [1.0, 3.0]])
+    asked = PlacementSettings(importance_mix=1.0, prior_tokens=4.0)
+    found = importance(counts, counts, usual, asked, 2)
+    assert found == pytest.approx(np.array([[(6 + 2) / 16, (2 + 6) / 16], [0.25, 0.75]]))
+    nothing = importance(counts, counts, np.zeros_like(usual), asked, 2)
+    assert nothing == pytest.approx(np.array([[(6 + 4) / 16, (2 + 4) / 16], [0.5, 0.5]]))
+    alone = importance(counts, counts, usual, PlacementSettings(prior_tokens=0.0), 2)
+    assert alone == pytest.approx(np.array([[0.75, 0.25], [0.25, 0.75]]))
 
 
-def test_more_memory_gives_more_context_until_the_models_own(model):
-    contexts = [plan_in(model, free * MIB).n_ctx for free in (400, 450, 1000, 3000, 64 * 1024)]
-    assert contexts == sorted(contexts)
-    assert len(set(contexts)) > 2
-    assert contexts[0] >= 4096
-    assert contexts[-1] == 65536
+def test_the_most_important_are_hot_and_the_next_ones_have_more_bits():
+    scores = np.array([[0.1, 0.3, 0.2, 0.2, 0.15, 0.05]])
+    asked = PlacementSettings(near_bits=3.0)
+    losses = nominal_losses((4, 2), 1, 6)
+    assert place(scores, 2, losses, (4, 2), asked).tolist() == [[2, 0, 0, 1, 1, 2]]
+    assert place(scores, 2, losses, (4, 2), asked, most=(1, 4)).tolist() == [[2, 0, 0, 1, 2, 2]]
+    # An expert that more bits do not help is the first of the prefix, and so none get them.
+    losses[0, 3] = 0.0, 0.0
+    losses[0, 4] = 0.5, 0.1
+    plain = PlacementSettings(near_bits=3.0, near_weights="plain")
+    assert place(scores, 2, losses, (4, 2), plain).tolist() == [[2, 0, 0, 1, 2, 2]]
 
 
-def test_what_fits_with_the_least_context_still_fits(model):
-    least = plan_in(model, 64 * 2**30, ctx=4096).total_bytes
-    for spare in (0, 2 * MIB, 40 * MIB):
-        plan = plan_in(model, 64 * 2**30, ram=least + spare)
-        assert not plan.managed
-        assert plan.total_bytes <= least + spare
+@pytest.mark.parametrize(
+    ("name", "bits"), [("q4_k", 4), ("iq3_xxs", 3), ("bf16", 16), ("q1_0", 1), ("mxfp4", 4)]
+)
+def test_a_precision_says_its_bits(name: str, bits: int):
+    assert nominal_bits(name) == bits
 
 
-def test_a_policy_without_room_beside_it_gets_the_least_context(model):
-    settings = {"policy": "lru", "force_managed": True}
-    fixed = plan_in(model, 64 * 2**30, ctx=4096, expert_ram=2**20, **settings)
-    other = fixed.total_bytes - fixed.slots.total_bytes
-    enough = other + fixed.slots.total_bytes + 600 * 1024
-    assert plan_in(model, 64 * 2**30, ram=enough, **settings).n_ctx >= 4096
+def test_slots_hold_every_expert_once():
+    shape = three_tiers()
+    for hot, near in ((16, (0, 0)), (4, (6, 6)), (0, (8, 8)), (15, (0, 1))):
+        policy = make(shape, hot_experts=hot)
+        assert policy.report()["near_per_layer"] == dict(zip(TIERS[1:], near, strict=True))
+        start = policy.start()
+        assert len({(layer, expert) for layer, expert, _ in start}) == 4 * 16
+        tiers = np.array([tier for _, _, tier in start]).reshape(4, 16)
+        for tier, n in enumerate((hot, *near)):
+            assert ((tiers == tier).sum(axis=1) == n).all()
 
 
-def test_a_context_that_was_asked_for_is_that(model):
-    assert plan_in(model, 400 * MIB, ctx=512).n_ctx == 512
-    assert plan_in(model, 64 * 2**30, ctx=4096).n_ctx == 4096
+def test_as_many_are_hot_as_fit_the_budget():
+    shape = three_tiers()
+    with pytest.raises(BudgetError) as error:
+        make(shape, 0)
+    least = error.value.needed_bytes
+    assert make(shape, least).report()["hot_per_layer"] == 1
+    before = 1
+    for budget in range(least, least * 2, least // 16):
+        policy = Context(shape)
+        plan = policy.plan(budget)
+        assert plan.total_bytes <= budget
+        assert policy.report()["hot_per_layer"] >= before
+        before = policy.report()["hot_per_layer"]
+    assert before > 8
+    with pytest.raises(BudgetError):
+        make(shape, least, hot_experts=2)
 
 
-def test_the_mode_line_says_it(model, library):
-    from orchestrator.engine import Engine
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"near_tiers": "q3_k"}, "q3_k is not below q8_0 in the file, which holds q4_k, q2_k"),
+        ({"near_tiers": "q8_0"}, "q8_0 is not below"),
+        ({"near_bits": 1.5}, "--near-bits 1.5 is less than q2_k has"),
+        ({"near_bits": 3.0, "near_tiers": "q4_k"}, "less than q4_k has"),
+    ],
+)
+def test_what_the_file_lacks_is_said(options: dict[str, object], message: str):
+    with pytest.raises(PolicyError, match=message):
+        make(three_tiers(), **options)
 
-    with Engine.open(Config.build(model=model.path, ctx=512)) as engine:
-        assert engine.mode.endswith(", context 512")
+
+def test_it_needs_two_precisions():
+    with pytest.raises(PolicyError, match="several precisions"):
+        Context(make_shape(tiers=("q4_k",)))
+    with pytest.raises(PolicyError, match="several precisions"):
+        Context(three_tiers(), None, Rules(skip=True))
+
+
+def test_one_near_tier_may_be_asked_for():
+    policy = make(three_tiers(), hot_experts=4, near_tiers="Q2_K")
+    assert policy.report()["near_per_layer"] == {"q2_k": 12}
+    assert {tier for _, _, tier in policy.start()} == {0, 2}
+
+
+def told(policy: Context, resident: np.ndarray, phase: Phase = Phase.PREFILL, **more: object):
+    counts = more.pop("counts", np.zeros(resident.shape, np.uint32))
+    target = more.pop("target", resident)
+    return policy.step_done(StepReport(phase, 1, 1.0, counts, resident, target, **more))
+
+
+def prefill(policy: Context, rng: np.random.Generator, step: int, n_ahead: int = 1):
+    """The events of one part of a prompt; returns what it used, [L, E], the last layer by the
+    look-ahead."""
+    shape = policy.shape
+    used = np.zeros((shape.n_layers, shape.n_expert))
+    resident = np.full((shape.n_layers, shape.n_expert), 1, np.uint8)
+    for layer in range(shape.n_layers):
+        last = layer == shape.n_layers - 1
+        event = make_event(
+            shape, rng, 1 if last else 6, layer, Phase.PREFILL, 0 if last else n_ahead
+        )
+        event.step = step
+        policy.decide(event, make_view(shape, resident), make_decision(shape))
+        if not last or not n_ahead:
+            np.add.at(used[layer], event.ids_array, 1)
+        if layer == shape.n_layers - 2 and n_ahead:
+            np.add.at(used[-1], event.ahead_ids_array[0], 1)
+    return used
+
+
+@pytest.mark.parametrize("n_ahead", [0, 1])
+def test_prompts_are_counted_and_the_last_layer_by_the_look_ahead(n_ahead: int):
+    rng, shape = np.random.default_rng(1), three_tiers()
+    policy, resident = make(shape, hot_experts=4), np.zeros((4, 16), np.uint8)
+    first = prefill(policy, rng, 0, n_ahead)
+    told(policy, resident, starts=(0,))
+    second = prefill(policy, rng, 1, n_ahead)
+    told(policy, resident)
+    assert policy.updates == 0
+    answered = rng.integers(0, 3, (4, 16))
+    for _ in range(2):
+        told(policy, resident, Phase.DECODE, counts=answered.astype(np.uint32))
+        assert policy.updates == 1  # once a prompt
+    expected = first + second + 2 * answered
+    assert policy.hotness == pytest.approx(4 * expected / expected.sum(axis=1, keepdims=True))
+
+
+def test_a_failed_step_counts_nothing_and_a_new_sequence_begins_anew():
+    rng, shape = np.random.default_rng(2), three_tiers()
+    policy = make(shape, hot_experts=4, **PAPER)
+    resident = np.zeros((4, 16), np.uint8)
+    prefill(policy, rng, 0)  # no report follows
+    once = prefill(policy, rng, 1)
+    told(policy, resident, starts=(0,))
+    assert policy.hotness == pytest.approx(4 * once / once.sum(axis=1, keepdims=True))
+    other = prefill(policy, rng, 2)
+    told(policy, resident, starts=(1,))  # beside the first one, they add up
+    assert policy._use == pytest.approx(once + other)
+    third = prefill(policy, rng, 3)
+    told(policy, resident, ends=(0, 1), starts=(2,))
+    assert policy._use == pytest.approx(third)
+    both = once + other + third
+    assert policy.hotness == pytest.approx(4 * both / both.sum(axis=1, keepdims=True))
+
+
+def test_experts_are_asked_for_as_they_are():
+    rng, shape = np.random.default_rng(3), three_tiers()
+    policy = make(shape, hot_experts=4)
+    resident = rng.integers(0, 3, (4, 16)).astype(np.uint8)
+    out = make_decision(shape)
+    event = make_event(shape, rng, 3, 2, Phase.PREFILL, 1)
+    policy.decide(event, make_view(shape, resident), out)
+    assert (out.tier_array == resident[2]).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    hot=st.integers(0, 16),
+    bits=st.sampled_from([2.0, 2.5, 3.0, 4.0]),
+    odd=st.booleans(),
+)
+def test_every_expert_moves_once_and_slots_suffice(seed: int, hot: int, bits: float, odd: bool):
+    """From one placement to the next, with reads that take several steps each."""
+    rng, shape = np.random.default_rng(seed), three_tiers()
+    if odd:  # its last layer has pools of its own
+        larger = tuple({kind: 2 * size for kind, size in tier.items()} for tier in shape.slots[0])
+        shape = ModelShape(16, 4, TIERS, (*shape.slots[:-1], larger))
+    policy = Context(shape, Context.Settings(hot_experts=hot, near_bits=bits))
+    plan = policy.plan(1 << 40)
+    resident = np.zeros((4, 16), np.uint8)
+    for layer, expert, tier in policy.start():
+        resident[layer, expert] = tier
+    for number in range(3):
+        before, moved = resident.copy(), np.zeros((4, 16), int)
+        prefill(policy, rng, number)
+        under_way: dict[tuple[int, int], tuple[int, int]] = {}
+        told(policy, resident, starts=(number,), ends=(number - 1,))
+        for _ in range(400):
+            target = resident.copy()
+            for (layer, expert), (tier, _) in under_way.items():
+                target[layer, expert] = tier
+            used = [0] * len(plan.groups)
+            for (layer, _, tier), group in plan.group_of.items():
+                held = (resident[layer] == tier) | (target[layer] == tier)
+                used[group] += int(held.sum())
+            assert all(n <= group.n_slots for n, group in zip(used, plan.groups, strict=True))
+            moves = told(policy, resident, Phase.DECODE, target=target)
+            for layer, expert, tier in moves:
+                assert (layer, expert) not in under_way and tier != resident[layer, expert]
+                under_way[layer, expert] = tier, int(rng.integers(1, 4))
+                moved[layer, expert] += 1
+            if not under_way:
+                break
+            for at, (tier, left) in list(under_way.items()):
+                if left > 1:
+                    under_way[at] = tier, left - 1
+                else:
+                    resident[at] = tier
+                    del under_way[at]
+        assert policy._wanted is None
+        assert (resident == policy._place()).all()
+        assert (moved == (resident != before)).all()
+
+
+def test_it_starts_from_what_it_learned():
+    shape = three_tiers()
+    policy = make(shape, hot_experts=4)
+    learned = np.tile(np.arange(16.0), (4, 1))
+    policy.set_hotness(learned)
+    assert (policy.hotness == learned).all() and policy.fresh
+    hot = {(layer, expert) for layer, expert, tier in policy.start() if tier == 0}
+    assert hot == {(layer, expert) for layer in range(4) for expert in range(12, 16)}

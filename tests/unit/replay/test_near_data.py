@@ -14,7 +14,7 @@ from traces import make_trace, random_trace
 from orchestrator.cli import cli
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import Phase
-from orchestrator.policy.context import PlacementSettings
+from orchestrator.policy.placement import PlacementSettings
 from orchestrator.replay import write_trace
 from orchestrator.replay.near_data import Machine, NearData, Workload, report, strategies
 from orchestrator.replay.near_data.machine import SHAPES
