@@ -51,7 +51,7 @@ class Score:
         """This one with the figures of each token averaged over it and others."""
         texts = [row.text for row in (self, *others)]
         kl, agrees = (
-            None if any(part is None for part in parts) else np.mean(parts, axis=0)
+            None if any(part is None for part in parts) else np.mean(parts, axis=0)  # type: ignore[arg-type]
             for parts in ([text.kl for text in texts], [text.agrees for text in texts])
         )
         nll = np.mean([text.nll for text in texts], axis=0)
