@@ -46,8 +46,8 @@ from orchestrator.lab.registry import load_study, studies_by_paper
 @click.option(
     "--uniform",
     metavar="TYPES",
-    help="What the studies accuracy, memory and equal compare with, all experts in one type: types made "
-    "from the best tier, .gguf files of the same model, or none.  [default: "
+    help="What the studies accuracy, memory and equal compare with, all experts in one type: "
+    "types made from the best tier, .gguf files of the same model, or none.  [default: "
     "q2_k,q3_k,q4_k,q5_k,q6_k]",
 )
 @click.option(
