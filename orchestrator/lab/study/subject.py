@@ -50,12 +50,12 @@ class Score:
     def averaged(self, others: Sequence[Score]) -> Score:
         """This one with the figures of each token averaged over it and others."""
         texts = [row.text for row in (self, *others)]
-        kl, agrees = (
-            None if any(part is None for part in parts) else np.mean(parts, axis=0)  # type: ignore[arg-type]
-            for parts in ([text.kl for text in texts], [text.agrees for text in texts])
-        )
-        nll = np.mean([text.nll for text in texts], axis=0)
-        return replace(self, text=replace(self.text, nll=nll, kl=kl, agrees=agrees))
+        means = {
+            "nll": np.mean([text.nll for text in texts], axis=0),
+            "kl": _mean([text.kl for text in texts]),
+            "agrees": _mean([text.agrees for text in texts]),
+        }
+        return replace(self, text=replace(self.text, **means))
 
 
 class Subject:
@@ -203,6 +203,12 @@ class Subject:
             engine.driver.policy = own
         realised = None if prefill else getattr(own, "realised", None)
         return Score(text, choices, usage, realised, tuple(getattr(own, "critical", ())))
+
+
+def _mean(parts: list[np.ndarray | None]) -> np.ndarray | None:
+    """The mean of each token; None where one has no figures."""
+    known = [part for part in parts if part is not None]
+    return np.mean(known, axis=0) if len(known) == len(parts) else None
 
 
 def _tier_names(path: Path) -> tuple[str, ...]:
