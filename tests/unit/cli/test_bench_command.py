@@ -30,6 +30,8 @@ def test_help_shows_the_defaults_of_the_benchmark(name):
             default = ",".join(f"{100 * cap:.0f}" for cap in default)
         if field.name in ("prompts", "updates", "batches"):
             default = ",".join(map(str, default))
+        if field.name == "rows":
+            default = "all"
         found = re.search(rf"--{field.name.replace('_', '-')} .*?(\[default: (.*?)\]|  -)", text)
         if found and field.name != "quick" and default is not None:
             assert found.group(2) == str(default), field.name

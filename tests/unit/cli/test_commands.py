@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,7 +144,8 @@ def test_a_note_of_the_engine_is_shown(opened):
 
 def test_help_shows_the_defaults_of_the_config():
     text = " ".join(run("chat", "--help").stdout.split())
-    for name in ("ctx", "temp", "top_p"):
+    assert re.search(r"--ctx N +Context in tokens. +\[default: by memory and the model\]", text)
+    for name in ("temp", "top_p"):
         default = module.Config.__dataclass_fields__[name].default
         assert f"--{name.replace('_', '-')}" in text
         assert f"[default: {default}]" in text

@@ -4,10 +4,12 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import GGMLType, row_bytes
+from gguf_tools.file.layout import GGMLType, row_bytes, type_by_name
 from gguf_tools.file.reader import GGUFFile
+from gguf_tools.quantize.ggml import load_ggml
 from gguf_tools.synthetic import weights as sw
 from gguf_tools.synthetic.__main__ import main
+from gguf_tools.synthetic.drawn import drawn_matrix
 
 TINY = [name for name in synthetic.PRESETS if name.startswith("tiny-")]
 
@@ -110,6 +112,24 @@ def test_same_arguments_same_bytes_and_experts_differ(tmp_path):
     assert len({expert.tobytes() for expert in up}) == 8
 
 
+@pytest.mark.parametrize("tier", ["q6_k", "q3_k", "iq4_xs"])
+def test_types_that_only_ggml_encodes_have_the_asked_spread(tier, library):
+    kind = type_by_name(tier)
+    blocks = drawn_matrix([1, 2], kind, 256 * 64, 0.05)
+    values = load_ggml().dequantize(kind, blocks, 256)
+    assert values.shape == (64, 256)
+    assert values.std() == pytest.approx(0.05, rel=0.1)
+    assert np.array_equal(blocks, drawn_matrix([1, 2], kind, 256 * 64, 0.05))
+    assert not np.array_equal(blocks, drawn_matrix([1, 3], kind, 256 * 64, 0.05))
+
+
+def test_a_file_of_such_a_type_is_as_long_as_said(tmp_path, library):
+    path = synthetic.write(tmp_path / "m.gguf", "tiny-olmoe", tiers=("q3_k",))
+    assert ExpertModel.open(path).tiers[0].name == "q3_k"
+    said = synthetic.file_bytes(synthetic.preset("tiny-olmoe"), "q3_k")
+    assert said <= path.stat().st_size < 1.01 * said
+
+
 def test_two_tier_file_holds_the_tiers_of_the_single_files(tmp_path):
     both = synthetic.write(tmp_path / "both.gguf", "tiny-qwen3moe", tiers=("q4_k", "q2_k"))
     low = synthetic.write(tmp_path / "low.gguf", "tiny-qwen3moe", tiers=("q2_k",))
@@ -129,7 +149,7 @@ def test_two_tier_file_holds_the_tiers_of_the_single_files(tmp_path):
     ("arguments", "message"),
     [
         ({"shape": "huge"}, "unknown shape 'huge'"),
-        ({"tiers": ("q3_k",)}, "no random weights of type 'q3_k'"),
+        ({"tiers": ("i32",)}, "no random weights of type 'i32'"),
         ({"tiers": ("f16", "q4_k")}, "stand alone"),
         ({"routing": "skewed"}, "unknown routing 'skewed'"),
     ],

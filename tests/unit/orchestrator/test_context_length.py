@@ -1,5 +1,7 @@
 """The context where none is asked for."""
 
+from dataclasses import replace
+
 import pytest
 
 from gguf_tools import synthetic
@@ -39,10 +41,10 @@ def test_it_takes_no_more_than_is_spare():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny model with the context of a large one."""
-    from dataclasses import replace
-
-    shape = replace(synthetic.preset("tiny-qwen3moe"), context=65536)
+    """A tiny model with the context of a large one, and experts many times as large as its cache
+    for 4096 tokens."""
+    tiny = synthetic.preset("tiny-qwen3moe")
+    shape = replace(tiny, context=65536, n_expert=64, n_head_kv=1, head_dim=32)
     folder = tmp_path_factory.mktemp("long")
     return ExpertModel.open(synthetic.write(folder / "long.gguf", shape))
 
@@ -61,7 +63,7 @@ def test_more_memory_gives_more_context_until_the_models_own(model):
 
 def test_what_fits_with_the_least_context_still_fits(model):
     least = plan_in(model, 64 * 2**30, ctx=4096).total_bytes
-    for spare in (0, 2 * MIB, 40 * MIB):
+    for spare in (0, MIB // 4, 40 * MIB):
         plan = plan_in(model, 64 * 2**30, ram=least + spare)
         assert not plan.managed
         assert plan.total_bytes <= least + spare

@@ -47,7 +47,7 @@ def test_the_whole_process_counts_where_it_is_capped(loop):
     assert largest_whole(loop, 0.99) == "q6_k"
 
 
-def test_rows_of_a_uniform_type_stand_under_their_cap(loop):
+def test_rows_of_a_uniform_type_stand_under_their_cap(loop, library):
     listed = Caps().cases(loop)
     tiers = {(case.cap, case.tier) for case in listed if case.cap and case.tier}
     assert tiers == {(0.6, "q2_k"), (0.8, "q3_k")}
