@@ -47,15 +47,16 @@ GGML_F32 = 0
 
 
 def write(name: str, folder: Path, **config: Any) -> Any:
-    """A bf16 checkpoint in folder; the same model in float32."""
+    """A bf16 checkpoint in folder/hf, and the same weights as float32 in folder/hf32, of which the
+    converter makes float32 throughout; the model in float32."""
     family = replace(FAMILIES[name], config={**FAMILIES[name].config, **config})
     model = family.build()
-    with_parameters(model, torch.bfloat16)
-    model.save_pretrained(folder)
-    checkpoints.save_tokenizer(family.tokenizer, folder)
+    for kind, dtype in (("hf", torch.bfloat16), ("hf32", torch.float32)):
+        with_parameters(model, dtype)
+        model.save_pretrained(folder / kind)
+        checkpoints.save_tokenizer(family.tokenizer, folder / kind)
     if family.adapt is not None:
         family.adapt(model)
-    with_parameters(model, torch.float32)
     return model
 
 
@@ -94,7 +95,7 @@ def rms(found: np.ndarray, expected: np.ndarray) -> float:
 def test_odd_sizes_and_tied_embeddings(
     name: str, tmp_path: Path, float32_attention: Callable[[], None]
 ) -> None:
-    model = write(name, tmp_path / "hf", **(ODD | MORE[name]))
+    model = write(name, tmp_path, **(ODD | MORE[name]))
     exact = checkpoints.reference_logits(model, TOKENS + ANSWER)
     with_parameters(model, torch.bfloat16)
     theirs = checkpoints.reference_logits(model, TOKENS + ANSWER)
@@ -103,7 +104,7 @@ def test_odd_sizes_and_tied_embeddings(
     ours = our_logits(tmp_path / "bf16.gguf", TOKENS, ANSWER, policy="lru", expert_ram=1 << 20)
     assert rms(ours, exact) < 1.5 * rms(theirs, exact)
 
-    convert(tmp_path / "hf", tmp_path / "f32.gguf", ["f32"], dense="f32", threads=1)
+    convert(tmp_path / "hf32", tmp_path / "f32.gguf", ["f32"], threads=1)
     float32_attention()
     found = our_logits(tmp_path / "f32.gguf", TOKENS, ANSWER, policy="lru", expert_ram=1 << 20)
     assert np.abs(found - exact).max() < 2e-4 * exact.std()
@@ -111,7 +112,7 @@ def test_odd_sizes_and_tied_embeddings(
 
 @pytest.mark.parametrize("name", COPIED)
 def test_tied_where_llama_cpp_wants_two_matrices(name: str, tmp_path: Path) -> None:
-    model = write(name, tmp_path / "hf", tie_word_embeddings=True)
+    model = write(name, tmp_path, tie_word_embeddings=True)
     exact = checkpoints.reference_logits(model, TOKENS + ANSWER)
     convert(tmp_path / "hf", tmp_path / "f16.gguf", ["f16"], threads=1)
     assert rms(our_logits(tmp_path / "f16.gguf", TOKENS, ANSWER), exact) < 0.2
