@@ -44,6 +44,14 @@ _IMPLIED = {
         "MiniMaxM2ForCausalLM",
     )
 }
+_EMBEDDINGS, _OUTPUT = "token_embd.weight", "output.weight"
+# Architectures that llama.cpp loads only with an output matrix of their own, tied or not.
+_OWN_OUTPUT = frozenset(
+    (
+        *("bailingmoe", "bailingmoe2", "dots1", "gpt-oss", "minimax-m2", "olmoe", "phimoe"),
+        "qwen2moe",
+    )
+)
 _UNPROCESSED = re.compile(r"Unprocessed experts: \['([^']+)'")
 _modules: dict[str, ModuleType] = {}
 
@@ -134,10 +142,21 @@ def run_converter(
             model.prepare_tensors()
             model.prepare_metadata(vocab_only=False)
         writer = model.gguf_writer
+        tensors = [_tensor(name, each) for name, each in writer.tensors[0].items()]
         return Description(
             {key: _encoded(each) for key, each in writer.kv_data[0].items()},
-            [_tensor(name, each) for name, each in writer.tensors[0].items()],
+            _with_output(tensors, gguf.MODEL_ARCH_NAMES[model.model_arch]),
         )
+
+
+def _with_output(tensors: list[LazyTensor], architecture: str) -> list[LazyTensor]:
+    """The tensors, and a copy of the embeddings where they are the output matrix as well and
+    llama.cpp does not know that."""
+    named = {each.name: each for each in tensors}
+    embeddings = named.get(_EMBEDDINGS)
+    if architecture not in _OWN_OUTPUT or _OUTPUT in named or embeddings is None:
+        return tensors
+    return [*tensors, embeddings._replace(name=_OUTPUT)]
 
 
 def _dense_layers(config: dict[str, Any]) -> dict[str, int]:

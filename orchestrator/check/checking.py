@@ -213,10 +213,9 @@ class _Check:
             self.problems += words["problems"]
             self.notes += words["notes"]
         used = run["used_bytes"] = run.get("device_bytes", run["peak_rss"])
-        if run["managed"] and used > run["promised_bytes"]:
-            self._problem(
-                f"{label}: took {used} bytes of memory, and {run['promised_bytes']} were promised"
-            )
+        promised = run["promised_bytes"]
+        if promised is not None and used > promised:
+            self._problem(f"{label}: took {used} bytes of memory, and {promised} were promised")
         return run
 
     def _first_layer(

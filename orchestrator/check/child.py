@@ -43,7 +43,8 @@ def describe(engine: Engine) -> Result:
         "managed": engine.managed,
         "policy": engine.policy.name if engine.managed else None,
         "tier": plan.tier_names[0],
-        "promised_bytes": capped or plan.total_bytes,
+        # the plain path without a cap promises nothing: it maps the file, and pages may go again
+        "promised_bytes": capped or (plan.total_bytes if engine.managed else None),
         "planned_bytes": plan.total_bytes,
         "n_ctx": engine.n_ctx,
     }

@@ -116,7 +116,10 @@ def _speeds(run: dict[str, Any]) -> str:
 
 
 def _memory(run: dict[str, Any]) -> str:
-    return f"took {format_size(run['used_bytes'], up=True)} of {format_size(run['promised_bytes'])}"
+    taken = f"took {format_size(run['used_bytes'], up=True)}"
+    if run["promised_bytes"] is None:
+        return f"{taken}, the pages of a mapped file among them"
+    return f"{taken} of {format_size(run['promised_bytes'])}"
 
 
 def _columns(rows: list[list[str]]) -> list[str]:

@@ -143,7 +143,7 @@ def test_a_promise_that_is_broken(model: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def swollen(job: Any) -> dict[str, Any]:
         run = run_job(job)
-        return run | {"peak_rss": run["promised_bytes"] + run["managed"]}
+        return run | {"peak_rss": (run["promised_bytes"] or 0) + 1}
 
     monkeypatch.setattr(checking, "run_job", swollen)
     report = look(model)

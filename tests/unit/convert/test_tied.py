@@ -1,0 +1,118 @@
+"""Checkpoints in bf16 with tied embeddings and odd sizes, against transformers.
+
+In float32 nothing may differ but the order of sums. In bf16, as people run it, activations are
+rounded before products; transformers' own bf16 says how far from float32 that leads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra `convert`")
+pytest.importorskip("transformers", reason="needs the extra `convert`")
+
+import torch
+
+from gguf_tools.convert import convert
+from orchestrator.llama import Bindings
+
+from . import checkpoints
+from .families import FAMILIES
+from .running import our_logits
+
+ODD = {
+    "hidden_size": 72,
+    "intermediate_size": 88,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "vocab_size": 391,
+    "tie_word_embeddings": True,
+}
+MORE: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"moe_intermediate_size": 88, "head_dim": 24, "num_key_value_heads": 1},
+    "mixtral": {"head_dim": 24, "num_key_value_heads": 1},
+    "olmoe": {},
+    "deepseek-v2": {"moe_intermediate_size": 88},
+}
+# llama.cpp loads these only with an output matrix of their own.
+COPIED = ("qwen2-moe", "olmoe", "dots1", "minimax-m2", "gpt-oss", "phi-moe")
+TOKENS, ANSWER = list(range(7, 39)), list(range(200, 216))
+GGML_F32 = 0
+
+
+def write(name: str, folder: Path, **config: Any) -> Any:
+    """A bf16 checkpoint in folder/hf, and the same weights as float32 in folder/hf32, of which the
+    converter makes float32 throughout; the model in float32."""
+    family = replace(FAMILIES[name], config={**FAMILIES[name].config, **config})
+    model = family.build()
+    for kind, dtype in (("hf", torch.bfloat16), ("hf32", torch.float32)):
+        with_parameters(model, dtype)
+        model.save_pretrained(folder / kind)
+        checkpoints.save_tokenizer(family.tokenizer, folder / kind)
+    if family.adapt is not None:
+        family.adapt(model)
+    return model
+
+
+def with_parameters(model: Any, dtype: Any) -> None:
+    """Changes the weights alone: rope's frequencies are a buffer, and stay in float32, as where a
+    checkpoint is loaded."""
+    for values in model.parameters():
+        values.data = values.data.to(dtype)
+
+
+@pytest.fixture
+def float32_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it for keys and values in float32, and no flash attention."""
+
+    def change() -> None:
+        api = Bindings.load().api
+        default = api.llama_context_default_params
+
+        def params() -> object:
+            found = default()
+            found.type_k = found.type_v = GGML_F32
+            found.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            return found
+
+        monkeypatch.setattr(api, "llama_context_default_params", params)
+
+    return change
+
+
+def rms(found: np.ndarray, expected: np.ndarray) -> float:
+    """In standard deviations of the logits."""
+    return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_odd_sizes_and_tied_embeddings(
+    name: str, tmp_path: Path, float32_attention: Callable[[], None]
+) -> None:
+    model = write(name, tmp_path, **(ODD | MORE[name]))
+    exact = checkpoints.reference_logits(model, TOKENS + ANSWER)
+    with_parameters(model, torch.bfloat16)
+    theirs = checkpoints.reference_logits(model, TOKENS + ANSWER)
+    assert exact.shape[1] == 391
+    convert(tmp_path / "hf", tmp_path / "bf16.gguf", ["bf16"], threads=1)
+    ours = our_logits(tmp_path / "bf16.gguf", TOKENS, ANSWER, policy="lru", expert_ram=1 << 20)
+    assert rms(ours, exact) < 1.5 * rms(theirs, exact)
+
+    convert(tmp_path / "hf32", tmp_path / "f32.gguf", ["f32"], threads=1)
+    float32_attention()
+    found = our_logits(tmp_path / "f32.gguf", TOKENS, ANSWER, policy="lru", expert_ram=1 << 20)
+    assert np.abs(found - exact).max() < 2e-4 * exact.std()
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_tied_where_llama_cpp_wants_two_matrices(name: str, tmp_path: Path) -> None:
+    model = write(name, tmp_path, tie_word_embeddings=True)
+    exact = checkpoints.reference_logits(model, TOKENS + ANSWER)
+    convert(tmp_path / "hf", tmp_path / "f16.gguf", ["f16"], threads=1)
+    assert rms(our_logits(tmp_path / "f16.gguf", TOKENS, ANSWER), exact) < 0.2
