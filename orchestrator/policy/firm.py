@@ -48,7 +48,7 @@ class FIRMSettings(LookAhead):
     """What a user can tune. Raises SettingError."""
 
     prefetch_kinds: int = setting(
-        2,
+        3,
         "How many matrices of an expert are loaded ahead, in the order of computing: its gate; "
         "its gate and up; all of it.",
         within=(1, 3),
