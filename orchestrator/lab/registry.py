@@ -42,6 +42,12 @@ BENCHMARKS = {
         "bench.batch:Batch",
         "Several sequences that decode together, a token each a step, under every policy.",
     ),
+    "firm": Place(
+        "bench.firm:Firm",
+        "What each part of FIRM-MoE brings, as in its Tables 1 and 2 and Figure 4.\n\n"
+        "The routing is recorded once, and the rows are played in virtual time: ours, and the "
+        "paper's, whose link has one queue for all reads.",
+    ),
     "gpu": Place(
         "bench.gpu:Gpu",
         "Upstream and every policy on a GPU, against the bound and the goals.\n\n"

@@ -17,7 +17,7 @@ from orchestrator.policy.monitor import Monitor, Prediction
 from orchestrator.policy.prefetch import AUTO, ON, LookAhead
 from orchestrator.policy.prefetch import OFF as NEVER
 from orchestrator.policy.prompts import Prompts, even_slots, layer_groups
-from orchestrator.policy.votes import MARGIN, MOL, agreed, depth_of, every_set
+from orchestrator.policy.votes import MARGIN, RANK, agreed, depth_of, every_set
 from orchestrator.policy.votes import WAYS as VOTES_WAYS
 from orchestrator.settings import setting
 
@@ -48,13 +48,13 @@ class FIRMSettings(LookAhead):
     """What a user can tune. Raises SettingError."""
 
     prefetch_kinds: int = setting(
-        1,
+        3,
         "How many matrices of an expert are loaded ahead, in the order of computing: its gate; "
         "its gate and up; all of it.",
         within=(1, 3),
     )
     agree: str = setting(
-        MOL,
+        RANK,
         "What the layers that look ahead have to agree on: mol, an expert is among the first K "
         "of each of P layers; rank, it is among the first K of the nearest one; margin, it is far "
         "enough above the last one there.",

@@ -109,7 +109,7 @@ def test_matrices_loaded_one_by_one_are_lossless(
     ahead in every step, and the same logits."""
     model = tiny_model(shape, "q4_k")
     reference = run(model, 40)
-    options = {"policy": "firm", "prefetch": "on", "prefetch_kinds": kinds}
+    options = {"policy": "firm", "prefetch": "on", "prefetch_kinds": kinds, "agree": "mol"}
     options |= {"tune": "climb" if kinds == 2 else "all", "tune_steps": 1, "tune_tokens": 30}
     budget = smallest_budget(model, **options)
     for factor in (1, 3):

@@ -16,6 +16,7 @@ from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.native import Library
 from orchestrator.policy.firm import FIRM
 from orchestrator.policy.heop import ALL, CLIMB, GROUPS, Tuner, Votes
+from orchestrator.policy.votes import MOL
 from orchestrator.replay import ReplayOptions, Trace
 from orchestrator.replay.report import set_up_for, speed_and_time
 from orchestrator.replay.simulate import simulate
@@ -71,7 +72,7 @@ class VotesLoss(Experiment[Played, Surface]):
             raise ConfigError(
                 f"--study {self.name} plays --policy {FIRM.name}: leave the other out"
             )
-        asked = {"n_ahead": depth, "prefetch": "on", **on.options.settings}
+        asked = {"n_ahead": depth, "prefetch": "on", "agree": MOL, **on.options.settings}
         counted, share = self._play(on, {**asked, "tune": ALL, "tune_tokens": _NEVER}, every=1)
         used = {GROUPS[group]: counted.grids[group].means() for group in set(counted.groups[1:])}
         if not any(loss for rows in used.values() for row in rows for loss in row):

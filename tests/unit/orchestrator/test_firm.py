@@ -15,6 +15,8 @@ from orchestrator.policy.firm import FIRM, read_votes, write_votes
 
 SHAPE = make_shape(n_layers=6, n_expert=16, k=4, tiers=("q4_k",))
 STEP_DONE = StepReport(Phase.DECODE, 1, 1000.0)
+# As in the paper, but that all are asked for.
+PAPER = {"prefetch": "on", "agree": "mol", "prefetch_kinds": 1}
 GATES, UPS, DOWNS = 1 << GATE, 1 << UP, 1 << DOWN
 
 # One token: what layers 0 to 2 predict of those behind them, nearest first, and what they use.
@@ -27,7 +29,7 @@ AHEAD = [
 
 
 def firm(**settings: Any) -> FIRM:
-    policy = FIRM(SHAPE, FIRM.Settings(**{"prefetch": "on", "votes": "4,3", **settings}))
+    policy = FIRM(SHAPE, FIRM.Settings(**{**PAPER, "votes": "4,3", **settings}))
     policy.plan(SHAPE.all_slot_bytes())
     return policy
 

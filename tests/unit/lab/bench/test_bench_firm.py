@@ -1,0 +1,55 @@
+"""`moe-edge bench firm`: its rows, and a small run in virtual time."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from orchestrator.cli import cli
+from orchestrator.errors import SettingError
+from orchestrator.lab.bench.firm import BASE, NO_PREFETCH, OURS, PAPERS, live_cases, played_rows
+from orchestrator.lab.bench.firm import FirmOptions as Options
+from orchestrator.policy import POLICIES
+
+
+@pytest.mark.parametrize("k", [2, 8])
+def test_rows_are_the_papers(k: int) -> None:
+    """Settings that policies take; K = P = 3, as far as the model has as many experts a token."""
+    rows = {row.name: row for row in played_rows(k)}
+    assert len(rows) == len(played_rows(k))
+    for row in rows.values():
+        POLICIES[row.policy].Settings.of(row.settings)
+    paper = [row for row in rows.values() if row.world == PAPERS]
+    assert all(row.changes["link"] == "rigid" for row in paper)
+    assert ["wait" in row.changes for row in paper] == [True, False, True, False, False]
+    assert rows["+ FG + MoL"].settings["votes"] == f"{min(3, k)},3"
+    assert rows[NO_PREFETCH].world == OURS
+
+
+def test_live_rows_are_those_of_our_own_that_exist() -> None:
+    assert live_cases(Options()) == []
+    keys = [case.key for case in live_cases(Options(live=True, caps=(0.6,)))]
+    assert keys == [
+        "our managed path",
+        *(
+            f"{name} @60%"
+            for name in ("lru", NO_PREFETCH, "dymoe, r=1", "firm, n=1", "firm, n=2", "firm, n=3")
+        ),
+    ]
+    with pytest.raises(SettingError):
+        Options(bandwidth=0)
+
+
+def test_a_small_run(real_engine: None) -> None:
+    options = ["--quick", "--tokens", "24", "--caps", "50", "--runs", "1", "--threads", "1"]
+    done = CliRunner().invoke(cli, ["bench", "firm", *options, "--bandwidth", "50MB", "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    rows = {(row["name"], row["world"]): row for row in report["cases"]}
+    assert rows[NO_PREFETCH, OURS]["speedup"] == rows[BASE, PAPERS]["speedup"] == 1.0
+    # reads of single matrices are waited for one by one: never slower than for all of them
+    assert rows["whole experts waited for", OURS]["speedup"] < 1.0
+    assert rows["firm, n=1", OURS]["bytes_ratio"] <= rows["firm, n=3", OURS]["bytes_ratio"]
+    assert rows[NO_PREFETCH, OURS]["hit_rate"] > 0
