@@ -71,6 +71,7 @@ STUDIES = {
     "similarity": Place("study.similarity:Similarity", paper="DyMoE"),
     "demotion": Place("study.demotion:Demotion", paper="DynaExq"),
     "memory": Place("study.memory:HotMemory", paper="DynaExq"),
+    "context": Place("study.context:PromptContext", paper="near-data"),
 }
 
 

@@ -131,7 +131,7 @@ def study(model: Path, text: Path, name: str, out: Path, *args: str):
     return CliRunner().invoke(cli, ["eval", *options, *args])
 
 
-@pytest.mark.parametrize("name", ["accuracy", "depth", "similarity"])
+@pytest.mark.parametrize("name", ["accuracy", "depth", "similarity", "context"])
 def test_a_study_writes_its_tables_and_plots(
     model: Path, text: Path, choices: Path, tmp_path: Path, name: str
 ) -> None:
