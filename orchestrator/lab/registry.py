@@ -80,6 +80,7 @@ STUDIES = {
     "memory": Place("study.memory:HotMemory", paper="DynaExq"),
     "equal": Place("study.equal:EqualMemory", paper="ours"),
     "votes": Place("study.votes:VotesStudy", paper="FIRM-MoE"),
+    "context": Place("study.context:PromptContext", paper="near-data"),
 }
 
 # Studies of a recorded run.

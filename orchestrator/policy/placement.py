@@ -39,7 +39,7 @@ class PlacementSettings(Settings):
         hidden=True,
     )
     prior_tokens: float = setting(
-        32.0,
+        64.0,
         "How many tokens of a prompt the profile of earlier runs counts as; 0 for none, as in the "
         "paper.",
         within=(0.0, 1e6),

@@ -40,8 +40,10 @@ def converse(engine: Engine) -> None:
             engine.eval([token], len(prompt) + at)
 
 
-def test_it_places_every_expert_and_no_token_waits() -> None:
-    with Engine.open(build()) as engine:
+@pytest.mark.parametrize("exact", [False, True])
+def test_it_places_every_expert_and_no_token_waits(exact: bool) -> None:
+    """Also where studies ask for decisions that do not depend on what is in memory."""
+    with Engine.open(build(exact_tiers=exact)) as engine:
         policy, store = engine.policy, engine.store
         assert isinstance(policy, Context)
         converse(engine)

@@ -1,0 +1,342 @@
+"""Figures 2 to 4 of the near-data paper: what a prompt says of the experts that its answer uses,
+beside what other texts say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
+from orchestrator.errors import ConfigError
+from orchestrator.eval.text import Window
+from orchestrator.lab.study import plot
+from orchestrator.lab.study.activations import (
+    ROUTER_INPUT,
+    ROUTER_LOGITS,
+    ActivationRecorder,
+    Activations,
+)
+from orchestrator.lab.study.similarity import dense, top
+from orchestrator.lab.study.study import Study
+from orchestrator.lab.study.subject import Subject
+from orchestrator.lab.table import Column, Row, Table, fixed, percent
+from orchestrator.policy.placement import PlacementSettings, importance, shares
+
+# A window gives nothing to compare with fewer tokens in its prompt or in its answer.
+LEAST = 8
+# Ends of the prompt lengths that are looked at apart.
+LENGTHS = (32, 128, 512)
+
+OWN, RIGHT, WRONG, ALIKE, ORACLE = "own prompt", "others", "other domains", "uniform", "answer"
+PRIORS = (16, 32, 64, 128)
+USUAL_PRIOR = int(PlacementSettings().prior_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one window used, [n_layers, n_expert] each: counts and gate sums of its prompt, counts
+    of its answer. n_prompt, n_answer: their tokens."""
+
+    domain: str
+    n_prompt: int
+    n_answer: int
+    counts: np.ndarray
+    gates: np.ndarray
+    answer: np.ndarray
+
+    @property
+    def all(self) -> np.ndarray:
+        """Counts of both."""
+        both: np.ndarray = self.counts + self.answer
+        return both
+
+
+def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
+    """Uses [n_layers, n_expert] of the n_hot experts of each layer with the largest scores."""
+    hot = np.argsort(-scores, axis=1, kind="stable")[:, :n_hot]
+    return float(np.take_along_axis(used, hot, axis=1).sum())
+
+
+def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Cosine [n_layers] of the rows of two arrays [n_layers, n_expert]."""
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    found: np.ndarray = (a * b).sum(axis=1) / np.where(lengths > 0, lengths, 1)
+    return found
+
+
+def choices(usages: Sequence[Usage], at: int, k: int) -> dict[str, np.ndarray | None]:
+    """What each way of choosing says of one window's experts, scores [n_layers, n_expert]; None
+    where there is no text to choose by. Others: all other windows of the same domain; those of
+    other domains are the wrong profile."""
+    own = usages[at]
+    rest = [each for index, each in enumerate(usages) if index != at]
+    right = _mean([each for each in rest if each.domain == own.domain])
+    wrong = _mean([each for each in rest if each.domain != own.domain])
+    paper = PlacementSettings(prior_tokens=0.0)
+    nothing = np.zeros(own.counts.shape)
+    found = {
+        OWN: importance(own.counts, own.gates, nothing, paper, k),
+        RIGHT: right,
+        WRONG: wrong,
+    }
+    for name, usual in ((RIGHT, right), (WRONG, wrong)):
+        for prior in PRIORS:
+            asked = PlacementSettings(prior_tokens=float(prior))
+            found[blend(name, prior)] = (
+                None if usual is None else importance(own.counts, own.gates, usual, asked, k)
+            )
+    return found | {ALIKE: shares(nothing), ORACLE: own.answer.astype(np.float64)}
+
+
+def blend(profile: str, prior: int) -> str:
+    """The name of the own prompt with a profile that counts as so many tokens."""
+    return f"prompt + {prior} of {profile}"
+
+
+def _mean(usages: Sequence[Usage]) -> np.ndarray | None:
+    if not usages:
+        return None
+    mean: np.ndarray = np.mean([shares(each.all) for each in usages], axis=0)
+    return mean
+
+
+@dataclass(slots=True)
+class Found:
+    """rows: each way of choosing, by domain; lengths: by prompt length; layers: by layer."""
+
+    subject: Subject
+    n_windows: int
+    n_hot: int
+    n_expert: int
+    rows: list[Row]
+    lengths: list[Row]
+    layers: list[Row]
+
+
+class PromptContext(Study[Found]):
+    """How well a prompt says what its answer needs."""
+
+    name = "context"
+
+    def measure(self, on: Subject) -> Found:
+        """Reads the text once with the best tier. A record's context is the prompt; of a window
+        without one, its first half. The last layer's part of a prompt is predicted from the layer
+        before, as the policy does it. Raises ConfigError where no window is long enough."""
+        config = on.config
+        usages: list[Usage] = []
+        with ExpertModel.open(config.model) as model:
+            k, n_expert, layers = model.n_expert_used, model.n_expert, model.layer_ids
+            router = dense(model, f"blk.{layers[-1]}.ffn_gate_inp.weight")
+            longest = max(len(window.tokens) for window in on.windows)
+            threads = config.threads or default_threads()
+            with ActivationRecorder(config.model, longest, threads) as recorder:
+                for number, window in enumerate(on.windows, 1):
+                    n_prompt = prompt_tokens(window)
+                    if min(n_prompt, len(window.tokens) - n_prompt) >= LEAST:
+                        read = recorder.read(window.tokens)
+                        usages.append(usage_of(read, window, layers, router, n_expert, k))
+                    on.report("Reading", number / len(on.windows))
+        if not usages:
+            raise ConfigError(
+                f"no window has {LEAST} tokens of a prompt and {LEAST} of an answer: give a longer "
+                f"text, or a larger --window"
+            )
+        n_hot = max(1, n_expert // 4)
+        every = [choices(usages, at, k) for at in range(len(usages))]
+        return Found(
+            on,
+            len(usages),
+            n_hot,
+            n_expert,
+            list(_by_domain(usages, every, n_hot)),
+            list(_by_length(usages, every, n_hot)),
+            list(_by_layer(usages, every, layers)),
+        )
+
+    def tables(self, found: Found) -> list[Table]:
+        basis = f"{found.subject.name}, {found.n_windows} prompts and answers"
+        hot = f"{found.n_hot} of {found.n_expert} experts"
+        mass = percent(1, " %")
+        return [
+            Table(
+                f"Experts of an answer by what is known before (Figure 4): {basis}",
+                (
+                    Column("text", "domain", left=True),
+                    Column("chosen by", "by", left=True),
+                    Column("cosine", "cosine", fixed(3)),
+                    Column(f"routed to the hot {hot}", "mass", mass),
+                ),
+                found.rows,
+                [
+                    "Others: the other prompts and answers of the same domain; other domains: the "
+                    "wrong profile. Prompt + n: the profile counts as n further tokens."
+                ],
+            ),
+            Table(
+                f"By prompt length, routed to the hot {hot}: {basis}",
+                (
+                    Column("text", "domain", left=True),
+                    Column("prompt tokens", "tokens", left=True),
+                    Column("prompts", "n"),
+                    *(
+                        Column(by, by, mass)
+                        for by in (OWN, blend(RIGHT, USUAL_PRIOR), RIGHT, ORACLE)
+                    ),
+                ),
+                found.lengths,
+            ),
+            Table(
+                f"Layers (Figures 2 and 3): {basis}",
+                (
+                    Column("layer", "layer"),
+                    Column("most used expert", "most", mass),
+                    Column("least used", "least", mass),
+                    Column("prompt and answer, cosine", OWN, fixed(3)),
+                    Column("others and answer", RIGHT, fixed(3)),
+                    Column("uniform and answer", ALIKE, fixed(3)),
+                ),
+                found.layers,
+            ),
+        ]
+
+    def draw(self, found: Found, folder: Path) -> list[Path]:
+        with plot.figure(folder, self.name, 2) as (left, right):
+            x = [row["layer"] for row in found.layers]
+            for number, by in enumerate((OWN, RIGHT, ALIKE)):
+                y = [row[by] for row in found.layers]
+                if None not in y:
+                    plot.line(left, x, y, by, number)
+            left.set_xlabel("layer")
+            left.set_ylabel("cosine with the answer's use")
+            left.set_title(found.subject.basis, fontsize=9)
+            for number, domain in enumerate(dict.fromkeys(row["domain"] for row in found.lengths)):
+                rows = [row for row in found.lengths if row["domain"] == domain]
+                at = [row["mean_tokens"] for row in rows]
+                name = domain or "text"
+                plot.line(right, at, [100 * row[OWN] for row in rows], f"{name}: {OWN}", number)
+            right.set_xlabel("prompt tokens")
+            right.set_ylabel(f"routed to the {found.n_hot} hot experts, %")
+            for axis in (left, right):
+                axis.legend()
+        return plot.files(folder, self.name)
+
+
+def prompt_tokens(window: Window) -> int:
+    """Tokens of a window that count as its prompt."""
+    return window.first if window.first >= LEAST else len(window.tokens) // 2
+
+
+def usage_of(
+    found: Activations,
+    window: Window,
+    layer_ids: Sequence[int],
+    router: np.ndarray | None,
+    n_expert: int,
+    k: int,
+) -> Usage:
+    """What a window used, from its activations. router [n_expert, width]: of the last layer, None
+    where its own choices have to do."""
+    n = prompt_tokens(window)
+    size = len(layer_ids), n_expert
+    counts, gates, answer = np.zeros(size), np.zeros(size), np.zeros(size)
+    for layer, il in enumerate(layer_ids):
+        logits = found[ROUTER_LOGITS, il]
+        in_prompt = logits[:n]
+        if layer and layer == len(layer_ids) - 1 and router is not None:
+            in_prompt = found[ROUTER_INPUT, layer_ids[layer - 1]][:n] @ router.T
+        ids = top(in_prompt, k)
+        chosen = np.take_along_axis(in_prompt, ids, axis=1).astype(np.float64)
+        weights = np.exp(chosen - chosen.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        counts[layer] = np.bincount(ids.ravel(), minlength=n_expert)
+        gates[layer] = np.bincount(ids.ravel(), weights.ravel(), n_expert)
+        answer[layer] = np.bincount(top(logits[n:], k).ravel(), minlength=n_expert)
+    return Usage(window.domain, n, len(window.tokens) - n, counts, gates, answer)
+
+
+_Every = Sequence[dict[str, np.ndarray | None]]
+
+
+def _share(
+    usages: Sequence[Usage], every: _Every, by: str, n_hot: int, where: Callable[[Usage], bool]
+) -> tuple[float, float] | None:
+    """(cosine, captured share) of one way of choosing over the windows of which `where` is true:
+    the mean, and the share of all their routed experts; None where it says nothing of them."""
+    cosine, caught, asked = [], 0.0, 0.0
+    for usage, known in zip(usages, every, strict=True):
+        scores = known[by]
+        if not where(usage) or scores is None:
+            continue
+        cosine.append(cosines(scores, usage.answer).mean())
+        asked += usage.answer.sum()
+        # What is alike in all experts captures the share of experts that are hot.
+        alike = n_hot / scores.shape[1]
+        caught += (
+            alike * usage.answer.sum() if by == ALIKE else captured(scores, usage.answer, n_hot)
+        )
+    return (float(np.mean(cosine)), caught / asked) if asked else None
+
+
+def _domains(usages: Sequence[Usage]) -> list[str]:
+    return list(dict.fromkeys(usage.domain for usage in usages))
+
+
+def _by_domain(usages: Sequence[Usage], every: _Every, n_hot: int) -> Iterator[Row]:
+    for domain in _domains(usages):
+
+        def inside(each: Usage, of: str = domain) -> bool:
+            return each.domain == of
+
+        for by in every[0]:
+            found = _share(usages, every, by, n_hot, inside)
+            if found is not None:
+                yield {"domain": domain, "by": by, "cosine": found[0], "mass": found[1]}
+
+
+def _by_length(usages: Sequence[Usage], every: _Every, n_hot: int) -> Iterator[Row]:
+    ends = (0, *LENGTHS, 2**31)
+    for domain in _domains(usages):
+        for low, high in pairwise(ends):
+
+            def inside(each: Usage, of: str = domain, low: int = low, high: int = high) -> bool:
+                return each.domain == of and low <= each.n_prompt < high
+
+            lengths = [each.n_prompt for each in usages if inside(each)]
+            if not lengths:
+                continue
+            row: Row = {
+                "domain": domain,
+                "tokens": f"{min(lengths)} to {max(lengths)}",
+                "mean_tokens": float(np.mean(lengths)),
+                "n": len(lengths),
+            }
+            for by in (OWN, blend(RIGHT, USUAL_PRIOR), RIGHT, ORACLE):
+                found = _share(usages, every, by, n_hot, inside)
+                row[by] = None if found is None else found[1]
+            yield row
+
+
+def _by_layer(usages: Sequence[Usage], every: _Every, layer_ids: Sequence[int]) -> Iterator[Row]:
+    frequency = shares(np.sum([usage.all for usage in usages], axis=0))
+    known: dict[str, np.ndarray | None] = {}
+    for by in (OWN, RIGHT, ALIKE):
+        found = [
+            cosines(scores, usage.answer)
+            for usage, each in zip(usages, every, strict=True)
+            if (scores := each[by]) is not None
+        ]
+        known[by] = np.mean(found, axis=0) if found else None
+    for layer, il in enumerate(layer_ids):
+        row: Row = {
+            "layer": il,
+            "most": float(frequency[layer].max()),
+            "least": float(frequency[layer].min()),
+        }
+        for by, values in known.items():
+            row[by] = None if values is None else float(values[layer])
+        yield row
