@@ -7,12 +7,17 @@ from pathlib import Path
 import psutil
 
 
+def usable_cores() -> int:
+    """Cores that this process may use, hardware threads counted each."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def default_threads() -> int:
     """Cores that computing should use: the physical ones where there are many, and no more than
     this process may use."""
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    allowed = usable_cores()
     physical = psutil.cpu_count(logical=False) or allowed
     return max(1, min(allowed, physical) if allowed > 4 else allowed)
 

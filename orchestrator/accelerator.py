@@ -13,6 +13,7 @@ from orchestrator.native import Bandwidths, DeviceInfo, Misses, find_device, mea
 
 AUTO, CPU = "auto", "cpu"
 _GPU = "cuda"
+_FIRST_GPU = f"{_GPU}0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,14 @@ class Accelerator:
 
 
 def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accelerator | None:
-    """What a setting `device` names; "auto" is the first GPU, if the library was built for any.
+    """What a setting `device` names; "gpu" is the first one, and so is "auto" if the library was
+    built for any.
 
     Raises ConfigError for a device that is not here, and for --vram without one.
     """
-    name = device
+    name = _FIRST_GPU if device == "gpu" else device
     if name == AUTO:
-        name = f"{_GPU}0" if has_gpu_support(bindings) else CPU
+        name = _FIRST_GPU if has_gpu_support(bindings) else CPU
     if name == CPU:
         if vram is not None:
             reason = "--device cpu asks for none" if device == CPU else "there is none here"

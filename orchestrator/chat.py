@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gguf_tools import interrupts
 from orchestrator.config import Config
 from orchestrator.console import Console
 from orchestrator.errors import ConfigError, MoeEdgeError
@@ -36,16 +35,6 @@ _BYTES_PER_TOKEN = 64
 
 Message = dict[str, str]
 Prefill = Callable[[int, int], None]
-
-
-@contextmanager
-def stoppable(stop: Callable[[], None]) -> Iterator[None]:
-    """Turn Ctrl-C into a call of `stop`, in the main thread."""
-    previous = signal.signal(signal.SIGINT, lambda _signum, _frame: stop())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 class Session:
@@ -151,7 +140,7 @@ class Session:
     def save(self, path: Path) -> None:
         """Write the messages to `path` as JSON lines; raises OSError and leaves no half file."""
         lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages]
-        write_whole(path, "".join(lines))
+        write_whole(path, "".join(lines), private=True)
 
 
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
@@ -160,7 +149,7 @@ def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> 
     Bars and the statistics line go to stderr, and only where that is a terminal.
     """
     pieces = []
-    with stoppable(session.stop):
+    with interrupts.calling(session.stop):
         for piece in session.answer(prompt, console.prefill_bar):
             console.end_bar()
             pieces.append(piece)
@@ -224,6 +213,7 @@ class Chat:
                 if line is not None and line.lstrip().startswith(QUOTES):
                     line = self._rest_of(line.lstrip().removeprefix(QUOTES))
             except KeyboardInterrupt:
+                interrupts.forget()
                 self.console.note("\n/quit or Ctrl-D leaves")
                 continue
             if line is None:
@@ -239,6 +229,7 @@ class Chat:
             except MoeEdgeError as error:
                 self.console.error(str(error))
             except KeyboardInterrupt:
+                interrupts.forget()
                 self.console.note("\nstopped")
 
     def _rest_of(self, line: str) -> str | None:
@@ -266,7 +257,7 @@ class Chat:
         length = 0
         last = ""
         try:
-            with stoppable(session.stop):
+            with interrupts.calling(session.stop):
                 for piece in answer:
                     console.end_bar()
                     console.answer(piece)
@@ -348,7 +339,7 @@ class Chat:
     def _policy(self, argument: str) -> None:
         if argument:
             # Ctrl-C in the middle of a change would leave an engine that is neither.
-            with stoppable(lambda: None):
+            with interrupts.calling(lambda: None):
                 self.session.engine.set_policy(argument)
         self.console.note(self.session.engine.mode)
         if not argument:

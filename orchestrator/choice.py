@@ -112,6 +112,7 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
         high = model.tier_index(config.high_tier)
     else:
         high = (policy or Policy).high_tier(offer)
+    named = (policy or Policy).low_tier(offer, high) if lower else None
     low = named if named is not None else high + 1 if high + 1 < len(names) else None
     if low is not None and low <= high:
         raise PolicyError(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from gguf_tools import interrupts
 from orchestrator.console import strip_controls
 from orchestrator.errors import MoeEdgeError
 
@@ -41,6 +42,9 @@ COMMANDS = {
         "cli_convert", "convert", "Make a packed file of a checkpoint of transformers."
     ),
     "verify": Where("cli_files", "verify", "Check every block of a model file, and its metadata."),
+    "check": Where(
+        "cli_check", "check", "Try a model: its bits, its memory and its speed, as one report."
+    ),
     "calibrate": Where(
         "cli_calibrate", "calibrate", "Measure what each expert loses in each precision."
     ),
@@ -77,11 +81,12 @@ class Commands(click.Group):
         try:
             if sys.stdout is None:
                 raise _sentence("stdout is closed: send it to a file, or to /dev/null")
-            return super().invoke(ctx)
+            with interrupts.listening():
+                return super().invoke(ctx)
         except MoeEdgeError as error:
             raise _sentence(str(error)) from error
         except KeyboardInterrupt:
-            ctx.exit(130)
+            ctx.exit(interrupts.STATUS)
         except OSError as error:
             if error.errno == errno.EPIPE or not error.strerror:
                 raise

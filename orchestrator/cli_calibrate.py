@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from gguf_tools import interrupts
 from orchestrator.cli_files import FILE, THREADS, names_of, print_notes
 from orchestrator.cli_options import CALIB_TOKENS, chosen_method
 from orchestrator.console import Console, progress_bar, strip_controls
@@ -68,6 +69,7 @@ def calibrate(
     method = chosen_method(threads, options)
     target = save_imatrix or out or default_path(file)
     check_target(target)
+    interrupts.ends_with(target)
     if save_imatrix is not None:
         with progress_bar("Calibrating") as progress:
             weak = methods.save_imatrix(method, reference or file, save_imatrix, progress)

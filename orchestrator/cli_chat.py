@@ -46,7 +46,7 @@ def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
         raise click.UsageError("the prompt is empty")
     config = make_config({**options, "remember": True})
     with open_engine(config, console) as engine:
-        if options["ctx"] and engine.n_ctx < config.ctx:
+        if config.ctx and engine.n_ctx < config.ctx:
             console.note(
                 f"--ctx {config.ctx}: it gets {engine.n_ctx}, which the model was made for."
             )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from gguf_tools import interrupts
 from orchestrator.cli_files import FILE, THREADS, TIERS, note, print_report, tier_names
 from orchestrator.cli_options import quantizer
 from orchestrator.console import progress_bar
@@ -54,6 +55,7 @@ def convert(
     from orchestrator.llama import Bindings
 
     names = tier_names(tiers)
+    interrupts.ends_with(target)
     path, title = Path(source), None
     if source.startswith(PREFIX):
         # What can be refused shall be, before gigabytes are downloaded.

@@ -41,7 +41,20 @@ from orchestrator.lab.registry import load_study, studies_by_paper
 @click.option(
     "--study",
     metavar="NAME",
-    help=f"A table or figure of the papers: {'; '.join(studies_by_paper())}.",
+    help=f"Tables and a figure, of the papers or ours: {'; '.join(studies_by_paper())}.",
+)
+@click.option(
+    "--uniform",
+    metavar="TYPES",
+    help="What the studies accuracy, memory and equal compare with, all experts in one type: "
+    "types made from the best tier, .gguf files of the same model, or none.  [default: "
+    "q2_k,q3_k,q4_k,q5_k,q6_k]",
+)
+@click.option(
+    "--calib",
+    type=FILE,
+    metavar="TEXT",
+    help="Text for an importance matrix: each of --uniform is then made with one as well.",
 )
 @click.option("--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -57,6 +70,8 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
 
     names = {field.name for field in fields(EvalOptions)}
     chosen = {name: options.pop(name) for name in names & options.keys()}
+    if chosen["uniform"] is not None:
+        chosen["uniform"] = tuple(name.strip() for name in chosen["uniform"].split(","))
     config, wanted = make_config(options), EvalOptions(**given(chosen))
     console = Console()
     try:
@@ -66,7 +81,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
             result = run(config, wanted, console.bar)
             text = render(result)
         else:
-            tables = load_study(study).publish(config, wanted, out, console.bar)
+            tables = load_study(study).publish(config, wanted, out, console.bar, console.note)
             result = {"study": study, "tables": [table.as_dict() for table in tables]}
             text = "\n\n".join(table.markdown() for table in tables)
     finally:

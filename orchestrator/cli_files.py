@@ -42,6 +42,9 @@ class Number(click.FloatRange):
 
 
 FILE = NamedPath(path_type=Path)
+MODEL = click.argument(
+    "file", metavar="FILE", type=FILE, callback=lambda _ctx, _param, value: model_path(str(value))
+)
 TIERS = click.option(
     "--tiers",
     required=True,
@@ -57,7 +60,7 @@ LOW = click.option(
 
 
 @click.command()
-@click.argument("file", metavar="FILE", type=FILE)
+@MODEL
 @LOW
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
@@ -86,7 +89,7 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
 
 
 @click.command()
-@click.argument("file", metavar="FILE", type=FILE)
+@MODEL
 @LOW
 @THREADS
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -111,6 +114,12 @@ def verify(
                 f"{report.files[0]}{more}: good: {report.n_tensors} tensors,"
                 f" {format_size(report.nbytes)}, experts in {', '.join(report.tiers)}"
             )
+        )
+    if not as_json and not report.problems and report.unchecked:
+        note(
+            f"Note: {report.unchecked[0]}: has no checksums, as files have that `moe-edge pack` "
+            f"wrote or `moe-edge pull` fetched: damage that leaves every number finite was not "
+            f"looked for"
         )
     if report.problems:
         ctx.exit(1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from gguf_tools import interrupts
 from orchestrator import cli_files
 from orchestrator.cli_files import FILE, THREADS, TIERS
 from orchestrator.cli_options import method_options, quantizer
@@ -31,6 +32,7 @@ def pack(
     from gguf_tools.pack import pack as run
 
     names = cli_files.tier_names(tiers)
+    interrupts.ends_with(target)
     with quantizer(source, threads, options) as chosen, progress_bar("Packing") as progress:
         report = run(
             source,
@@ -52,6 +54,7 @@ def export(source: Path, target: Path, tier: str) -> None:
     """Write one precision of a packed file as a GGUF for any llama.cpp."""
     from gguf_tools.pack import export as run
 
+    interrupts.ends_with(target)
     with progress_bar("Exporting") as progress:
         report = run(source, target, tier.lower(), progress=progress)
     cli_files.print_report(report)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from gguf_tools import interrupts
 from gguf_tools.units import format_size
 from orchestrator.cli_files import AT_LEAST_1, FILE, Number
 from orchestrator.cli_options import (
@@ -25,6 +26,7 @@ from orchestrator.cli_options import (
 )
 from orchestrator.console import Console, strip_controls
 from orchestrator.errors import SettingError
+from orchestrator.lab.registry import REPLAY_STUDIES, load_replay_study
 from orchestrator.policy import DEFAULT, POLICIES, policy_settings
 from orchestrator.policy.placement import PlacementSettings
 from orchestrator.replay.near_data import (
@@ -86,6 +88,7 @@ def trace(
     if prefill and text is None:
         raise click.UsageError("--prefill is for --text: a prompt is a prefill already")
     check_trace_target(out)
+    interrupts.ends_with(out)
     options["policy"] = options["policy"] or DEFAULT
     config = make_config(options)
     words = None if text is None else read_text(text)
@@ -157,6 +160,23 @@ def _near_options() -> list[Callable[..., Any]]:
     "[default: recorded, where no option changes anything]",
 )
 @click.option(
+    "--link",
+    type=click.Choice(["shared", "rigid"]),
+    help="rigid: one queue for demand and prefetch, and nothing in it is dropped.  "
+    "[default: shared]",
+)
+@click.option(
+    "--wait",
+    type=click.Choice(["matrix", "whole"]),
+    help="whole: computing waits for all matrices of an expert.  [default: matrix]",
+)
+@click.option(
+    "--study",
+    metavar="NAME",
+    help=f"A figure of the papers, from this trace: {', '.join(REPLAY_STUDIES)}.",
+)
+@click.option("--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots.")
+@click.option(
     "--near-data",
     is_flag=True,
     help="Play it on a model of a GPU and a memory that computes, layers repeated to a large "
@@ -164,7 +184,14 @@ def _near_options() -> list[Callable[..., Any]]:
 )
 @together(*_near_options())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def replay(file: Path | None, near_data: bool, as_json: bool, **options: Any) -> None:
+def replay(
+    file: Path | None,
+    near_data: bool,
+    study: str | None,
+    out: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Play a trace with another policy, memory or disk: no model needed.
 
     Without options it plays the recorded run itself, and prints how well it agrees."""
@@ -174,6 +201,7 @@ def replay(file: Path | None, near_data: bool, as_json: bool, **options: Any) ->
 
     chosen = given(options)
     if near_data:
+        chosen |= given({"study": study, "out": out})
         _replay_near_data(file, chosen, as_json)
         return
     for record in NEAR_DATA:
@@ -193,6 +221,15 @@ def replay(file: Path | None, near_data: bool, as_json: bool, **options: Any) ->
     except SettingError as error:
         raise bad_option(error) from error
     recorded = read_trace(file)
+    if study is not None:
+        library = Bindings.load().library()
+        tables = load_replay_study(study).publish(library, recorded, asked, out)
+        found = {"study": study, "tables": [table.as_dict() for table in tables]}
+        text = "\n\n".join(table.markdown() for table in tables)
+        click.echo(json.dumps(found) if as_json else strip_controls(text))
+        return
+    if out is not None:
+        raise click.UsageError("--out is where a study writes: give --study NAME")
     result = run(Bindings.load().library(), recorded, asked)
     click.echo(json.dumps(result) if as_json else strip_controls(render(result)))
 

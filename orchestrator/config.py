@@ -39,7 +39,7 @@ class Config(Settings):
     low: Path | None = setting(None, "The same model in a lower precision, as a second GGUF.")
     ram: int | None = setting(
         None,
-        "Cap on everything the model takes, as 6GiB or 500MB.",
+        "Cap on everything the model takes, as 6GiB (6G means the same) or 500MB.",
         within=FROM_1,
         unit=SIZE,
         shown="free memory",
@@ -52,7 +52,8 @@ class Config(Settings):
         shown="what is free there",
     )
     device: str = setting(
-        "auto", "Where experts compute: cuda0, cpu, or auto: a GPU if there is one."
+        "auto",
+        "Where experts compute: cpu, gpu, cuda1 (the second GPU), or auto: a GPU if there is one.",
     )
     misses: str | None = setting(
         None,
@@ -86,7 +87,9 @@ class Config(Settings):
         False,
         f"With --low-tier {SKIP_TIER}: the weights of the other experts make up for the skipped.",
     )
-    ctx: int = setting(4096, "Context in tokens.", within=(8, 2**24))
+    ctx: int | None = setting(
+        None, "Context in tokens.", within=(8, 2**24), shown="by memory and the model"
+    )
     threads: int | None = setting(None, "Compute threads.", within=(1, 1024), shown="the cores")
     max_tokens: int | None = setting(
         None,
@@ -123,6 +126,12 @@ class Config(Settings):
     direct_io: bool = setting(True, "Reads go around the page cache.", option=False)
     use_extra_bufts: bool | None = setting(
         None, "Dense weights are repacked for this CPU.", shown="on the plain path", option=False
+    )
+    use_mmap: bool | None = setting(
+        None,
+        "The plain path maps the weights, which need not fit the memory then.",
+        shown="where the file has one precision and --ram is not given",
+        option=False,
     )
     force_managed: bool = setting(
         False, "Experts live in the store even where everything fits.", option=False

@@ -1,49 +1,65 @@
-"""How fast this disk delivers experts: direct reads of the very slices a miss would read."""
+"""How fast this disk delivers experts: it is read as the store reads what a token misses."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import random
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
+from threading import Lock
 from time import perf_counter
 from typing import NamedTuple
 
+from gguf_tools import interrupts
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import IO_BLOCK_BYTES, pad
+from gguf_tools.file.layout import COMPUTE_ORDER, IO_BLOCK_BYTES, pad
+from gguf_tools.workers import in_order, workers
+
+# As the store reads: MOE_EDGE_PART_BYTES of patches/native/moe-edge-store.h.
+PART_BYTES = 512 * 2**10
+# What each thread reads into: more than a core's own caches hold.
+_SLOTS_BYTES = 8 * 2**20
 
 
 class Bandwidth(NamedTuple):
-    """bytes_per_s of `direct` (O_DIRECT) or buffered reads of slice_bytes on average."""
+    """bytes_per_s of `direct` (O_DIRECT) or buffered reads of slice_bytes on average, which are
+    parts of experts where these are large."""
 
     bytes_per_s: float
     direct: bool
     slice_bytes: int
 
 
-class _Window(NamedTuple):
+class _Read(NamedTuple):
     path: Path
     offset: int
     length: int
 
 
-def _windows(model: ExpertModel, tier: int) -> list[_Window]:
-    """The block-aligned window around every expert matrix of a tier."""
-    found = []
-    for layer in model.slices:
-        for tiers in layer:
-            piece = tiers[tier]
+def _parts(path: Path, start: int, expert_bytes: int) -> list[_Read]:
+    """The block-aligned reads of one expert matrix, in the parts that the store asks for."""
+    first = start // IO_BLOCK_BYTES * IO_BLOCK_BYTES
+    end = pad(start + expert_bytes, IO_BLOCK_BYTES)
+    parts = max(1, (expert_bytes + PART_BYTES // 2) // PART_BYTES)
+    step = pad(-(-(end - first) // parts), IO_BLOCK_BYTES)
+    return [_Read(path, at, min(step, end - at)) for at in range(first, end, step)]
+
+
+def _missed(model: ExpertModel, tier: int, rng: random.Random) -> Iterator[_Read]:
+    """What one token after the other would read where nothing is in memory: layer by layer, the
+    experts of a random choice, matrix by matrix in the order in which the graph uses them."""
+    for layer in cycle(model.slices):
+        experts = rng.sample(range(model.n_expert), model.n_expert_used)
+        for kind in COMPUTE_ORDER:
+            piece = layer[kind][tier]
             if piece is None:
                 continue
-            for expert in range(model.n_expert):
+            for expert in experts:
                 start = piece.offset + expert * piece.expert_bytes
-                first = start // IO_BLOCK_BYTES * IO_BLOCK_BYTES
-                length = pad(start + piece.expert_bytes - first, IO_BLOCK_BYTES)
-                found.append(_Window(model.files[piece.file_index], first, length))
-    return found
+                yield from _parts(model.files[piece.file_index], start, piece.expert_bytes)
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:
@@ -59,22 +75,33 @@ def _open_direct(path: Path) -> tuple[int, bool]:
 def read_bandwidth(
     model: ExpertModel, *, tier: int = 0, threads: int = 4, seconds: float = 1.5, seed: int = 0
 ) -> Bandwidth:
-    """Reads expert matrices of a tier in random order for so long, one at a time a thread.
+    """Reads experts of a tier for so long as the store would if all were missing: the same parts
+    of the same files in the same order, taken off one queue by as many threads, into memory of
+    huge pages as its slots are.
 
     An upper limit for a store with as many I/O threads: nothing else runs meanwhile.
     Raises OSError.
     """
-    windows = _windows(model, tier)
-    files = {path: _open_direct(path) for path in {window.path for window in windows}}
+    files = {path: _open_direct(path) for path in set(model.files)}
     direct = all(is_direct for _, is_direct in files.values())
-    longest = max(window.length for window in windows)
+    queue, lock = _missed(model, tier, random.Random(seed)), Lock()
+    read_lengths: list[int] = []
 
     def work(index: int, in_time: Callable[[], bool]) -> int:
-        order, total = random.Random(f"{seed} {index}"), 0
-        with mmap.mmap(-1, longest) as memory, memoryview(memory) as view:
+        total = at = 0
+        with mmap.mmap(-1, _SLOTS_BYTES) as memory, memoryview(memory) as view:
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # a kernel without them
+                    memory.madvise(mmap.MADV_HUGEPAGE)
             while in_time():
-                window = order.choice(windows)
-                total += os.preadv(files[window.path][0], [view[: window.length]], window.offset)
+                with lock:
+                    read = next(queue)
+                if at + read.length > _SLOTS_BYTES:
+                    at = 0
+                with view[at : at + read.length] as slot:
+                    total += os.preadv(files[read.path][0], [slot], read.offset)
+                at += read.length
+                read_lengths.append(read.length)
         return total
 
     try:
@@ -82,8 +109,7 @@ def read_bandwidth(
     finally:
         for fd, _ in files.values():
             os.close(fd)
-    mean_bytes = sum(window.length for window in windows) // len(windows)
-    return Bandwidth(speed, direct, mean_bytes)
+    return Bandwidth(speed, direct, sum(read_lengths) // max(1, len(read_lengths)))
 
 
 def bytes_per_s(
@@ -94,8 +120,8 @@ def bytes_per_s(
     start = perf_counter()
 
     def in_time() -> bool:
-        return perf_counter() < start + seconds
+        return perf_counter() < start + seconds and not interrupts.asked()
 
-    with ThreadPoolExecutor(threads) as pool:
-        total = sum(pool.map(work, range(threads), repeat(in_time)))
+    with workers(threads) as pool:
+        total = sum(in_order(pool, lambda index: work(index, in_time), range(threads)))
     return total / (perf_counter() - start)

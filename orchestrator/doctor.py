@@ -171,7 +171,7 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
 def _plan_line(plan: MemoryPlan) -> str:
     how = plan.reason if plan.managed else f"plain upstream path: {plan.reason}"
     where = f"on {plan.device.name}" if plan.device else "in main memory"
-    return f"{how}; {format_size(plan.total_bytes)} {where}"
+    return f"{how}; {format_size(plan.total_bytes)} {where}; context {plan.n_ctx} tokens"
 
 
 def _speed(bytes_per_s: float) -> str:

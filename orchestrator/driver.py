@@ -65,6 +65,10 @@ class PlainDriver:
         """What the policy has learned, float64 [n_layers, n_expert]; None where nothing."""
         return None
 
+    def tuned(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The policy's name, and what it has tuned; None where nothing."""
+        return None
+
 
 class Driver(PlainDriver):
     """One policy and the store that it decides for. Another policy with the same slots may take
@@ -175,3 +179,7 @@ class Driver(PlainDriver):
 
     def hotness(self) -> np.ndarray | None:
         return self.policy.hotness
+
+    def tuned(self) -> tuple[str, Mapping[str, Any]] | None:
+        found = self.policy.tuned
+        return None if found is None else (self.policy.name, found)

@@ -18,7 +18,7 @@ from orchestrator.config import Config
 from orchestrator.driver import Driver
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
-from orchestrator.llama import SamplerChain
+from orchestrator.llama import Model, SamplerChain
 from orchestrator.load import Loader
 from orchestrator.meter import Meter
 from orchestrator.native import Store
@@ -276,6 +276,11 @@ class Engine:
         return self.driver.store
 
     @property
+    def llama(self) -> Model:
+        """llama.cpp's model and vocabulary, until the engine is closed or changes its policy."""
+        return self._loaded.model
+
+    @property
     def note(self) -> str | None:
         """What was left aside when the engine was opened."""
         return self._loader.note
@@ -298,15 +303,16 @@ class Engine:
     @property
     def mode(self) -> str:
         """One line: what runs, and why or how."""
+        context = f", context {self.n_ctx}"
         if not self.managed:
-            return f"plain upstream path: {self.plan.reason}"
+            return f"plain upstream path: {self.plan.reason}{context}"
         slots = format_size(self.plan.slots.total_bytes) if self.plan.slots else "no"
         stats = self.store.stats()
         direct = "direct I/O" if stats.direct_io else "buffered I/O"
         pinned = stats.host_pinned or not self._loader.on_gpu
         pageable = "" if pinned else ", host memory not pinned"
         text = f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
-        return text + self._served
+        return text + self._served + context
 
     @property
     def _served(self) -> str:
@@ -321,12 +327,17 @@ class Engine:
         hotness = self._loaded.driver.hotness()
         if hotness is not None:
             self._loader.hotness.learn(hotness)
+        tuned = self._loaded.driver.tuned()
+        if tuned is not None:
+            self._loader.tuned.learn(*tuned)
 
     def close(self) -> None:
-        """Frees everything, and keeps the hotness where that is asked for; safe to call twice.
+        """Frees everything, and keeps what policies learned where that is asked for; safe to call
+        twice.
         Raises OSError where a named profile cannot be written."""
         self._learn()
         self._loaded.close()
+        self._loader.tuned.save()
         try:
             self._loader.hotness.save()
         finally:

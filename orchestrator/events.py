@@ -195,9 +195,12 @@ class DecisionBuffer:
             self._prefetch[n] = layer | expert << 16 | tier << 32 | kinds << 40 | passing << 48
             self.n_prefetch = n + 1
 
-    def prefetch_all(self, layer: int, experts: Sequence[int], tier: int) -> None:
-        """prefetch() of every matrix of each of them, in one call: a decode step's time."""
-        prefetch, n, rest = self._prefetch, self.n_prefetch, layer | tier << 32
+    def prefetch_all(
+        self, layer: int, experts: Sequence[int], tier: int, kinds: int = ALL_KINDS
+    ) -> None:
+        """prefetch() of each of them, in one call: a decode step's time."""
+        prefetch, n = self._prefetch, self.n_prefetch
+        rest = layer | tier << 32 | kinds << 40
         for expert in experts[: len(prefetch) - n]:
             prefetch[n] = rest | expert << 16
             n += 1

@@ -28,7 +28,7 @@ def user_folder(kind: str) -> Path:
 
 
 @contextmanager
-def whole_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file to write, which gets its name when the block ends well and is gone otherwise. What a
     killed writer of the same file left goes as well. Raises OSError."""
     remove_abandoned(path)
@@ -74,8 +74,7 @@ def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
-    """Writes a file, without a mode one that only its owner may read, whole or not at all. Raises
-    OSError."""
-    with whole_file(path, mode) as file:
+def write_whole(path: Path, text: str, *, private: bool = False) -> None:
+    """Writes a file, whole or not at all. private: only its owner may read it. Raises OSError."""
+    with whole_file(path, 0o600 if private else 0o666) as file:
         file.write(text.encode())

@@ -23,11 +23,16 @@ LIBRARY_BYTES = 64 * 2**20
 POOL_GROWTH = 1.05
 
 
+# The context where none is asked for and memory is short; orchestrator.context_length has the rest.
+LEAST_CONTEXT = 4096
+
+
 def context_tokens(model: ExpertModel, config: Config) -> int:
-    """The context to make: what was asked for, as far as the model was trained for it. Several
-    sequences share it, each with as much."""
+    """The context that was asked for, or else the least one, as far as the model was trained for
+    it. Several sequences share it, each with as much."""
+    asked = config.ctx or LEAST_CONTEXT
     most = model.hparams.context_length * (1 + config.sequences)
-    return min(config.ctx, most) if most else config.ctx
+    return min(asked, most) if most else asked
 
 
 def vocabulary_size(model: ExpertModel) -> int:
@@ -85,8 +90,15 @@ def process_bytes(model: ExpertModel) -> int:
 
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
-    """All that a model takes beside its weights and its KV cache, as the planner counts it."""
-    return process_bytes(model) + compute_bytes(model, config, context_tokens(model, config))
+    """All that a model takes beside its weights and its KV cache, as the planner counts it where a
+    policy looks ahead."""
+    compute = compute_bytes(model, config, context_tokens(model, config))
+    return process_bytes(model) + compute + look_ahead_bytes(model)
+
+
+def look_ahead_bytes(model: ExpertModel) -> int:
+    """Copies of the routers in half precision, which a policy looks ahead with."""
+    return 2 * (len(model.slices) - 1) * model.n_expert * model.hparams.embedding_length
 
 
 def embedding_bytes(model: ExpertModel) -> int:

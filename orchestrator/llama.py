@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools import interrupts
 from orchestrator.config import native_log_enabled
 from orchestrator.errors import NativeError
 from orchestrator.native import Library
@@ -72,6 +73,7 @@ class Bindings:
         kind.argtypes, kind.restype = [ctypes.c_void_p], ctypes.c_int
         return sum(kind(get(i)) == _GPU for i in range(ggml.ggml_backend_dev_count()))
 
+    @interrupts.called_from_c
     def _on_log(self, level: int, text: bytes, _user: int | None) -> None:
         line = text.decode("utf-8", "replace")
         if level == _LOG_ERROR and line.strip() and len(self.complaints) < _MAX_COMPLAINTS:
@@ -119,23 +121,27 @@ class Model:
             overrides[0].pattern = EXPERT_PATTERN
             overrides[0].buffer_type = buffer_type or bindings.library().buffer_type()
             params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
-        raised: list[BaseException] = []
 
+        @interrupts.called_from_c
         def report(done: float, _user: int | None) -> bool:
             try:
                 if progress is not None:
                     progress(done)
             except BaseException as error:  # noqa: BLE001 - raised below, once C has returned
-                raised.append(error)
-            return not raised
+                interrupts.hand_over(error)
+                return False
+            return not interrupts.asked()
 
         params.progress_callback = api.llama_progress_callback(report)
         bindings.complaints.clear()
-        handle = api.llama_model_load_from_file(os.fsencode(path), params)
-        if raised:
+        handle = None
+        try:
+            with interrupts.held():
+                handle = api.llama_model_load_from_file(os.fsencode(path), params)
+        except BaseException:
             if handle:
                 api.llama_model_free(handle)
-            raise raised[0]
+            raise
         if not handle:
             reason = bindings.library().load_error() if managed else None
             if reason:
@@ -244,7 +250,6 @@ class Context:
             raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
         # Says that a decode should end early; asked during interruptible steps.
         self.should_stop: Callable[[], bool] = lambda: False
-        self._raised: BaseException | None = None
         self._abort = api.ggml_abort_callback(self._on_abort)
         self._no_abort = api.ggml_abort_callback(0)
         self._interruptible = False
@@ -260,12 +265,13 @@ class Context:
         for i in range(self.n_ubatch):
             self._batch.seq_id[i][0] = 0
 
+    @interrupts.called_from_c
     def _on_abort(self, _data: int | None) -> bool:
         # Running Python between graph nodes is also what lets a Ctrl-C handler run.
         try:
-            return self.should_stop()
+            return self.should_stop() or interrupts.asked()
         except BaseException as error:  # noqa: BLE001 - decode raises it, once C has returned
-            self._raised = error
+            interrupts.hand_over(error)
             return True
 
     def _set_interruptible(self, on: bool) -> None:
@@ -291,8 +297,8 @@ class Context:
         """Evaluates at most n_ubatch tokens at positions pos, pos+1, ...; the last one (or
         each) gets logits. interruptible costs a Python call for every graph node: for long
         steps. Returns llama_decode's status: 0, 1 without room, 2 aborted, negative on an
-        error, FAILED where a store may have the reason. Raises what a signal handler raised
-        meanwhile."""
+        error, FAILED where a store may have the reason. Raises KeyboardInterrupt, and what
+        should_stop raised."""
         n = len(tokens)
         self._set_interruptible(interruptible)
         self._tokens[:n] = tokens
@@ -300,11 +306,7 @@ class Context:
         self._wanted[:n] = all_logits
         self._wanted[n - 1] = 1
         self._batch.n_tokens = n
-        status = int(self.api.llama_decode(self.handle, self._batch))
-        if self._raised is not None:
-            error, self._raised = self._raised, None
-            raise error
-        return status
+        return self._decode()
 
     def decode_each(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
@@ -318,10 +320,15 @@ class Context:
         try:
             for i, sequence in enumerate(sequences):
                 self._batch.seq_id[i][0] = sequence
-            return int(self.api.llama_decode(self.handle, self._batch))
+            return self._decode()
         finally:
             for i in range(n):
                 self._batch.seq_id[i][0] = 0
+
+    def _decode(self) -> int:
+        with interrupts.held():
+            status = int(self.api.llama_decode(self.handle, self._batch))
+        return status
 
     def share(self, sequence: int) -> None:
         """Lets a sequence hold what number 0 holds, and nothing else."""

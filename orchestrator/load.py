@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads
+from gguf_tools.process import default_threads, usable_cores
 from orchestrator import hardware
 from orchestrator.accelerator import check_misses, find_gpu, one_of_several, serve_misses
 from orchestrator.config import Config
@@ -15,7 +15,7 @@ from orchestrator.llama import Bindings, Context, Model
 from orchestrator.native import Misses, Store, context_memory
 from orchestrator.plan import MemoryPlan, importance_window, plan_memory, store_spec
 from orchestrator.policy.base import Transition
-from orchestrator.profile import HotnessKeeper
+from orchestrator.profile import HotnessKeeper, TunedKeeper
 from orchestrator.sequences import Sequences
 from orchestrator.steps import Steps
 from orchestrator.template import ChatTemplate
@@ -62,14 +62,19 @@ class Loader:
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
         check_misses(self.gpu, config)
         self.hotness = HotnessKeeper(config, model)
+        self.tuned = TunedKeeper(config, model)
         self._config = config
         self._model = model
         self._machine = hardware.probe(self.gpu.device if self.gpu else None)
 
     @property
     def note(self) -> str | None:
-        """What was left aside."""
-        notes = (self.hotness.note, one_of_several(self.bindings, self.gpu))
+        """What was left aside, or will be slow."""
+        notes = (
+            self.hotness.note,
+            one_of_several(self.bindings, self.gpu),
+            too_many_threads(self._config.threads),
+        )
         return " ".join(filter(None, notes)) or None
 
     @property
@@ -138,7 +143,10 @@ class Loader:
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
             sequences = Sequences(context, config.sequences)
-            steps = Steps(context, driver, sequences, self.bindings.complaint, config.ctx)
+            # where nothing was asked for, the model's own longest context cannot be raised either
+            most = self._model.hparams.context_length
+            asked = config.ctx or plan.n_ctx + (plan.n_ctx == most)
+            steps = Steps(context, driver, sequences, self.bindings.complaint, asked)
             context.should_stop = lambda: steps.cancelled
             return Loaded(plan, driver, model, context, steps, parts)
         except BaseException:
@@ -153,16 +161,24 @@ class Loader:
         known = self.hotness.recall() if policy.learns else None
         if known is not None:
             policy.set_hotness(known)
+        tuned = self.tuned.recall(policy.name)
+        if tuned is not None:
+            policy.recall(tuned)
         return policy.start()
 
     def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
-        extra = config.use_extra_bufts
+        repack, mapped = config.use_extra_bufts, config.use_mmap
+        if repack is None:
+            repack = not plan.managed
+        if mapped is None:
+            # Repacked weights are copies: a mapped file would take its size beside them.
+            mapped = not (repack or config.ram) and len(self._model.tiers) == 1
         return Model(
             self.bindings,
             config.model,
             managed=plan.managed,
-            use_extra_bufts=not plan.managed if extra is None else extra,
-            use_mmap=not plan.managed and config.ram is None and len(self._model.tiers) == 1,
+            use_extra_bufts=repack,
+            use_mmap=mapped and not plan.managed,
             gpu=self.gpu.index if self.gpu else None,
             buffer_type=self.gpu.buffer_type if self.gpu else None,
             progress=progress,
@@ -179,3 +195,14 @@ def _part_of(progress: Progress | None, begin: float, end: float) -> Progress | 
     if progress is None:
         return None
     return lambda done: progress(begin + (end - begin) * done)
+
+
+def too_many_threads(threads: int | None) -> str | None:
+    """A sentence for more compute threads than cores: they wait for each other at each product."""
+    cores = usable_cores()
+    if threads is None or threads <= cores:
+        return None
+    return (
+        f"--threads {threads} on {cores} core{'s' * (cores != 1)} is many times slower than "
+        f"--threads {cores}."
+    )

@@ -1,6 +1,7 @@
 """The tensors of a model while it reads a text, through llama.cpp's evaluation callback.
 
-Runs the plain upstream path with the best tier: what is seen is the model's own.
+Runs the plain upstream path with the best tier, where it is given no model that is loaded
+already: what is seen is the model's own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings, Model
 
@@ -101,15 +103,17 @@ class Observer:
         seen: Callable[[Node], None],
         *,
         use_mmap: bool = False,
+        model: Model | None = None,
     ) -> None:
         """wanted says of each node of the graph, before it is computed, whether seen gets it
-        once it is; what either raises comes out of read.
+        once it is; what either raises comes out of read. model: one that is loaded already, and
+        stays so, in the place of the plain one at path.
 
         Raises NativeError."""
         bindings = Bindings.load()
         self._api: Any = bindings.api
         self._wanted, self._seen = wanted, seen
-        self._raised: BaseException | None = None
+        self._failed = False
         self._handle: Any = None
         self._lib = self._api._lib
         for name, result in (
@@ -122,7 +126,10 @@ class Observer:
             function = getattr(self._lib, name)
             function.argtypes, function.restype = [ctypes.c_void_p], result
         self.n_ctx = n_ctx
-        self.model = Model(bindings, path, managed=False, use_extra_bufts=False, use_mmap=use_mmap)
+        self._borrowed = model is not None
+        self.model = model or Model(
+            bindings, path, managed=False, use_extra_bufts=False, use_mmap=use_mmap
+        )
         params = self._api.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
         # Every token wants logits: else the last layer sees the last token only.
@@ -134,7 +141,7 @@ class Observer:
         bindings.complaints.clear()
         self._handle = self._api.llama_init_from_model(self.model.handle, params)
         if not self._handle:
-            self.model.close()
+            self.close()
             raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
         self._batch = self._api.llama_batch_init(n_ctx, 0, 1)
         self._checked = False
@@ -149,16 +156,16 @@ class Observer:
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
         batch.n_tokens = n
         self._api.llama_memory_clear(self._api.llama_get_memory(self._handle), True)
-        status = self._api.llama_decode(self._handle, batch)
-        if self._raised is not None:
-            error, self._raised = self._raised, None
-            raise error
+        self._failed = False
+        with interrupts.held():
+            status = self._api.llama_decode(self._handle, batch)
         if status != 0:
             raise NativeError(f"llama.cpp failed to evaluate {n} tokens")
 
+    @interrupts.called_from_c
     def _on_tensor(self, address: int, ask: bool, _user: int | None) -> bool:
         # After an error, True when asked and False when it is computed ends the evaluation.
-        if self._raised is not None:
+        if self._failed or interrupts.asked():
             return ask
         try:
             node = Node(self._lib, address)
@@ -170,7 +177,8 @@ class Observer:
             self._seen(node)
             return True
         except BaseException as error:  # noqa: BLE001 - read raises it, once C has returned
-            self._raised = error
+            interrupts.hand_over(error)
+            self._failed = True
             return ask
 
     def close(self) -> None:
@@ -179,7 +187,8 @@ class Observer:
             self._api.llama_batch_free(self._batch)
             self._api.llama_free(self._handle)
             self._handle = None
-        self.model.close()
+        if not self._borrowed:
+            self.model.close()
 
     def __enter__(self) -> Observer:
         return self

@@ -11,6 +11,7 @@ from gguf_tools.file.layout import KINDS, POOL_ALIGNMENT
 from gguf_tools.units import format_size
 from orchestrator.choice import choose, make_policy, wants_plain
 from orchestrator.config import Config
+from orchestrator.context_length import longest_affordable
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import (
     Placed,
@@ -20,12 +21,13 @@ from orchestrator.footprint import (
     device_shape,
     embedding_bytes,
     kernel_bytes,
+    look_ahead_bytes,
     model_shape,
     process_bytes,
 )
 from orchestrator.hardware import Device, Machine
 from orchestrator.native import Misses, Slices, StoreSpec
-from orchestrator.policy import BASELINE, PLAIN, ModelShape, Policy, policy_class
+from orchestrator.policy import BASELINE, DEFAULT, PLAIN, ModelShape, Policy, policy_class
 from orchestrator.policy.base import Callback, SlotPlan
 
 StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
@@ -83,6 +85,7 @@ class _Room:
     kv: int
     scratch: int
     compute: int  # the part of scratch that graphs take
+    ahead: int  # the part that only policies that look ahead take
 
     @property
     def fixed(self) -> int:
@@ -106,6 +109,9 @@ def plan_memory(
     there is nothing to decide; else the default policy. That is lossless where the file has one
     tier and none is skipped.
 
+    Where no context was asked for, it is the longest one that costs little, and the least one
+    where the policy has no room beside that.
+
     more_scratch: bytes that llama.cpp was seen to take beyond the estimate.
 
     Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
@@ -113,9 +119,48 @@ def plan_memory(
     """
     if config.policy not in (None, PLAIN):
         policy_class(config.policy or "")  # raises for an unknown one
+    least = context_tokens(model, config)
+    n_ctx = least if config.ctx else _affordable_context(config, model, machine, more_scratch)
+    try:
+        return _plan_memory(config, model, machine, more_scratch, n_ctx)
+    except BudgetError:
+        if n_ctx == least:
+            raise
+        return _plan_memory(config, model, machine, more_scratch, least)
+
+
+def _affordable_context(
+    config: Config, model: ExpertModel, machine: Machine, more_scratch: int
+) -> int:
+    """The context where none was asked for. Where everything fits beside the least one, it still
+    does beside this one."""
+    ram = _ram_cap(config, machine)
+    plain = wants_plain(config, model)
+    least = context_tokens(model, config)
+    most = model.hparams.context_length * (1 + config.sequences)
+
+    def room_for(n_ctx: int) -> _Room:
+        return _room(config, model, machine, n_ctx, ram, more_scratch, plain)
+
+    room = room_for(least)
+    other = room.fixed - room.kv
+    left = room.cap - other
+    spare = left - room.kv - model.tier_bytes[0]
+    if not plain or spare < 0:
+        spare = left
+    return longest_affordable(least, most, lambda n: room_for(n).fixed - other, left, spare)
+
+
+def _ram_cap(config: Config, machine: Machine) -> int:
+    return min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
+
+
+def _plan_memory(
+    config: Config, model: ExpertModel, machine: Machine, more_scratch: int, n_ctx: int
+) -> MemoryPlan:
+    """As plan_memory, with a context of this many tokens."""
     device = machine.device
-    n_ctx = context_tokens(model, config)
-    ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
+    ram = _ram_cap(config, machine)
     plain = wants_plain(config, model)
     room = _room(config, model, machine, n_ctx, ram, more_scratch, plain)
     rest = room.cap - room.fixed
@@ -200,17 +245,19 @@ def _room(
     dense, kv = model.dense_bytes, model.kv_bytes(n_ctx)
     compute = compute_bytes(model, config, n_ctx) + more_scratch
     device = machine.device
+    may_look = not plain and policy_class(config.policy or DEFAULT).callback is not Callback.NEVER
+    ahead = look_ahead_bytes(model) if may_look else 0
     if device is None:
-        scratch = process_bytes(model) + compute
-        return _Room("--ram", "free memory,", config.ram, ram, dense, kv, scratch, compute)
+        scratch = process_bytes(model) + compute + ahead
+        return _Room("--ram", "free memory,", config.ram, ram, dense, kv, scratch, compute, ahead)
     asked = config.vram
     cap = min(asked, device.memory_bytes) if asked else device.usable_bytes
     compute += 4 * attention_weights(model, config, n_ctx)
     # without a cap, ggml's pool makes room for itself where the device is full
     kernels = kernel_bytes(model, config, n_ctx, piles=plain and asked is not None)
-    scratch = compute + kernels + _alignment(model)
+    scratch = compute + kernels + _alignment(model) + ahead
     free = f"free memory of {device.name},"
-    return _Room("--vram", free, asked, cap, dense, kv, scratch, compute)
+    return _Room("--vram", free, asked, cap, dense, kv, scratch, compute, ahead)
 
 
 def _alignment(model: ExpertModel) -> int:
@@ -247,7 +294,7 @@ def _too_small(
     if name != BASELINE:
         least = _least_slots(policy_class(BASELINE), shape)
         if least < slots:
-            from_bytes = least if by_slots else room.fixed + least
+            from_bytes = least if by_slots else room.fixed - room.ahead + least
             other = f"; --policy {BASELINE} works from {from_bytes} bytes"
     if expert_ram is not None and by_slots:
         return BudgetError(

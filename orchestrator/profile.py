@@ -1,9 +1,12 @@
-"""Which experts a model used, kept between runs, for policies that start from it."""
+"""What policies learned of a model, kept between runs for those that start from it: which experts
+it used, and what they tuned."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from orchestrator.errors import ProfileError
 from orchestrator.files import read_object, user_folder, write_whole
 
 _FORMAT = "moe-edge hotness"
-_VERSION = 1
+_TUNED = "moe-edge tuned"
+_VERSION = 2
 _LARGEST_BYTES = 64 << 20
 
 
@@ -81,7 +85,7 @@ def save(path: Path, model: ExpertModel, hotness: np.ndarray) -> None:
         "name": model.path.name,
         "hotness": [[float(f"{score:.6g}") for score in layer] for layer in hotness.tolist()],
     }
-    write_whole(path, json.dumps(data))
+    write_whole(path, json.dumps(data), private=True)
 
 
 class HotnessKeeper:
@@ -130,4 +134,45 @@ class HotnessKeeper:
         except OSError:
             if self._named:
                 raise
+        self._learned = False
+
+
+class TunedKeeper:
+    """What policies tuned on a model, by the name of the policy, from this run or an earlier one.
+
+    It lies in the user cache beside the profiles, where config.remember asks for that. What cannot
+    be read or written there is done without.
+    """
+
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        self._path = user_folder("cache") / "tuned" / f"{identity(model)[:32]}.json"
+        self._known: dict[str, Any] = {}
+        self._learned = False
+        self._remember = config.remember
+        if not config.remember or not self._path.exists():
+            return
+        try:
+            data = read_object(self._path, _LARGEST_BYTES) or {}
+        except OSError:
+            return
+        known = data.get("policies")
+        if data.get("format") == _TUNED and isinstance(known, dict):
+            self._known = known
+
+    def recall(self, policy: str) -> dict[str, Any] | None:
+        """What the named policy tuned; None where nothing is known."""
+        known = self._known.get(policy)
+        return known if isinstance(known, dict) else None
+
+    def learn(self, policy: str, tuned: Mapping[str, Any]) -> None:
+        """What the named policy has tuned by now."""
+        self._known[policy], self._learned = dict(tuned), True
+
+    def save(self) -> None:
+        """Writes what was learned, if anything was."""
+        if not self._learned or not self._remember:
+            return
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, json.dumps({"format": _TUNED, "policies": self._known}))
         self._learned = False

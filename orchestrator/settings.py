@@ -21,6 +21,10 @@ from orchestrator.errors import ConfigError, SettingError
 _UNITS = {
     "": 1,
     "b": 1,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
@@ -243,7 +247,7 @@ def _listed(words: tuple[str, ...]) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "6GiB", "1.5 GiB", "500MB" or "4096".
+    """Bytes from "6GiB", "6G" (the same), "1.5 GiB", "500MB" (a power of ten) or "4096".
 
     Raises ConfigError for anything else, zero and what no machine could have included.
     """

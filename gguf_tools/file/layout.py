@@ -23,6 +23,8 @@ IO_BLOCK_BYTES = 4096
 # A kind's index is its value in enum moe_edge_kind of the native store.
 KINDS = ("up", "gate", "gate_up", "down")
 UP, GATE, GATE_UP, DOWN = range(4)
+# As a graph computes them: the activation's first operand first.
+COMPUTE_ORDER = (GATE_UP, GATE, UP, DOWN)
 
 FORMAT_VERSION = 1
 KEY_PREFIX = "moe_edge."
@@ -32,6 +34,7 @@ KEY_TIER_BPW = "moe_edge.tier_bpw"
 KEY_QUANTIZATION = "moe_edge.quantization"
 KEY_CALIBRATION = "moe_edge.calibration"
 KEY_FALLBACKS = "moe_edge.fallbacks"
+KEY_CHECKSUMS = "moe_edge.crc32"
 TIER_MARK = ".moe_edge."
 
 KEY_ARCHITECTURE = "general.architecture"

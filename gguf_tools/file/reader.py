@@ -37,6 +37,8 @@ from gguf_tools.file.parse import (
 
 MAX_KEY_BYTES = 65535
 
+LFS_POINTER = b"version https://git-lfs."
+
 
 class GGUFFile:
     """An open GGUF. ``metadata`` and ``tensors`` keep the order of the file.
@@ -90,6 +92,11 @@ class GGUFFile:
 
     def _header(self, cursor: Cursor) -> tuple[int, int]:
         magic = bytes(cursor.buffer[:4])
+        if cursor.buffer[: len(LFS_POINTER)] == LFS_POINTER:
+            raise cursor.fail(
+                errors.MagicError,
+                "a pointer of Git LFS, not the model: fetch that with `git lfs pull`",
+            )
         if magic != MAGIC[: len(magic)]:
             raise cursor.fail(errors.MagicError, f"not a GGUF file: it starts with {magic!r}")
         cursor.take(4)

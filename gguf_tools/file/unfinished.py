@@ -9,7 +9,10 @@ import contextlib
 import fcntl
 import os
 import secrets
+import weakref
 from pathlib import Path
+
+from gguf_tools import interrupts
 
 ENDING = ".part"
 
@@ -19,13 +22,15 @@ class UnfinishedFile:
     reading and writing.
 
     Exactly one of ``complete`` and ``discard`` ends it; ``discard`` behind either does nothing.
+    An interrupt may come before anybody has the object: then it is discarded with it.
     """
 
-    def __init__(self, path: Path, mode: int = 0o644) -> None:
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
         """Raises OSError."""
         self.path = path
-        self.fd, self.part = create(path, mode)
-        self._is_open = True
+        with interrupts.held():
+            self.fd, self.part = create(path, mode)
+            self._discard = weakref.finalize(self, _discard, self.fd, self.part)
 
     def complete(self, *, synced: bool) -> None:
         """Gives the file its name. synced: it is on the disk when this returns, name and all.
@@ -33,8 +38,9 @@ class UnfinishedFile:
         if synced:
             os.fsync(self.fd)
         # The descriptor is closed afterwards, since without its lock the file counts as abandoned.
-        os.replace(self.part, self.path)
-        self._close()
+        interrupts.rename(self.part, self.path)
+        self._discard.detach()
+        os.close(self.fd)
         if synced:
             folder = os.open(self.path.parent, os.O_RDONLY)
             try:
@@ -44,17 +50,16 @@ class UnfinishedFile:
 
     def discard(self) -> None:
         """Removes the file."""
-        if self._is_open:
-            with contextlib.suppress(OSError):
-                self.part.unlink()
-            self._close()
-
-    def _close(self) -> None:
-        self._is_open = False
-        os.close(self.fd)
+        self._discard()
 
 
-def create(path: Path, mode: int = 0o644) -> tuple[int, Path]:
+def _discard(fd: int, part: Path) -> None:
+    with contextlib.suppress(OSError):
+        part.unlink()
+    os.close(fd)
+
+
+def create(path: Path, mode: int = 0o666) -> tuple[int, Path]:
     """A new empty file beside ``path``, locked: its descriptor and its name. It must be renamed
     before the descriptor is closed. Raises OSError."""
     while True:

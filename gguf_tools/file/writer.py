@@ -11,6 +11,7 @@ import os
 import shutil
 import struct
 import threading
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools import errors
+from gguf_tools.file.checksums import VALUE_BYTES, SliceChecksums, n_slices
 from gguf_tools.file.layout import (
     BLOCK,
     DEFAULT_ALIGNMENT,
     KEY_ALIGNMENT,
+    KEY_CHECKSUMS,
     MAGIC,
     MAX_DIMS,
     MAX_NAME_BYTES,
@@ -38,6 +41,9 @@ from gguf_tools.file.unfinished import UnfinishedFile, remove_abandoned
 Bytes = bytes | bytearray | memoryview | np.ndarray[Any, np.dtype[Any]]
 
 WRITE_CHUNK_BYTES = 8 << 20
+
+# The magic, the version, and how many tensors and metadata entries there are.
+_HEAD_BYTES = 24
 
 
 class Declared(NamedTuple):
@@ -115,12 +121,20 @@ class GGUFWriter:
     """One file being written, as a context manager. Leaving it normally completes the file, for
     which every declared byte must have been written. Any exception removes it.
 
+    checksums: the metadata get one for each slice (``gguf_tools.file.checksums``).
+
     ``meta``, ``meta_encoded`` and ``declare`` come first, in any order, and then ``begin``. The
     data follows by ``write_tensor``, in any order of tensors, or by ``write_at``, in any order and
     from several threads.
     """
 
-    def __init__(self, path: str | os.PathLike[str], alignment: int = DEFAULT_ALIGNMENT) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        alignment: int = DEFAULT_ALIGNMENT,
+        *,
+        checksums: bool = False,
+    ) -> None:
         if alignment < 1 or alignment & (alignment - 1):
             raise errors.WriteError(f"alignment {alignment} is not a power of two")
         self.path = Path(path)
@@ -132,6 +146,7 @@ class GGUFWriter:
         self._data_offset = 0
         self._written: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._checksums: dict[str, SliceChecksums] | None = {} if checksums else None
         if alignment != DEFAULT_ALIGNMENT:
             self.meta(KEY_ALIGNMENT, alignment, ValueType.UINT32)
 
@@ -180,6 +195,8 @@ class GGUFWriter:
         declared = Declared(name, shape, ggml_type, self.data_bytes, nbytes)
         self.tensors[name] = declared
         self.data_bytes += pad(nbytes, self.alignment)
+        if self._checksums is not None:
+            self._checksums[name] = SliceChecksums(nbytes, n_slices(shape))
         return declared
 
     def begin(self) -> None:
@@ -189,6 +206,9 @@ class GGUFWriter:
         Raises DiskSpaceError before a byte is written, WriteError where the folder or file
         cannot be written.
         """
+        if self._checksums is not None:
+            slices = sum(n_slices(each.shape) for each in self.tensors.values())
+            self.meta(KEY_CHECKSUMS, [0] * (1 + slices), element=ValueType.UINT32)
         header = self.header()
         self._data_offset = pad(len(header), self.alignment)
         total = self._data_offset + self.data_bytes
@@ -231,6 +251,8 @@ class GGUFWriter:
                 f"{self.path}: tensor {name}: {view.nbytes} bytes at {start} do not fit in its"
                 f" {declared.nbytes} bytes"
             )
+        if self._checksums is not None:
+            self._checksums[name].add(start, view)
         try:
             self._pwrite(view, self._data_offset + declared.offset + start)
         except OSError as error:
@@ -261,10 +283,25 @@ class GGUFWriter:
                     f"{self.path}: tensor {each.name}: {written} of {each.nbytes} bytes written"
                 )
         try:
+            if self._checksums is not None:
+                self._pwrite(self._header_with_checksums(self._checksums), 0)
             self._file.complete(synced=True)
             self._file = None
         except OSError as error:
             raise self._failed(error) from error
+
+    def _header_with_checksums(self, checksums: dict[str, SliceChecksums]) -> bytes:
+        """The header again, with the checksums of what was written in the place of the zeros."""
+        header = self.header()
+        # They are the last of the metadata, so that they end where the list of tensors begins.
+        end = _HEAD_BYTES + sum(
+            len(_encode_text(key)) + len(encoded) for key, encoded in self._meta.items()
+        )
+        values = [value for name in self.tensors for value in checksums[name].values()]
+        start = end - VALUE_BYTES * (1 + len(values))
+        padding = bytes(self._data_offset - len(header))
+        own = zlib.crc32(header[end:] + padding, zlib.crc32(header[:start]))
+        return header[:start] + struct.pack(f"<{1 + len(values)}I", own, *values) + header[end:]
 
     def abort(self) -> None:
         """Remove what has been written so far; harmless when there is nothing."""

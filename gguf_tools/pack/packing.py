@@ -50,7 +50,7 @@ def pack(
     types = parse_tiers(tiers, quantizer is not None and quantizer.has_importance)
     dense_type = None if dense is None else parse_tiers([dense])[0]
     with nullcontext(src) if isinstance(src, ExpertModel) else ExpertModel.open(src) as model:
-        writer = GGUFWriter(dst, alignment)
+        writer = GGUFWriter(dst, alignment, checksums=True)
         refuse_same_file(model, writer.path)
         matrices, report = expert_targets(model, writer.path, types, quantizer is None)
         best = {(m.targets[0].name): m for m in matrices}

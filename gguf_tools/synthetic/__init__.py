@@ -5,6 +5,6 @@ as a real model's, and how often each expert is used is known. Equal arguments g
 """
 
 from gguf_tools.synthetic.shapes import PRESETS, Shape, preset
-from gguf_tools.synthetic.writing import ROUTINGS, write
+from gguf_tools.synthetic.writing import ROUTINGS, file_bytes, write
 
-__all__ = ["PRESETS", "ROUTINGS", "Shape", "preset", "write"]
+__all__ = ["PRESETS", "ROUTINGS", "Shape", "file_bytes", "preset", "write"]

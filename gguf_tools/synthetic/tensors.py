@@ -19,6 +19,7 @@ import numpy as np
 
 from gguf_tools.file.layout import BLOCK, KINDS, GGMLType, expert_tensor_name
 from gguf_tools.synthetic import weights as sw
+from gguf_tools.synthetic.drawn import DRAWN_TYPES, drawn_matrix
 from gguf_tools.synthetic.shapes import KV_RANK, NOPE_DIM, Q_RANK, ROPE_DIM, V_DIM, Shape
 
 # Each layer adds this variance to the stream, in units of the embedding's.
@@ -205,10 +206,12 @@ class ModelBuilder:
     def _experts(
         self, name: str, shape: tuple[int, ...], tier: GGMLType, std: float
     ) -> Callable[[], Iterator[sw.Bytes]]:
+        make = drawn_matrix if tier in DRAWN_TYPES else sw.random_matrix
+
         def chunks() -> Iterator[sw.Bytes]:
             for expert in range(shape[2]):
                 key = self._key(name, expert + 1)
-                yield sw.random_matrix(key, tier, shape[0] * shape[1], std)
+                yield make(key, tier, shape[0] * shape[1], std)
 
         return chunks
 

@@ -1,5 +1,6 @@
 """Writes a random-weight Mixture-of-Experts GGUF of a chosen shape."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +10,12 @@ from gguf_tools.file.layout import (
     EXPERT_ALIGNMENT,
     GGMLType,
     ValueType,
+    row_bytes,
     type_by_name,
 )
 from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.synthetic import weights as sw
+from gguf_tools.synthetic.drawn import DRAWN_TYPES
 from gguf_tools.synthetic.metadata import synthetic_metadata
 from gguf_tools.synthetic.shapes import Shape, preset
 from gguf_tools.synthetic.tensors import ModelBuilder
@@ -37,7 +40,7 @@ def write(
     tiers: one type gives an ordinary GGUF. Several, best first, give the multi-tier file, with
     the best under the standard names, aligned to 4096 bytes. The same seed with another
     single tier gives a second precision of the same model. q8_0, q4_k and q2_k approximate
-    the same weights; f32 and f16 are Gaussians of their own and stand alone.
+    the same weights; all others are Gaussians of their own and stand alone.
     Raises TensorShapeError, QuantizeError or WriteError, all GGUFError.
     """
     if isinstance(shape, str):
@@ -61,16 +64,29 @@ def write(
     return path
 
 
+def file_bytes(shape: Shape, tier: str) -> int:
+    """About how large a file of one tier is; QuantizeError for a type that there is not."""
+    types = _checked(shape, (tier,), ROUTINGS[0])
+    tensors = ModelBuilder(shape, types, ROUTINGS[0], 1.0, 0).tensors()
+    return sum(
+        row_bytes(tensor.type, tensor.shape[0]) * math.prod(tensor.shape[1:]) for tensor in tensors
+    )
+
+
 def _checked(shape: Shape, tiers: tuple[str, ...], routing: str) -> list[GGMLType]:
     types = []
     for name in tiers:
         kind = type_by_name(name)
-        if kind is None or kind not in (*sw.GAUSSIAN_TYPES, *sw.BLOCK_TYPES):
-            known = ", ".join(each.tier_name for each in (*sw.GAUSSIAN_TYPES, *sw.BLOCK_TYPES))
+        every = (*sw.GAUSSIAN_TYPES, *sw.BLOCK_TYPES, *DRAWN_TYPES)
+        if kind is None or kind not in every:
+            known = ", ".join(each.tier_name for each in every)
             raise QuantizeError(f"no random weights of type '{name}': known are {known}")
         types.append(kind)
     if len(types) > 1 and not set(types) <= set(sw.BLOCK_TYPES):
-        raise QuantizeError("f32 and f16 stand alone: pack such a file to get more tiers")
+        raise QuantizeError(
+            "only q8_0, q4_k and q2_k approximate the same weights; other types stand alone: "
+            "pack an f16 file to get more tiers"
+        )
     if routing not in ROUTINGS:
         raise QuantizeError(f"unknown routing '{routing}': known are {', '.join(ROUTINGS)}")
     return types

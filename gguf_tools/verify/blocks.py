@@ -1,4 +1,4 @@
-"""Every block of every tensor through ggml's own validation."""
+"""Every block of every tensor through ggml's own validation, and its checksums on the way."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -10,6 +10,7 @@ from gguf_tools.file.parse import TensorInfo
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.progress import Progress, ProgressMeter
 from gguf_tools.quantize.ggml import Ggml, native_stderr_hidden
+from gguf_tools.verify.checksums import FileChecksums
 from gguf_tools.verify.report import Problem, VerifyReport, problem_at
 from gguf_tools.workers import Job, run_all
 
@@ -30,21 +31,27 @@ def check_blocks(
     unknown = {kind for kind in {info.type for _, info in tensors} if not ggml.can_check(kind)}
     checked = [info for _, info in tensors if info.type not in unknown]
     report.nbytes = sum(info.nbytes for info in checked)
+    sums = {part.path: FileChecksums(part) for part in parts}
+    report.unchecked = [path for path, each in sums.items() if not each.is_covered]
     report.n_blocks = sum(info.nbytes // BLOCK[info.type].bytes for info in checked)
 
+    total = sum(info.nbytes for _, info in tensors)
+    total += sum(part.size for part in parts if sums[part.path].hub_hash is not None)
+
     def jobs() -> Iterator[Job]:
+        for each in sums.values():
+            yield from each.jobs()
         for part, info in tensors:
-            if info.type in unknown:
-                continue
             block_bytes = BLOCK[info.type].bytes
             step = max(1, CHUNK_BYTES // block_bytes) * block_bytes
             found = bad.setdefault((part.path, info.name), [])
             for start in range(0, info.nbytes, step):
                 size = min(step, info.nbytes - start)
-                yield partial(_check_run, ggml, part, info, (start, size), found)
+                known = None if info.type in unknown else ggml
+                yield partial(_check_run, known, sums[part.path], info, (start, size), found)
 
     with native_stderr_hidden():
-        run_all(jobs(), threads, ProgressMeter(progress, report.nbytes))
+        run_all(jobs(), threads, ProgressMeter(progress, total))
     for part, info in tensors:
         found = sorted(bad.get((part.path, info.name), ()))
         if info.type in unknown:
@@ -53,13 +60,24 @@ def check_blocks(
             )
         elif found:
             report.problems.append(_block_problem(part, info, found))
+    for each in sums.values():
+        report.problems += each.problems()
 
 
 def _check_run(
-    ggml: Ggml, part: GGUFFile, info: TensorInfo, run: tuple[int, int], found: list[int]
+    ggml: Ggml | None,
+    sums: FileChecksums,
+    info: TensorInfo,
+    run: tuple[int, int],
+    found: list[int],
 ) -> int:
-    """Check (start, bytes) of a tensor; adds the numbers of its bad blocks to ``found``."""
+    """Check (start, bytes) of a tensor; adds the numbers of its bad blocks to ``found``. ggml: None
+    where it has no check for the type."""
     start, nbytes = run
+    part = sums.part
+    sums.add(info, start, part.bytes_at(info.offset + start, nbytes))
+    if ggml is None:
+        return nbytes
     block_bytes = BLOCK[info.type].bytes
     todo = [(start // block_bytes, nbytes // block_bytes)]
     bad: list[int] = []

@@ -21,6 +21,7 @@ _OWN_KEYS = (
     layout.KEY_QUANTIZATION,
     layout.KEY_CALIBRATION,
     layout.KEY_FALLBACKS,
+    layout.KEY_CHECKSUMS,
 )
 _ROUTER = re.compile(r"blk\.([0-9]{1,9})\.ffn_gate_inp\.weight")
 

@@ -23,7 +23,10 @@ class Problem(NamedTuple):
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What was looked at, and what was found. ``nbytes`` counts the tensor data checked."""
+    """What was looked at, and what was found. ``nbytes`` counts the tensor data checked.
+
+    ``unchecked`` are files without checksums, where damage that leaves every block finite stays
+    unseen."""
 
     files: list[Path]
     tiers: list[str]
@@ -32,6 +35,7 @@ class VerifyReport:
     nbytes: int = 0
     problems: list[Problem] = field(default_factory=list)
     seconds: float = 0.0
+    unchecked: list[Path] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """The report ready for JSON. Sizes are bytes."""
@@ -42,6 +46,7 @@ class VerifyReport:
             "tensors": self.n_tensors,
             "blocks": self.n_blocks,
             "checked_bytes": self.nbytes,
+            "without_checksums": [str(path) for path in self.unchecked],
             "seconds": round(self.seconds, 3),
             "problems": [problem._asdict() for problem in self.problems],
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from gguf_tools.file import layout
 from gguf_tools.file.layout import UP, GGMLType
 from gguf_tools.quantize.ggml import Blocks, Ggml
 from gguf_tools.quantize.methods import ExpertQuantizer
+from gguf_tools.workers import in_order, workers
 from orchestrator.calibrate.capture import Capture, LayerActivations, Progress
 from orchestrator.calibrate.compute import LayerExperts, Matrices, stored
 from orchestrator.calibrate.text import Calibration
@@ -72,13 +72,13 @@ class Run:
         layers = self.capture.layers(
             self.calibration.windows, progress=lambda share: report(0, share)
         )
-        workers = max(1, min(self.threads, WORK_BYTES // self._expert_bytes()))
-        with ThreadPoolExecutor(workers, thread_name_prefix="losses") as pool:
+        n_workers = max(1, min(self.threads, WORK_BYTES // self._expert_bytes()))
+        with workers(n_workers, "losses") as pool:
             for done, seen in enumerate(layers, 1):
                 counts[seen.layer] = seen.counts()
                 experts = LayerExperts(self.reference, seen, self.ggml)
                 used = [int(e) for e in np.flatnonzero(counts[seen.layer])]
-                rows = pool.map(partial(self._row, seen, experts, precisions), used)
+                rows = in_order(pool, partial(self._row, seen, experts, precisions), used)
                 for expert, (mean_square, errors) in zip(used, rows, strict=True):
                     power[seen.layer, expert] = mean_square
                     loss[seen.layer, expert] = errors

@@ -16,6 +16,8 @@ def render(result: dict[str, Any]) -> str:
     lines = [f"{result['model']}, {result['mode']}"]
     if (text := result.get("text")) is not None:
         how = "each token decided on its own" if decode else "read as prompts"
+        if "kl" in text:
+            lines.append(_line(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats"))
         lines.append(
             _line(
                 "perplexity",
@@ -27,8 +29,7 @@ def render(result: dict[str, Any]) -> str:
         if (prefill := result.get("prefill_perplexity")) is not None:
             note = "read as prompts: decisions see later tokens"
             lines.append(_line("prefill form", with_error(prefill), note))
-        if "kl" in text:
-            lines.append(_line(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats"))
+        if "top1" in text:
             lines.append(_line("same top token", share_with_error(text["top1"])))
     if (choices := result.get("choices")) is not None:
         lines.append(

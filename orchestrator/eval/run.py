@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
@@ -20,6 +21,7 @@ from orchestrator.eval.perplexity import TextScores, score_text
 from orchestrator.eval.text import Window, cut_windows, read_documents
 from orchestrator.eval.usage import counters, usage_between
 from orchestrator.events import Phase
+from orchestrator.footprint import LEAST_CONTEXT
 from orchestrator.policy import BASELINE
 
 # (what is being done, how much of it, 0 to 1)
@@ -35,7 +37,8 @@ class EvalOptions:
 
     kl: compare with the best tier. prefill: judge prompts read at once, and nothing else.
     reuse: a low request may use the high copy in memory, as in a chat (DyMoE 4.4.2); else each
-    expert is computed in exactly the tier that was decided.
+    expert is computed in exactly the tier that was decided. uniform, calib: the uniform types, or
+    files, that a study compares with, and the text that they are calibrated on.
     """
 
     text: Path | None = None
@@ -45,6 +48,8 @@ class EvalOptions:
     kl: bool = False
     prefill: bool = False
     reuse: bool = False
+    uniform: tuple[str, ...] | None = None
+    calib: Path | None = None
 
     def check(self) -> None:
         """Raises ConfigError for what does not go together."""
@@ -61,20 +66,20 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
     return config.with_changes(
         logits_all=True,
         n_ubatch=min(config.n_ubatch, options.window),
-        ctx=max(config.ctx, options.window),
+        ctx=max(config.ctx or LEAST_CONTEXT, options.window),
         exact_tiers=not options.reuse,
     )
 
 
 def best_config(config: Config, best: str) -> Config:
-    """The same model in its best tier alone, without the caps: nothing is decided there."""
+    """The same model in its best tier alone, where nothing is decided. With few slots it is slower
+    and says the same, so the cap on memory stays; that on slots alone is for what decides."""
     return config.compared(
         policy=BASELINE,
         high_tier=best,
         low=None,
         low_tier=None,
         renormalize=False,
-        ram=None,
         expert_ram=None,
     )
 
@@ -85,28 +90,35 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
     Raises MoeEdgeError in one of its forms for a text, questions or settings that do not work.
     """
     options.check()
+    if options.uniform is not None or options.calib is not None:
+        raise ConfigError("--uniform and --calib are for --study accuracy, memory and equal")
     documents = read_documents(options.text) if options.text else []
     questions = read_questions(options.choices) if options.choices else []
     config = eval_config(config, options)
-    with ExitStack() as stack:
-        engine = stack.enter_context(Engine.open(config, lambda share: report("Loading", share)))
+    with ExpertModel.open(config.model) as model:
+        best = model.tiers[0].name
+
+    def cut(engine: Engine) -> list[Window]:
+        if not documents:
+            return []
         window = min(options.window, engine.n_ctx)
-        windows = (
-            cut_windows(engine, documents, window, options.tokens, options.text)
-            if documents
-            else []
-        )
-        best = engine.model.tiers[0].name
+        return cut_windows(engine, documents, window, options.tokens, options.text)
+
+    with ExitStack() as stack:
         against = None
         if options.kl:
-            against = stack.enter_context(
-                best_reference(best_config(config, best), windows, options.prefill, report)
-            )
+            # Before the engine that is judged, and gone by then: two would not fit the memory.
+            with Engine.open(best_config(config, best), loading(report)) as engine:
+                against = stack.enter_context(
+                    read_reference(engine, cut(engine), options.prefill, report)
+                )
+        engine = stack.enter_context(Engine.open(config, loading(report)))
+        windows = cut(engine)
         result: dict[str, Any] = {
             "model": config.model.name,
             "mode": engine.mode,
             "form": "prefill" if options.prefill else "decode",
-            "window": window,
+            "window": min(options.window, engine.n_ctx),
             "exact_tiers": engine.managed and not options.reuse,
         }
         phase = Phase.PREFILL if options.prefill else Phase.DECODE
@@ -130,21 +142,33 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
 def best_reference(
     config: Config, windows: list[Window], prefill: bool, report: Report
 ) -> Reference:
-    """What the best tier says to the windows. The caller closes it."""
-    with Engine.open(config, lambda share: report("Loading", share)) as engine:
-        n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
-        reference = Reference(sum(window.n_scored for window in windows), n_vocab)
-        try:
-            score_text(
-                Judge(engine, prefill),
-                windows,
-                keep=reference,
-                progress=lambda done: report("Reading with the best tier", done),
-            )
-        except BaseException:
-            reference.close()
-            raise
+    """What a model in its best tier (best_config) says to the windows. The caller closes it."""
+    with Engine.open(config, loading(report)) as engine:
+        return read_reference(engine, windows, prefill, report)
+
+
+def read_reference(
+    engine: Engine, windows: list[Window], prefill: bool, report: Report
+) -> Reference:
+    """What an engine says to the windows. The caller closes it."""
+    n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
+    reference = Reference(sum(window.n_scored for window in windows), n_vocab)
+    try:
+        score_text(
+            Judge(engine, prefill),
+            windows,
+            keep=reference,
+            progress=lambda done: report("Reading with the best tier", done),
+        )
+    except BaseException:
+        reference.close()
+        raise
     return reference
+
+
+def loading(report: Report) -> Callable[[float], None]:
+    """The progress of an engine that opens."""
+    return lambda share: report("Loading", share)
 
 
 def _choices(judge: Judge, questions: list[Question], report: Report) -> dict[str, Any]:

@@ -40,3 +40,11 @@ def show_percentages(shares: tuple[float, ...]) -> str:
 
 
 PERCENTAGES = Notation(parse_percentages, show_percentages)
+
+
+def parse_words(text: str) -> tuple[str, ...]:
+    """("lru", "upstream mmap") from "lru, upstream mmap"."""
+    return tuple(word for part in text.split(",") if (word := part.strip()))
+
+
+WORDS = Notation(parse_words, ",".join)

@@ -13,6 +13,7 @@ from orchestrator.errors import ConfigError
 if TYPE_CHECKING:
     from orchestrator.lab.bench.benchmark import Benchmark
     from orchestrator.lab.study.study import Study
+    from orchestrator.lab.study.votes_loss import VotesLoss
 
 
 class Place(NamedTuple):
@@ -72,7 +73,12 @@ STUDIES = {
     "demotion": Place("study.demotion:Demotion", paper="DynaExq"),
     "memory": Place("study.memory:HotMemory", paper="DynaExq"),
     "context": Place("study.context:PromptContext", paper="near-data"),
+    "equal": Place("study.equal:EqualMemory", paper="ours"),
+    "votes": Place("study.votes:VotesStudy", paper="FIRM-MoE"),
 }
+
+# Studies of a recorded run.
+REPLAY_STUDIES = {"votes-loss": Place("study.votes_loss:VotesLoss", paper="FIRM-MoE")}
 
 
 def load_benchmark(name: str) -> Benchmark[Any]:
@@ -86,6 +92,14 @@ def load_study(name: str) -> Study[Any]:
     if name not in STUDIES:
         raise ConfigError(f"unknown study '{name}'; known: {', '.join(STUDIES)}")
     found: Study[Any] = _load(STUDIES[name])
+    return found
+
+
+def load_replay_study(name: str) -> VotesLoss:
+    """The study of a recorded run of this name. Raises ConfigError where there is none."""
+    if name not in REPLAY_STUDIES:
+        raise ConfigError(f"unknown study '{name}'; known: {', '.join(REPLAY_STUDIES)}")
+    found: VotesLoss = _load(REPLAY_STUDIES[name])
     return found
 
 

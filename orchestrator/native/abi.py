@@ -8,13 +8,15 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
 DIRECT_IO = 1
 EXACT_TIERS = 2
 SIMULATED = 4
+WHOLE_EXPERTS = 8
+RIGID = 16
 FAILED = -3
 
 

@@ -10,6 +10,7 @@ import ctypes
 
 import numpy as np
 
+from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 from orchestrator.native.store import Store
 from orchestrator.native.views import event_arrays
@@ -76,7 +77,9 @@ class Simulation:
         scored = importance is not None
         if scored:
             self._importance[:n] = importance
-        if self._library.sim_route(self._store.handle, layer, n, n_ahead, scored) != 0:
+        with interrupts.held():
+            status = self._library.sim_route(self._store.handle, layer, n, n_ahead, scored)
+        if status != 0:
             self._fail()
 
     def use(self, layer: int, kind: int, experts: np.ndarray, expert_ns: int) -> None:

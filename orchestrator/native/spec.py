@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 from orchestrator.native.abi import (
     DIRECT_IO,
     EXACT_TIERS,
+    RIGID,
     SIMULATED,
+    WHOLE_EXPERTS,
     CConfig,
     CGroup,
     CLayer,
@@ -53,7 +55,8 @@ class StoreSpec:
     best first without gaps; groups: (slot_bytes, n_slots). n_passing[group]: slots that
     passing requests may take from the others; 1 where it is empty. importance_window: token
     importance from the last W queries; 0 none, -1 all of them. exact_tiers: a request drops
-    a better copy.
+    a better copy. whole_experts: an op gets an expert once all matrices of it are there. rigid:
+    reads go in the order in which they were asked for, and none is taken back.
     """
 
     files: tuple[Path, ...]
@@ -74,6 +77,8 @@ class StoreSpec:
     host_bytes: int = 0  # the cache of experts behind a device
     misses: Misses = Misses()
     simulated: bool = False  # no file is opened; see orchestrator.native.simulation
+    whole_experts: bool = False
+    rigid: bool = False  # simulated stores only
 
 
 def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
@@ -117,7 +122,9 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
         n_io_threads=spec.n_io_threads,
         flags=DIRECT_IO * spec.direct_io
         | EXACT_TIERS * spec.exact_tiers
-        | SIMULATED * spec.simulated,
+        | SIMULATED * spec.simulated
+        | WHOLE_EXPERTS * spec.whole_experts
+        | RIGID * spec.rigid,
         importance_window=spec.importance_window,
     )
     return config, [files, layers, groups]

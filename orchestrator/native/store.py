@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 from orchestrator.events import (
     MAX_PREFETCH,
@@ -115,6 +116,7 @@ class Store:
         """Says that a sequence was dropped, or all that there are: the next step reports it."""
         self.library.sequence_end(self.handle, _EVERY_SEQUENCE if sequence is None else sequence)
 
+    @interrupts.called_from_c
     def _on_route(self, _user: int | None) -> int:
         start_ns = perf_counter_ns()
         try:
@@ -134,7 +136,7 @@ class Store:
             route = self._route
             if route is not None:
                 route(event)
-            return 0
+            return int(interrupts.asked())
         except BaseException as error:  # noqa: BLE001 - nothing may unwind through C
             self._error = error
             return 1
@@ -142,6 +144,7 @@ class Store:
             self._ring[self._calls % _RING] = perf_counter_ns() - start_ns
             self._calls += 1
 
+    @interrupts.called_from_c
     def _on_step(self, pointer: Any, _user: int | None) -> int:
         try:
             step: CStep = pointer.contents
@@ -157,7 +160,7 @@ class Store:
                         _names(step.ends, step.n_ends),
                     )
                 )
-            return 0
+            return int(interrupts.asked())
         except BaseException as error:  # noqa: BLE001 - nothing may unwind through C
             self._error = error
             return 1
@@ -265,21 +268,29 @@ class Store:
     ) -> int:
         """Loads (layer, expert, tier) triples into free slots; returns how many went in."""
         items = _items(wanted)
-        raised: list[BaseException] = []
+        stopped = False
 
+        @interrupts.called_from_c
         def report(done: int, total: int, _user: int | None) -> None:
-            if progress is None or raised:
-                return
+            nonlocal stopped
             try:
-                progress(done / max(1, total))
+                if progress is not None and not stopped:
+                    progress(done / max(1, total))
             except BaseException as error:  # noqa: BLE001 - raised below, once C has returned
-                raised.append(error)
+                interrupts.hand_over(error)
+                stopped = True
+            if stopped or interrupts.asked():
+                stopped = True
                 self.cancel(True)
 
-        loaded = self.library.warm(self.handle, items, len(wanted), PROGRESS_CB(report), None)
-        if raised:
-            self.cancel(False)
-            raise raised[0]
+        try:
+            with interrupts.held():
+                loaded = self.library.warm(
+                    self.handle, items, len(wanted), PROGRESS_CB(report), None
+                )
+        finally:
+            if stopped:
+                self.cancel(False)
         if loaded < 0:
             reason = self.library.error(self.handle)
             raise NativeError(_text(reason) if reason else "the experts could not be loaded")

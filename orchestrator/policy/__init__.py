@@ -12,10 +12,13 @@ from orchestrator.policy.base import ModelShape, Policy, Rules
 from orchestrator.policy.context import Context
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import DynaExq
+from orchestrator.policy.firm import FIRM
 from orchestrator.policy.lru import LRU
 from orchestrator.settings import Setting
 
-POLICIES: dict[str, type[Policy]] = {each.name: each for each in (LRU, DyMoE, DynaExq, Context)}
+POLICIES: dict[str, type[Policy]] = {
+    each.name: each for each in (LRU, DyMoE, DynaExq, FIRM, Context)
+}
 
 # The upstream path without a store, which a user asks for like a policy.
 PLAIN = "plain"

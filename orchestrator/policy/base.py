@@ -126,7 +126,8 @@ class Policy:
     how many precisions it works with. reason: why other policies' options have no effect with it,
     the end of "NAME, which ...". callback: when it is asked. counts: StepReport.counts is wanted.
     follows_tiers: StepReport.resident and target are. learns: its hotness is kept for the next
-    start. default_tier: what is asked for where the policy is not.
+    start. default_tier: what is asked for where the policy is not. lossless: values of its settings
+    with which every expert is computed in the best tier; None where there are none.
     """
 
     name: ClassVar[str]
@@ -135,11 +136,12 @@ class Policy:
     least_tiers: ClassVar[int] = 1
     most_tiers: ClassVar[int] = MAX_TIERS
     reason: ClassVar[str] = "has settings of its own"
-    callback: ClassVar[Callback] = Callback.NEVER
     counts: ClassVar[bool] = False
     follows_tiers: ClassVar[bool] = False
     learns: ClassVar[bool] = False
+    lossless: ClassVar[Mapping[str, Any] | None] = None
     default_tier: int = 0
+    callback: Callback = Callback.NEVER
 
     # How often it renewed what it wants in memory.
     updates: int = 0
@@ -171,6 +173,12 @@ class Policy:
         usual = offer.names.index(_USUAL_HIGH)
         above = usual < (len(offer.names) - 1 if offer.low is None else offer.low)
         return usual if above or (offer.low is None and not offer.paired) else 0
+
+    @classmethod
+    def low_tier(cls, offer: TierOffer, high: int) -> int | None:
+        """The file tier to take as the lowest one below the high one; None: as many of those that
+        follow as it works with."""
+        return offer.low
 
     @property
     def n_ahead(self) -> int:
@@ -206,6 +214,15 @@ class Policy:
 
     def set_hotness(self, scores: np.ndarray) -> None:
         """Starts from what an earlier run learned, [n_layers, n_expert]."""
+
+    @property
+    def tuned(self) -> Mapping[str, Any] | None:
+        """What it found out about its own settings, for the next start: JSON-ready, None where
+        nothing is."""
+        return None
+
+    def recall(self, tuned: Mapping[str, Any]) -> None:
+        """Starts from what an earlier run tuned, as far as it goes with this one; after plan."""
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """How the budget is divided into slots. Raises BudgetError when it is too small."""

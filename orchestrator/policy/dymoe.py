@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,27 +17,17 @@ from orchestrator.policy.base import (
     Policy,
     Rules,
     Share,
-    SlotGroup,
     SlotPlan,
     divide,
 )
-from orchestrator.policy.importance import (
-    gate_critical,
-    gate_order,
-    heavy_hitters,
-    token_order,
-)
+from orchestrator.policy.importance import gate_critical, gate_order
 from orchestrator.policy.monitor import Monitor, Prediction
 from orchestrator.policy.prefetch import AUTO, OFF, ON, LookAhead
-from orchestrator.policy.retention import COSINE, SCHEDULES, realised, solve
+from orchestrator.policy.prompts import Prompts, layer_groups
+from orchestrator.policy.retention import COSINE, FLAT, SCHEDULES, realised, solve
 from orchestrator.settings import setting
 
 _DECODE = int(Phase.DECODE)
-
-# Of a layer's high slots: those that a prompt may fill with what it uses most, and those that
-# the rest of its experts pass through (EXPERIMENTS.md, "Long prompts").
-_STAYS_SHARE = 0.75
-_PASSING_SHARE = 0.5
 
 _USUAL_RETENTION = 0.75
 
@@ -68,6 +57,12 @@ class DyMoESettings(LookAhead):
         within=(0.0, 1.0),
         hidden=True,
     )
+    prefetch_low: bool = setting(
+        True,
+        "Whether an answer's experts that will be low are loaded ahead as well; the paper (eq. 8) "
+        "loads the critical ones alone.",
+        hidden=True,
+    )
     prompts_pass: bool = setting(
         True,
         "Whether the experts that a prompt uses less pass through a part of the slots, instead of "
@@ -95,6 +90,7 @@ class DyMoE(Policy):
     most_tiers = 2
     reason = "decides token by token"
     callback = Callback.ALWAYS
+    lossless: ClassVar[Mapping[str, Any]] = {"retention": 1.0}
     settings: DyMoESettings
 
     def __init__(
@@ -105,20 +101,27 @@ class DyMoE(Policy):
     ) -> None:
         """Raises PolicyError as settings_changed does."""
         super().__init__(shape, settings, rules)
+        self.settings = self.settings.settled()
         self._one_precision = len(shape.tiers) < 2 and not self.rules.skip
         self._low = SKIP if self.rules.skip or len(shape.tiers) < 2 else 1
         self._prefetch = self.settings.prefetch if self.n_ahead else OFF
         self._monitor = Monitor()
         self._prediction = Prediction(shape.n_layers)
-        self._high_slots = [0] * shape.n_layers
-        self._low_slots = [0] * shape.n_layers
+        self._prompts = Prompts(
+            self.rules,
+            self.prefill_critical,
+            [(0, 0)] * shape.n_layers,
+            self._low,
+            self.settings.heavy_hitters,
+            self.settings.prompts_pass,
+        )
         self.settings_changed()
 
     @property
     def n_ahead(self) -> int:
         """None where what is computed must not depend on what is in memory."""
         wanted = self.settings.prefetch != OFF and not self.rules.exact
-        return self.settings.n_ahead if wanted else 0
+        return (self.settings.n_ahead or 0) if wanted else 0
 
     def settings_changed(self) -> None:
         """Solves the depth schedule for the share of critical experts.
@@ -133,7 +136,9 @@ class DyMoE(Policy):
                 "several tiers, or --low-tier skip"
             )
         k = shape.n_expert_used
-        self.lam, self.critical = solve(retention, shape.n_layers, k, self.settings.schedule)
+        schedule = self.settings.schedule
+        self.lam, self.critical = solve(retention, shape.n_layers, k, schedule)
+        self._least_share = realised(solve(0.0, shape.n_layers, k, schedule)[1], k)
         self._prefill_counts: dict[int, list[int]] = {}
         self.retention = retention
         self.realised = realised(self.critical, k)
@@ -188,24 +193,16 @@ class DyMoE(Policy):
                 second.append(Share(first[index].unit_bytes, floor, full, value))
         counts = divide(second, budget_bytes)
 
-        groups: list[SlotGroup] = []
-        group_of: dict[tuple[int, int, int], int] = {}
-        for layer in range(shape.n_layers):
-            for tier in range(per_layer):
-                units = counts[layer * per_layer + tier]
-                passing = max(1, int(units * _PASSING_SHARE)) if tier == 0 else units
-                for kind, size in shape.slots[layer][tier].items():
-                    group_of[layer, kind, tier] = len(groups)
-                    groups.append(SlotGroup(size, units, passing))
-        self._high_slots = counts[::per_layer]
-        self._low_slots = counts[1::2] if two else self._low_slots
-        return SlotPlan(tuple(groups), group_of)
+        low_slots = counts[1::2] if two else [0] * shape.n_layers
+        room = list(zip(counts[::per_layer], low_slots, strict=True))
+        self._prompts.room = room
+        return layer_groups(shape, [pair[:per_layer] for pair in room])
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.phase == _DECODE or event.n_tokens == 1:
             self._decide_decode(event, out)
         else:
-            self._decide_prefill(event, view, out)
+            self._prompts.decide(event, view, out, self._prefetch != OFF)
 
     def _decide_decode(self, event: RouteEvent, out: DecisionBuffer) -> None:
         k, t, low = event.k, self.critical[event.layer], self._low
@@ -225,44 +222,9 @@ class DyMoE(Policy):
         if event.n_tokens == 1:
             self._prediction.observe(event.layer, used)
         if event.n_ahead and self._prefetches():
-            asked = prefetch.direct(event, out, self.critical, low if low != SKIP else None)
+            ahead = low if low != SKIP and self.settings.prefetch_low else None
+            asked = prefetch.direct(event, out, self.critical, ahead)
             self._prediction.expect(event.layer + 1, asked)
-
-    def _decide_prefill(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        layer, low, n_expert = event.layer, self._low, len(out.tier)
-        scores = event.importance_array
-        heavy = None
-        if scores is not None:
-            heavy = heavy_hitters(scores, self.settings.heavy_hitters)
-        # equals in importance: what is in memory costs nothing
-        here = None if self.rules.exact else view.resident_array[layer] == 0
-        order, n_used = token_order(event.ids_array, heavy, n_expert, here)
-        t = self.prefill_critical(layer, n_used)
-        if t < n_used:
-            out.renormalize = self.rules.renormalize
-            out.tier_array[order[t:]] = low
-        out.passing_array[order[self._stays(layer) :]] = 1
-        if event.n_ahead and self._prefetch != OFF:
-            ids = event.ahead_ids_array[0]
-            if layer + 2 == self.shape.n_layers:  # the last one computes the last token alone
-                ids, heavy = ids[-1:], None
-            prefetch.by_frequency(
-                layer + 1,
-                ids,
-                view,
-                out,
-                heavy=heavy,
-                critical=partial(self.prefill_critical, layer + 1),
-                low=low if low != SKIP else None,
-                room=(self._high_slots[layer + 1], self._low_slots[layer + 1]),
-                stays=self._stays(layer + 1),
-            )
-
-    def _stays(self, layer: int) -> int:
-        """How many of a prompt's experts stay in memory."""
-        if not self.settings.prompts_pass:
-            return self.shape.n_expert
-        return int(self._high_slots[layer] * _STAYS_SHARE)
 
     def _prefetches(self) -> bool:
         return self._prefetch == ON or (self._prefetch == AUTO and self._monitor.on)
@@ -288,5 +250,14 @@ class DyMoE(Policy):
             text = f"dymoe {high}, one precision"
         else:
             low = "skip" if self._low == SKIP else self.shape.tiers[1]
-            text = f"dymoe {high}/{low} r={self.retention:g} (realised {self.realised:.3f})"
+            share = f"r={self.retention:g} (realised {self.realised:.3f}{self._no_less()})"
+            text = f"dymoe {high}/{low} {share}"
         return text if self._monitor.pays else text + ", prefetch paused"
+
+    def _no_less(self) -> str:
+        """What to say of a share that the schedule cannot reach."""
+        if self.retention >= self._least_share:
+            return ""
+        schedule = self.settings.schedule
+        other = "" if schedule == FLAT else f", --schedule {FLAT} does"
+        return f": the schedule {schedule} reaches no less{other}"

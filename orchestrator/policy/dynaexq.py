@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +10,24 @@ import numpy as np
 
 from gguf_tools.units import format_size
 from orchestrator.errors import PolicyError
-from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import ModelShape, Policy, Rules, SlotPlan, TierOffer, Transition
+from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
+from orchestrator.policy.base import (
+    Callback,
+    ModelShape,
+    Policy,
+    Rules,
+    SlotPlan,
+    TierOffer,
+    Transition,
+)
 from orchestrator.policy.versions import (
     HIGH,
     LOW,
     Background,
     ExpertState,
+    Swap,
     VersionPools,
+    as_range,
     cache_plan,
     expert_states,
     least_resident_bytes,
@@ -27,25 +36,6 @@ from orchestrator.policy.versions import (
 from orchestrator.settings import setting
 
 UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING)))
-
-# Swaps that wait for a slot between two updates; each update makes the list anew.
-MAX_QUEUE = 64
-
-
-@dataclass(slots=True)
-class Swap:
-    """One change of a layer's hot set: `down` is demoted, its high slot goes to `up`. down None:
-    a high slot is free already. promoting: the second half has been asked for."""
-
-    layer: int
-    up: int
-    down: int | None
-    promoting: bool = False
-
-    @property
-    def moving(self) -> int:
-        """The expert that its present half moves."""
-        return self.up if self.promoting or self.down is None else self.down
 
 
 @dataclass(frozen=True)
@@ -57,6 +47,13 @@ class DynaExqSettings(Background):
         "Decode steps between two updates of the hot sets, 0 for none; a prompt's part ends an "
         "interval too.",
         within=(0, 2**24),
+        hidden=True,
+    )
+    update_ms: int | None = setting(
+        None,
+        "Milliseconds of steps between two updates of the hot sets, as in the paper, in the place "
+        "of a number of steps; 0 for none.",
+        within=(0, 2**31),
         hidden=True,
     )
     hotness_decay: float = setting(
@@ -87,20 +84,23 @@ class DynaExqSettings(Background):
 class DynaExq(Policy):
     """n_l experts of each layer in tier 0, the others in tier 1, all of them in memory.
 
-    At each update S <- alpha S + (1 - alpha) count (3.5); an expert outside the hot set replaces
-    one inside where it is among the n_l hottest, the other is not among the n_l + rank_slack
-    hottest, and S differs by more than hysteresis times the layer's mean S: both forms of
-    hysteresis, the margin in a unit that does not depend on how many tokens an interval had. The
-    slack is 0 unless asked for: it keeps an expert that nobody uses any more, as long as the
-    others outside are used even less.
+    At each update S <- a S + (1 - a) f (3.5), with f the share of the interval's tokens that use
+    the expert, 0 to 1, where the paper counts tokens: a prompt's part of 512 tokens says no more
+    of what comes than some dozens do. a = alpha ** w, with w the part of a whole interval that the
+    layer saw: 1 by the clock; else as many of update_steps as there were tokens, 1 at most; of a
+    prompt the last layer sees only tokens with an output, and forgets accordingly little.
 
-    An interval is update_steps decode steps; a prompt's part ends it too, since it tells as much
-    as many of them. A policy has no clock, so an interval in time, as in the paper, would have to
-    come from outside. The last layer sees only tokens with an output: a prompt says little about
-    it, and as S is compared within a layer only, nothing else changes.
+    An expert outside the hot set replaces one inside where it is among the n_l hottest, the other
+    is not among the n_l + rank_slack hottest, and S differs by more than hysteresis times the
+    layer's mean S: both forms of hysteresis. The slack is 0 unless asked for: it keeps an expert
+    that nobody uses any more, as long as the others outside are used even less.
+
+    An interval is update_steps decode steps, and a prompt's part ends it too; or, as in the paper,
+    update_ms of the steps' own time, as the step reports tell it: a policy has no clock.
 
     Where the low copies alone do not fit, they are cached instead (`caching`): per layer, the
-    least recently used goes first, and tokens wait for what is missing.
+    least recently used goes first, and tokens wait for what is missing. A part of the slots is
+    for high copies of the hot set even then, which are loaded when a token asks for them.
     """
 
     name = "dynaexq"
@@ -116,6 +116,7 @@ class DynaExq(Policy):
     follows_tiers = True
     learns = True
     default_tier = LOW
+    callback = Callback.ALWAYS
     settings: DynaExqSettings
 
     def __init__(
@@ -134,10 +135,13 @@ class DynaExq(Policy):
         self._pools: VersionPools | None = None
         self.capacity = np.zeros(shape.n_layers, np.int64)  # n_l
         self.caching = False
+        self.cached = np.zeros(shape.n_layers, np.int64)  # low slots, while caching
+        self._hot: np.ndarray = np.zeros((shape.n_layers, shape.n_expert), bool)  # while caching
         self._scores: np.ndarray = np.zeros((shape.n_layers, shape.n_expert))
         self._counts = np.zeros((shape.n_layers, shape.n_expert), np.int64)
-        self._steps = 0
-        self._queue: deque[Swap] = deque()
+        self._steps = self._tokens = 0
+        self._interval_us = 0.0
+        self._queue: list[Swap] = []
         self._active: list[Swap] = []
         self.updates = 0
         self._done = {"promotions": 0, "demotions": 0, "given_up": 0}
@@ -158,6 +162,20 @@ class DynaExq(Policy):
         )
         return next(fits, above[-1])
 
+    @classmethod
+    def low_tier(cls, offer: TierOffer, high: int) -> int | None:
+        """The low one that was named, else the best one below the high one whose copies all fit,
+        else the lowest."""
+        below = range(high + 1, len(offer.names))
+        if offer.low is not None or not below:
+            return offer.low
+        fits = (
+            low
+            for low in below
+            if resident_plan(offer.shape(high, low), offer.budget_bytes, None) is not None
+        )
+        return next(fits, below[-1])
+
     @property
     def all_resident(self) -> bool:
         return not self.caching
@@ -168,14 +186,20 @@ class DynaExq(Policy):
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert low, and n_l = spare bytes / (high - low) of each layer high instead;
-        where that does not fit, slots for some low copies of each layer. Raises BudgetError."""
-        resident = resident_plan(self.shape, budget_bytes, self.settings.hot_experts)
-        if resident is None:
-            slots, kept = cache_plan(self.shape, budget_bytes)
-            self.caching, self.capacity, self._pools = True, np.array(kept), None
-            return slots
-        slots, self._pools = resident
-        self.caching, self.capacity = False, np.array(self._pools.capacity)
+        where that does not fit, slots for some copies of each layer. Raises BudgetError."""
+        most_high = self.settings.hot_experts
+        resident = resident_plan(self.shape, budget_bytes, most_high)
+        self.caching = resident is None
+        if resident is not None:
+            slots, self._pools = resident
+            self.capacity = np.array(self._pools.capacity)
+        else:
+            slots, n_high, n_low = cache_plan(self.shape, budget_bytes, most_high)
+            self._pools = None
+            self.capacity, self.cached = np.full(self.shape.n_layers, n_high), np.array(n_low)
+        # What is resident needs no callback, and nor do low copies alone.
+        asked = self.caching and self.capacity.any()
+        self.callback = Callback.ALWAYS if asked else Callback.NEVER
         return slots
 
     @property
@@ -199,13 +223,15 @@ class DynaExq(Policy):
         order = np.argsort(-self._scores, axis=1, kind="stable")
         wanted = []
         for layer, n in enumerate(self.capacity.tolist()):
-            hot, cold = order[layer, :n].tolist(), order[layer, n:].tolist()
-            if self.caching:
-                wanted += [(layer, expert, LOW) for expert in hot]
-            else:
-                wanted += [(layer, expert, HIGH) for expert in hot]
-                wanted += [(layer, expert, LOW) for expert in cold]
+            end = n + int(self.cached[layer]) if self.caching else self.shape.n_expert
+            self._hot[layer, order[layer, :n]] = True
+            wanted += [(layer, expert, HIGH) for expert in order[layer, :n].tolist()]
+            wanted += [(layer, expert, LOW) for expert in order[layer, n:end].tolist()]
         return wanted
+
+    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        """While caching: the hot set high, the others low."""
+        out.tier_array[:] = np.where(self._hot[event.layer], HIGH, LOW)
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Learns from the step's counts; returns the transitions to start now."""
@@ -214,21 +240,38 @@ class DynaExq(Policy):
         states = expert_states(report.resident, report.target)
         self._counts += report.counts
         self._steps += 1
-        interval = self.settings.update_steps
-        if interval and (report.phase == Phase.PREFILL or self._steps >= interval):
+        self._tokens += report.n_tokens
+        self._interval_us += report.us
+        if self._interval_ends(report.phase):
             self._update(states)
         if not (self._queue or self._active) or self._pools is None:
             return ()
         return self._advance(states, self._pools)
 
+    def _interval_ends(self, phase: Phase) -> bool:
+        """Whether the step that was just counted is the last one of its interval."""
+        ms, steps = self.settings.update_ms, self.settings.update_steps
+        if ms is not None:
+            return 0 < 1000 * ms <= self._interval_us
+        return steps > 0 and (phase == Phase.PREFILL or self._steps >= steps)
+
     def _update(self, states: np.ndarray) -> None:
         """The end of an interval: S, and the list of swaps that it asks for."""
-        alpha = self.settings.hotness_decay
-        self._scores = alpha * self._scores + (1 - alpha) * self._counts
+        seen = self._counts.sum(axis=1, keepdims=True) / self.shape.n_expert_used
+        by_steps = self.settings.update_ms is None
+        whole = max(self._tokens, self.settings.update_steps) if by_steps else self._tokens
+        kept = self.settings.hotness_decay ** np.minimum(seen / whole, 1.0)
+        frequency = self._counts / np.maximum(seen, 1)
+        self._scores = kept * self._scores + (1 - kept) * frequency
         self._counts[:] = 0
-        self._steps = 0
+        self._steps = self._tokens = 0
+        self._interval_us = 0.0
         self.updates += 1
         if self.caching:
+            for swap in self._swaps(self._hot, np.zeros_like(self._hot)):
+                self._hot[swap.layer, swap.up] = True
+                if swap.down is not None:
+                    self._hot[swap.layer, swap.down] = False
             return
         hot = (states == ExpertState.HI) | (states == ExpertState.PROMOTING)
         busy = np.zeros_like(hot)
@@ -237,12 +280,11 @@ class DynaExq(Policy):
             if swap.down is not None:
                 hot[swap.layer, swap.down] = False
                 busy[swap.layer, swap.down] = True
-        self._queue = deque(self._swaps(hot, busy))
+        self._queue = self._swaps(hot, busy)
 
     def _swaps(self, hot: np.ndarray, busy: np.ndarray) -> list[Swap]:
-        """The changes of the hot sets: into free places, then the largest gain first; MAX_QUEUE
-        of them. hot and busy bool [L, E]: in the hot set when all that is under way is done;
-        under way."""
+        """The changes of the hot sets: into free places, then the largest gain first. hot and busy
+        bool [L, E]: in the hot set when all that is under way is done; under way."""
         scores, n = self._scores, self.capacity[:, None]
         settings = self.settings
         unit = np.maximum(scores.mean(axis=1, keepdims=True), np.finfo(float).tiny)
@@ -266,34 +308,32 @@ class DynaExq(Policy):
         gain = np.where(possible, best, 0.0) - np.where(possible, worst, 0.0)
         gain /= unit
         layers, places = np.nonzero(possible & (gain > settings.hysteresis))
-        largest = np.argsort(-gain[layers, places], kind="stable")[:MAX_QUEUE]
+        largest = np.argsort(-gain[layers, places], kind="stable")
         for layer, place in zip(layers[largest].tolist(), places[largest].tolist(), strict=True):
             swaps.append(Swap(layer, int(up[layer, place]), int(down[layer, place])))
-        return swaps[:MAX_QUEUE]
+        return swaps if self._pools is None else self._pools.shortlist(swaps)
 
     def _advance(self, states: np.ndarray, pools: VersionPools) -> list[Transition]:
         """The next half of each swap under way, then new ones as far as slots are free:
-        demotions come first, since they free the high slots."""
-        if len(self._active) >= pools.most_swaps and all(
-            states[swap.layer, swap.moving] in UNDER_WAY for swap in self._active
-        ):
-            return []
+        demotions come first, since they free the high slots. A swap whose pool is full waits in
+        the queue, and those behind it go on."""
         tracker = pools.track(states)
         moves: list[Transition] = []
         self._active = [swap for swap in self._active if self._go_on(swap, states, tracker, moves)]
-        while self._queue:
-            swap = self._queue[0]
+        waiting: list[Swap] = []
+        for swap in self._queue:
             layer, down = swap.layer, swap.down
             if states[layer, swap.up] != ExpertState.LO or (
                 down is not None and states[layer, down] != ExpertState.HI
             ):
-                self._queue.popleft()
                 continue
             if not tracker.try_reserve(layer, HIGH if down is None else LOW):
-                break
+                waiting.append(swap)
+                continue
             moves.append((layer, swap.up, HIGH) if down is None else (layer, down, LOW))
             swap.promoting = down is None
-            self._active.append(self._queue.popleft())
+            self._active.append(swap)
+        self._queue = waiting
         return moves
 
     def _go_on(
@@ -322,7 +362,7 @@ class DynaExq(Policy):
     def report(self) -> Mapping[str, Any]:
         """Since the engine started: updates of the hotness, experts promoted and demoted, swaps
         given up and waiting; high_per_layer is n_l, the fewest and the most."""
-        high = [0, 0] if self.caching else [int(self.capacity.min()), int(self.capacity.max())]
+        high = [int(self.capacity.min()), int(self.capacity.max())]
         waiting = len(self._queue) + len(self._active)
         return {
             "high_per_layer": high,
@@ -333,10 +373,12 @@ class DynaExq(Policy):
 
     def describe(self) -> str:
         high, low = self.shape.tiers[:2]
-        fewest, most = int(self.capacity.min()), int(self.capacity.max())
-        n = str(fewest) if fewest == most else f"{fewest} to {most}"
-        of = f"{n} of {self.shape.n_expert} experts a layer"
-        if self.caching:
-            needed = format_size(least_resident_bytes(self.shape))
-            return f"dynaexq {low}, caching {of}: low copies of all do not fit, they take {needed}"
-        return f"dynaexq {high}/{low}, {of} high"
+        of = f"of {self.shape.n_expert} experts a layer"
+        if not self.caching:
+            return f"dynaexq {high}/{low}, {as_range(self.capacity)} {of} high"
+        needed = format_size(least_resident_bytes(self.shape))
+        why = f"low copies of all do not fit, they take {needed}"
+        if not self.capacity.any():
+            return f"dynaexq {low}, caching {as_range(self.cached)} {of}: {why}"
+        n_high, n_low = as_range(self.capacity), as_range(self.cached)
+        return f"dynaexq {high}/{low}, caching {n_high} high and {n_low} low {of}: {why}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from orchestrator.policy.base import Policy, Share, SlotGroup, SlotPlan, divide
 
 
@@ -13,6 +16,7 @@ class LRU(Policy):
     summary = "The null baseline: one precision, load on demand, evict what was used longest ago."
     most_tiers = 1
     reason = "runs one precision"
+    lossless: ClassVar[Mapping[str, Any]] = {}
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """The same share of the experts of every group. Raises BudgetError."""

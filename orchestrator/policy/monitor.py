@@ -18,6 +18,7 @@ class Prediction:
 
     def __init__(self, n_layers: int) -> None:
         self._asked = [0] * n_layers
+        self._steps = [0] * n_layers
         self._routed = [0] * n_layers
         self._right = [0] * n_layers
         self._layer = -1
@@ -31,6 +32,7 @@ class Prediction:
         """What the layer's tokens really use: distinct experts, skipped ones left out."""
         if layer == self._layer:
             self._asked[layer] += len(self._experts)
+            self._steps[layer] += 1
             self._routed[layer] += len(experts)
             self._right[layer] += len(set(self._experts).intersection(experts))
         self._layer = -1
@@ -42,6 +44,10 @@ class Prediction:
     def recall(self) -> list[float | None]:
         """As precision()."""
         return [r / n if n else None for r, n in zip(self._right, self._routed, strict=True)]
+
+    def size(self) -> list[float | None]:
+        """As precision(): how many experts were asked for, the mean over the steps."""
+        return [a / n if n else None for a, n in zip(self._asked, self._steps, strict=True)]
 
 
 class Monitor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from orchestrator.settings import Settings, setting
 PREFETCHES = ("auto", "on", "off")
 AUTO, ON, OFF = PREFETCHES
 
+L = TypeVar("L", bound="LookAhead")
+
 
 @dataclass(frozen=True)
 class LookAhead(Settings):
@@ -27,23 +30,33 @@ class LookAhead(Settings):
     prefetch: str = setting(
         AUTO, "Load ahead: on, off, or auto: while it pays.", metavar="WHEN", choices=PREFETCHES
     )
-    n_ahead: int = setting(
-        1, "How many layers ahead experts are predicted.", within=(0, 4), hidden=True
+    n_ahead: int | None = setting(
+        None, "How many layers ahead experts are predicted.", within=(0, 4), shown="by policy"
     )
 
-    def limited(self, depth: int, asked: Collection[str]) -> LookAhead:
+    @property
+    def usual_ahead(self) -> int:
+        """How many layers ahead the policy wants where nothing is asked for."""
+        return 1
+
+    def settled(self: L) -> L:
+        """The same with what the policy wants where nothing was asked for."""
+        return self if self.n_ahead is not None else replace(self, n_ahead=self.usual_ahead)
+
+    def limited(self: L, depth: int, asked: Collection[str]) -> L:
         """The same where routers were only asked `depth` layers ahead. asked: names of what was
         set on purpose. Raises ConfigError where that cannot be had."""
-        if "n_ahead" in asked and self.n_ahead > depth:
+        n_ahead = self.settled().n_ahead or 0
+        if "n_ahead" in asked and n_ahead > depth:
             raise ConfigError(
-                f"the trace looks {depth} layers ahead, not {self.n_ahead}: record it with a "
+                f"the trace looks {depth} layers ahead, not {n_ahead}: record it with a "
                 f"policy that looks ahead"
             )
         if "prefetch" in asked and self.prefetch == ON and depth == 0:
             raise ConfigError(
                 "--prefetch on: the trace does not look ahead, record it with a policy that does"
             )
-        return replace(self, n_ahead=min(self.n_ahead, depth))
+        return replace(self, n_ahead=min(n_ahead, depth))
 
 
 def direct(
@@ -53,14 +66,17 @@ def direct(
 
     critical[layer] is t_l. A predicted rank below t_l asks for tier 0; the other ranks ask
     for tier `low`, or for nothing when it is None. What is in memory already is asked for as
-    well: the store then keeps it. One token's prediction is used: the first of the event.
-    Returns the experts asked for in the next layer.
+    well: the store then keeps it. Of several tokens the predictions of all are asked for, by
+    frequency. Returns the experts asked for in the next layer.
     """
     asked: list[int] = []
     for ahead in range(event.n_ahead):
         layer = event.layer + 1 + ahead
         t = critical[layer]
-        experts = event.ahead_ids[ahead].tolist()
+        if event.n_tokens == 1:
+            experts = event.ahead_ids[ahead].tolist()
+        else:
+            experts, t = union(event.ahead_ids_array[ahead], t, len(out.tier))
         if low is None:
             del experts[t:]
         out.prefetch_all(layer, experts[:t], 0)
@@ -69,6 +85,20 @@ def direct(
         if ahead == 0:
             asked = experts
     return asked
+
+
+def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
+    """What any of several tokens is predicted to select, and how many of it are critical: those
+    come first, and are among the first t of some token. Both parts go by the number of tokens, then
+    by the best rank, then by the index. ids int32 [T, k], each token's best first.
+    """
+    n_tokens, k = ids.shape
+    load = np.bincount(ids.ravel(), minlength=n_expert)
+    best = np.full(n_expert, k)
+    np.minimum.at(best, ids, np.arange(k)[None, :].repeat(n_tokens, 0))
+    order = np.lexsort((best, -load, best >= t))
+    order = order[load[order] > 0]
+    return order.tolist(), int(np.count_nonzero(best < t))
 
 
 def by_frequency(

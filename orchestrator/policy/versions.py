@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,6 +18,10 @@ from orchestrator.settings import RATE, Settings, setting
 HIGH, LOW = 0, 1
 
 _USUAL_RATE = 128 << 20
+
+
+# Swaps of one pool that wait for a slot between two updates; each update makes the list anew.
+MAX_QUEUE = 64
 
 
 class ExpertState(IntEnum):
@@ -36,6 +41,22 @@ def expert_states(resident: np.ndarray, target: np.ndarray) -> np.ndarray:
     moving = np.where(target < resident, ExpertState.PROMOTING, ExpertState.DEMOTING)
     there = np.where(target == resident, still, moving)
     return np.where(resident == ABSENT, ExpertState.ABSENT, there).astype(np.uint8)
+
+
+@dataclass(slots=True)
+class Swap:
+    """One change of a layer's hot set: `down` is demoted, its high slot goes to `up`. down None:
+    a high slot is free already. promoting: the second half has been asked for."""
+
+    layer: int
+    up: int
+    down: int | None
+    promoting: bool = False
+
+    @property
+    def moving(self) -> int:
+        """The expert that its present half moves."""
+        return self.up if self.promoting or self.down is None else self.down
 
 
 @dataclass(frozen=True)
@@ -63,6 +84,9 @@ _SAME_SIZE = 1.02
 _EXPERTS_PER_SWAP = 64
 _MAX_SWAPS = 4
 
+# Of the slots beside one token's experts: those for high copies where not all low ones fit.
+CACHED_HIGH = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:
@@ -79,13 +103,11 @@ class Pool:
 
 
 class VersionPools:
-    """The pools of a plan. capacity[layer] is n_l, experts that may be high at once; most_swaps
-    how many swaps may be under way."""
+    """The pools of a plan. capacity[layer] is n_l, experts that may be high at once."""
 
     def __init__(self, pools: tuple[tuple[Pool, ...], ...], capacity: Sequence[int]) -> None:
         """pools[tier]"""
         self.capacity = tuple(capacity)
-        self.most_swaps = _MAX_SWAPS * len(pools[LOW])
         self._slots = [np.array([pool.n_slots for pool in of_tier]) for of_tier in pools]
         self._pool_of = [np.zeros(len(capacity), np.int64) for _ in pools]
         for of_tier, pool_of in zip(pools, self._pool_of, strict=True):
@@ -106,6 +128,18 @@ class VersionPools:
                 return False
             self._free[tier][pool] -= 1
             return True
+
+    def shortlist(self, swaps: Sequence[Swap]) -> list[Swap]:
+        """The first MAX_QUEUE of each low pool, whose slots in reserve its swaps go through: so a
+        pool that moves slowly leaves places to the others."""
+        listed = Counter[int]()
+        kept = []
+        for swap in swaps:
+            pool = int(self._pool_of[LOW][swap.layer])
+            listed[pool] += 1
+            if listed[pool] <= MAX_QUEUE:
+                kept.append(swap)
+        return kept
 
     def track(self, states: np.ndarray) -> Tracker:
         """states uint8 [n_layers, n_expert]: an expert between two versions holds both."""
@@ -221,15 +255,35 @@ def _unit(pools: Sequence[Pool], layer: int) -> int:
     return next(pool.unit_bytes for pool in pools if layer in pool.layers)
 
 
-def cache_plan(shape: ModelShape, budget_bytes: int) -> tuple[SlotPlan, list[int]]:
-    """Slots for some low copies of each layer, and how many each layer keeps. The store wants a
-    slot in every tier: one high expert that nobody asks for. Raises BudgetError."""
-    high = [Pool(pool.layers, pool.sizes, 1) for pool in pools_by_size(shape, HIGH)]
-    shares = [
-        Share(shape.expert_slot_bytes(layer, LOW), 1, shape.n_expert, 1.0)
-        for layer in range(shape.n_layers)
-    ]
-    idle = [Share(pool.unit_bytes, 1, 1, 0.0) for pool in high]
-    counts = divide([*shares, *idle], budget_bytes)[: shape.n_layers]
+def cache_plan(
+    shape: ModelShape, budget_bytes: int, most_high: int | None
+) -> tuple[SlotPlan, int, list[int]]:
+    """Slots for some copies of each layer: (plan, experts high in every layer, low copies of each
+    layer). Raises BudgetError.
+
+    Of what low copies of one token's experts leave, CACHED_HIGH is for high copies, for most_high
+    experts at most. Where it is too little for one of them in every layer, there are only those
+    that the store wants: one high slot of each size, that nobody asks for.
+    """
+    layers = range(shape.n_layers)
+    low_bytes = [shape.expert_slot_bytes(layer, LOW) for layer in layers]
+    spare = budget_bytes - shape.n_expert_used * sum(low_bytes)
+    high_bytes = sum(shape.expert_slot_bytes(layer, HIGH) for layer in layers)
+    n_high = max(0, int(CACHED_HIGH * spare) // high_bytes)
+    n_high = min(n_high, shape.n_expert if most_high is None else most_high)
+    if n_high:
+        high = [Pool((layer,), shape.slots[layer][HIGH], n_high) for layer in layers]
+    else:
+        high = [Pool(pool.layers, pool.sizes, 1) for pool in pools_by_size(shape, HIGH)]
+    rest = shape.n_expert - n_high
+    shares = [Share(each, 1, max(1, rest), 1.0) for each in low_bytes]
+    fixed = [Share(pool.unit_bytes, pool.n_slots, pool.n_slots, 0.0) for pool in high]
+    counts = divide([*shares, *fixed], budget_bytes)[: shape.n_layers]
     low = [Pool((layer,), shape.slots[layer][LOW], n_slots) for layer, n_slots in enumerate(counts)]
-    return slot_plan((high, low)), counts
+    return slot_plan((high, low)), n_high, counts
+
+
+def as_range(counts: np.ndarray) -> str:
+    """The fewest and the most, as text."""
+    fewest, most = int(counts.min()), int(counts.max())
+    return str(fewest) if fewest == most else f"{fewest} to {most}"

@@ -303,6 +303,8 @@ def _check_versions(trace: Trace) -> None:
         raise _Wrong("start_hotness: negative or not a finite number")
     if (a["counters"] < 0).any():
         raise _Wrong("counters: a negative number")
+    if not ((a["step_us"] >= 0) & (a["step_us"] <= 2**53 / 1000)).all():
+        raise _Wrong("step_us: negative, months, or not a finite number")
     for name in ("step_starts", "step_tick"):
         if (a[name] > 1).any():
             raise _Wrong(f"{name} is neither 0 nor 1")

@@ -13,7 +13,7 @@ from gguf_tools.file.layout import KINDS
 from orchestrator.disk import read_bandwidth
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
-from orchestrator.events import SKIP, Phase, RouteEvent
+from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent
 from orchestrator.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
@@ -61,6 +61,7 @@ class Recorder:
         self._phases: list[int] = []
         self._tokens_of_step: list[int] = []
         self._starts: list[bool] = []
+        self._step_us: list[float] = []
         self._ticks: list[bool] = []
         self._updates = 0
         self._published: list[tuple[int, int, int, int]] = []
@@ -89,13 +90,22 @@ class Recorder:
         self._before = store.stats()
         self._waited_us = sum(self._before.wait_us)
         engine.driver.set_route(self._on_route)
+        store.set_step_done(self._on_step_done)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end_event(perf_counter_ns())
         self._end_step()
         self._after = self._engine.store.stats()
-        self._engine.driver.set_route()
+        driver = self._engine.driver
+        driver.set_route()
+        self._engine.store.set_step_done(driver.step_done)
+
+    def _on_step_done(self, step: ComputedStep) -> None:
+        """The policy learns as always; what time it is told is recorded."""
+        if self._step_us and step.number == self._step:
+            self._step_us[-1] = step.us
+        self._engine.driver.step_done(step)
 
     def _end_event(self, now_ns: int) -> None:
         """The time of the event before, if there is one."""
@@ -116,6 +126,7 @@ class Recorder:
         self._tokens_of_step.append(event.n_tokens)
         self._ticks.append(False)
         self._starts.append(self._engine.n_cached == 0)
+        self._step_us.append(0.0)
         if not self._policy.all_resident:
             return
         resident = self._engine.store.view.resident_array
@@ -174,6 +185,7 @@ class Recorder:
             "step_phase": np.array(self._phases, np.uint8),
             "step_tokens": np.array(self._tokens_of_step, np.int32),
             "step_starts": np.array(self._starts, np.uint8),
+            "step_us": np.array(self._step_us),
             "step_tick": np.array(self._ticks, np.uint8),
             "published": np.array(self._published, np.int32).reshape(-1, 4),
             "event_step": events[:, 0].copy(),

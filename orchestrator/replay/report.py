@@ -29,9 +29,12 @@ from orchestrator.replay.trace import Header, Trace
 from orchestrator.settings import flag_of
 
 RECORDED, SIMULATED = "recorded", "simulated"
+# How reads share the link, and what computing an expert waits for.
+LINKS = SHARED, RIGID = ("shared", "rigid")
+WAITS = MATRIX, WHOLE = ("matrix", "whole")
 
 # What else than the policy and its slots an option can change.
-_OF_TIME = ("bandwidth", "latency_us", "io_threads", "compute_ms")
+_OF_TIME = ("bandwidth", "latency_us", "io_threads", "compute_ms", "link", "wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,10 @@ class ReplayOptions:
     """What differs from the recorded run; None: as recorded. settings: of policies, by name.
     bandwidth in bytes per second; compute_ms for each decoded token, without waits. clock: whether
     versions change when the simulated reads are done or where they did in the recorded run; None:
-    the latter where nothing differs. Raises SettingError for a setting out of its range."""
+    the latter where nothing differs. link: shared, as the store's threads read, demand first and
+    what is no longer wanted dropped; or rigid, one queue for all that is asked for, in which
+    nothing is overtaken or dropped. wait: what computing with a matrix waits for, itself or its
+    whole expert. Raises SettingError for a setting out of its range."""
 
     policy: str | None = None
     expert_ram: int | None = None
@@ -51,6 +57,8 @@ class ReplayOptions:
     io_threads: int | None = None
     compute_ms: float | None = None
     clock: str | None = None
+    link: str | None = None
+    wait: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in self.settings.items():
@@ -68,6 +76,8 @@ class ReplayOptions:
             "latency_us": header.read_latency_us,
             "io_threads": header.io_threads,
             "compute_ms": None,
+            "link": SHARED,
+            "wait": MATRIX,
         }
         differing = {
             name: name in _OF_TIME
@@ -99,33 +109,27 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     header = trace.header
     if options.policy == PLAIN:
         raise ConfigError("the plain path has no store to replay: choose another --policy")
-    speed = Transport(
-        options.bandwidth or header.read_bytes_per_s,
-        header.read_latency_us if options.latency_us is None else options.latency_us,
-        options.io_threads or header.io_threads,
-    )
-    if speed.bytes_per_s == 0:
-        raise ConfigError("the trace has no measured bandwidth: give --bandwidth, as 2GB")
+    speed, time = speed_and_time(header, options)
     changes = options.changes(header)
     if options.clock == RECORDED and changes:
         raise ConfigError(
             f"--clock recorded is for a replay that changes nothing: leave "
             f"{flag_of(next(iter(changes)))} out"
         )
-    decode_us = None if options.compute_ms is None else 1000 * options.compute_ms
-    time = Compute(None, decode_us, header.dense_share)
     asked = set_up_for(trace, options, policy_class(options.policy or header.policy), speed)
     name = asked.policy.name
     if options.clock == RECORDED and not asked.policy.all_resident:
         raise ConfigError(
             f"--clock recorded is for versions that change, and with {name} none did: leave it out"
         )
-    as_recorded = asked.policy.all_resident and not changes and options.clock != SIMULATED
+    unchanged = not changes and options.clock != SIMULATED
+    as_recorded = asked.policy.all_resident and unchanged
     plain = asked
     if name != BASELINE:
         bare = replace(options, settings={})
         plain = set_up_for(trace, bare, policy_class(BASELINE), speed)
-    runs = {name: _figures(asked, simulate(library, trace, asked, speed, time, as_recorded))}
+    outcome = simulate(library, trace, asked, speed, time, as_recorded, recorded_us=unchanged)
+    runs = {name: _figures(asked, outcome)}
     if plain is not asked:
         runs[BASELINE] = _figures(plain, simulate(library, trace, plain, speed, time))
     best = belady(trace, plain.shape, plain.slots, plain.tiers[0])
@@ -143,6 +147,8 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         "bandwidth": speed.bytes_per_s,
         "latency_us": speed.latency_us,
         "io_threads": speed.threads,
+        "link": options.link or SHARED,
+        "wait": options.wait or MATRIX,
         "transition_rate": asked.policy.transition_rate,
         "clock": RECORDED if as_recorded else SIMULATED,
         "compute_ms": {
@@ -156,6 +162,19 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         "recorded": {"policy": header.policy, **recorded},
         "agreement": agreement(recorded, runs[name]) if same else None,
     }
+
+
+def speed_and_time(header: Header, options: ReplayOptions) -> tuple[Transport, Compute]:
+    """How fast reads are and what computing takes. Raises ConfigError where that is not known."""
+    speed = Transport(
+        options.bandwidth or header.read_bytes_per_s,
+        header.read_latency_us if options.latency_us is None else options.latency_us,
+        options.io_threads or header.io_threads,
+    )
+    if speed.bytes_per_s == 0:
+        raise ConfigError("the trace has no measured bandwidth: give --bandwidth, as 2GB")
+    decode_us = None if options.compute_ms is None else 1000 * options.compute_ms
+    return speed, Compute(None, decode_us, header.dense_share)
 
 
 def set_up_for(
@@ -182,6 +201,8 @@ def set_up_for(
             tiers,
             replace(header.rules, skip=skip),
             speed.threads,
+            whole_experts=options.wait == WHOLE,
+            rigid=options.link == RIGID,
         )
     except BudgetError as error:
         least = error.needed_bytes
@@ -283,7 +304,7 @@ def render(result: dict[str, Any]) -> str:
         f"{result['model']}: {prompt} prompt tokens, {tokens} decoded; "
         f"{format_size(result['expert_bytes'])} of expert slots",
         f"reads: {format_size(result['bandwidth'])}/s, {result['latency_us']} us, "
-        f"{result['io_threads']} at once; computing: {compute:.2f} ms a token, "
+        f"{result['io_threads']} at once{_odd(result)}; computing: {compute:.2f} ms a token, "
         f"{100 * result['dense_share'][Phase.DECODE]:.0f} % of it outside the experts",
         "",
         f"{'':<20}{'hits':>8}{'read/token':>13}{'wait/token':>13}"
@@ -309,6 +330,12 @@ def render(result: dict[str, Any]) -> str:
     if result["agreement"] is not None:
         lines += ["", *render_agreement(result["agreement"])]
     return "\n".join(lines)
+
+
+def _odd(result: dict[str, Any]) -> str:
+    """For the speed of reads: what is not as in a real store."""
+    rigid = ", rigid link" if result["link"] == RIGID else ""
+    return rigid + (", whole experts waited for" if result["wait"] == WHOLE else "")
 
 
 def _line(name: str, run: dict[str, Any], tokens: int) -> str:

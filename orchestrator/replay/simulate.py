@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gguf_tools.file.layout import DOWN, GATE, GATE_UP, UP
+from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.driver import Driver
 from orchestrator.events import ComputedStep, Phase
 from orchestrator.footprint import model_shape
@@ -23,9 +23,6 @@ from orchestrator.policy.base import SlotPlan
 from orchestrator.replay.follow import RecordedVersions
 from orchestrator.replay.trace import Step, Trace
 from orchestrator.settings import Settings
-
-# As the graph computes them: the activation's first operand first.
-GRAPH_ORDER = (GATE_UP, GATE, UP, DOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +83,12 @@ def set_up(
     tiers: tuple[int, ...],
     rules: Rules,
     threads: int,
+    *,
+    whole_experts: bool = False,
+    rigid: bool = False,
 ) -> Setup:
     """The policy for a trace, and how it divides the slots. tiers: of the trace's model, best
-    first. Raises PolicyError and BudgetError."""
+    first. whole_experts, rigid: as of StoreSpec. Raises PolicyError and BudgetError."""
     shape = model_shape(trace, tiers)
     made = policy(shape, settings, rules)
     slots = made.plan(expert_bytes)
@@ -102,6 +102,8 @@ def set_up(
         n_io_threads=threads,
         direct_io=False,
         simulated=True,
+        whole_experts=whole_experts,
+        rigid=rigid,
     )
     return Setup(made, shape, slots, spec, tiers)
 
@@ -113,12 +115,15 @@ def simulate(
     speed: Transport,
     time: Compute,
     as_recorded: bool = False,
+    recorded_us: bool = False,
 ) -> Outcome:
     """Plays the trace once, from an empty store, or for a policy that has everything in memory
     from that. as_recorded: versions change where they did in the recorded run, which was one of
-    this policy with these settings and slots. Raises what the policy or the store does, and
-    TraceError where the policy does something else than it did."""
+    this policy with these settings and slots. recorded_us: the policy is told the times of the
+    recorded steps, as it is with as_recorded, in the place of the virtual ones. Raises what the
+    policy or the store does, and TraceError where the policy does something else than it did."""
     policy = setup.policy
+    told_recorded = as_recorded or recorded_us
     phases: list[Phase] = []
     step_us: list[float] = []
     with Store.create(library, setup.spec) as store:
@@ -140,7 +145,7 @@ def simulate(
             phases.append(step.phase)
             step_us.append((clock.now_ns - start_ns) / 1000)
             moves = driver.learn(
-                _computed(step, len(phases), step_us[-1]),
+                _computed(step, len(phases), step.us if told_recorded else step_us[-1]),
                 None if follow is None else follow.states(),
             )
             if follow is not None:
@@ -173,7 +178,7 @@ def _play(clock: Simulation, setup: Setup, step: Step, time: Compute) -> None:
         seen = ahead_ids[:n_ahead], ahead[:n_ahead]
         clock.route(layer, ids, weights, tokens, *seen, importance)
         experts = np.unique(ids).astype(np.int32)
-        kinds = [kind for kind in GRAPH_ORDER if kind in setup.shape.slots[layer][0]]
+        kinds = [kind for kind in COMPUTE_ORDER if kind in setup.shape.slots[layer][0]]
         expert_ns = event_ns * (1 - dense) / (len(kinds) * max(1, n_computed))
         for kind in kinds:
             clock.use(layer, kind, experts, int(expert_ns))

@@ -1,6 +1,6 @@
 """A recorded run: what the routers chose, step by step, in one .npz file.
 
-Format, version 3. Numpy arrays by name; S steps, E route events in the order in which they
+Format, version 4. Numpy arrays by name; S steps, E route events in the order in which they
 came, N = sum of their tokens, A = sum of tokens times look-ahead layers, I = sum of the tokens
 that have an importance, P versions published, k experts a token:
 
@@ -15,6 +15,7 @@ that have an importance, P versions published, k experts a token:
     step_phase     uint8 [S]      orchestrator.events.Phase
     step_tokens    int32 [S]      tokens of the step
     step_starts    uint8 [S]      1 where the step begins a sequence
+    step_us        float64 [S]    microseconds of the step, as the policy was told them
     step_tick      uint8 [S]      1 where the policy renewed what it wants in memory after the step
     published      int32 [P, 4]   step, layer, expert, tier: versions that changed at the boundary
                                   before the step; only of a policy that has all in memory
@@ -52,7 +53,7 @@ from orchestrator.native import MAX_TIERS
 from orchestrator.policy import Rules
 
 FORMAT = "moe-edge-trace"
-VERSION = 3
+VERSION = 4
 
 # Columns of the counters: what was moved; routed experts by decided tier, the skipped ones last;
 # matrices by the tier that was computed.
@@ -69,6 +70,7 @@ ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "step_phase": (np.uint8, 1),
     "step_tokens": (np.int32, 1),
     "step_starts": (np.uint8, 1),
+    "step_us": (np.float64, 1),
     "step_tick": (np.uint8, 1),
     "published": (np.int32, 2),
     "event_step": (np.int32, 1),
@@ -150,7 +152,8 @@ class Event(NamedTuple):
 
 class Step(NamedTuple):
     """One llama_decode. starts: it begins a sequence; ends_prompt: no more of its prompt follows;
-    published: (layer, expert, tier) of what changed right before it."""
+    us: microseconds that the policy was told; published: (layer, expert, tier) of what changed
+    right before it."""
 
     phase: Phase
     n_tokens: int
@@ -158,6 +161,7 @@ class Step(NamedTuple):
     starts: bool
     ends_prompt: bool
     ticks: bool
+    us: float
     published: list[tuple[int, int, int]]
 
 
@@ -281,5 +285,6 @@ class Trace:
                 bool(a["step_starts"][step]),
                 self._ends_prompt(step),
                 bool(a["step_tick"][step]),
+                float(a["step_us"][step]),
                 [(layer, expert, tier) for layer, expert, tier in published],
             )

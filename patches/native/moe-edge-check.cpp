@@ -76,6 +76,10 @@ std::string moe_edge_store::check() {
             }
             lent[host_class(i, c.loading)]++;
         }
+        // In host memory a slot is taken before the first part starts; on a device before the copy.
+        if (c.slotless() && (c.background || c.copied || c.arrived() || (!host && (!c.ahead || c.started > 0)))) {
+            return format("layer %d, %s, expert %d: its load has no slot", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
+        }
         if (c.background && (c.loading == NO_TIER || c.tier == NO_TIER)) {
             return format("layer %d, %s, expert %d: in transition from nothing or to nothing", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
         }

@@ -61,7 +61,9 @@ moe_edge_step_hook::moe_edge_step_hook(const llama_context & ctx, const llama_ub
     : ctx(ctx), model(attached_to(ctx.model)) {
     if (model) {
         model->store->begin_step(describe(ubatch, ctx.balloc->get_batch(), model->store->said_phase));
-        watched = !model->store->runs_unwatched() && !ctx.cparams.warmup;
+        const moe_edge_store & store = *model->store;
+        const bool scores = store.importance_window != 0 && store.in_prefill() && ubatch.n_tokens > 1;
+        watched = store.runs_unwatched() || ctx.cparams.warmup ? 0 : scores ? 2 : 1;
         set_abort_callback(should_stop, this);
         began_us = now_us();
     }

@@ -6,6 +6,8 @@
 
 #include "llama-model.h"
 
+#include "ggml-cpp.h"
+
 #include <memory>
 #include <shared_mutex>
 #include <unordered_map>
@@ -17,6 +19,7 @@ struct hook_layer {
     hook_model *  model;
     int32_t       layer;
     ggml_tensor * router;       // gate_inp [n_embd, n_expert]
+    ggml_tensor * ahead_router; // what earlier layers look ahead with: a copy in half precision, or the same
     std::vector<float> router_bias;  // [n_expert] or empty
     std::vector<float> choice_bias;  // [n_expert] added for the selection only, or empty
     int           gating_op = LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX;
@@ -28,8 +31,11 @@ struct hook_model {
     const llama_model *        model;
     std::vector<hook_layer>    layers;  // [n_layers] of the store
     std::vector<ggml_tensor *> bound;   // their extra points into the store
-    // Graphs that were computed, and whether the route hook is in them; a context keeps one or two.
-    std::unordered_map<const void *, bool> watched;
+    ggml_context_ptr           copies;  // of routers, for the look-ahead
+    std::vector<ggml_backend_buffer_ptr> copy_buffers;
+    // Graphs that were computed, and what of ours is in them: 0 nothing, 1 the route hook, 2 the
+    // tokens' importance as well; a context keeps one or two.
+    std::unordered_map<const void *, int> watched;
 
     hook_model(moe_edge_store * store, const llama_model & model) : store(store), model(&model) {}
     hook_model(const hook_model &) = delete;

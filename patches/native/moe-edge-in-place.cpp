@@ -106,7 +106,8 @@ void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
         const int32_t cell = cell_index(layer, k, expert);
         auto & c = cells[cell];
         if (has_kind(layer, k) && !c.decided && c.loading == NO_TIER && c.want != MOE_EDGE_SKIP && !c.satisfied() &&
-            host->has(slice_id(cell, c.want)) && try_load(cell, c.want, true, c.passing)) {
+            host->has(slice_id(cell, c.want))) {
+            queue_ahead(cell, c.want, c.passing);
             c.after_use = true;
         }
     }

@@ -62,6 +62,39 @@ void bind(moe_edge_store & store, int32_t layer, int32_t kind, ggml_tensor * ten
     tensor->extra = &store.matrices[layer][kind];
 }
 
+// Looking ahead reads one more router in each layer: in half precision those are half as many bytes,
+// and a prediction needs no more. The router that decides stays as it is.
+void copy_routers(hook_model & hook) {
+    const int32_t n = hook.store->n_ahead > 0 ? hook.layers.size() : 0;
+    hook.copies.reset(ggml_init({ (n + 1) * ggml_tensor_overhead(), nullptr, /* no_alloc */ true }));
+    for (int32_t l = 1; l < n; l++) {  // nobody looks ahead to the first layer
+        auto & layer = hook.layers[l];
+        const ggml_tensor * router = layer.router;
+        if (router->type != GGML_TYPE_F32 || !ggml_is_contiguous(router)) {
+            continue;
+        }
+        const int64_t n_values = ggml_nelements(router);
+        std::vector<float>       values(n_values);
+        std::vector<ggml_fp16_t> halves(n_values);
+        ggml_backend_tensor_get(router, values.data(), 0, n_values * sizeof(float));
+        ggml_fp32_to_fp16_row(values.data(), halves.data(), n_values);
+
+        ggml_tensor * copy = ggml_new_tensor_2d(hook.copies.get(), GGML_TYPE_F16, router->ne[0], router->ne[1]);
+        ggml_format_name(copy, "%s.ahead", router->name);
+        const auto type = ggml_backend_buffer_is_host(router->buffer) ? ggml_backend_cpu_buffer_type()
+                                                                      : ggml_backend_buffer_get_type(router->buffer);
+        ggml_backend_buffer_ptr buffer(ggml_backend_buft_alloc_buffer(type, ggml_backend_buft_get_alloc_size(type, copy)));
+        if (!buffer) {
+            refuse("no memory for a copy of %s in half precision", router->name);
+        }
+        ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        ggml_backend_tensor_alloc(buffer.get(), copy, ggml_backend_buffer_get_base(buffer.get()));
+        ggml_backend_tensor_set(copy, halves.data(), 0, ggml_nbytes(copy));
+        layer.ahead_router = copy;
+        hook.copy_buffers.push_back(std::move(buffer));
+    }
+}
+
 std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model & model, size_t n_placeholders) {
     const std::string arch = model.arch_name();
     if (std::find(std::begin(ARCHITECTURES), std::end(ARCHITECTURES), arch) == std::end(ARCHITECTURES)) {
@@ -74,7 +107,7 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
             refuse("layer %d has no router", il);
         }
         const auto & layer = model.layers[il];
-        hook_layer each = { hook.get(), l, layer.ffn_gate_inp, {}, {} };
+        hook_layer each = { hook.get(), l, layer.ffn_gate_inp, layer.ffn_gate_inp, {}, {} };
         if (!read_bias(layer.ffn_gate_inp_b, store.n_expert, each.router_bias) ||
             !read_bias(layer.ffn_exp_probs_b, store.n_expert, each.choice_bias)) {
             refuse("layer %d: the biases of its router are not in F32", il);
@@ -96,6 +129,7 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
     if (hook->bound.size() != n_placeholders) {
         refuse("the model has expert tensors that the expert file does not list");
     }
+    copy_routers(*hook);
     return hook;
 }
 

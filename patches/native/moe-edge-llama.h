@@ -42,7 +42,7 @@ class moe_edge_step_hook {
     moe_edge_step_hook(const moe_edge_step_hook &) = delete;
     ~moe_edge_step_hook();
 
-    // Whether the graph of an earlier step serves this one: the route hook is in both, or in neither.
+    // Whether the graph of an earlier step serves this one: the same of ours is in both.
     bool may_reuse(const llm_graph_result * graph) const;
 
     // The graph was computed, or stopped, with this status. Returns the step's.
@@ -54,7 +54,7 @@ class moe_edge_step_hook {
 
     const llama_context & ctx;
     hook_model *          model = nullptr;
-    bool                  watched  = false;  // the route hook is in its graph
+    int                   watched  = 0;  // what of ours is in its graph, as in hook_model
     uint64_t              began_us = 0;
 };
 

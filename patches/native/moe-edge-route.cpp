@@ -253,11 +253,11 @@ ggml_tensor * last_weights(const llm_graph_context & graph, const attention & a,
 }
 
 // The importance of the batch's tokens [T] for an expert layer, from the latest attention; null
-// where the store does not ask for it or it cannot be had.
+// where the store does not ask for it, while decoding, or where it cannot be had.
 ggml_tensor * importance(const llm_graph_context & graph, const moe_edge_store & store, int il) {
     const attention & a = seen_attention;
     const int32_t window = store.importance_window;
-    if (window == 0 || graph.n_tokens < 2 || a.graph != graph.ctx0 || a.il > il) {
+    if (window == 0 || graph.n_tokens < 2 || !store.in_prefill() || a.graph != graph.ctx0 || a.il > il) {
         return nullptr;
     }
     ggml_tensor * weights = a.weights;
@@ -328,7 +328,7 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor *
     std::vector<ggml_tensor *> args = { weights, selected };
     auto & model = *layer.model;
     for (int32_t p = 1; p <= ahead_layers(layer); p++) {
-        args.push_back(ggml_mul_mat(graph.ctx0, model.layers[layer.layer + p].router, x));
+        args.push_back(ggml_mul_mat(graph.ctx0, model.layers[layer.layer + p].ahead_router, x));
     }
     if (ggml_tensor * scores = importance(graph, *model.store, model.store->il[layer.layer])) {
         args.push_back(scores);

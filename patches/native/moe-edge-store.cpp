@@ -27,6 +27,7 @@ void ops_multiply(moe_edge_matrix * m, const std::vector<moe_edge_product> & pro
 
 // The order in which a layer computes its kinds: the activation's first operand is gate.
 constexpr int32_t KIND_RANK[MOE_EDGE_N_KINDS] = { /* up */ 1, /* gate */ 0, /* gate_up */ 0, /* down */ 2 };
+constexpr int32_t KINDS_BY_RANK[MOE_EDGE_N_KINDS] = { MOE_EDGE_GATE, MOE_EDGE_GATE_UP, MOE_EDGE_UP, MOE_EDGE_DOWN };
 
 const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release, ops_wait, ops_fixed, ops_routed, ops_multiply };
 
@@ -48,11 +49,15 @@ bool direct_works(int fd) {
 moe_edge_store::moe_edge_store(const moe_edge_config & config)
     : n_layers(config.n_layers), n_expert(config.n_expert), n_expert_used(config.n_expert_used),
       n_tiers(config.n_tiers), max_tokens(config.max_tokens), n_ahead(config.n_ahead),
-      importance_window(config.importance_window), exact_tiers((config.flags & MOE_EDGE_EXACT_TIERS) != 0) {
+      importance_window(config.importance_window), exact_tiers((config.flags & MOE_EDGE_EXACT_TIERS) != 0),
+      whole_experts((config.flags & MOE_EDGE_WHOLE_EXPERTS) != 0), rigid((config.flags & MOE_EDGE_RIGID) != 0) {
     if (n_layers < 1 || n_expert < 1 || n_expert > 65535 || n_expert_used < 1 || n_expert_used > n_expert ||
         n_tiers < 1 || n_tiers > MOE_EDGE_MAX_TIERS || max_tokens < 1 || config.n_files < 1 || config.n_groups < 1 ||
         n_ahead < 0 || n_ahead > MOE_EDGE_MAX_AHEAD || importance_window < -1 || config.n_io_threads < 1 || config.n_io_threads > 64) {
         refuse("store: a count in the configuration is out of range");
+    }
+    if (rigid && !(config.flags & MOE_EDGE_SIMULATED)) {
+        refuse("store: only a simulated link is rigid");
     }
     for (int32_t l = 0; l < n_layers; l++) {
         il.push_back(config.layers[l].il);
@@ -328,12 +333,15 @@ void moe_edge_store::list_insert(moe_edge_pool & pool, int32_t slot) {
 }
 
 void moe_edge_store::touch(int32_t cell) {
-    const auto & c = cells[cell];
+    auto & c = cells[cell];
     if (c.loading_slot >= 0) {
         // as if it had arrived: what is evicted next does not depend on the disk
         auto & pool = pool_of(cell, c.loading);
         set_passing(pool, c.loading_slot, false);
         pool.slots[c.loading_slot].used_at = ++clock;
+    } else if (c.slotless()) {
+        c.passes   = false;
+        c.asked_at = ++clock;
     }
     if (c.tier != NO_TIER) {
         auto & pool = pool_of(cell, c.tier);
@@ -345,14 +353,15 @@ void moe_edge_store::touch(int32_t cell) {
 }
 
 // A free slot; else one that no op of this step and no transition needs: what passing
-// requests loaded before the rest, of either the one used least recently. A prefetch takes no
-// slot of what stands in the same list. -1 if there is none.
-int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool ahead, bool passing) {
+// requests loaded before the rest, of either the one used least recently. list: the list of a
+// prefetch, which takes no slot of what stands in that one or in a later one; null for a request.
+// -1 if there is none.
+int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool passing, const uint64_t * list) {
     const auto oldest = [&](bool of_passing) {
         int32_t slot = pool.oldest;
         for (; slot >= 0; slot = pool.slots[slot].newer) {
             const auto & c = cells[pool.slots[slot].cell];
-            if (pool.slots[slot].passing == of_passing && !c.pinned() && !c.background && !(ahead && c.predicted == n_lists)) {
+            if (pool.slots[slot].passing == of_passing && !c.pinned() && !c.background && !(list && c.predicted >= *list)) {
                 break;
             }
         }
@@ -370,7 +379,7 @@ int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool ahead, bool passing
             slot = oldest(false);
         }
         if (slot < 0) {
-            return !ahead && revoke(pool) ? take_slot(pool, ahead, passing) : -1;
+            return !list && revoke(pool) ? take_slot(pool, passing, list) : -1;
         }
         evict(pool.slots[slot].cell);
         pool.free.pop_back();
@@ -428,7 +437,7 @@ void moe_edge_store::serve_waiting(moe_edge_pool & pool) {
     while (!pool.waiting.empty()) {
         const int32_t cell = pool.waiting.front();
         auto & c = cells[cell];
-        if (c.pinned() && !c.satisfied() && c.loading == NO_TIER && !try_load(cell, c.want, false, c.passing)) {
+        if (c.pinned() && !c.satisfied() && c.loading == NO_TIER && !try_load(cell, c.want, c.passing)) {
             return;
         }
         c.waiting = false;
@@ -464,35 +473,69 @@ moe_edge_read_key moe_edge_store::read_key(int32_t cell) const {
     const auto & c = cells[cell];
     const auto & s = slice_of(cell, c.loading);
     return c.background ? moe_edge_read_key(TRANSITION, c.ahead_seq, 0, cell)
+         : rigid        ? moe_edge_read_key(DEMAND, c.ahead_seq, 0, cell)
          : c.ahead      ? moe_edge_read_key(AHEAD, c.ahead_seq, 0, cell)
                         : moe_edge_read_key(DEMAND, KIND_RANK[kind_of(cell)], s.offset + expert_of(cell) * s.expert_bytes, cell);
 }
 
-bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool ahead, bool passing) {
+bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool passing) {
     auto & pool = pool_of(cell, tier);
-    const int32_t slot = take_slot(pool, ahead, passing);
+    const int32_t slot = take_slot(pool, passing, nullptr);
     if (slot < 0) {
         return false;
     }
     pool.slots[slot].cell    = cell;
     pool.slots[slot].used_at = ++clock;
-    start_load(cell, tier, slot, ahead, passing);
+    start_load(cell, tier, slot, false, passing);
     queue_of(cells[cell]).insert(read_key(cell));
     return true;
 }
 
-// slot: -1 for one that ends in the host tier.
+// Its slot comes later: nothing is evicted for a read that may never start.
+void moe_edge_store::queue_ahead(int32_t cell, int32_t tier, bool passing) {
+    auto & c = cells[cell];
+    start_load(cell, tier, -1, true, passing);
+    c.asked_at = ++clock;
+    c.list     = n_lists;
+    queue_of(c).insert(read_key(cell));
+}
+
+// A slot for a load that has none; false if there is none, or if others wait for it already.
+bool moe_edge_store::claim_slot(int32_t cell) {
+    auto & c    = cells[cell];
+    auto & pool = pool_of(cell, c.loading);
+    const int32_t slot = !c.ahead && !pool.waiting.empty() ? -1 : take_slot(pool, c.passes, c.ahead ? &c.list : nullptr);
+    if (slot < 0) {
+        return false;
+    }
+    pool.slots[slot].cell    = cell;
+    pool.slots[slot].used_at = c.asked_at;
+    c.loading_slot = slot;
+    return true;
+}
+
+// Before a read starts: whether it has where to go. On a device that is the host tier.
+bool moe_edge_store::claim_or_drop(int32_t cell) {
+    if (host || !cells[cell].slotless() || claim_slot(cell)) {
+        return true;
+    }
+    cancel_read(cell);
+    return false;
+}
+
+// slot: -1 for one that ends in the host tier, or that takes its slot later.
 void moe_edge_store::start_load(int32_t cell, int32_t tier, int32_t slot, bool ahead, bool passing) {
     auto & c = cells[cell];
     c.loading      = tier;
     c.loading_slot = slot;
     c.ahead        = ahead;
-    c.ahead_seq    = c.background ? transition_seq++ : ahead ? ahead_seq++ : 0;
+    c.ahead_seq    = c.background ? transition_seq++ : ahead || rigid ? ahead_seq++ : 0;
     c.broken       = false;
     c.abandoned    = false;
     c.cut          = false;
     c.copied       = false;
     c.after_use    = false;
+    c.passes       = passing;
     c.ticket       = 0;
     c.host_slot    = host ? host->find(slice_id(cell, tier), passing) : -1;
     c.cached       = c.host_slot >= 0;
@@ -509,7 +552,7 @@ void moe_edge_store::cancel_read(int32_t cell) {
     discard_load(cell);
 }
 
-// Gives the slot of a read that comes to nothing back.
+// Gives the slot of a read that comes to nothing back, if it has one.
 void moe_edge_store::free_load(int32_t cell) {
     auto & c    = cells[cell];
     auto & pool = pool_of(cell, c.loading);
@@ -518,7 +561,7 @@ void moe_edge_store::free_load(int32_t cell) {
     if (c.in_place()) {
         host->take_back(host_class(cell, c.loading));
         c.place = MOE_EDGE_MISS_COPY;
-    } else {
+    } else if (slot >= 0) {
         give_slot(pool, slot);
     }
     c.loading      = NO_TIER;
@@ -536,7 +579,7 @@ void moe_edge_store::discard_load(int32_t cell) {
 void moe_edge_store::load_or_wait(int32_t cell) {
     auto & c    = cells[cell];
     auto & pool = pool_of(cell, c.want);
-    if (!c.waiting && (!pool.waiting.empty() || !try_load(cell, c.want, false, c.passing))) {
+    if (!c.waiting && (!pool.waiting.empty() || !try_load(cell, c.want, c.passing))) {
         c.waiting = true;
         pool.waiting.push_back(cell);
     }
@@ -547,7 +590,12 @@ void moe_edge_store::load_or_wait(int32_t cell) {
 void moe_edge_store::settle(int32_t cell) {
     auto & c = cells[cell];
     if (host && !c.copied && !c.broken && !c.abandoned && !c.in_place()) {
-        transfer(cell);
+        if (!c.slotless() || claim_slot(cell)) {
+            transfer(cell);
+        } else {
+            c.abandoned = true;  // but the host tier keeps the bytes
+            stats.prefetch_cancelled += c.ahead && !c.after_use;
+        }
     }
     if (c.background || c.serves()) {
         return;
@@ -670,7 +718,9 @@ void moe_edge_store::finish_read(const moe_edge_read & read, const std::string &
     }
     if (c.arrived()) {
         if (host && !c.broken && !c.cut) {
-            host->complete(c.host_slot, c.in_place() ? c.passing : pool_of(read.cell, c.loading).slots[c.loading_slot].passing);
+            const bool passes = c.in_place() ? c.passing : c.slotless() ? c.passes
+                : pool_of(read.cell, c.loading).slots[c.loading_slot].passing;
+            host->complete(c.host_slot, passes);
         }
         settle(read.cell);
         done_cv.notify_all();
@@ -694,7 +744,7 @@ void moe_edge_store::io_loop() {
             }
         }
         const int32_t cell = host ? reserve_host(lock) : most_urgent();
-        if (cell < 0) {
+        if (cell < 0 || !claim_or_drop(cell)) {
             continue;
         }
         const moe_edge_read read = start_read(cell);
@@ -743,6 +793,9 @@ void moe_edge_store::wake() {
         return;
     }
     while (simulation->has_idle_thread() && (urgent() || may_transit())) {
+        if (!claim_or_drop(most_urgent())) {
+            continue;
+        }
         const moe_edge_read read = start_read(most_urgent());
         const uint64_t bytes = slice_of(read.cell, read.tier).expert_bytes;
         // the parts of a slice are equal up to a byte, and together as long as it is
@@ -772,6 +825,16 @@ void moe_edge_store::drop_rest(int32_t cell) {
         queue_of(c).erase(read_key(cell));
         c.parts = c.started;
         c.cut   = true;
+    }
+}
+
+// What is read goes on to the end of a part, and is thrown away.
+void moe_edge_store::abandon(int32_t cell) {
+    auto & c = cells[cell];
+    drop_rest(cell);
+    c.abandoned = true;
+    if (c.arrived()) {
+        settle(cell);  // no thread is on it any more
     }
 }
 
@@ -858,7 +921,7 @@ void moe_edge_store::apply(int32_t layer, const int32_t * experts, const uint8_t
 void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers,
                                   const uint8_t * passing, int32_t n, int32_t n_tokens) {
     const auto each_cell = [&](auto && visit) {
-        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        for (const int32_t k : KINDS_BY_RANK) {
             for (int32_t i = 0; has_kind(layer, k) && (kind == k || kind == MOE_EDGE_N_KINDS) && i < n; i++) {
                 visit(cell_index(layer, k, experts[i]), i);
             }
@@ -917,18 +980,30 @@ void moe_edge_store::ask(int32_t cell) {
     }
     if (c.loading != NO_TIER) {
         const bool good_enough = c.loading <= c.want && !c.abandoned;
-        stats.prefetch_used += good_enough && c.ahead && !c.after_use;
-        if (!good_enough && c.started == 0) {
+        const bool was_ahead   = c.ahead && !c.after_use;
+        if (!good_enough && c.started == 0 && !rigid) {
             cancel_read(cell);
-        } else if (c.queued()) {
-            queue_of(c).erase(read_key(cell));
-            c.ahead = c.background = false;
-            queue_of(c).insert(read_key(cell));
+        } else if (!good_enough && c.started > 0 && c.slotless()) {
+            stats.prefetch_cancelled += was_ahead && !c.abandoned;
+            abandon(cell);
+            return;  // settle() goes on from there
         } else {
+            const bool queued = c.queued();
+            if (queued) {
+                queue_of(c).erase(read_key(cell));
+            }
             c.ahead = c.background = false;
-            if (c.arrived()) {  // a transition that waited for the next step
-                settle(cell);
-                return;
+            if (c.slotless() && !claim_slot(cell) && c.started == 0) {
+                stats.prefetch_cancelled += was_ahead;
+                discard_load(cell);
+            } else {
+                stats.prefetch_used += good_enough && was_ahead;
+                if (queued) {
+                    queue_of(c).insert(read_key(cell));
+                } else if (c.arrived()) {  // a transition that waited for the next step
+                    settle(cell);
+                    return;
+                }
             }
         }
         if (c.loading != NO_TIER) {
@@ -947,7 +1022,7 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
         if (p.layer < 0 || p.layer >= n_layers || p.layer == layer || p.expert < 0 || p.expert >= n_expert || p.tier >= n_tiers) {
             return;
         }
-        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        for (const int32_t k : KINDS_BY_RANK) {
             if (has_kind(p.layer, k) && (p.kinds == 0 || p.kinds & (1 << k))) {
                 visit(cell_index(p.layer, k, p.expert));
             }
@@ -971,7 +1046,7 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
         each_cell(p, [&](int32_t cell) {
             const auto & c = cells[cell];
             if (!c.decided && c.loading == NO_TIER && (c.tier == NO_TIER || c.tier > p.tier)) {
-                try_load(cell, p.tier, true, p.passing != 0);
+                queue_ahead(cell, p.tier, p.passing != 0);
             }
         });
     }
@@ -994,12 +1069,8 @@ void moe_edge_store::cancel_stale(int32_t layer) {
         if (c.started == 0) {
             cancel_read(cell);
         } else {
-            drop_rest(cell);
-            c.abandoned = true;
             stats.prefetch_cancelled += !c.after_use;
-            if (c.arrived()) {
-                settle(cell);  // no thread is on it any more
-            }
+            abandon(cell);
         }
     }
 }
@@ -1038,6 +1109,28 @@ int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
     return experts.size();
 }
 
+// Whether every matrix of an expert that the step still has to compute is there.
+bool moe_edge_store::whole(int32_t cell) const {
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        const auto & c = cells[cell_index(layer_of(cell), k, expert_of(cell))];
+        if (c.pinned() && !c.satisfied() && !c.serves()) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Whether one that is not there is on its way.
+bool moe_edge_store::whole_comes(int32_t cell) const {
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        const auto & c = cells[cell_index(layer_of(cell), k, expert_of(cell))];
+        if (c.pinned() && !c.satisfied() && !c.serves() && c.loading != NO_TIER) {
+            return true;
+        }
+    }
+    return false;
+}
+
 int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
     std::unique_lock<std::mutex> lock(mutex);
     auto & op = ops[m.layer * MOE_EDGE_N_KINDS + m.kind];
@@ -1050,10 +1143,15 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
         }
         int32_t n    = 0;
         size_t  keep = 0;
+        // what holds slots that others wait for is computed, whole or not
+        const bool hold = whole_experts && std::any_of(op.remaining.begin(), op.remaining.end(),
+            [this](int32_t cell) { return whole(cell) || whole_comes(cell); });
         for (const int32_t cell : op.remaining) {
             const auto & c = cells[cell];
             if (c.want == MOE_EDGE_SKIP) {
                 out[n++] = { nullptr, expert_of(cell), -1, 0 };
+            } else if (hold && !whole(cell)) {
+                op.remaining[keep++] = cell;
             } else if (c.satisfied()) {
                 const auto & entry = m.table[expert_of(cell)];
                 out[n++] = { entry.data, expert_of(cell), entry.type, entry.ticket };
@@ -1192,7 +1290,7 @@ int32_t moe_edge_store::warm(const moe_edge_prefetch_item * list, int32_t n,
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
             const int32_t cell = cell_index(p.layer, k, p.expert);
             if (has_kind(p.layer, k) && cells[cell].tier == NO_TIER && cells[cell].loading == NO_TIER &&
-                !pool_of(cell, p.tier).free.empty() && try_load(cell, p.tier, false, false)) {
+                !pool_of(cell, p.tier).free.empty() && try_load(cell, p.tier, false)) {
                 asked.push_back(cell);
                 any = true;
             }

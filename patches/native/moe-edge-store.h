@@ -8,6 +8,10 @@
 // All fields are guarded by one mutex. Weight bytes are read without it: a slot is
 // either being filled by one I/O thread, or complete and pinned by the op that reads it.
 //
+// A prefetch is queued without a slot, so that one that is taken back before its read starts has
+// evicted nothing. It takes a slot when the read starts, or on a device when the copy does, and is
+// dropped where there is none; asked for meanwhile, it takes one at once.
+//
 // Where the slots are on a device, the I/O threads fill slots of the host tier, and a load ends
 // with one copy, which is enqueued as soon as its bytes are there. From then on the slot counts
 // as complete: who reads it waits for the copy's ticket, in the order of the device. A load may
@@ -72,6 +76,7 @@ struct moe_edge_cell {
     bool     cached       = false;    // the host tier has the bytes: there is only a copy to make
     bool     copied       = false;    // on a device: its copy is enqueued
     bool     after_use    = false;    // its copy is for the next time: this time it was used in place
+    bool     passes       = false;    // its load, as long as it has no slot, is for passing requests alone
     int8_t   place        = MOE_EDGE_MISS_COPY;  // of its load: else that is for this step, without a slot
     uint16_t parts        = 0;        // of its read; each is one call to the disk
     uint16_t started      = 0;
@@ -80,7 +85,9 @@ struct moe_edge_cell {
     int32_t  loading_slot = -1;
     int32_t  host_slot    = -1;       // held by the load
     moe_edge_ticket ticket = 0;       // of the load's copy
-    int32_t  ahead_seq    = 0;        // order of prefetch reads, and of transitions
+    int32_t  ahead_seq    = 0;        // order of prefetch reads, of transitions, and of all on a rigid link
+    uint64_t asked_at     = 0;        // of a load without a slot: used_at of the slot that it takes
+    uint64_t list         = 0;        // prefetch lists so far when the load was queued
     uint64_t predicted    = 0;        // number of the last prefetch list that it stood in
 
     // An op of the current step will read it: must not be evicted.
@@ -91,6 +98,8 @@ struct moe_edge_cell {
     // All of its read is done, but not yet acted upon.
     bool arrived() const { return loading != NO_TIER && finished == parts; }
     bool in_place() const { return place != MOE_EDGE_MISS_COPY; }
+    // Its load needs a slot and has none yet.
+    bool slotless() const { return loading != NO_TIER && loading_slot < 0 && !in_place(); }
     // An op may use its load in place, until release().
     bool serves() const { return in_place() && arrived() && !broken && pinned() && loading <= want; }
 };
@@ -127,7 +136,8 @@ struct moe_edge_batch {
 };
 
 // Order of reads: demand before prefetch before transitions, then the kind that is computed
-// first (demand) or the policy's order (the others), then the file offset, then the cell.
+// first (demand) or the policy's order (the others), then the file offset, then the cell. On a
+// rigid link demand and prefetch have one order, in which they were asked for.
 using moe_edge_read_key = std::tuple<int32_t, int32_t, uint64_t, int32_t>;
 
 struct moe_edge_store {
@@ -167,6 +177,7 @@ struct moe_edge_store {
     void    wait(const moe_edge_ready * ready, int32_t n);
     void    multiply(const std::vector<moe_edge_product> & products) { workers->multiply(products); }
     bool    fixed() const { return tables_fixed; }
+    bool    in_prefill() const { return phase == MOE_EDGE_PREFILL; }
     // A step then needs no hook: nobody decides, and the executor counts.
     bool    runs_unwatched() const { return tables_fixed && device->counts_routing(); }
 
@@ -186,7 +197,7 @@ struct moe_edge_store {
 
     // fixed after construction
     int32_t n_layers, n_expert, n_expert_used, n_tiers, max_tokens, n_ahead, importance_window;
-    bool    exact_tiers;
+    bool    exact_tiers, whole_experts, rigid;  // of moe_edge_flags
     moe_edge_device * device = nullptr;  // whose memory the slots are in; null: the host's
     std::vector<int32_t> il;  // [n_layers] the model's layer numbers
     std::vector<std::array<std::array<moe_edge_slices, MOE_EDGE_MAX_TIERS>, MOE_EDGE_N_KINDS>> slices;
@@ -284,7 +295,7 @@ struct moe_edge_store {
     void    drop_step();
     void    ask(int32_t cell);
     void    load_or_wait(int32_t cell);
-    bool    try_load(int32_t cell, int32_t tier, bool ahead, bool passing);
+    bool    try_load(int32_t cell, int32_t tier, bool passing);
     void    start_load(int32_t cell, int32_t tier, int32_t slot, bool ahead, bool passing);
     void    prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n);
     void    cancel_stale(int32_t layer);
@@ -299,7 +310,13 @@ struct moe_edge_store {
     void    drop_rest(int32_t cell);
     void    free_load(int32_t cell);
     void    discard_load(int32_t cell);
-    int32_t take_slot(moe_edge_pool & pool, bool ahead, bool passing);
+    void    queue_ahead(int32_t cell, int32_t tier, bool passing);
+    bool    claim_slot(int32_t cell);
+    bool    claim_or_drop(int32_t cell);
+    bool    whole(int32_t cell) const;
+    bool    whole_comes(int32_t cell) const;
+    void    abandon(int32_t cell);
+    int32_t take_slot(moe_edge_pool & pool, bool passing, const uint64_t * list);
     void    set_passing(moe_edge_pool & pool, int32_t slot, bool passing);
     void    give_slot(moe_edge_pool & pool, int32_t slot);
     void    serve_waiting(moe_edge_pool & pool);

@@ -30,7 +30,7 @@ bool moe_edge_store::admit(const moe_edge_prefetch_item & t) {
     }
     for (const int32_t cell : moving) {
         cells[cell].background = true;
-        try_load(cell, t.tier, false, false);
+        try_load(cell, t.tier, false);
     }
     return !moving.empty();
 }

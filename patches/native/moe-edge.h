@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 8
+#define MOE_EDGE_ABI_VERSION 9
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -70,6 +70,11 @@ enum moe_edge_flags {
     MOE_EDGE_EXACT_TIERS = 2,  // a request drops a better copy in memory and computes what it asked
                                // for: to measure what a tier costs, not to be fast
     MOE_EDGE_SIMULATED   = 4,  // files are not opened, reads move no bytes and take virtual time
+    // Both to compare with, not to be fast:
+    MOE_EDGE_WHOLE_EXPERTS = 8,  // an op gets an expert once all matrices of it are there, as far as
+                                 // slots go: where none of them is on its way, it gets what is there
+    MOE_EDGE_RIGID       = 16, // with MOE_EDGE_SIMULATED alone: demand and prefetch are read in the order
+                               // in which they were asked for, and no read is taken back
 };
 
 // What becomes of an expert that a token needs and a device does not have. In place, it is used

@@ -13,7 +13,7 @@ PACKAGES = ("gguf_tools", "orchestrator", "models", "patches")
 # Lowest first. A name stands for the module or package and all that is in it; the longest
 # matching name decides.
 LAYERS = (
-    ("gguf_tools.errors",),
+    ("gguf_tools.errors", "gguf_tools.interrupts"),
     ("gguf_tools.file", "gguf_tools.process", "gguf_tools.progress", "gguf_tools.units"),
     ("gguf_tools.experts", "gguf_tools.workers"),
     ("gguf_tools.hub", "gguf_tools.inspect", "gguf_tools.quantize", "gguf_tools.synthetic"),
@@ -37,6 +37,7 @@ LAYERS = (
     ),
     ("orchestrator.config", "orchestrator.driver"),
     (
+        "orchestrator.context_length",
         "orchestrator.disk",
         "orchestrator.hardware",
         "orchestrator.footprint",
@@ -59,13 +60,14 @@ LAYERS = (
         "orchestrator.replay",
         "orchestrator.layer_plot",
     ),
-    ("orchestrator.cli_files", "orchestrator.doctor", "orchestrator.lab"),
+    ("orchestrator.check", "orchestrator.cli_files", "orchestrator.doctor", "orchestrator.lab"),
     ("orchestrator.cli_options",),
     (
         "orchestrator.cli_chat",
         "orchestrator.cli_pack",
         "orchestrator.cli_bench",
         "orchestrator.cli_calibrate",
+        "orchestrator.cli_check",
         "orchestrator.cli_convert",
         "orchestrator.cli_doctor",
         "orchestrator.cli_eval",
@@ -84,6 +86,7 @@ ONLY = {
         "orchestrator.cli_chat",
         "orchestrator.cli_pack",
         "orchestrator.cli_calibrate",
+        "orchestrator.cli_check",
         "orchestrator.cli_convert",
         "orchestrator.cli_doctor",
         "orchestrator.cli_eval",

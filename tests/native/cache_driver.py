@@ -13,7 +13,8 @@ from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS, Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch
 
-from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP, Cache, Item, Layout, Visit
+from .cache_model import Cache
+from .cache_parts import DOWN, GATE, GATE_UP, SKIP, UP, Item, Layout, Visit
 
 KINDS = ((UP, GATE, DOWN), (GATE_UP, DOWN), (UP, DOWN), (UP, GATE, DOWN))  # of each layer
 N_EXPERT = 5

@@ -3,7 +3,9 @@
 Rules (DyMoE 4.4.2): a cell, one (layer, kind, expert), holds one tier. A request for a better
 tier than it holds is a miss, loads that tier and then drops the old copy. A request for the
 same or a worse tier is a hit. Beside them: slots of a pool go to whoever asked first, then to
-the copy asked for longest ago that the running step does not need.
+the copy asked for longest ago that the running step does not need. A prefetch takes its slot when
+its read starts (on a device: when its bytes are in host memory), or as soon as it is asked for;
+it is dropped where there is none.
 
 The disk runs beside the requests, so one history of requests has several legal outcomes. A
 `Cache` is one of them; `Caches` (cache_states) is the set of all that agree with what was seen, and
@@ -15,67 +17,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
-SKIP = 255
-ABSENT = 254
-UP, GATE, GATE_UP, DOWN = range(4)
-GRAPH_ORDER = (GATE, GATE_UP, UP, DOWN)  # in which a layer computes its kinds
-
-Cell = tuple[int, int, int]  # layer, kind, expert
-Pool = tuple[int, int, int]  # layer (-1: all layers share it), kind, tier
-Visit = tuple[int, int]  # expert, tier it came in (SKIP: none)
-Item = tuple[int, int, int, int, bool]  # prefetch: layer, expert, tier, mask of kinds, passing
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What does not change while a store lives; bytes and counts as the store is given them."""
-
-    kinds: tuple[tuple[int, ...], ...]  # of each layer, ascending
-    n_expert: int
-    n_tiers: int
-    shared: bool  # layers share slots
-    n_slots: tuple[int, ...]  # [tier] of each pool
-    slot_bytes: tuple[int, ...]  # [tier]
-    expert_bytes: tuple[int, ...]  # [tier]
-    offsets: dict[tuple[int, int, int], int]  # (layer, kind, tier) of expert 0 in the file
-    io_threads: int
-    n_passing: int = 1  # slots of a pool that passing reads may take from the others
-    exact_tiers: bool = False  # a request drops a better copy: no reuse, to measure quality
-    # Slots are on a device, with a cache of slices in host memory behind it: what that has does
-    # not queue for the disk, so that any load may be the next one, and none need read bytes.
-    device: str | None = None
-    host_bytes: int = 0
-
-    def pool(self, cell: Cell, tier: int) -> Pool:
-        return (-1 if self.shared else cell[0], cell[1], tier)
-
-    def offset(self, cell: Cell, tier: int) -> int:
-        return self.offsets[cell[0], cell[1], tier] + cell[2] * self.expert_bytes[tier]
-
-
-class Copy(NamedTuple):
-    """A complete tier in a slot."""
-
-    tier: int
-    stamp: int  # when it was last asked for
-    unused: bool  # read ahead, and not asked for yet
-    passing: bool  # read for passing requests alone: goes before all others
-
-
-class Read(NamedTuple):
-    """A tier on its way from disk; its slot is taken."""
-
-    tier: int
-    stamp: int
-    ahead: bool  # a prefetch
-    turn: int  # among prefetches
-    stage: int  # QUEUED, RUNNING or ARRIVED
-    passing: bool
-
-
-QUEUED, RUNNING, ARRIVED = range(3)
+from .cache_parts import (
+    ABSENT,
+    ARRIVED,
+    DOOMED,
+    DOWN,
+    GATE,
+    GATE_UP,
+    QUEUED,
+    RUNNING,
+    SKIP,
+    UP,
+    Cell,
+    Copy,
+    Item,
+    Layout,
+    Pool,
+    Read,
+    Visit,
+)
 
 
 @dataclass
@@ -162,22 +123,15 @@ class Cache:
 
     def slot_bytes_in_use(self) -> int:
         tiers = [copy.tier for copy in self.held.values()]
-        tiers += [read.tier for read in self.reads.values()]
+        tiers += [read.tier for read in self.reads.values() if read.placed]
         return sum(self.layout.slot_bytes[tier] for tier in tiers)
 
-    def load(
-        self,
-        cell: Cell,
-        tier: int,
-        ahead: bool = False,
-        passing: bool = False,
-        kept: Collection[Cell] = (),
-    ) -> bool:
-        """Starts to load where a slot is free or can be made free; copies of `kept` cells do not
-        make room."""
+    def make_room(self, cell: Cell, tier: int, passing: bool, kept: Collection[Cell] = ()) -> bool:
+        """Whether there is a slot, free or made free; copies of `kept` cells do not make room."""
         pool = self.layout.pool(cell, tier)
         copies = [c for c, copy in self.held.items() if self.layout.pool(c, copy.tier) == pool]
         loads = [c for c, read in self.reads.items() if self.layout.pool(c, read.tier) == pool]
+        loads = [c for c in loads if self.reads[c].placed]
         assert len(copies) + len(loads) <= self.layout.n_slots[tier]
         if len(copies) + len(loads) == self.layout.n_slots[tier]:
             n_passing = sum(self.held[c].passing for c in copies)
@@ -192,11 +146,32 @@ class Cache:
             if not idle:
                 return False
             self.evict(min(idle)[2])
-        turn = self.turn if ahead else 0
-        self.reads[cell] = Read(tier, self.tick(), ahead, turn, QUEUED, passing)
-        self.turn += ahead
+        return True
+
+    def count_peak(self) -> None:
         peak = max(self.counts.get("slot_bytes_peak", 0), self.slot_bytes_in_use())
         self.counts["slot_bytes_peak"] = peak
+
+    def load(self, cell: Cell, tier: int, passing: bool = False) -> bool:
+        """Starts to load for a request where there is a slot."""
+        if not self.make_room(cell, tier, passing):
+            return False
+        self.reads[cell] = Read(tier, self.tick(), False, 0, QUEUED, passing)
+        self.count_peak()
+        return True
+
+    def place(self, cell: Cell) -> bool:
+        """A slot for a read that has none; a request lets those go first that wait already."""
+        read = self.reads[cell]
+        if read.placed:
+            return True
+        if not read.ahead and self.waiting.get(self.layout.pool(cell, read.tier)):
+            return False
+        kept = read.kept if read.ahead else ()
+        if not self.make_room(cell, read.tier, read.passing, kept):
+            return False
+        self.reads[cell] = read._replace(placed=True, kept=frozenset())
+        self.count_peak()
         return True
 
     def evict(self, cell: Cell) -> None:
@@ -208,7 +183,7 @@ class Cache:
         del self.held[cell]
 
     def load_wanted(self, cell: Cell) -> bool:
-        return self.load(cell, self.want[cell], passing=cell in self.passing)
+        return self.load(cell, self.want[cell], cell in self.passing)
 
     def load_or_wait(self, cell: Cell) -> None:
         pool = self.layout.pool(cell, self.want[cell])
@@ -237,7 +212,7 @@ class Cache:
 
     def disk_steps(self) -> list[Callable[[Cache], None]]:
         """What the disk may do next: end a running read, or begin the most urgent one."""
-        running = [c for c, read in self.reads.items() if read.stage == RUNNING]
+        running = [c for c, read in self.reads.items() if read.stage in (RUNNING, DOOMED)]
         queued = [c for c, read in self.reads.items() if read.stage == QUEUED]
         steps: list[Callable[[Cache], None]] = [
             partial(Cache.arrive, cell=cell) for cell in running
@@ -250,6 +225,9 @@ class Cache:
         return steps
 
     def begin_read(self, cell: Cell) -> None:
+        if self.layout.device is None and not self.place(cell):
+            self.cancel(cell)
+            return
         read = self.reads[cell]
         self.reads[cell] = read._replace(stage=RUNNING)
         if self.layout.device is not None:
@@ -258,6 +236,9 @@ class Cache:
         self.count_phase("prefetch_bytes" if read.ahead else "demand_bytes", bytes_read)
 
     def arrive(self, cell: Cell) -> None:
+        if self.reads[cell].stage == DOOMED or not self.place(cell):
+            self.throw_away(cell)
+            return
         self.reads[cell] = self.reads[cell]._replace(stage=ARRIVED)
         if not self.pinned(cell) or not self.good_enough(cell):
             self.publish(cell)  # else an op may be reading the copy that it would replace
@@ -281,6 +262,12 @@ class Cache:
         read = self.reads.pop(cell)
         self.count("prefetch_cancelled", read.ahead)
         self.serve(self.layout.pool(cell, read.tier))
+
+    def throw_away(self, cell: Cell) -> None:
+        """A read that comes to nothing; who needs the cell begins again."""
+        self.cancel(cell)
+        if self.unmet(cell):
+            self.load_or_wait(cell)
 
     # ---- requests
 
@@ -339,11 +326,17 @@ class Cache:
             return
         read = self.reads.get(cell)
         if read is not None:
-            good = read.tier <= self.want[cell]
-            self.count("prefetch_used", good and read.ahead)
+            good = read.tier <= self.want[cell] and read.stage != DOOMED
+            if not good and not read.placed and read.stage != QUEUED:
+                self.count("prefetch_cancelled", read.ahead)
+                self.reads[cell] = read._replace(stage=DOOMED, ahead=False, turn=0)
+                return
             if good or read.stage != QUEUED:
                 self.reads[cell] = read._replace(ahead=False, turn=0)
-                return
+                if self.place(cell) or read.stage != QUEUED:
+                    self.count("prefetch_used", good and read.ahead)
+                    return
+                self.reads[cell] = read
             self.cancel(cell)
         self.load_or_wait(cell)
 
@@ -354,7 +347,10 @@ class Cache:
             ([(layer, k, expert) for k in kinds[layer] if mask >> k & 1], tier, passing)
             for layer, expert, tier, mask, passing in items
         ]
-        kept = {cell for cells, _, _ in listed for cell in cells}
+        kept = frozenset(cell for cells, _, _ in listed for cell in cells)
+        for cell, read in self.reads.items():
+            if not read.placed:
+                self.reads[cell] = read._replace(kept=read.kept | kept)
         for cells, _, passing in reversed(listed):
             for cell in cells:
                 if not passing:
@@ -363,7 +359,10 @@ class Cache:
             for cell in cells:
                 worse = cell not in self.held or self.held[cell].tier > tier
                 if cell not in self.want and cell not in self.reads and worse:
-                    self.load(cell, tier, True, passing, kept)
+                    self.reads[cell] = Read(
+                        tier, self.tick(), True, self.turn, QUEUED, passing, False, kept
+                    )
+                    self.turn += 1
 
     def ready(self, layer: int, kind: int, experts: Iterable[int]) -> list[Visit]:
         """Which of these may be computed now, and in which tier."""

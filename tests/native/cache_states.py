@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .cache_model import SKIP, Cache, Layout, Visit
+from .cache_model import Cache
+from .cache_parts import SKIP, Layout, Visit
 
 
 class Caches:

@@ -236,12 +236,15 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
                 skipped += tiers.back() == MOE_EDGE_SKIP;
             }
         }
-        moe_edge_prefetch_item items[3];
+        // for prefetches more than slots, in part for what is about to be asked for
+        moe_edge_prefetch_item items[6];
         for (auto & item : items) {
-            item = { (int16_t) (random() % LAYERS), (int16_t) (random() % EXPERTS), (uint8_t) (random() % TIERS), 0, (int16_t) (random() % 2) };
+            const bool here = !ids.empty() && random() % 2 == 0;
+            item = { (int16_t) (here ? layer : random() % LAYERS), (int16_t) (here ? ids[random() % ids.size()] : random() % EXPERTS),
+                (uint8_t) (random() % TIERS), 0, (int16_t) (random() % 2) };
         }
         if (random() % 2 == 0) {
-            moe_edge_prefetch(store, items, 3);
+            moe_edge_prefetch(store, items, 6);
         } else {
             transitions += moe_edge_transition(store, items, 3);
         }
@@ -273,6 +276,7 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
     }
     const uint64_t host_hits = s.host_hits[0] + s.host_hits[1];
     if (count.rows == 0 || skipped == 0 || cut == 0 || (slots_hi > 1 && transitions == 0) || host_hits == 0 || s.evictions == 0 || s.promotions == 0 ||
+        s.prefetch_used == 0 || s.prefetch_cancelled == 0 || s.prefetch_wasted == 0 ||
         s.copy_wait_us[0] + s.copy_wait_us[1] != 0 || s.slot_bytes_peak > s.budget_bytes) {
         die("a situation did not come up, or the host waited for a copy");
     }

@@ -171,8 +171,14 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
                     }
                 }
                 if (random() % 4 == 0) {
-                    const moe_edge_prefetch_item item = { (int16_t) (random() % LAYERS), (int16_t) (random() % EXPERTS), (uint8_t) (random() % TIERS), 0, (int16_t) (random() % 2) };
-                    moe_edge_prefetch(store, &item, 1);
+                    // often more than there are slots, in part for what this layer is about to ask for
+                    std::vector<moe_edge_prefetch_item> items(1 + random() % 8);
+                    for (auto & item : items) {
+                        const bool here = !ids.empty() && random() % 2;
+                        item = { (int16_t) (here ? l : random() % LAYERS), (int16_t) (here ? ids[random() % ids.size()] : random() % EXPERTS),
+                            (uint8_t) (random() % TIERS), (uint8_t) (random() % 3 ? 0 : 1 << KINDS[random() % 3]), (int16_t) (random() % 2) };
+                    }
+                    moe_edge_prefetch(store, items.data(), items.size());
                 }
                 if (moe_edge_apply(store, l, ids.data(), tiers.data(), passing.data(), ids.size()) != 0) {
                     die(moe_edge_error(store));
@@ -208,7 +214,7 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
     moe_edge_stats s;
     moe_edge_get_stats(store, &s);
     if (s.slot_bytes_peak > s.budget_bytes || s.hits[1] > s.requests[1] || rounds == 0 || skipped == 0 ||
-        (device != nullptr) != (s.copy_bytes[1] > 0 && s.host_bytes > 0)) {
+        s.prefetch_used == 0 || s.prefetch_cancelled == 0 || (device != nullptr) != (s.copy_bytes[1] > 0 && s.host_bytes > 0)) {
         die("the statistics contradict themselves");
     }
     printf("%s hi %d lo %d: %lld rounds, %llu host hits, %llu requests, %llu hits, %llu promotions, %llu evictions, prefetch %llu used %llu wasted %llu cancelled\n",

@@ -40,7 +40,7 @@ from .cache_driver import (
     ExpertFile,
     model_counts,
 )
-from .cache_model import GRAPH_ORDER, SKIP, Item, Layout
+from .cache_parts import GRAPH_ORDER, SKIP, Item, Layout
 from .cache_states import Caches
 from .conftest import DEVICES
 

@@ -134,11 +134,12 @@ def test_where_low_copies_do_not_fit_they_are_cached(
     both: Path, tiny_model: Callable[..., Path]
 ) -> None:
     reference = run(tiny_model("qwen3moe", "q2_k"))
+    options = {"policy": "dynaexq", "hot_experts": 0}
     with pytest.raises(BudgetError, match="smallest that works with the policy dynaexq") as refused:
-        run(both, policy="dynaexq", expert_ram=1)
+        run(both, expert_ram=1, **options)
     least = refused.value.needed_bytes
     for budget in (least, 2 * least):
-        with Engine.open(build(both, policy="dynaexq", expert_ram=budget)) as engine:
+        with Engine.open(build(both, expert_ram=budget, **options)) as engine:
             assert "caching" in engine.mode
             np.testing.assert_array_equal(logits(engine), reference)
             stats = engine.store.stats()
@@ -236,16 +237,24 @@ def test_what_does_not_go_together_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("budget_share", "pair"), [(0.9, "q4_k/q2_k"), (1.2, "q8_0/q4_k"), (5.0, "q8_0/q4_k")]
+    ("budget_share", "high", "pair"),
+    [
+        (0.9, None, "q4_k/q2_k"),
+        (1.2, None, "q8_0/q4_k"),
+        (5.0, None, "q8_0/q4_k"),
+        (0.9, "q8_0", "q8_0/q2_k"),  # the smaller low tier, since q4_k does not fit
+        (1.2, "q8_0", "q8_0/q4_k"),
+    ],
 )
 def test_the_pair_is_the_best_that_fits(
-    tiny_model: Callable[..., Path], budget_share: float, pair: str
+    tiny_model: Callable[..., Path], budget_share: float, high: str | None, pair: str
 ) -> None:
-    """Low copies of all experts in the best tier possible, high ones in the next better."""
+    """Low copies of all experts in the best tier possible, high ones in the next better, or in
+    the one that was named."""
     model = tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
     with Engine.open(build(model, policy="lru", high_tier="q4_k")) as engine:
         assert engine.plan.slots is not None
         whole = engine.plan.slots.total_bytes
-    options = {"policy": "dynaexq", "expert_ram": int(budget_share * whole)}
+    options = {"policy": "dynaexq", "expert_ram": int(budget_share * whole), "high_tier": high}
     with Engine.open(build(model, **options)) as engine:
         assert pair in engine.mode

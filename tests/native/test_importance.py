@@ -14,6 +14,8 @@ from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
 from orchestrator.policy import ModelShape, Policy
 from orchestrator.policy.base import Callback
 
+from .attention import Attention, received, streams
+
 N = 48
 Scores = dict[int, np.ndarray | None]
 
@@ -69,6 +71,35 @@ def test_the_cheap_form_over_all_queries_is_the_exact_one(
         np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
         if len(expected) == N:
             assert expected.sum() == pytest.approx(N, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "interleaved", "normed"), [("qwen3moe", False, True), ("mixtral", True, False)]
+)
+@pytest.mark.parametrize(("importance", "window"), [("exact", N), ("window", 8), ("window", 1)])
+def test_it_is_the_attention_of_the_model(
+    shape: str,
+    interleaved: bool,
+    normed: bool,
+    importance: str,
+    window: int,
+    tiny_model: Callable[..., Path],
+) -> None:
+    """By an attention of our own from the weights: norms, rope, softmax. The graph rounds q's and
+    k's inputs to 8 bits, and keys to half precision."""
+    model = tiny_model(shape, "q4_k")
+    own = Attention(model, interleaved, normed)
+    found = scores(
+        model, [tokens()], importance=importance, importance_window=window, logits_all=True
+    )
+    behind = streams(model, tokens())
+    entering = [own.embeddings(tokens()), *(behind[il] for il in range(len(found) - 1))]
+    for layer, stream in enumerate(entering):
+        expected, score = received(own.weights(layer, stream), window), found[layer]
+        assert score is not None
+        # tokens differ by far more than that
+        assert expected.std() > 0.1 * expected.mean()
+        np.testing.assert_allclose(score, expected, atol=0.03 * expected.std(), rtol=0.02)
 
 
 def test_a_window_is_the_last_queries(tiny_model: Callable[..., Path]) -> None:

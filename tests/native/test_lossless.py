@@ -100,6 +100,23 @@ def test_quotas_are_lossless_too(tiny_model: Callable[..., Path]) -> None:
         np.testing.assert_array_equal(found, reference)
 
 
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+@pytest.mark.parametrize("shape", ["qwen3moe", "deepseek2-fused"])
+def test_matrices_loaded_one_by_one_are_lossless(
+    kinds: int, shape: str, tiny_model: Callable[..., Path]
+) -> None:
+    """FIRM with three layers that vote, while it tunes itself: another choice of experts to load
+    ahead in every step, and the same logits."""
+    model = tiny_model(shape, "q4_k")
+    reference = run(model, 40)
+    options = {"policy": "firm", "prefetch": "on", "prefetch_kinds": kinds}
+    options |= {"tune": "climb" if kinds == 2 else "all", "tune_steps": 1, "tune_tokens": 30}
+    budget = smallest_budget(model, **options)
+    for factor in (1, 3):
+        found = run(model, 40, expert_ram=factor * budget, **options)
+        np.testing.assert_array_equal(found, reference)
+
+
 def test_the_default_is_lossless_with_one_tier(tiny_model: Callable[..., Path]) -> None:
     model = tiny_model("qwen3moe", "q4_k")
     budget = smallest_budget(model)

@@ -113,6 +113,38 @@ def decode_four(engine: Engine) -> None:
         engine.decode_batch([int(t) for t in rng.integers(0, 250, 4)], range(4))
 
 
+def test_every_sequence_looks_ahead(both: Path) -> None:
+    """In a decode step the predictions of all tokens are asked for, and no token's importance is
+    computed: not in the graph of a prompt with as many tokens, either."""
+    two = {"retention": 0.5, "high_tier": "q4_k", "low_tier": "q2_k", "prefetch": "on"}
+    config = build(both, "dymoe", sequences=4, expert_ram=64 << 20, n_ubatch=4, **two)
+    with Engine.open(config) as engine:
+        original = engine.driver.on_route
+        seen: set[tuple[int, bool]] = set()
+        n_apart = 0
+
+        def decided(event: RouteEvent) -> None:
+            nonlocal n_apart
+            original(event)
+            if event.n_tokens < 4:
+                return
+            seen.add((event.phase, bool(event.has_importance)))
+            if event.phase == Phase.DECODE and event.n_ahead:
+                wanted = set(event.ahead_ids_array[0].ravel().tolist())
+                n_apart += len(wanted) > event.k
+                out = engine.store.decision
+                listed = list(out._prefetch[: out.n_prefetch])
+                assert {key >> 16 & 0xFFFF for key in listed} == wanted
+                assert {key & 0xFFFF for key in listed} == {event.layer + 1}
+
+        engine.driver.set_route(decided)
+        engine.eval(PROMPTS[2][:4], 0)
+        decode_four(engine)
+        engine.store.check()
+    assert seen == {(Phase.PREFILL, True), (Phase.DECODE, False)}
+    assert n_apart > 0
+
+
 def test_an_expert_is_critical_if_it_is_for_any_token(both: Path) -> None:
     """DyMoE in a batch: the union of each token's most weighted experts is high, and nothing
     else; the store computes as decided."""
@@ -151,10 +183,13 @@ def test_hotness_counts_every_token_of_a_batch(both: Path) -> None:
     with Engine.open(config) as engine:
         decode_four(engine)
         assert isinstance(engine.policy, DynaExq)
-        # S of the last step alone
-        assert engine.policy.hotness.sum(axis=1).tolist() == (
+        # S of the last step alone: shares of its four tokens
+        counts = 4 * engine.policy.hotness
+        assert counts.sum(axis=1).tolist() == (
             [4 * engine.model.n_expert_used] * engine.model.n_layers
         )
+        np.testing.assert_array_equal(counts, counts.round())
+        assert (counts > 1).any()
         stats = engine.store.stats()
         assert list(stats.hits) == list(stats.requests)
         assert list(stats.wait_us) == [0, 0]

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
+from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.cases import Case
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.models import Note
@@ -16,6 +17,16 @@ from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.table import document
 
 L = TypeVar("L", bound="Loop[Any]")
+
+
+def only(cases: list[Case], words: Sequence[str]) -> list[Case]:
+    """The cases whose names have one of these words, all without words. Raises ConfigError where
+    none is left."""
+    found = [case for case in cases if not words or any(word in case.name for word in words)]
+    if not found:
+        names = ", ".join(dict.fromkeys(case.name for case in cases))
+        raise ConfigError(f"--rows {','.join(words)}: no row is left of {names}")
+    return found
 
 
 class Benchmark(Experiment[L, Result]):
@@ -48,7 +59,7 @@ class Benchmark(Experiment[L, Result]):
 
     def measure(self, on: L) -> Result:
         """The report. A case that fails is reported in its row."""
-        measured = on.run(self.cases(on))
+        measured = on.run(only(self.cases(on), on.options.rows))
         report = on.describe(measured) | self.figures(on, measured)
         goals = self.goals(on, report["cases"])
         return report if goals is None else report | {"goals": goals}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from typing import Any
-
+from orchestrator.config import Config
+from orchestrator.footprint import scratch_bytes
 from orchestrator.lab.bench.benchmark import Benchmark
+from orchestrator.lab.bench.bounds import add_bound, bound_notes, computing
 from orchestrator.lab.bench.cases import (
+    LESS,
     MANAGED,
     NO_REPACK,
     PLAIN,
@@ -15,8 +16,10 @@ from orchestrator.lab.bench.cases import (
     Case,
     mapped,
     policies,
+    uniform,
 )
 from orchestrator.lab.bench.loop import Loop, Measured
+from orchestrator.lab.bench.models import tier_expert_bytes, uniform_tiers
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.report import MIX, by_cap, memory_notes, moved, speeds, tokens_of
 from orchestrator.lab.bench.rows import Result, case_row, median_ratio
@@ -31,9 +34,13 @@ COLUMNS = (
 )
 
 
+# Beside the experts, what reading one tensor at a time into another layout takes.
+_REPACKED = ("q4_k", "q2_k")
+
+
 def cap_cases(options: BenchOptions) -> list[Case]:
     """Everything in memory; then, under each cap, upstream and every policy of ours."""
-    listed = list(RESIDENT)
+    listed = [*RESIDENT, *LESS]
     for cap in options.caps:
         listed += [
             mapped(cap),
@@ -43,16 +50,52 @@ def cap_cases(options: BenchOptions) -> list[Case]:
     return listed
 
 
+def largest_whole(loop: Loop[BenchOptions], cap: float) -> str | None:
+    """The largest uniform type of the experts with which the model fits under a cap as a whole."""
+    model, options = loop.model, loop.options
+    config = Config.build(model=loop.high, ctx=options.n_ctx, n_ubatch=options.n_ubatch)
+    fixed = model.dense_bytes + model.kv_bytes(options.n_ctx) + scratch_bytes(model, config)
+    for tier in uniform_tiers(options):
+        experts = tier_expert_bytes(model, tier)
+        if experts is None:
+            continue
+        if not options.caps_process:
+            if experts <= cap * model.tier_bytes[0]:
+                return tier
+            continue
+        tensor = experts // (3 * model.n_layers) if tier in _REPACKED else 0
+        if fixed + experts + tensor <= cap * loop.file_bytes:
+            return tier
+    return None
+
+
 class Caps(Benchmark[Loop[BenchOptions]]):
     """Upstream and every policy side by side."""
 
     options = BenchOptions
     listed = staticmethod(cap_cases)
 
+    def cases(self, loop: Loop[BenchOptions]) -> list[Case]:
+        """Those of the options, and under each cap the largest uniform type that fits whole."""
+        listed = super().cases(loop)
+        for cap in loop.options.caps:
+            tier = largest_whole(loop, cap)
+            if tier is None:
+                loop.skip(f"no uniform type of the experts fits {cap:.0%} as a whole")
+                continue
+            last = max(at for at, case in enumerate(listed) if case.cap == cap)
+            listed[last + 1 : last + 1] = uniform(cap, tier)
+        return listed
+
     def figures(self, loop: Loop[BenchOptions], measured: Measured) -> Result:
         rows = [case_row(case, runs, loop.limit_bytes(case)) for case, runs in measured.each()]
-        _add_bounds(rows, [each.bytes_per_s for each in measured.bandwidths])
-        return {"ratios": _resident_ratios(rows), "cases": rows}
+        compute = computing(rows, loop.fewer_experts[1] / loop.model.n_expert_used)
+        for row, (_, runs) in zip(rows, measured.each(), strict=True):
+            if compute and "error" not in row and "disk" in runs[0]:
+                add_bound(row, runs, compute)
+        _add_speedups(rows)
+        fewer = loop.fewer_experts[1]
+        return {"ratios": _resident_ratios(rows), "fewer_experts": fewer, "cases": rows}
 
     def intro(self, report: Result) -> list[str]:
         options = report["options"]
@@ -60,49 +103,40 @@ class Caps(Benchmark[Loop[BenchOptions]]):
             f"{options['tokens']} decode steps with the same {tokens_of(report)} tokens for all, "
             f"{options['prompt_tokens']} before them; {options['runs']} runs in turn, speeds from "
             f"the median step; dymoe at r = {options['retention']}",
-            "bound: the slower of the managed path with everything resident, and missed bytes / "
-            "reads",
+            "bound: the median over the steps of the slower of computing and missed bytes / "
+            "bandwidth. Computing is upstream's at its best flags with everything resident, less "
+            "what low and skipped experts save there; the bandwidth is the best that the probes "
+            f"before and after or the row itself showed. fewer experts: {report['fewer_experts']} "
+            f"of {report['model']['n_expert_used']} a token",
+            "all TYPE: every expert in the largest type with which the model fits whole. It is "
+            "the rival by speed; what types and mixes lose is no matter of random weights, and "
+            "stands in docs/quality.md",
         ]
 
     def tables(self, report: Result) -> list[Table]:
-        found = [Table(title, COLUMNS, rows, memory_notes(rows)) for title, rows in by_cap(report)]
+        found = [
+            Table(title, COLUMNS, rows, [*memory_notes(rows), *bound_notes(rows)])
+            for title, rows in by_cap(report)
+        ]
         found[0].footnotes += _ratio_notes(report["ratios"])
         return found
 
 
-def _add_bounds(rows: list[dict[str, Any]], bytes_per_s: list[float]) -> None:
-    """Adds the bound and the ratios of each row, run by run: what a run compares ran within
-    minutes of each other, and a machine's speed drifts.
-
-    Bound of a token: max(computing, missed bytes / bandwidth), computing
-    being the managed path with everything resident.
-    """
-    good = [row for row in rows if "error" not in row]
-    reference = next((row["tpot_ms_p50_runs"] for row in good if row["role"] == "reference"), None)
+def _add_speedups(rows: list[Result]) -> None:
+    """Adds the speed of each row against upstream's better way of mapping the file, run by run."""
+    good = [row for row in rows if "error" not in row and row["cap"] is not None]
     for row in good:
-        steps = row["tpot_ms_p50_runs"]
-        if row["cap"] is None:
-            continue
-        needed = row.get("needed_bytes_per_token_runs")
-        if needed and reference:
-            bounds = [
-                max(compute_ms, missed / speed * 1e3)
-                for compute_ms, missed, speed in zip(reference, needed, bytes_per_s, strict=True)
-            ]
-            row["bound_tpot_ms"] = statistics.median(bounds)
-            row["of_bound"] = median_ratio(bounds, steps)
-        mmap_runs = [
+        mapped_runs = [
             each["tpot_ms_p50_runs"]
             for each in good
             if each["role"] == "mmap" and each["cap"] == row["cap"]
         ]
-        if mmap_runs:
-            row["speedup_mmap"] = median_ratio(
-                [min(each) for each in zip(*mmap_runs, strict=True)], steps
-            )
+        if mapped_runs:
+            best = [min(each) for each in zip(*mapped_runs, strict=True)]
+            row["speedup_mmap"] = median_ratio(best, row["tpot_ms_p50_runs"])
 
 
-def _resident_ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+def _resident_ratios(rows: list[Result]) -> dict[str, float]:
     """Speed with everything resident against upstream, medians over the runs."""
     steps = {
         row["name"]: row["tpot_ms_p50_runs"]

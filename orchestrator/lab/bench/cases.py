@@ -10,11 +10,14 @@ from typing import Any
 class Case:
     """One system under one cap. settings: of PlainModel, or of Config for our engine.
 
-    role says what a report does with it: "resident" (everything in memory, on the plain path),
-    "reference" (the same on the managed path, which limits the others), "mmap" (what speed-ups
-    refer to; "upstream" in `bench gpu`), "probe" (loaded to see what it takes), or "".
+    role says what a report does with it: "resident" (everything in memory, on our plain path, or
+    by upstream on a GPU), "upstream" (by upstream at some flags: the better ones bound the rows),
+    "reference" (the same on the managed path), "low" and "fewer" (upstream with everything in
+    memory, all experts in the low precision, or fewer experts a token: what a mix computes),
+    "mmap" (what speed-ups refer to; "upstream" in `bench gpu`), "probe" (loaded to see what it
+    takes), or "".
     one_token: expert slots for one token of one layer, so that nothing that was read is there
-    when it is needed again.
+    when it is needed again. tier: all experts are of this type, in the place of the high one.
     """
 
     name: str
@@ -23,6 +26,7 @@ class Case:
     role: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     one_token: bool = False
+    tier: str | None = None
 
     @property
     def key(self) -> str:
@@ -36,11 +40,29 @@ ONE_TIER = "dymoe 4, r=1"  # one precision with per-layer quotas and look-ahead
 
 REFERENCE = Case(MANAGED, "engine", None, "reference", {"policy": "lru", "force_managed": True})
 RESIDENT = (
-    Case(REPACK, "upstream", None, "resident", {"mmap": False, "extra_bufts": True}),
-    Case(NO_REPACK, "upstream", None, "resident", {"mmap": False}),
+    Case(REPACK, "upstream", None, "upstream", {"mmap": False, "extra_bufts": True}),
+    Case(NO_REPACK, "upstream", None, "upstream", {"mmap": False}),
     Case(PLAIN, "engine", None, "resident", {"policy": "plain"}),
     REFERENCE,
 )
+
+# What computes less than the high precision with all its experts, at either flags.
+LESS = tuple(
+    Case(
+        f"{name}{flags}", "upstream", None, role, {"mmap": False, "extra_bufts": repack}, tier=tier
+    )
+    for name, role, tier in (("all q2_k", "low", "q2_k"), ("fewer experts", "fewer", None))
+    for flags, repack in ((", repack", True), (", no repack", False))
+)
+
+
+def uniform(cap: float, tier: str) -> list[Case]:
+    """All experts in a smaller type that fits whole: nothing is missed, and all lose alike."""
+    flags = {"mmap": False, "extra_bufts": True}
+    return [
+        Case(f"all {tier}, upstream", "upstream", cap, "", flags, tier=tier),
+        Case(f"all {tier}, our plain path", "engine", cap, "", {"policy": "plain"}, tier=tier),
+    ]
 
 
 def mapped(cap: float) -> Case:

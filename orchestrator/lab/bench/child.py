@@ -89,12 +89,14 @@ def play(
     topics: Sequence[Draw] = (),
     marks: Marks | None = None,
     together: Together | None = None,
+    after_step: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> list[dict[str, Any]]:
     """Times every part, in order: {"name", "tokens", "ms"}, one time for each prompt or step.
 
     together evaluates the steps of parts with several sequences. watch(result) is entered before
     a part and left after it, and may add to the result. topics are the sources of the parts that
-    have one. marks adds "marks", one for each time. Tokens are drawn for whole parts, so that one
+    have one. marks adds "marks", one for each time; after_step(result) may add what else is of one
+    prompt or step, outside of its time. Tokens are drawn for whole parts, so that one
     that ends early does not change those after it.
     """
     results = []
@@ -122,6 +124,7 @@ def play(
                     evaluate(step, pos)
                 now = perf_counter()
                 result["ms"].append((now - before) * 1e3)
+                after_step(result)
                 result["tokens"] += len(step)
                 if marks is not None:
                     result["marks"].append(marks.take())
@@ -225,7 +228,10 @@ def run_engine(job: Job) -> dict[str, Any]:
         marks = Marks(engine) if managed and job.marks else None
         together = Together(engine) if config.sequences else None
         evaluate: Eval = engine.eval if together is None else together.eval
-        result["parts"] = play(job.parts, evaluate, draw, watch, topics, marks, together)
+        step_reads = _step_reads(engine.store) if managed else lambda result: None
+        result["parts"] = play(
+            job.parts, evaluate, draw, watch, topics, marks, together, step_reads
+        )
         result["policy"] = engine.policy.report() if managed else {}
         if memory is not None:
             plan = engine.plan
@@ -260,6 +266,20 @@ def _store_watch(store: Any) -> Watch:
         result["callback_us"] = store.callback_us(since=calls)
 
     return watch
+
+
+def _step_reads(store: Any) -> Callable[[dict[str, Any]], None]:
+    """Adds to a part's "step_reads", for each prompt or step, the bytes that were read because a
+    token waited, and those that were read ahead."""
+
+    def add(result: dict[str, Any]) -> None:
+        reads = result.setdefault("step_reads", [])
+        stats = store.stats()  # reset where a part begins
+        so_far = (sum(stats.demand_bytes), sum(stats.prefetch_bytes))
+        before = [sum(each) for each in zip(*reads, strict=True)] or (0, 0)
+        reads.append([now - then for now, then in zip(so_far, before, strict=True)])
+
+    return add
 
 
 def store_counters(stats: Any) -> dict[str, Any]:

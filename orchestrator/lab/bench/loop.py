@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.synthetic.tensors import RESIDUAL_POWER
 from orchestrator import disk
 from orchestrator.errors import ConfigError
 from orchestrator.footprint import model_shape
 from orchestrator.lab.bench import host
 from orchestrator.lab.bench.cases import Case
 from orchestrator.lab.bench.job import Job, longest_context
-from orchestrator.lab.bench.models import DEMO_TEXT, LOW, Note, build_models
+from orchestrator.lab.bench.models import DEMO_TEXT, LOW, Note, build_models, build_uniform
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import Result
 from orchestrator.policy.base import ModelShape
@@ -78,17 +79,23 @@ class Loop(Generic[Asked]):
         """Measures all cases once, then all of them again, options.runs times: what a ratio
         compares ran within minutes of each other. A case that failed is not tried again."""
         options = self.options
+        for case in listed:
+            self.file_of(case.tier)  # a disk without room ends this before an hour of measuring
         results: dict[str, list[Result]] = {case.key: [] for case in listed}
         bandwidths = []
         with contextlib.nullcontext() if options.quick else host.first_in_line():
             for number in range(options.runs):
                 bandwidths.append(self.bandwidth(number))
+                before = bandwidths[-1].bytes_per_s
                 for case in listed:
                     earlier = results[case.key]
                     if any("error" in each for each in earlier):
                         continue
                     self.note(f"run {number + 1} of {options.runs}: {case.key}")
                     earlier.append(self.measure(case, number))
+                    if case.cap is not None and case.system == "engine" and case.tier is None:
+                        after = self.probe(number).bytes_per_s
+                        earlier[-1]["disk"], before = [before, after], after
         return Measured(listed, results, bandwidths)
 
     def skip(self, reason: str) -> None:
@@ -102,11 +109,32 @@ class Loop(Generic[Asked]):
             self.skip(host.forget_files([self.high, self.low]))
 
     def bandwidth(self, number: int) -> disk.Bandwidth:
-        seconds = 0.1 if self.options.quick else 1.5
+        """What the disk delivers before a run."""
+        return self.probe(number, 1.5)
+
+    def probe(self, number: int, seconds: float = 0.5) -> disk.Bandwidth:
+        """What the disk delivers at this moment: it is asked before and after each row that
+        reads, since the speed of a shared disk changes."""
+        seconds = 0.1 if self.options.quick else seconds
         self.forget()
         return disk.read_bandwidth(
             self.model, threads=self.options.io_threads, seconds=seconds, seed=number
         )
+
+    @property
+    def fewer_experts(self) -> tuple[str, int]:
+        """(metadata key, number): as many experts a token as are left of them at `retention`."""
+        used = self.model.n_expert_used
+        architecture = self.model.metadata["general.architecture"]
+        fewer = min(used - 1, round(used * self.options.retention))
+        return f"{architecture}.expert_used_count", max(1, fewer)
+
+    def file_of(self, tier: str | None) -> Path:
+        """The model with all experts of this type, None for the high precision; it is written
+        where it is not there yet."""
+        if tier is None:
+            return self.high
+        return self.low if tier == LOW else build_uniform(self.options, tier, self.note)
 
     def limit_bytes(self, case: Case) -> int | None:
         """The cap on the whole process; None without one."""
@@ -140,15 +168,18 @@ class Loop(Generic[Asked]):
         """What the process of a case is told."""
         options = self.options
         settings = dict(case.settings)
+        if case.role == "fewer":
+            settings["experts_used"] = self.fewer_experts
         if case.system == "engine":
             settings["io_threads"] = options.io_threads
             settings["sequences"] = options.sequences
-            settings |= self.cap_settings(case)
+            if case.tier is None or options.caps_process:
+                settings |= self.cap_settings(case)
             if case.one_token:
                 settings["expert_ram"] = token_slot_bytes(self.model, self.shape_of)
         return Job(
             system=case.system,
-            model=str(self.high),
+            model=str(self.file_of(case.tier)),
             low=str(self.low) if settings.get("low_tier") == LOW else None,
             settings=settings,
             n_ctx=options.n_ctx,
@@ -205,6 +236,7 @@ class Loop(Generic[Asked]):
                 "file_bytes": self.file_bytes,
                 "tiers": [tier.name for tier in model.tiers],
                 "n_layers": model.n_layers,
+                "residual_power": None if options.trained else RESIDUAL_POWER,
                 "n_expert": model.n_expert,
                 "n_expert_used": model.n_expert_used,
             },

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import BLOCK, row_bytes, type_by_name
 from gguf_tools.pack import export
+from gguf_tools.synthetic.drawn import DRAWN_TYPES
+from gguf_tools.synthetic.weights import BLOCK_TYPES
+from gguf_tools.units import format_size
 from orchestrator.errors import MoeEdgeError
 from orchestrator.files import user_folder
 from orchestrator.lab.bench.options import BenchOptions
 
 HIGH, LOW = "q4_k", "q2_k"
+# Uniform types that a smaller memory may hold whole, the largest first.
+UNIFORM = ("q6_k", "q5_k", "q4_k", "iq4_xs", "q3_k", "iq3_xxs", "q2_k", "iq2_xs", "iq2_xxs")
+# Files below this size are written without a word of the disk.
+LARGE_BYTES = 2**32
 DEMO_FOLDER = Path(__file__).resolve().parents[3] / "models" / "demo"
 DEMO_MODEL = DEMO_FOLDER / "moe-edge-demo.gguf"
 DEMO_TEXT = DEMO_FOLDER / "conversations.txt"
@@ -30,14 +40,55 @@ def build_models(options: BenchOptions, note: Note) -> tuple[Path, Path]:
     """The model in the high and in the low precision, written when not there yet.
 
     The names hold a digest of what they are made from, so that a changed generator or demo
-    model never meets old files. Raises MoeEdgeError where the demo model is not installed.
+    model never meets old files. Raises MoeEdgeError where the demo model is not installed, and
+    where the disk has no room.
     """
     if options.trained:
         for path in (DEMO_MODEL, DEMO_TEXT):
             if not path.is_file():
                 raise MoeEdgeError(f"{path} is not here: choose another --shape")
-        sources = [DEMO_MODEL]
-        stem = options.model_name
+    missing = [tier for tier in (HIGH, LOW) if not _path(options, tier).exists()]
+    if missing and not options.trained:
+        _check_room(options, missing, note)
+    return _build(options, HIGH, note), _build(options, LOW, note)
+
+
+def build_uniform(options: BenchOptions, tier: str, note: Note) -> Path:
+    """The model with all experts in this type, written when not there yet. Raises MoeEdgeError
+    where that fails."""
+    if not _path(options, tier).exists() and not options.trained:
+        _check_room(options, [tier], note)
+    return _build(options, tier, note)
+
+
+def uniform_tiers(options: BenchOptions) -> tuple[str, ...]:
+    """The types that all experts can be made of in seconds, the largest first."""
+    if options.trained:
+        with ExpertModel.open(DEMO_MODEL) as demo:
+            found = [tier.name for tier in demo.tiers]
+    else:
+        found = [kind.tier_name for kind in (*DRAWN_TYPES, *BLOCK_TYPES)]
+    return tuple(tier for tier in UNIFORM if tier in found)
+
+
+def tier_expert_bytes(model: ExpertModel, tier: str) -> int | None:
+    """What all experts of a model take in this type; None where their rows are not whole blocks
+    of it."""
+    kind = type_by_name(tier)
+    shapes = [shape for layer in model.shapes for shape in layer if shape is not None]
+    if kind is None or any(shape[0] % BLOCK[kind].weights for shape in shapes):
+        return None
+    return sum(row_bytes(kind, shape[0]) * shape[1] * model.n_expert for shape in shapes)
+
+
+def _shape(options: BenchOptions) -> synthetic.Shape:
+    shape = synthetic.preset(options.model_name)
+    return shape if options.layers is None else replace(shape, n_layer=options.layers)
+
+
+def _path(options: BenchOptions, tier: str) -> Path:
+    if options.trained:
+        sources, stem = [DEMO_MODEL], options.model_name
     else:
         sources = sorted(Path(str(synthetic.__file__)).parent.glob("*.py"))
         layers = "" if options.layers is None else f"-{options.layers}"
@@ -45,25 +96,42 @@ def build_models(options: BenchOptions, note: Note) -> tuple[Path, Path]:
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())
+    return cache_folder() / f"{stem}-{tier}-{digest.hexdigest()[:12]}.gguf"
+
+
+def _check_room(options: BenchOptions, tiers: Sequence[str], note: Note) -> None:
+    """Says what is going to be written, and raises MoeEdgeError where the disk has no room."""
     folder = cache_folder()
-    paths = []
-    for tier in (HIGH, LOW):
-        path = folder / f"{stem}-{tier}-{digest.hexdigest()[:12]}.gguf"
-        if not path.exists():
-            note(f"writing {path}")
-            for stale in folder.glob(f"{stem}-{tier}-*.gguf"):
-                stale.unlink()
-            _write(path, tier, options)
-        paths.append(path)
-    return paths[0], paths[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    old = (_stale(_path(options, tier)) for tier in tiers)
+    free += sum(path.stat().st_size for paths in old for path in paths)
+    needed = sum(synthetic.file_bytes(_shape(options), tier) for tier in tiers)
+    if needed > LARGE_BYTES:
+        note(f"writing {format_size(needed)} to {folder}, where {format_size(free)} are free")
+    if needed > free:
+        raise MoeEdgeError(
+            f"the model takes {format_size(needed)}, and {folder} has {format_size(free)} free: "
+            f"make room, set XDG_CACHE_HOME to a larger disk, or ask for fewer --layers"
+        )
 
 
-def _write(path: Path, tier: str, options: BenchOptions) -> None:
-    if options.trained:
+def _stale(path: Path) -> list[Path]:
+    """Files of the same model by an earlier generator."""
+    stem = path.stem.rpartition("-")[0]
+    return [each for each in path.parent.glob(f"{stem}-*.gguf") if each != path]
+
+
+def _build(options: BenchOptions, tier: str, note: Note) -> Path:
+    path = _path(options, tier)
+    if not path.exists():
+        note(f"writing {path}")
+        for stale in _stale(path):
+            stale.unlink()
         path.parent.mkdir(parents=True, exist_ok=True)
-        export(DEMO_MODEL, path, tier)
-        return
-    shape = synthetic.preset(options.model_name)
-    if options.layers is not None:
-        shape = replace(shape, n_layer=options.layers)
-    synthetic.write(path, shape, tiers=(tier,), routing=options.routing, seed=options.seed)
+        if options.trained:
+            export(DEMO_MODEL, path, tier)
+        else:
+            shape = _shape(options)
+            synthetic.write(path, shape, tiers=(tier,), routing=options.routing, seed=options.seed)
+    return path

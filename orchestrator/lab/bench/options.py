@@ -10,7 +10,7 @@ from gguf_tools import synthetic
 from gguf_tools.process import default_threads
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.job import Part, decode, longest_context, prompt, settle
-from orchestrator.lab.lists import PERCENTAGES
+from orchestrator.lab.lists import PERCENTAGES, WORDS
 from orchestrator.policy.dymoe import DyMoESettings
 from orchestrator.settings import FROM_0, FROM_1, Settings, again, setting
 
@@ -61,13 +61,22 @@ class BenchOptions(Settings):
     retention: float = again(
         DyMoESettings, "retention", 0.75, help=f"{_RETENTION.help} For dymoe.", shown=None
     )
+    rows: tuple[str, ...] = setting(
+        (),
+        "Only rows whose names have one of these words, as lru,dynaexq,upstream.",
+        notation=WORDS,
+        shown="all",
+    )
     warmup: int = setting(16, "Unmeasured decode steps.", within=FROM_0, option=False)
     io_threads: int = setting(4, "Threads that read experts.", within=FROM_1, option=False)
     max_seconds: float = setting(
         45.0, "Longest time of one process's decode steps.", within=FROM_0, option=False
     )
     layers: int | None = setting(
-        None, "Layers of a random-weight model.", within=FROM_1, option=False
+        None,
+        "Layers of a random-weight model; all 48 of qwen3-30b take 27 GB of disk.",
+        within=FROM_1,
+        shown="a few",
     )
 
     def __post_init__(self) -> None:

@@ -42,6 +42,7 @@ class PlainModel:
     mmap: weights are mapped and paged in, otherwise read into memory at load.
     extra_bufts: weights may be repacked for the CPU. gpu: everything goes to the GPU of this number
     but the experts of the first cpu_moe layers, as with upstream's --n-cpu-moe; None: to none.
+    experts_used: (metadata key, how many experts a token uses), in the place of the file's.
     Raises NativeError.
     """
 
@@ -56,6 +57,7 @@ class PlainModel:
         extra_bufts: bool = False,
         gpu: int | None = None,
         cpu_moe: int = 0,
+        experts_used: tuple[str, int] | None = None,
     ) -> None:
         ll.llama_log_set(_silent, None)
         ll.llama_backend_init()
@@ -67,6 +69,11 @@ class PlainModel:
         overrides = _experts_on_cpu(cpu_moe)
         if cpu_moe:
             model_params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+        if experts_used is not None:
+            changed = (ll.llama_model_kv_override * 2)()  # the second one marks the end
+            changed[0].tag, changed[0].key = ll.LLAMA_KV_OVERRIDE_TYPE_INT, experts_used[0].encode()
+            changed[0].value.val_i64 = experts_used[1]
+            model_params.kv_overrides = changed
         self._model = ll.llama_model_load_from_file(str(path).encode(), model_params)
         if not self._model:
             raise NativeError(f"{path}: upstream could not load it")

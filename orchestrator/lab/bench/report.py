@@ -75,10 +75,15 @@ def tokens_of(report: dict[str, Any]) -> str:
 
 
 def by_cap(report: dict[str, Any]) -> Iterator[tuple[str, list[Result]]]:
-    """(title, rows) of each cap, everything resident first."""
+    """(title, rows) of each cap, everything resident first. A title says what a shortened model
+    of random weights is, and how often it ran: a table is quoted without its heading."""
+    model, runs = report["model"], report["options"]["runs"]
+    made = f"{model['n_layers']} layers, {runs} run{'s' if runs > 1 else ''}"
+    if model["residual_power"] is not None:
+        made += f", a layer adds {model['residual_power']:.1f} of the stream's power"
     for cap in dict.fromkeys(row["cap"] for row in report["cases"]):
         rows = [row for row in report["cases"] if row["cap"] == cap]
-        yield cap_title(cap, rows), rows
+        yield f"{cap_title(cap, rows)}; {made}", rows
 
 
 def cap_title(cap: float | None, rows: Sequence[Result]) -> str:
@@ -105,8 +110,6 @@ def memory_notes(rows: Sequence[Result]) -> list[str]:
             kept = "OVER its promise of" if row["over_promise"] else "promised"
             parts.append(f"{kept} {row['limit_bytes'] / MIB:.0f}")
         parts.append(f"slots {row['budget_bytes'] / MIB:.0f} MiB")
-        if "bound_tpot_ms" in row:
-            parts.append(f"bound {1e3 / row['bound_tpot_ms']:.1f} tok/s")
         if row.get("callback_us_p50") is not None:
             parts.append(f"callback {row['callback_us_p50']:.0f} us")
         if not row["direct_io"]:

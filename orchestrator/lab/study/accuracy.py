@@ -1,28 +1,27 @@
-"""Tables 1 and 2 of DyMoE: each tier alone, then high/skip and high/low at three ratios."""
+"""Tables 1 and 2 of DyMoE: each tier and uniform type alone, then high/skip and high/low at three
+ratios."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from orchestrator.eval import arithmetic
-from orchestrator.eval.report import share_with_error
-from orchestrator.eval.run import pair
+from orchestrator.eval.compare import Reference
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import (
     ANSWERS,
     DONE,
     LABEL,
+    SIZE,
     answers_of,
-    change_from,
-    change_of,
-    kl_of,
+    quality,
     row_of,
-    show_kl,
+    size_of,
 )
 from orchestrator.lab.study.study import Configuration, ScoredStudy, Scores
 from orchestrator.lab.study.subject import SKIP, Score, Subject
-from orchestrator.lab.table import Column, Row, Table
+from orchestrator.lab.study.uniform import tiers_of
+from orchestrator.lab.table import Row, Table
 from orchestrator.plotting import COLOURS
 
 UNIFORM, MIXED = "uniform", "mixed"
@@ -30,11 +29,11 @@ RATIOS = (0.75, 0.9, 1.0)
 
 
 class Accuracy(ScoredStudy):
-    """Quality of each tier, and of two tiers together."""
+    """Quality of each type alone, and of two tiers together."""
 
     name = "accuracy"
     asks = True
-    compares = True
+    rivals = True
 
     def cases(self, subject: Subject) -> list[Configuration]:
         return [
@@ -49,14 +48,14 @@ class Accuracy(ScoredStudy):
             ),
         ]
 
+    def others(self, on: Subject, reference: Reference) -> Iterator[tuple[Configuration, Score]]:
+        for each, score in on.uniform_files(reference, ask=True):
+            yield Configuration(each.label, {}, group=UNIFORM, file=each), score
+
     def tables(self, found: Scores) -> list[Table]:
         subject = found.subject
-        columns = (
-            LABEL,
-            *DONE,
-            change_from(subject.high),
-            Column("KL", "kl", show_kl),
-            Column("same top token", "top1", share_with_error),
+        figures = (
+            *quality(subject.tiers[0], subject.high),
             *(ANSWERS if subject.questions else ()),
         )
         note = (
@@ -64,10 +63,14 @@ class Accuracy(ScoredStudy):
             f"its own, every expert computed in the tier that was decided."
         )
         return [
-            Table(f"Uniform precision (Table 1): {subject.basis}", columns, _rows(found, UNIFORM)),
+            Table(
+                f"Uniform precision (Table 1): {subject.basis}",
+                (LABEL, *SIZE, *figures),
+                _uniform(found),
+            ),
             Table(
                 f"High / low and skip (Table 2): {subject.basis}",
-                columns,
+                (LABEL, *DONE, *figures),
                 _rows(found, MIXED),
                 [note],
             ),
@@ -75,7 +78,7 @@ class Accuracy(ScoredStudy):
 
     def draw(self, found: Scores, folder: Path) -> list[Path]:
         subject = found.subject
-        uniform, mixed = _rows(found, UNIFORM), _rows(found, MIXED)
+        uniform, mixed = _uniform(found), _rows(found, MIXED)
         rows = [*uniform, *mixed]
         labels = [
             row["configuration"] + (f"\nr = {row['retention']:g}" if row["retention"] else "")
@@ -85,30 +88,26 @@ class Accuracy(ScoredStudy):
             places = range(len(rows))
             axis.bar(
                 places,
-                [100 * row["change"][0] for row in rows],
-                yerr=[100 * row["change"][1] for row in rows],
+                [row["kl"][0] for row in rows],
+                yerr=[row["kl"][1] for row in rows],
                 capsize=3,
                 color=[COLOURS[0]] * len(uniform) + [COLOURS[1]] * len(mixed),
             )
             axis.set_xticks(places, labels, rotation=60, ha="right", fontsize=8)
-            axis.set_ylabel(f"perplexity against {subject.high}, %")
+            axis.set_ylabel(f"KL from {subject.tiers[0]}, nats")
             axis.set_title(subject.basis, fontsize=9)
         return plot.files(folder, self.name)
+
+
+def _uniform(found: Scores) -> list[Row]:
+    """The types that stand alone, with their size, the smallest first."""
+    sizes = tiers_of(found.subject.config)
+    files = [each.file or sizes[each.label] for each, _ in found.of(UNIFORM)]
+    rows = [row | size_of(file) for row, file in zip(_rows(found, UNIFORM), files, strict=True)]
+    return sorted(rows, key=lambda row: (row["bytes"], row["configuration"]))
 
 
 def _rows(found: Scores, group: str) -> list[Row]:
     high = found.subject.high
     base = next(score for each, score in found.of(UNIFORM) if each.label == high)
-    return [row_of(each, score, **_figures(score, base)) for each, score in found.of(group)]
-
-
-def _figures(score: Score, base: Score) -> dict[str, Any]:
-    agrees = score.text.agrees
-    if agrees is None:
-        raise ValueError("scored without a reference")
-    return {
-        "change": change_of(score, base),
-        "kl": kl_of(score),
-        "top1": pair(arithmetic.mean(agrees.astype(float))),
-        **answers_of(score),
-    }
+    return [row_of(each, score, base, **answers_of(score)) for each, score in found.of(group)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.lab.study import plot
-from orchestrator.lab.study.figures import DONE, LABEL, change_from, change_of, row_of
+from orchestrator.lab.study.figures import DONE, LABEL, quality, row_of
 from orchestrator.lab.study.policies import RandomCritical
 from orchestrator.lab.study.study import Configuration, ScoredStudy, Scores
 from orchestrator.lab.study.subject import SKIP, Score, Subject
@@ -79,12 +79,9 @@ class Critical(ScoredStudy):
                 Table(
                     f"Critical experts of {FORMS[prefill]}, {subject.high} / {low} (Figure 3): "
                     f"{subject.basis}",
-                    (LABEL, *DONE, change_from(subject.high)),
-                    [
-                        row_of(each, score, change=change_of(score, base))
-                        for each, score in found.of(_group(low, prefill))
-                    ],
-                    [f"random: mean log-likelihood of {len(SEEDS)} seeds."],
+                    (LABEL, *DONE, *quality(subject.tiers[0], subject.high)),
+                    [row_of(each, score, base) for each, score in found.of(_group(low, prefill))],
+                    [f"random: each token's figures are means of {len(SEEDS)} seeds."],
                 )
             )
         return tables

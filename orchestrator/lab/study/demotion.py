@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from orchestrator.eval.arithmetic import Estimate
-from orchestrator.eval.run import pair
 from orchestrator.lab.study import plot
-from orchestrator.lab.study.figures import PERPLEXITY, change_from, domains_of
+from orchestrator.lab.study.figures import quality, quality_of
 from orchestrator.lab.study.residency import SEEDS, Residency, high_share
 from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Score, Subject
@@ -39,41 +40,35 @@ class Demotion(Study[Demoted]):
 
     def measure(self, on: Subject) -> Demoted:
         residency, first = Residency.of_second_half(on)
-        scored = residency.subject
-        hotness = residency.hotness(first)
-        n = residency.n_expert
+        n, hotness = residency.n_expert, residency.hotness(first)
         levels = sorted({round(n * step / STEPS) for step in range(STEPS + 1)})
-        # Where none or all are demoted, the order does not matter.
-        ends = {high: residency.fixed(f"{n - high} demoted", high, None) for high in (n, 0)}
-
-        def score_of(order: str, demoted: int) -> Score:
-            n_high, label = n - demoted, f"{demoted} demoted, {order}"
-            if n_high in ends:
-                return ends[n_high]
-            if order == RANDOM:
-                return _mean(
-                    [residency.fixed(label, n_high, residency.random(seed)) for seed in SEEDS]
-                )
-            scores = hotness if order == COLD else hotness.max() - hotness
-            return residency.fixed(label, n_high, scores)
-
-        found = Demoted(scored, n, on.on(first).n_tokens, levels, [], {})
-        for order in ORDERS:
-            found.changes[order] = []
-            for demoted in levels:
-                score = score_of(order, demoted)
-                change = score.against(ends[n])
-                found.changes[order].append(change)
-                found.rows.append(
-                    {
-                        "demoted": demoted,
-                        "order": order,
-                        "routed_high": high_share(score),
-                        "perplexity": pair(score.text.perplexity),
-                        "domains": domains_of(score),
-                        "change": pair(change),
-                    }
-                )
+        found = Demoted(residency.subject, n, on.on(first).n_tokens, levels, [], {})
+        with residency.subject.reference() as reference:
+            # Where none or all are demoted, the order does not matter.
+            ends = {
+                demoted: residency.fixed(f"{demoted} demoted", n - demoted, None, reference)
+                for demoted in (0, n)
+            }
+            for order in ORDERS:
+                found.changes[order] = []
+                for demoted in levels:
+                    score = ends.get(demoted) or _mean(
+                        [
+                            residency.fixed(
+                                f"{demoted} demoted, {order}", n - demoted, scores, reference
+                            )
+                            for scores in _hot_sets(residency, order, hotness)
+                        ]
+                    )
+                    found.changes[order].append(score.against(ends[0]))
+                    found.rows.append(
+                        {
+                            "demoted": demoted,
+                            "order": order,
+                            "routed_high": high_share(score),
+                            **quality_of(score, ends[0]),
+                        }
+                    )
         return found
 
     def tables(self, found: Demoted) -> list[Table]:
@@ -82,13 +77,12 @@ class Demotion(Study[Demoted]):
             Column("demoted", "demoted", lambda n: f"{n} of {found.n_expert}"),
             Column("order", "order", left=True),
             Column("routed to high", "routed_high", percent(1, " %")),
-            PERPLEXITY,
-            change_from(f"all {scored.high}"),
+            *quality(scored.tiers[0], f"all {scored.high}"),
         )
         note = (
             f"Hotness: tokens routed to each expert in {found.n_hot_tokens} other tokens of the "
             f"same text, every expert in {scored.high}. Residency does not change while the text "
-            f"is read. {RANDOM}: mean log-likelihood of {len(SEEDS)} seeds."
+            f"is read. {RANDOM}: each token's figures are means of {len(SEEDS)} seeds."
         )
         title = (
             f"Demoted experts of each layer, {scored.high} to {scored.low} (Figure 3): "
@@ -108,8 +102,15 @@ class Demotion(Study[Demoted]):
         return plot.files(folder, self.name)
 
 
+def _hot_sets(residency: Residency, order: str, hotness: np.ndarray) -> list[np.ndarray]:
+    """The hotness that demotes in this order; several where chance orders."""
+    if order == RANDOM:
+        return [residency.random(seed) for seed in SEEDS]
+    return [hotness if order == COLD else hotness.max() - hotness]
+
+
 def _mean(scores: list[Score]) -> Score:
-    """One score, with log-likelihoods and the share of high averaged over all."""
+    """One score, with each token's figures and the share of high averaged over all."""
     usage = scores[0].usage
     if usage is not None:
         usage = replace(usage, high=sum(map(high_share, scores)) / len(scores))

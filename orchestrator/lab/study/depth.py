@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from orchestrator.eval.run import pair
 from orchestrator.lab.study import plot
-from orchestrator.lab.study.figures import PERPLEXITY, change_from, change_of
+from orchestrator.lab.study.figures import quality, quality_of
 from orchestrator.lab.study.policies import OneLayer
 from orchestrator.lab.study.study import Configuration, ScoredStudy, Scores
 from orchestrator.lab.study.subject import Subject
@@ -42,17 +41,13 @@ class Depth(ScoredStudy):
         subject, base = found.subject, found.one(BEST)
         best = subject.tiers[0]
         rows = [
-            {
-                "layer": il,
-                "perplexity": pair(score.text.perplexity),
-                "change": change_of(score, base),
-            }
+            {"layer": il, **quality_of(score, base)}
             for il, (_, score) in zip(subject.layer_ids, found.of(LOWERED), strict=True)
         ]
         return [
             Table(
                 f"One layer in {subject.low}, all others in {best} (Figure 5): {subject.basis}",
-                (Column("layer", "layer"), PERPLEXITY, change_from(best)),
+                (Column("layer", "layer"), *quality(best, best)),
                 rows,
             )
         ]

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools.units import format_size
 from orchestrator.eval import arithmetic
 from orchestrator.eval.report import share_with_error, with_error
 from orchestrator.eval.run import pair
 from orchestrator.lab.study.study import Configuration
 from orchestrator.lab.study.subject import Score
+from orchestrator.lab.study.uniform import UniformFile
 from orchestrator.lab.table import Column, Row, fixed, percent
 
 
@@ -27,53 +29,68 @@ def _realised(row: Row) -> float | None:
     return None if row["retention"] is None else share
 
 
-def _lower(row: Row) -> float:
-    """The share of the routed experts that were low or skipped."""
-    usage = row["usage"] or {}
-    return (usage.get("low") or 0.0) + (usage.get("skip") or 0.0)
+def _lower(row: Row) -> float | None:
+    """The share of the routed experts that were computed low, or not at all."""
+    usage = row["usage"]
+    if usage is None:
+        return None
+    skipped = usage.get("skip") or 0.0
+    share: float = skipped + (1 - skipped) * (usage.get("computed_low") or 0.0)
+    return share
 
 
 RETENTION = Column("r", "retention", "{:g}".format)
-PERPLEXITY = Column("perplexity", "perplexity", with_error)
-# How a configuration is named, and what it did.
+COMPUTED_LOW = Column("low or skipped", _lower, percent(1, " %"))
+# What a configuration did.
 DONE = (
     RETENTION,
     Column("realised", _realised, fixed(3)),
-    Column("low or skipped", _lower, percent(1, " %")),
-    PERPLEXITY,
+    COMPUTED_LOW,
 )
-show_kl = partial(with_error, digits=4)
 LABEL = Column("configuration", "configuration", left=True)
+# What all experts take in one type, and what a weight of theirs does.
+SIZE = (Column("experts", "bytes", format_size), Column("bits", "bits", fixed(2)))
 ANSWERS = (Column("acc", "acc", share_with_error), Column("acc_norm", "acc_norm", share_with_error))
 
 
-def change_from(name: str) -> Column:
-    """The relative change of the perplexity from a configuration."""
-    return Column(f"change from {name}", "change", show_change)
+def quality(best: str, base: str) -> tuple[Column, ...]:
+    """The columns of quality, the same in every table: the distance from the best tier first.
+    base: what the perplexity's relative change is from."""
+    return (
+        Column(f"KL from {best}", "kl", partial(with_error, digits=4)),
+        Column("perplexity", "perplexity", with_error),
+        Column(f"change from {base}", "change", show_change),
+        Column("same top token", "top1", share_with_error),
+    )
 
 
-def row_of(each: Configuration, score: Score, **more: Any) -> Row:
-    """One configuration with its figures."""
+def quality_of(score: Score, base: Score) -> Row:
+    """The figures of `quality`, each with its standard error, and the perplexity by domain."""
+    return {
+        "kl": pair(arithmetic.mean(distances(score))),
+        "perplexity": pair(score.text.perplexity),
+        "change": pair(score.against(base)),
+        "top1": pair(arithmetic.mean(agreements(score))),
+        "domains": {name: pair(each) for name, each in score.text.by_domain().items()},
+    }
+
+
+def size_of(file: UniformFile) -> Row:
+    """The figures of SIZE."""
+    return {"bytes": file.n_bytes, "bits": file.bits}
+
+
+def row_of(each: Configuration, score: Score, base: Score, **more: Any) -> Row:
+    """One configuration with its figures. base: what the perplexity's change is from."""
     usage = score.usage
     return {
         "configuration": each.label,
         "retention": each.retention,
         "realised": score.realised,
         "usage": usage.as_dict() if usage else None,
-        "perplexity": pair(score.text.perplexity),
-        "domains": domains_of(score),
+        **quality_of(score, base),
         **more,
     }
-
-
-def domains_of(score: Score) -> dict[str, list[float | None]]:
-    """The perplexity on each domain of the text."""
-    return {name: pair(each) for name, each in score.text.by_domain().items()}
-
-
-def change_of(score: Score, base: Score) -> list[float | None]:
-    """[relative change of the perplexity, its standard error]."""
-    return pair(score.against(base))
 
 
 def distances(score: Score) -> np.ndarray:
@@ -83,9 +100,12 @@ def distances(score: Score) -> np.ndarray:
     return score.text.kl
 
 
-def kl_of(score: Score) -> list[float | None]:
-    """[the mean of `distances`, its standard error]."""
-    return pair(arithmetic.mean(distances(score)))
+def agreements(score: Score) -> np.ndarray:
+    """Of each token 1.0 where its likeliest one is the reference's, else 0.0; between them where
+    the score is a mean over several."""
+    if score.text.agrees is None:
+        raise ValueError("scored without a reference")
+    return score.text.agrees.astype(np.float64)
 
 
 def answers_of(score: Score) -> dict[str, list[float | None]]:

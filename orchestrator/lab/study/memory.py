@@ -1,5 +1,5 @@
-"""Table 4's form of DynaExq: the best tier, uniform high, uniform low, and DynaExq in several
-budgets, over the mixed text and over each domain alone; the policy adapts while it reads."""
+"""Table 4's form of DynaExq: uniform types, and DynaExq in several budgets, over the mixed text and
+over each domain alone; the policy adapts while it reads."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ from orchestrator.footprint import model_shape
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import (
     LABEL,
-    PERPLEXITY,
-    change_from,
-    change_of,
     distances,
-    kl_of,
-    show_kl,
+    quality,
+    quality_of,
 )
 from orchestrator.lab.study.residency import SEEDS, Residency, high_share, update_steps
 from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Score, Subject
+from orchestrator.lab.study.uniform import UniformFile
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
 from orchestrator.policy.versions import HIGH, LOW
 
@@ -59,15 +57,20 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """All experts in the best tier, in high and in low, over a workload's tokens."""
+    """All experts in the best tier, in high and in low, over a workload's tokens; and in each of
+    the uniform types to compare with."""
 
     best: Score
     high: Score
     low: Score
+    others: list[tuple[UniformFile, Score]]
 
     def part(self, places: np.ndarray) -> Ends:
-        scores = (self.best, self.high, self.low)
-        return Ends(*(replace(each, text=each.text.part(places)) for each in scores))
+        def cut(score: Score) -> Score:
+            return replace(score, text=score.text.part(places))
+
+        others = [(file, cut(score)) for file, score in self.others]
+        return Ends(cut(self.best), cut(self.high), cut(self.low), others)
 
     def won_back(self, row: Score) -> tuple[Estimate, Estimate]:
         """(mean log-likelihood, KL from the best tier): the share of the way from low to high."""
@@ -101,6 +104,7 @@ class HotMemory(Study[SameMemory]):
     """What a hot set wins back in the same memory."""
 
     name = "memory"
+    rivals = True
 
     def measure(self, on: Subject) -> SameMemory:
         residency, first = Residency.of_second_half(on)
@@ -114,7 +118,7 @@ class HotMemory(Study[SameMemory]):
                 scored.score(tier, scored.uniform(tier), against=reference)
                 for tier in (scored.tiers[0], scored.high, scored.low)
             )
-            ends = Ends(best, high, low)
+            ends = Ends(best, high, low, list(scored.uniform_files(reference)))
             for work in works:
                 found.budgets.append(_measure(residency, work, ends.part(work.places), reference))
         return found
@@ -126,11 +130,9 @@ class HotMemory(Study[SameMemory]):
             Column("memory", "memory", percent(1, " %")),
             Column("experts high", "high", percent(0, " %")),
             Column("routed to high", "routed_high", percent(1, " %")),
-            PERPLEXITY,
-            change_from(subject.high),
-            Column(f"KL from {subject.tiers[0]}", "kl", show_kl),
-            *_won_columns("", "won_back", "ratio"),
+            *quality(subject.tiers[0], subject.high),
             *_won_columns(", KL", "won_back_kl", "ratio_kl"),
+            *_won_columns("", "won_back", "ratio"),
             Column("promoted", "promoted"),
         )
         tables = [
@@ -147,8 +149,9 @@ class HotMemory(Study[SameMemory]):
             f"{found.n_hot_tokens} other tokens of the same text were routed to, those of the "
             f"domain where it is one. won back: share of the gap from all {subject.low} to all "
             f"{subject.high}, in mean log-likelihood (log perplexity) and in KL from "
-            f"{subject.tiers[0]} (nats); ratio: won back / experts high. Swaps take time, so rows "
-            f"that adapt differ a little from run to run."
+            f"{subject.tiers[0]} (nats); ratio: won back / experts high. A uniform type takes the "
+            f"bytes of its file, and two tiers take slots, of whole pages. Swaps take time, so "
+            f"rows that adapt differ a little from run to run."
         )
         return tables
 
@@ -216,6 +219,8 @@ def _measure(residency: Residency, work: Workload, ends: Ends, reference: Refere
         (subject.low, residency.uniform_bytes(LOW), 0.0, ends.low),
     ):
         found.rows.append(_row(label, n_bytes / whole, held, score, ends))
+    for file, score in ends.others:
+        found.rows.append(_row(f"all {file.label}", file.n_bytes / whole, None, score, ends))
     part = ReferencePart(reference, work.places)
     for start, hotness, settings in _starts(residency, work):
         won = found.won[start] = []
@@ -240,7 +245,8 @@ def _row(
 ) -> Row:
     """A configuration. memory: its bytes as a share of all experts in high; held: the share of
     experts that are high, None in another tier; promoted: experts, None where none ever is."""
-    won = [pair(each) for each in ends.won_back(score)] if promoted is not None else [None, None]
+    between = all(score is not each for each in (ends.best, ends.high, ends.low))
+    won = [pair(each) for each in ends.won_back(score)] if between else [None, None]
     ratios = [
         None if each is None or each[0] is None or not held else each[0] / held for each in won
     ]
@@ -249,9 +255,7 @@ def _row(
         "memory": memory,
         "high": held,
         "routed_high": high_share(score) if promoted is not None else held,
-        "perplexity": pair(score.text.perplexity),
-        "change": change_of(score, ends.high),
-        "kl": kl_of(score),
+        **quality_of(score, ends.high),
         "won_back": won[0],
         "won_back_kl": won[1],
         "ratio": ratios[0],

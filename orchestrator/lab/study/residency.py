@@ -16,6 +16,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator import profile
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
+from orchestrator.eval.compare import Reference
 from orchestrator.eval.text import Window
 from orchestrator.footprint import model_shape
 from orchestrator.lab.study.policies import Counts
@@ -114,18 +115,24 @@ class Residency:
             with self.subject.open(wanted) as engine:
                 yield engine
 
-    def fixed(self, label: str, n_high: int, hotness: np.ndarray | None) -> Score:
+    def fixed(
+        self,
+        label: str,
+        n_high: int,
+        hotness: np.ndarray | None,
+        against: Reference | None = None,
+    ) -> Score:
         """The subject's text with a hot set that never changes."""
         with self.open(n_high, hotness, update_steps=0) as engine:
-            return self.subject.score_open(engine, label)
+            return self.subject.score_open(engine, label, against=against)
 
     def hotness(self, windows: Sequence[Window]) -> np.ndarray:
         """S as the policy would have it on the average over the windows, with every expert high:
-        tokens of an interval routed to each expert, float64 [n_layers, n_expert]."""
+        the share of the tokens that use each expert, float64 [n_layers, n_expert]."""
         with self.open(self.n_expert, None, update_steps=0) as engine:
             counts = Counts(engine.policy)
             self.subject.on(windows).score_open(engine, "hotness", lambda own: counts)
-        return counts.per_step * max(1, update_steps(self.subject))
+        return counts.per_step
 
     def random(self, seed: int) -> np.ndarray:
         """A hotness that says nothing: an order of each layer's experts by chance."""

@@ -11,8 +11,7 @@ from orchestrator.lab.study.figures import (
     DONE,
     LABEL,
     answers_of,
-    change_from,
-    change_of,
+    quality,
     row_of,
 )
 from orchestrator.lab.study.study import Configuration, ScoredStudy, Scores
@@ -45,13 +44,10 @@ class Retention(ScoredStudy):
         columns = (
             LABEL,
             *DONE,
-            change_from(subject.high),
+            *quality(subject.tiers[0], subject.high),
             *(ANSWERS if subject.questions else ()),
         )
-        rows = [
-            row_of(each, score, change=change_of(score, base), **answers_of(score))
-            for each, score in found.scored
-        ]
+        rows = [row_of(each, score, base, **answers_of(score)) for each, score in found.scored]
         title = f"Quality over the retention ratio (Figure 11): {subject.basis}"
         return [Table(title, columns, rows)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchestrator.lab.study import plot
-from orchestrator.lab.study.figures import DONE, LABEL, change_from, change_of, row_of
+from orchestrator.lab.study.figures import DONE, LABEL, quality, row_of
 from orchestrator.lab.study.study import Configuration, ScoredStudy, Scores
 from orchestrator.lab.study.subject import SKIP, Subject
 from orchestrator.lab.table import Column, Table
@@ -43,7 +43,7 @@ class DepthSchedule(ScoredStudy):
     def tables(self, found: Scores) -> list[Table]:
         subject, base = found.subject, found.one(HIGH)
         rows = [
-            row_of(each, score, change=change_of(score, base), critical=list(score.critical))
+            row_of(each, score, base, critical=list(score.critical))
             for low in _low_tiers(subject)
             for each, score in found.of(low)
         ]
@@ -51,7 +51,8 @@ class DepthSchedule(ScoredStudy):
             "critical by layer", "critical", lambda counts: " ".join(map(str, counts))
         )
         title = f"Depth schedules at the same mean ratio (4.3): {subject.basis}"
-        return [Table(title, (LABEL, *DONE, change_from(subject.high), by_layer), rows)]
+        columns = (LABEL, *DONE, *quality(subject.tiers[0], subject.high), by_layer)
+        return [Table(title, columns, rows)]
 
     def draw(self, found: Scores, folder: Path) -> list[Path]:
         subject, base = found.subject, found.one(HIGH)

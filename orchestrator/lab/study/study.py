@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
+from orchestrator.eval.compare import Reference
 from orchestrator.eval.run import EvalOptions, Report
 from orchestrator.files import write_whole
 from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.subject import Score, Subject
+from orchestrator.lab.study.uniform import NONE, UniformFile
 from orchestrator.lab.table import Table
 from orchestrator.policy import Policy
 
@@ -26,36 +27,51 @@ Found = TypeVar("Found")
 
 
 class Study(Experiment[Subject, Found]):
-    """A study, by its name; its picture is NAME.png and NAME.svg."""
+    """A study, by its name; its picture is NAME.png and NAME.svg. rivals: uniform types that fit
+    whole are rows of it."""
 
     name: ClassVar[str]
     draws = True
+    rivals: ClassVar[bool] = False
 
     @abstractmethod
     def draw(self, found: Found, folder: Path) -> list[Path]:
         """Writes the picture to a folder and returns its paths. Needs matplotlib."""
 
     def publish(
-        self, config: Config, options: EvalOptions, folder: Path | None, report: Report
+        self,
+        config: Config,
+        options: EvalOptions,
+        folder: Path | None,
+        report: Report,
+        note: Callable[[str], None],
     ) -> list[Table]:
-        """Measures, and writes NAME.md, NAME.json and the picture to the folder.
+        """Measures, and writes NAME.md, NAME.json and the picture to the folder. note gets
+        sentences for the user while it does.
 
         Raises ConfigError without a folder or without matplotlib, before anything is measured.
         """
         if folder is None:
             raise ConfigError("a study writes tables and plots: give --out DIR")
         plot.require()
+        if not self.rivals:
+            if options.uniform is not None or options.calib is not None:
+                raise ConfigError(f"the study {self.name} has no use for --uniform and --calib")
+            options = replace(options, uniform=(NONE,))
         subject = Subject(config, options, report)
+        cost = subject.uniform_types.cost()
+        if cost:
+            note(cost)
         folder.mkdir(parents=True, exist_ok=True)
         found = self.measure(subject)
         tables = self.tables(found)
         self.draw(found, folder)
         text = "\n\n".join(table.markdown() for table in tables)
-        write_whole(folder / f"{self.name}.md", text + "\n", 0o644)
+        write_whole(folder / f"{self.name}.md", text + "\n")
         rows = [{"title": table.title, "rows": list(table.rows)} for table in tables]
         data = {"study": self.name, "model": subject.name, "tokens": subject.n_tokens}
         written = json.dumps({**data, "tables": rows}, indent=1) + "\n"
-        write_whole(folder / f"{self.name}.json", written, 0o644)
+        write_whole(folder / f"{self.name}.json", written)
         return tables
 
 
@@ -65,7 +81,7 @@ class Configuration:
 
     settings: changes of the subject's config. group: which table, or line of a picture, it is in.
     prefill: the text is read as prompts. deciders make what decides in the place of the policy;
-    of several, each token's log-likelihood is averaged over all.
+    of several, each token's figures are averaged over all. file: a file of its own that it is.
     """
 
     label: str
@@ -74,6 +90,7 @@ class Configuration:
     group: str = ""
     prefill: bool = False
     deciders: tuple[Callable[[Policy], Wrapper], ...] = ()
+    file: UniformFile | None = None
 
 
 @dataclass(slots=True)
@@ -100,11 +117,10 @@ class Scores:
 
 
 class ScoredStudy(Study[Scores]):
-    """A study of configurations. asks: questions are put too. compares: with what the best tier
-    says to each token."""
+    """A study of configurations, each compared with what the best tier says to each token. asks:
+    questions are put too."""
 
     asks: ClassVar[bool] = False
-    compares: ClassVar[bool] = False
 
     @abstractmethod
     def cases(self, subject: Subject) -> list[Configuration]:
@@ -113,7 +129,7 @@ class ScoredStudy(Study[Scores]):
 
     def measure(self, on: Subject) -> Scores:
         found = Scores(on)
-        with on.reference() if self.compares else nullcontext() as reference:
+        with on.reference() as reference:
             for settings, same in groupby(self.cases(on), lambda each: each.settings):
                 with on.open(settings) as engine:
                     for each in same:
@@ -125,4 +141,9 @@ class ScoredStudy(Study[Scores]):
                         ]
                         score = rows[0].averaged(rows[1:]) if rows[1:] else rows[0]
                         found.scored.append((each, score))
+            found.scored += self.others(on, reference)
         return found
+
+    def others(self, on: Subject, reference: Reference) -> Iterator[tuple[Configuration, Score]]:
+        """What is scored behind the cases, of files of its own."""
+        return iter(())

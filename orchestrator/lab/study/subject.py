@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from orchestrator.eval.text import Window, cut_windows, read_documents
 from orchestrator.eval.usage import Usage, counters, usage_between
 from orchestrator.events import Phase
 from orchestrator.lab.study.policies import Wrapper
+from orchestrator.lab.study.uniform import UniformFile, UniformTypes
 from orchestrator.policy import Policy
 
 SKIP = "skip"
@@ -47,9 +48,14 @@ class Score:
         return arithmetic.change(self.text.nll, base.text.nll)
 
     def averaged(self, others: Sequence[Score]) -> Score:
-        """This one with each token's log-likelihood averaged over it and others."""
-        nll = np.mean([row.text.nll for row in (self, *others)], axis=0)
-        return replace(self, text=replace(self.text, nll=nll))
+        """This one with the figures of each token averaged over it and others."""
+        texts = [row.text for row in (self, *others)]
+        kl, agrees = (
+            None if any(part is None for part in parts) else np.mean(parts, axis=0)
+            for parts in ([text.kl for text in texts], [text.agrees for text in texts])
+        )
+        nll = np.mean([text.nll for text in texts], axis=0)
+        return replace(self, text=replace(self.text, nll=nll, kl=kl, agrees=agrees))
 
 
 class Subject:
@@ -83,6 +89,7 @@ class Subject:
             self.n_expert_used = engine.model.n_expert_used
             window = min(options.window, engine.n_ctx)
             self.windows = cut_windows(engine, documents, window, options.tokens, options.text)
+        self.uniform_types = UniformTypes(config, options)
         self.high = config.high_tier or ("q4_k" if "q4_k" in self.tiers[:-1] else self.tiers[0])
         self.low = config.low_tier or self.tiers[-1]
         if len(self.tiers) < 2:
@@ -100,7 +107,7 @@ class Subject:
     def basis(self) -> str:
         """What the figures rest on, for the title of a table."""
         questions = f", {len(self.questions)} questions" if self.questions else ""
-        return f"{self.name}, {self.n_tokens} tokens{questions}"
+        return f"{self.name}, {self.n_layers} layers, {self.n_tokens} tokens{questions}, one run"
 
     def on(self, windows: Sequence[Window]) -> Subject:
         """The same with some of the windows alone."""
@@ -126,6 +133,14 @@ class Subject:
         if tier in self._low_tiers:
             settings["model"] = self.config.low
         return settings
+
+    def uniform_files(
+        self, against: Reference, ask: bool = False
+    ) -> Iterator[tuple[UniformFile, Score]]:
+        """The uniform types to compare with, all in memory, each scored as `score` does."""
+        for each in self.uniform_types.files(self.report):
+            settings = {**self.uniform(""), "model": each.path, "high_tier": None}
+            yield each, self.score(each.label, settings, against=against, ask=ask)
 
     def mixed(self, low: str, retention: float, **more: Any) -> dict[str, Any]:
         """Settings: critical experts in the high tier, the others in low, or "skip"."""

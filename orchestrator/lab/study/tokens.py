@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.lab.study import plot
-from orchestrator.lab.study.figures import DONE, LABEL, change_from, change_of, row_of
+from orchestrator.lab.study.figures import DONE, LABEL, quality, row_of
 from orchestrator.lab.study.study import Configuration, ScoredStudy, Scores
 from orchestrator.lab.study.subject import SKIP, Subject
 from orchestrator.lab.table import Table
@@ -41,14 +41,11 @@ class Tokens(ScoredStudy):
     def tables(self, found: Scores) -> list[Table]:
         subject, base = found.subject, found.one(HIGH)
         rows = [
-            row_of(each, score, change=change_of(score, base))
-            for ratio in RATIOS
-            for each, score in found.of(f"{ratio:g}")
+            row_of(each, score, base) for ratio in RATIOS for each, score in found.of(f"{ratio:g}")
         ]
         title = f"Heavy hitters of prompts, {subject.high} / {SKIP}: {subject.basis}"
-        return [
-            Table(title, (replace(LABEL, name="heavy"), *DONE, change_from(subject.high)), rows)
-        ]
+        columns = (replace(LABEL, name="heavy"), *DONE, *quality(subject.tiers[0], subject.high))
+        return [Table(title, columns, rows)]
 
     def draw(self, found: Scores, folder: Path) -> list[Path]:
         subject, base = found.subject, found.one(HIGH)

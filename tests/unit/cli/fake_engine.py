@@ -58,7 +58,7 @@ class FakeEngine:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.n_ctx = config.ctx
+        self.n_ctx = config.ctx or 4096
         self.mode = STATS.mode
         self.note = (
             "What earlier runs learned is not used" if config.model.name == "odd.gguf" else None

@@ -13,7 +13,8 @@ import fake_engine
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.chat import Session, stoppable
+from gguf_tools import interrupts
+from orchestrator.chat import Session
 from orchestrator.cli import cli
 from orchestrator.config import Config
 from orchestrator.engine import Engine
@@ -166,7 +167,7 @@ def test_ctrl_c_during_an_answer(model):
     with Engine.open(config) as engine:
         session = Session(engine, config)
         pieces = []
-        with stoppable(session.stop):
+        with interrupts.calling(session.stop):
             for piece in session.answer("hello"):
                 if not pieces:
                     os.kill(os.getpid(), signal.SIGINT)
@@ -181,7 +182,7 @@ def test_ctrl_c_during_an_answer(model):
             progress.append((done, total))
             os.kill(os.getpid(), signal.SIGINT)
 
-        with stoppable(session.stop):
+        with interrupts.calling(session.stop):
             assert list(session.answer("word " * 300, interrupt)) == []
         assert session.stopped
         assert progress[0][1] > 300

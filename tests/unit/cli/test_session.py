@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from fake_engine import STATS, FakeEngine
 
-from orchestrator.chat import Session, stoppable
+from gguf_tools import interrupts
+from orchestrator.chat import Session
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
 from orchestrator.stats_text import stats_fields, stats_table
@@ -97,7 +98,7 @@ def test_a_message_without_an_answer_is_forgotten():
 def test_ctrl_c_keeps_what_was_said():
     session = make()
     pieces = []
-    with stoppable(session.stop):
+    with interrupts.calling(session.stop):
         for piece in session.answer("long"):
             pieces.append(piece)
             if len(pieces) == 3:
@@ -119,7 +120,7 @@ def test_ctrl_c_before_the_engine_starts_is_not_lost():
         return render(messages)
 
     session.engine.render_chat = interrupted
-    with stoppable(session.stop):
+    with interrupts.calling(session.stop):
         assert list(session.answer("long")) == []
     assert session.stopped
     assert session.messages == []
@@ -127,7 +128,7 @@ def test_ctrl_c_before_the_engine_starts_is_not_lost():
 
 def test_an_abandoned_answer_restores_the_signal_handler():
     session = make()
-    with stoppable(session.stop), closing(session.answer("long")) as pieces:
+    with interrupts.calling(session.stop), closing(session.answer("long")) as pieces:
         next(pieces)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert session.messages[-1] == {"role": "assistant", "content": "0 "}

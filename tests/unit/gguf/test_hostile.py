@@ -33,6 +33,11 @@ HEADERS = {
     "one-byte": (b"G", errors.TruncatedError, "offset 0"),
     "magic": (craft(magic=b"GGML"), errors.MagicError, "b'GGML'"),
     "pickle": (b"\x80\x04\x95rest", errors.MagicError, "not a GGUF file"),
+    "lfs": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        errors.MagicError,
+        "a pointer of Git LFS, not the model: fetch that with `git lfs pull`",
+    ),
     "version-0": (craft(version=0), errors.VersionError, "version 0"),
     "version-1": (craft(version=1), errors.VersionError, "version 1"),
     "version-4": (craft(version=4), errors.VersionError, "offset 4"),

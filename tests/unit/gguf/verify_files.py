@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gguf_tools.file.layout import KEY_CHECKSUMS
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.verify import verify
@@ -36,7 +37,7 @@ def repack(source, target, *, drop=(), alignment=4096, rename=None, types=None, 
     with GGUFFile.open(source) as file:
         writer = GGUFWriter(target, alignment)
         for key in file.metadata:
-            if key != "general.alignment":
+            if key not in ("general.alignment", KEY_CHECKSUMS):
                 writer.meta_encoded(key, file.encoded_value(key))
         for key, value in (meta or {}).items():
             writer.meta(key, value)

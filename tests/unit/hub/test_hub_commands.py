@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from click.testing import CliRunner
 from gguf_split import split
@@ -46,6 +48,15 @@ def test_chat_with_a_model_of_the_hub(server, tiny, tmp_path, monkeypatch):
     server.status = 503  # the cache is enough
     assert chat(f"hf:o/n/sub/{parts[0].name}").stdout == result.stdout
     assert "answers 503" in chat("hf:o/none").stderr
+
+
+def test_inspect_and_verify_a_model_of_the_hub(server, tiny):
+    server.repos["o/n"] = Repo({"m.gguf": tiny.read_bytes()})
+    for command in ("inspect", "verify"):
+        here = CliRunner().invoke(cli, [command, "--json", str(tiny)])
+        result = CliRunner().invoke(cli, [command, "--json", "hf:o/n"])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout).keys() == json.loads(here.stdout).keys()
 
 
 def test_resolve_without_a_gguf(server):

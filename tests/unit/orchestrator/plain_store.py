@@ -9,9 +9,27 @@ import numpy as np
 from orchestrator.events import ABSENT, Phase, StepReport
 from orchestrator.policy import ModelShape
 from orchestrator.policy.base import SlotPlan, Transition
+from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.policy.versions import HIGH, LOW, ExpertState
 
 HI, LO = ExpertState.HI, ExpertState.LO
+
+
+def expert_bytes(shape: ModelShape, tier: int) -> int:
+    """All experts of the model in one tier."""
+    per_layer = (shape.expert_slot_bytes(layer, tier) for layer in range(shape.n_layers))
+    return shape.n_expert * sum(per_layer)
+
+
+def make(
+    shape: ModelShape, budget_bytes: int | None = None, **options: object
+) -> tuple[DynaExq, SlotPlan]:
+    """By default with room for about half of the experts in high, and some in reserve."""
+    if budget_bytes is None:
+        both = expert_bytes(shape, HIGH) + expert_bytes(shape, LOW)
+        budget_bytes = both // 2 + 4 * shape.expert_slot_bytes(0, HIGH)
+    policy = DynaExq(shape, DynaExq.Settings(**options))  # type: ignore[arg-type]
+    return policy, policy.plan(budget_bytes)
 
 
 class PlainStore:
@@ -61,10 +79,16 @@ class PlainStore:
         return np.isin(self.states, (HI, ExpertState.DEMOTING))
 
 
-def report(counts: np.ndarray, states: np.ndarray, phase: Phase = Phase.DECODE) -> StepReport:
+def report(
+    counts: np.ndarray,
+    states: np.ndarray,
+    phase: Phase = Phase.DECODE,
+    n_tokens: int = 1,
+    us: float = 1.0,
+) -> StepReport:
     """states: ExpertState [L, E]; the store tells tiers."""
     resident = np.where(np.isin(states, (HI, ExpertState.DEMOTING)), HIGH, LOW)
     target = np.where(np.isin(states, (HI, ExpertState.PROMOTING)), HIGH, LOW)
     absent = states == ExpertState.ABSENT
     tiers = (np.where(absent, ABSENT, each).astype(np.uint8) for each in (resident, target))
-    return StepReport(phase, 1, 1.0, counts.astype(np.uint32), *tiers)
+    return StepReport(phase, n_tokens, us, counts.astype(np.uint32), *tiers)

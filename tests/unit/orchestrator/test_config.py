@@ -19,6 +19,7 @@ from orchestrator.settings import parse_size
     [
         ("4096", 4096),
         ("6GiB", 6 * 2**30),
+        ("6G", 6 * 2**30),
         ("1.5 GiB", 3 * 2**29),
         ("500MB", 500_000_000),
         (" 64 kib ", 65536),

@@ -9,11 +9,15 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
+from gguf_tools.process import usable_cores
+from orchestrator.accelerator import has_gpu_support
 from orchestrator.config import Config
 from orchestrator.doctor import examine, misses_line, render
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import device_shape
 from orchestrator.hardware import Device, Machine
+from orchestrator.llama import Bindings
+from orchestrator.load import too_many_threads
 from orchestrator.native import Bandwidths
 from orchestrator.plan import plan_memory
 
@@ -115,7 +119,19 @@ def test_the_host_behind_a_card_needs_room_for_reads(model: Path) -> None:
 
 def test_a_device_that_is_not_here(model: Path) -> None:
     pytest.importorskip("llama_cpp.llama_cpp")
-    with pytest.raises(ConfigError, match="--device cuda63: "):
-        from orchestrator.engine import Engine
+    from orchestrator.engine import Engine
 
-        Engine.open(Config.build(model=model, device="cuda63"))
+    for asked, named in (("cuda63", "cuda63"), ("gpu", "cuda0")):
+        if named == "cuda0" and has_gpu_support(Bindings.load()):
+            continue
+        with pytest.raises(ConfigError, match=f"--device {named}: "):
+            Engine.open(Config.build(model=model, device=asked))
+
+
+def test_more_threads_than_cores_are_warned_of() -> None:
+    cores = usable_cores()
+    assert too_many_threads(None) is None
+    assert too_many_threads(cores) is None
+    sentence = too_many_threads(cores + 1)
+    assert sentence is not None
+    assert f"--threads {cores + 1} on {cores} core" in sentence

@@ -141,6 +141,28 @@ def test_decode_prefetch(seed: int, layer: int, n_ahead: int) -> None:
     assert prefetches(out) == expected
 
 
+@settings(deadline=None)
+@given(SEEDS, st.integers(2, 5))
+def test_several_tokens_prefetch_what_any_of_them_is_predicted_to_use(seed: int, n: int) -> None:
+    """Critical where it is for one token, and most frequent first."""
+    shape, rng = make_shape(), np.random.default_rng(seed)
+    policy = DyMoE(shape, DyMoE.Settings(retention=0.6))
+    event = make_event(shape, rng, n, layer=1, n_ahead=2)
+    out = make_decision(shape)
+    policy.decide(event, make_view(shape), out)
+    for ahead in range(2):
+        rows, t = event.ahead_ids_array[ahead].tolist(), policy.critical[2 + ahead]
+        asked = [each for each in prefetches(out) if each[0] == 2 + ahead]
+        counts = {e: sum(e in row for row in rows) for row in rows for e in row}
+        critical = {e for row in rows for e in row[:t]}
+        assert {e for _, e, tier, _ in asked if tier == 0} == critical
+        assert {e for _, e, tier, _ in asked if tier == 1} == counts.keys() - critical
+        assert [tier for _, _, tier, _ in asked] == sorted(tier for _, _, tier, _ in asked)
+        for tier in (0, 1):
+            loads = [counts[e] for _, e, of_tier, _ in asked if of_tier == tier]
+            assert loads == sorted(loads, reverse=True)
+
+
 def test_the_share_of_a_prompt_is_the_share_asked_for() -> None:
     policy = DyMoE(make_shape(n_layers=32), DyMoE.Settings(retention=0.75))
     for n_used in (5, 8, 13, 64):
@@ -235,3 +257,37 @@ def test_lru_needs_no_python() -> None:
     policy.decide(make_event(shape, np.random.default_rng(0)), make_view(shape), out)
     assert not any(out.tier)
     assert prefetches(out) == []
+
+
+def test_a_share_that_the_schedule_cannot_reach_is_said() -> None:
+    """With 6 layers and 4 experts a token, cosine keeps at least 17 of 24."""
+    shape = make_shape(n_layers=6, k=4)
+    least = DyMoE(shape, DyMoE.Settings(retention=0.0)).realised
+    assert 0.5 < least < 0.75
+    for retention, schedule, said in (
+        (least - 0.05, "cosine", ": the schedule cosine reaches no less, --schedule flat does)"),
+        (least, "cosine", f"(realised {least:.3f})"),
+        (0.75, "cosine", "(realised 0.750)"),
+        (least - 0.05, "flat", "(realised 0.500)"),
+        (0.1, "flat", "(realised 0.250: the schedule flat reaches no less)"),
+    ):
+        policy = DyMoE(shape, DyMoE.Settings(retention=retention, schedule=schedule))
+        assert policy.describe().endswith(said), (retention, schedule, policy.describe())
+    # what may change between two tokens is said as well
+    assert policy.change("retention", 0.5)
+    assert "no less" not in policy.describe()
+
+
+def test_the_paper_loads_the_critical_ones_alone() -> None:
+    """Eq. 8: the top t_l; otherwise the ranks below are asked for in the low tier."""
+    shape = make_shape()
+    for low_too in (True, False):
+        policy = DyMoE(shape, DyMoE.Settings(retention=0.75, prefetch_low=low_too))
+        event = make_event(shape, np.random.default_rng(1), layer=4, n_ahead=1)
+        out = make_decision(shape)
+        policy.decide(event, make_view(shape), out)
+        t, ids = policy.critical[5], event.ahead_ids[0].tolist()
+        assert 0 < t < 4
+        wanted = [(5, expert, 0, 0) for expert in ids[:t]]
+        wanted += [(5, expert, 1, 0) for expert in ids[t:] if low_too]
+        assert prefetches(out) == wanted

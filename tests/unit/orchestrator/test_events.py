@@ -80,6 +80,12 @@ def test_prefetch_beyond_capacity_is_dropped() -> None:
     assert prefetches(decision) == [(3, 7, 1, 0), (3, 8, 1, 0), (3, 9, 1, 0), (4, 1, 0, 0)]
 
 
+def test_prefetch_of_some_kinds() -> None:
+    decision = make_decision(make_shape())
+    decision.prefetch_all(3, [7, 8], 1, kinds=6)
+    assert prefetches(decision) == [(3, 7, 1, 6), (3, 8, 1, 6)]
+
+
 def test_stats_are_json() -> None:
     stats = GenerationStats(
         ttft_ms=1.0,

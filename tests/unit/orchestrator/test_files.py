@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
-from orchestrator.files import check_target, user_folder, whole_file
+from orchestrator.files import check_target, user_folder, whole_file, write_whole
 from patches.upstream import cache_dir
 
 
@@ -28,6 +29,20 @@ def test_the_user_folders(
     assert user_folder(kind) == expected
     if kind == "cache":
         assert cache_dir() == expected
+
+
+@pytest.mark.parametrize(("umask", "shared"), [(0o002, 0o664), (0o077, 0o600)])
+def test_modes_follow_the_umask_unless_a_file_is_private(
+    tmp_path: Path, umask: int, shared: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "shared", "")
+        write_whole(tmp_path / "private", "", private=True)
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("shared", "private")]
+    assert modes == [shared, 0o600]
 
 
 def test_an_error_of_writing_names_the_file(tmp_path: Path) -> None:

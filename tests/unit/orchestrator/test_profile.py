@@ -15,7 +15,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator import files, profile
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
-from orchestrator.profile import HotnessKeeper
+from orchestrator.profile import HotnessKeeper, TunedKeeper
 
 
 @pytest.fixture(scope="module")
@@ -191,3 +191,23 @@ def test_a_failed_write_leaves_the_old_profile(
                 memory.save()
         else:
             memory.save()  # the cache is a convenience
+
+
+def test_what_a_policy_tuned_is_kept_for_the_next_start(paths: list[Path]) -> None:
+    """By policy and model, in the user cache, where that is asked for; what is damaged there
+    counts as nothing."""
+    model, other = ExpertModel.open(paths[0]), ExpertModel.open(paths[2])
+    config = Config.build(model=model.path, remember=True)
+    keeper = TunedKeeper(config, model)
+    assert keeper.recall("firm") is None
+    keeper.learn("firm", {"votes": "4,1"})
+    keeper.save()
+    assert TunedKeeper(config, model).recall("firm") == {"votes": "4,1"}
+    assert TunedKeeper(config, model).recall("dymoe") is None
+    assert TunedKeeper(config, other).recall("firm") is None
+    without = Config.build(model=model.path)
+    assert TunedKeeper(without, model).recall("firm") is None
+    (path,) = (files.user_folder("cache") / "tuned").iterdir()
+    for text in ("{", "[]", '{"format": "moe-edge tuned", "policies": {"firm": 3}}'):
+        path.write_text(text)
+        assert TunedKeeper(config, model).recall("firm") is None

@@ -13,9 +13,34 @@ from hypothesis import strategies as st
 from orchestrator.errors import ConfigError
 from orchestrator.policy.retention import critical_counts, ratios, realised, solve
 
+# Eq. 4 and 5 worked out by hand: lambda, r(l) of each layer, M, t_l of each layer. The cosines of
+# 5 layers are 1, sqrt(1/2), 0, -sqrt(1/2), -1; those of 7 layers 1, sqrt(3)/2, 1/2, 0 and back;
+# those of 4 layers 1, 1/2, -1/2, -1. Where r(l) * M is whole, the ceiling leaves it alone.
+BY_HAND = [
+    (0.5, [1.0, 0.9267766953, 0.75, 0.5732233047, 0.5], 8, [8, 8, 6, 5, 4]),
+    (0.0, [1.0, 0.8535533906, 0.5, 0.1464466094, 0.0], 8, [8, 7, 4, 2, 1]),
+    (
+        0.2,
+        [1.0, 0.9464101615, 0.8, 0.6, 0.4, 0.2535898385, 0.2],
+        10,
+        [10, 10, 8, 6, 4, 3, 2],
+    ),
+    (0.25, [1.0, 0.8125, 0.4375, 0.25], 16, [16, 13, 7, 4]),
+    (1.0, [1.0, 1.0, 1.0], 6, [6, 6, 6]),
+    (0.3, [1.0, 0.3], 4, [4, 2]),
+]
+
 LAYERS = st.integers(2, 64)
 EXPERTS = st.integers(1, 16)
 SHARES = st.floats(0.0, 1.0)
+
+
+@pytest.mark.parametrize(("lam", "r", "m", "t"), BY_HAND)
+def test_the_schedule_is_the_papers(lam: float, r: list[float], m: int, t: list[int]) -> None:
+    """r(l) = (1 - lambda) * (cos(pi * l / (L - 1)) + 1) / 2 + lambda, and t_l = ceil(r(l) * M);
+    the one layer of lambda = 0 whose t_l is 0 keeps one expert, as we state."""
+    assert ratios(lam, len(r)) == pytest.approx(r, abs=1e-9)
+    assert critical_counts(lam, len(r), m) == t
 
 
 @given(SHARES, LAYERS)

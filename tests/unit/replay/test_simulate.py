@@ -95,8 +95,8 @@ def test_a_late_prefetch_is_waited_for_and_no_hit(library: Library) -> None:
     outcome = played(
         library, trace, Transport(BYTES_PER_S // 4, 0, 1), 24.0, policy="dymoe", n_ahead=1
     )
-    # layer 0 computes until 6, 10, 18 and layer 1 routes at 24; its prefetch is up 16..20,
-    # gate 20..24, down 24..32
+    # layer 0 computes until 6, 10, 18 and layer 1 routes at 24; its prefetch is gate 16..20,
+    # up 20..24, down 24..32
     assert outcome.stats.hits[Phase.DECODE] == 2
     assert outcome.step_us.tolist() == [40.0]
 

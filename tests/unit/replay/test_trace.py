@@ -155,7 +155,7 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
         ("read_latency_us", 0.5, "read_latency_us is 0.5"),
         ("dense_share", [0.5], "dense_share is [0.5]"),
         ("dense_share", [0.5, 2], "dense_share is [0.5, 2]"),
-        ("version", 2, "of version 2; this moe-edge reads 3: record again"),
+        ("version", 3, "of version 3; this moe-edge reads 4: record again"),
         ("surplus", 1, "fields missing or unknown: surplus"),
     ],
 )
@@ -221,6 +221,9 @@ WRONG = [
     (changed("start_hotness", (0, 0), np.nan), "start_hotness: negative or not a finite"),
     (changed("counters", (0, 0), -1), "counters: a negative number"),
     (changed("step_tick", 0, 2), "step_tick is neither"),
+    (changed("step_us", 0, -1.0), "step_us: negative, months, or not a finite number"),
+    (changed("step_us", 0, np.inf), "step_us: negative, months, or not a finite number"),
+    (changed("step_us", 0, np.nan), "step_us: negative, months, or not a finite number"),
     (changed("event_computed", 0, 9), "event_computed is out of range"),
     (lambda a: a.update(event_layer=a["event_layer"][:-1]), "event_layer has the shape"),
     (lambda a: a.update(ahead_ids=a["ahead_ids"][:-1]), "ahead_ids has the shape"),

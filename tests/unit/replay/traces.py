@@ -81,6 +81,7 @@ def make_trace(
         "step_phase": np.array([phase for phase, _ in steps], np.uint8),
         "step_tokens": np.array([len(layers[0]) for _, layers in steps], np.int32),
         "step_starts": (np.arange(len(steps)) == 0).astype(np.uint8),
+        "step_us": np.array([1.0 * compute_us * len(layers[0]) for _, layers in steps]),
         "step_tick": np.zeros(len(steps), np.uint8),
         "published": np.zeros((0, 4), np.int32),
         "event_step": columns[:, 0].astype(np.int32),

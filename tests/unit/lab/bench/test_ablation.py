@@ -18,6 +18,7 @@ from orchestrator.lab.bench.ablation import (
     SKIP_AHEAD,
     Ablation,
     AblationOptions,
+    _paper_notes,
     ablation_cases,
     paper_rows,
 )
@@ -238,3 +239,18 @@ def test_quick_ablation_end_to_end(real_engine, shape):
     assert recall[0] is None and all(0 < share <= 1 for share in recall[1:])
     assert all(share is None for share in rows[CACHE]["policy"]["recall"])
     assert report["options"]["routing"] == ("trained" if shape == "demo" else "zipf")
+
+
+def test_a_goal_that_plain_lru_meets_as_well_says_so():
+    def line(lru, skipping):
+        rows = [
+            {"name": "lru", "speedup_tpot": lru},
+            {"name": SKIP_AHEAD, "speedup_tpot": skipping},
+            {"name": MIXED_AHEAD, "error": "died"},
+        ]
+        (found,) = _paper_notes(rows)
+        return found
+
+    assert line(2.0, 3.0).endswith("the paper's x 2.67: met")
+    assert line(2.7, 3.0).endswith("met; met by LRU as well: x 2.70")
+    assert line(2.0, 2.5).endswith("MISSED")

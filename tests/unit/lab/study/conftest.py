@@ -1,5 +1,66 @@
-"""The tests here share what studies are made on."""
+"""The tests here share what studies are made on, and what each of them says of it."""
 
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
 from judged import choices, model, text
 
-__all__ = ["choices", "model", "text"]
+from orchestrator.cli import cli
+
+__all__ = ["choices", "domains", "model", "published", "text"]
+
+TEXTS = {
+    "river": "The fox sat by the river and looked at the stars. Nobody came, and it was late. ",
+    "sums": "1 + 1 = 2, 2 + 2 = 4, 3 + 3 = 6, 4 + 4 = 8, 5 + 5 = 10, 6 + 6 = 12, 7 + 7 = 14. ",
+}
+
+
+@pytest.fixture(scope="session")
+def domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of two domains."""
+    path = tmp_path_factory.mktemp("domains") / "domains.jsonl"
+    records = [{"text": 2 * text, "domain": name} for name, text in TEXTS.items()]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+# Studies of halves need all of the text; the others do with little.
+WHOLE = ("demotion", "memory")
+
+
+@pytest.fixture(scope="session")
+def published(
+    model: Path, domains: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], SimpleNamespace]:
+    """What a study wrote of the random model, by its name; each study runs once. data: its JSON;
+    shown: what it printed; folder: what it wrote to."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+
+    asked = tmp_path_factory.mktemp("asked") / "choices.jsonl"
+    records = [
+        {"question": f"Question {i}: which one?", "choices": ["river", "a fox"], "answer": i % 2}
+        for i in range(4)
+    ]
+    asked.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    @cache
+    def run(name: str) -> SimpleNamespace:
+        folder = tmp_path_factory.mktemp(name)
+        options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
+        options += ["--text", str(domains), "--study", name, "--out", str(folder)]
+        options += ["--choices", str(asked)]
+        if name not in WHOLE:
+            options += ["--tokens", "48"]
+        result = CliRunner().invoke(cli, ["eval", *options])
+        assert result.exit_code == 0, result.output
+        data = json.loads((folder / f"{name}.json").read_text())
+        return SimpleNamespace(data=data, shown=result.stdout, folder=folder)
+
+    return run

@@ -1,8 +1,7 @@
-"""The studies' own decisions, and two of them from end to end."""
+"""The studies' own decisions, and what they refuse."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -13,10 +12,13 @@ from click.testing import CliRunner
 from orchestrator.cli import cli
 from orchestrator.config import Config
 from orchestrator.engine import Engine
+from orchestrator.eval.perplexity import TextScores
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.lab.study.activations import ROUTER_LOGITS, ActivationRecorder
+from orchestrator.lab.study.figures import COMPUTED_LOW
 from orchestrator.lab.study.policies import OneLayer, RandomCritical
 from orchestrator.lab.study.similarity import cosine, dense, recall, top
+from orchestrator.lab.study.subject import Score
 
 K, N = 4, 16
 
@@ -77,6 +79,28 @@ def test_random_choices_depend_on_the_seed_alone() -> None:
     assert not np.array_equal(runs[0], runs[2])
 
 
+def test_a_score_of_several_seeds_is_the_mean_of_each_token() -> None:
+    def score(nll: float, kl: float, agrees: bool) -> Score:
+        text = TextScores(
+            np.full(2, nll), np.full(2, kl), np.full(2, agrees), np.zeros(2, np.int32), ("",)
+        )
+        return Score(text, None, None, None)
+
+    found = score(1.0, 0.1, True).averaged([score(2.0, 0.3, False)]).text
+    assert found.nll.tolist() == [1.5, 1.5] and found.kl == pytest.approx([0.2, 0.2])
+    assert found.agrees is not None and found.agrees.tolist() == [0.5, 0.5]
+
+
+def test_low_or_skipped_is_what_was_computed() -> None:
+    def shown(**usage) -> str:
+        return COMPUTED_LOW.cell({"usage": usage})
+
+    assert shown(low=0.25, skip=0.0, computed_low=0.04) == "4.0 %"
+    assert shown(low=0.0, skip=0.25, computed_low=0.0) == "25.0 %"
+    assert shown(low=0.25, skip=0.5, computed_low=0.5) == "75.0 %"
+    assert COMPUTED_LOW.cell({"usage": None}) == ""
+
+
 def test_one_layer_is_low() -> None:
     event = make_event(0, Phase.DECODE)
     assert (decide(OneLayer(Inner(), 2, 1), event) == 1).all()
@@ -129,28 +153,6 @@ def study(model: Path, text: Path, name: str, out: Path, *args: str):
     options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "64"]
     options += ["--text", str(text), "--tokens", "24", "--study", name, "--out", str(out)]
     return CliRunner().invoke(cli, ["eval", *options, *args])
-
-
-@pytest.mark.parametrize("name", ["accuracy", "depth", "similarity", "context"])
-def test_a_study_writes_its_tables_and_plots(
-    model: Path, text: Path, choices: Path, tmp_path: Path, name: str
-) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    out = tmp_path / "out"
-    result = study(model, text, name, out, "--choices", str(choices))
-    assert result.exit_code == 0, result.output
-    assert (out / f"{name}.png").read_bytes()[1:4] == b"PNG"
-    assert (out / f"{name}.svg").read_text().lstrip().startswith("<?xml")
-    table = (out / f"{name}.md").read_text()
-    assert table == result.stdout
-    data = json.loads((out / f"{name}.json").read_text())
-    assert data["tokens"] == 24 and all(each["rows"] for each in data["tables"])
-    if name == "accuracy":
-        rows = data["tables"][1]["rows"]
-        assert len(rows) == 6
-        last = [row for row in rows if row["retention"] == 1.0]
-        assert [row["change"] for row in last] == [[0.0, 0.0]] * 2
-        assert all(row["usage"]["high"] == 1 for row in last)
 
 
 def test_a_study_needs_matplotlib(

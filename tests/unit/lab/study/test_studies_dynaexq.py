@@ -3,14 +3,11 @@ end to end."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from orchestrator.cli import cli
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.eval import EvalOptions
@@ -19,7 +16,6 @@ from orchestrator.eval.compare import Reference, ReferencePart
 from orchestrator.eval.text import Window
 from orchestrator.lab.study.residency import Residency, halves
 from orchestrator.lab.study.subject import Subject
-from orchestrator.policy.dynaexq import DynaExq
 
 
 def window(domain: str, n_scored: int) -> Window:
@@ -64,18 +60,6 @@ def test_a_part_of_a_reference() -> None:
 
 
 @pytest.fixture
-def domains(tmp_path: Path) -> Path:
-    texts = {
-        "river": "The fox sat by the river and looked at the stars. Nobody came, and it was late. ",
-        "sums": "1 + 1 = 2, 2 + 2 = 4, 3 + 3 = 6, 4 + 4 = 8, 5 + 5 = 10, 6 + 6 = 12, 7 + 7 = 14. ",
-    }
-    path = tmp_path / "domains.jsonl"
-    records = [{"text": 2 * text, "domain": name} for name, text in texts.items()]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-@pytest.fixture
 def subject(model: Path, text: Path) -> Subject:
     config = Config.build(model=model, threads=1, ctx=64, ram=1 << 40)
     options = EvalOptions(text=text, tokens=64, window=16)
@@ -102,7 +86,7 @@ def test_what_hotness_says_is_high_is_resident_and_computed(subject: Subject) ->
 def test_hotness_is_what_was_routed(subject: Subject) -> None:
     residency = Residency(subject)
     found = residency.hotness(subject.windows)
-    per_token = found.sum(axis=1) / DynaExq.Settings().update_steps
+    per_token = found.sum(axis=1)
     assert per_token == pytest.approx(np.full(residency.shape.n_layers, subject.n_expert_used))
     hottest = residency.fixed("", 2, found)
     coldest = residency.fixed("", 2, found.max() - found)
@@ -112,22 +96,8 @@ def test_hotness_is_what_was_routed(subject: Subject) -> None:
     assert coldest.usage.high < n_hot
 
 
-def study(model: Path, text: Path, name: str, out: Path) -> dict:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
-    options += ["--text", str(text), "--study", name, "--out", str(out)]
-    result = CliRunner().invoke(cli, ["eval", *options])
-    assert result.exit_code == 0, result.output
-    assert (out / f"{name}.png").read_bytes()[1:4] == b"PNG"
-    assert (out / f"{name}.svg").read_text().lstrip().startswith("<?xml")
-    assert (out / f"{name}.md").read_text() == result.stdout
-    data: dict = json.loads((out / f"{name}.json").read_text())
-    return data
-
-
-def test_demotion(model: Path, domains: Path, tmp_path: Path) -> None:
-    data = study(model, domains, "demotion", tmp_path / "out")
-    rows = data["tables"][0]["rows"]
+def test_demotion(published) -> None:
+    rows = published("demotion").data["tables"][0]["rows"]
     shares = {(row["order"], row["demoted"]): row["routed_high"] for row in rows}
     levels = sorted({demoted for _, demoted in shares})
     assert levels[0] == 0 and len(rows) == 3 * len(levels)
@@ -141,12 +111,19 @@ def test_demotion(model: Path, domains: Path, tmp_path: Path) -> None:
             assert row["routed_high"] == 0.0
 
 
-def test_memory(model: Path, domains: Path, tmp_path: Path) -> None:
-    data = study(model, domains, "memory", tmp_path / "out")
+def test_memory(published) -> None:
+    data = published("memory").data
     titles = [table["title"] for table in data["tables"]]
     assert [title.split(",")[1].split()[0] for title in titles] == ["mixed", "river", "sums"]
     for table in data["tables"]:
         best, high, low, *others = table["rows"]
+        alone = [row for row in others if row["configuration"].startswith("all ")]
+        assert [row["configuration"] for row in alone] == [
+            f"all {name}_k, rtn" for name in ("q3", "q5", "q6")
+        ]
+        assert low["memory"] < alone[0]["memory"] < high["memory"] < alone[1]["memory"]
+        assert low["kl"][0] > alone[0]["kl"][0] > high["kl"][0]
+        others = [row for row in others if row not in alone]
         assert best["kl"][0] == pytest.approx(0.0, abs=1e-6)
         assert high["memory"] == 1.0 and high["change"] == [0.0, 0.0]
         assert best["memory"] > 1.0 > low["memory"]

@@ -1,0 +1,128 @@
+"""The report of a check as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gguf_tools.units import format_size
+
+
+def render(report: dict[str, Any]) -> str:
+    """A page to read and to send in."""
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {found or '?'}" for name, found in machine["versions"].items())
+    pair = f" with {report['low']}" if report["low"] else ""
+    lines = [
+        f"moe-edge check of {report['model']}{pair}",
+        f"  {versions}; {machine['system']}",
+        f"  {machine['processor']}, {machine['cores']} cores, "
+        f"{format_size(machine['usable_bytes'])} of memory to use",
+    ]
+    if machine["device"]:
+        lines.append(f"  {machine['device']}, {format_size(machine['device_bytes'])} to use")
+    lines += ["", *_file(report), *_words(report["words"])]
+    for tier in report["tiers"]:
+        lines += ["", *_tier(tier)]
+    asked = report["as_asked"]
+    if asked and "error" not in asked:
+        lines += ["", f"as asked: {asked['mode']}", f"  {_speeds(asked)}; {_memory(asked)}"]
+    lines.append("")
+    lines += [f"Note: {each}" for each in report["notes"]]
+    lines += [f"Problem: {each}" for each in report["problems"]]
+    if report["ok"]:
+        lines.append("Good: every run gave the bits of llama.cpp, within the memory it promised.")
+    else:
+        n = len(report["problems"])
+        lines.append(f"Not good: {n} problem{'s' if n > 1 else ''}, see above.")
+    return "\n".join(lines)
+
+
+def _file(report: dict[str, Any]) -> list[str]:
+    facts, verified = report["file"], report["verified"]
+    lines = []
+    if facts:
+        managed = "managed" if report["managed"] else "not managed"
+        lines += [
+            f"architecture: {facts['architecture']}, {managed}",
+            f"layers: {facts['layers']}, {facts['moe_layers']} of them with {facts['experts']} "
+            f"experts, {facts['experts_used']} for each token"
+            + (", and shared ones" if facts["shared_experts"] else ""),
+            f"sizes: files {format_size(facts['file_bytes'])}, dense weights "
+            f"{format_size(facts['dense_bytes'])}, KV cache {format_size(facts['kv_bytes'])} for "
+            f"{facts['kv_tokens']} tokens",
+        ]
+        for tier in facts["tiers"]:
+            types = sorted({name for names in tier["types"].values() for name in names})
+            lines.append(
+                f"tier {tier['name']}: {tier['bits_per_weight']:.2f} bits a weight, "
+                f"{format_size(tier['bytes'])}, types {', '.join(types)}"
+            )
+        lines += [f"fallback: {text}" for text in facts["fallbacks"]]
+    if verified:
+        n = verified["findings"]
+        state = "good" if not n else f"{n} problem{'s' if n > 1 else ''}"
+        lines.append(f"every block read: {state}, {format_size(verified['bytes'])}")
+    return lines
+
+
+def _words(words: dict[str, Any] | None) -> list[str]:
+    if words is None:
+        return []
+    kept = words["samples"] - len(words["lost"])
+    own = "the file's own" if words["template"] else "ChatML, in the place of one"
+    rendered = words["rendered"]
+    does = "fails" if rendered is None else f"makes {rendered} tokens of a conversation"
+    return [
+        f"tokenizer: gives {kept} of {words['samples']} texts back",
+        f"chat template: {own}, {does}",
+    ]
+
+
+def _tier(tier: dict[str, Any]) -> list[str]:
+    """The runs of one precision as a table; those that failed are among the problems."""
+    plain, runs = tier["plain"], [each for each in tier["runs"] if "error" not in each]
+    rows = [["memory", "policy", "promised", "taken", "bits", "prompt", "decode", "hits"]]
+    if plain and "error" not in plain:
+        taken = format_size(plain["used_bytes"])
+        rows.append(["llama.cpp's own", "", "", taken, "", *_tok_s(plain), ""])
+    for run in runs:
+        promised = format_size(run["promised_bytes"])
+        hits, bits = f"{run['hit_rate']:.1%}", _bits(run.get("compared"))
+        taken = format_size(run["used_bytes"], up=True)
+        rows.append([run["budget"], run["policy"], promised, taken, bits, *_tok_s(run), hits])
+    read = (plain if plain and "error" not in plain else None) or (runs[0] if runs else None)
+    if read is None:
+        return [f"{tier['tier']}: no run worked"]
+    title = (
+        f"{tier['tier']}: a prompt of {len(read['prompt'])} tokens and {len(read['answer'])} "
+        f"decoded ones; speeds in tokens/s"
+    )
+    return [title, *_columns(rows)]
+
+
+def _bits(compared: dict[str, Any] | None) -> str:
+    if compared is None:
+        return "not compared"
+    return "equal" if compared["equal"] else f"differ from {compared['first']}"
+
+
+def _tok_s(run: dict[str, Any]) -> tuple[str, str]:
+    return f"{run['prompt_tok_s']:.1f}", f"{run['decode_tok_s']:.1f}"
+
+
+def _speeds(run: dict[str, Any]) -> str:
+    prompt, decode = _tok_s(run)
+    return f"prompt {prompt} tokens/s, decode {decode} tokens/s"
+
+
+def _memory(run: dict[str, Any]) -> str:
+    return f"took {format_size(run['used_bytes'], up=True)} of {format_size(run['promised_bytes'])}"
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,263 @@
+"""Hierarchical Expert Optimization and Pre-fetching: how many candidates K and layers P vote in
+each group of layers (FIRM-MoE, eq. 9 to 11, Algorithm 1).
+
+Latency T of eq. 9 is never measured; the loss of eq. 11 stands for it:
+
+    L = waste_weight * n_unused + miss_weight * (n_miss - n_hit)
+
+n_unused: experts that were read ahead and are not used. n_miss: experts in use that were not
+expected, n_hit those of them that are in memory, so that the difference is what is read on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+CLIMB, ALL, OFF = WAYS = ("climb", "all", "off")
+GROUPS = ("shallow", "middle", "deep")
+
+Votes = tuple[int, int]  # K, P
+
+
+def group_of(n_layers: int) -> list[int]:
+    """The index in GROUPS of each layer. Of sixteen layers five are shallow and four deep, as in
+    Figure 6, of others as large a part; at least one each of those that can be predicted, which
+    is all but the first."""
+    shallow = max(2, int(5 * n_layers / 16 + 0.5))
+    deep = max(1, int(4 * n_layers / 16 + 0.5))
+    first_deep = max(shallow, n_layers - deep)
+    return [0 if i < shallow else 2 if i >= first_deep else 1 for i in range(n_layers)]
+
+
+def unused_and_missed(expected: int, used: int, absent: int) -> tuple[int, int]:
+    """(n_unused, n_miss - n_hit) of eq. 11, of sets as bits. absent: what is not in memory. Only
+    what is absent is read ahead, or on demand."""
+    return (expected & absent & ~used).bit_count(), (used & absent & ~expected).bit_count()
+
+
+@dataclass(frozen=True)
+class Weights:
+    """alpha and beta of eq. 11."""
+
+    waste: float = 0.5
+    miss: float = 0.5
+
+    def loss(self, unused: float, missed: float) -> float:
+        """Eq. 11."""
+        return self.waste * unused + self.miss * missed
+
+
+@dataclass
+class Mean:
+    """The mean loss of what was counted."""
+
+    weights: Weights
+    unused: int = 0
+    missed: int = 0
+    n: int = 0
+
+    def add(self, unused: int, missed: int) -> None:
+        self.unused += unused
+        self.missed += missed
+        self.n += 1
+
+    @property
+    def value(self) -> float | None:
+        """None of nothing."""
+        return self.weights.loss(self.unused, self.missed) / self.n if self.n else None
+
+
+class Grid:
+    """Counts every (K, P) on the same tokens: predictions are ranked, so that each one's set is
+    known without running it. So the search is exhaustive, and noise is the same for all."""
+
+    def __init__(self, k: int, depth: int, weights: Weights) -> None:
+        self.weights = weights
+        self.n = 0
+        self._unused = [[0] * k for _ in range(depth)]
+        self._missed = [[0] * k for _ in range(depth)]
+
+    def count(self, sets: Sequence[Sequence[int]], used: int, absent: int) -> None:
+        """One layer of one token; sets of votes.every_set, the others as in
+        unused_and_missed."""
+        self.n += 1
+        spare, wanted = absent & ~used, absent & used
+        for row, unused, missed in zip(sets, self._unused, self._missed, strict=True):
+            for i, each in enumerate(row):
+                unused[i] += (each & spare).bit_count()
+                missed[i] += (wanted & ~each).bit_count()
+
+    def means(self) -> list[list[float]]:
+        """Mean loss a layer and token, [P - 1][K - 1]."""
+        n = max(1, self.n)
+        return [
+            [self.weights.loss(u, m) / n for u, m in zip(*rows, strict=True)]
+            for rows in zip(self._unused, self._missed, strict=True)
+        ]
+
+    def best(self) -> Votes:
+        """The (K, P) of the least loss; of equals that with the fewest layers, then candidates."""
+        means = self.means()
+        _, layers, candidates = min(
+            (loss, p, k) for p, row in enumerate(means, 1) for k, loss in enumerate(row, 1)
+        )
+        return candidates, layers
+
+
+@dataclass
+class Climb:
+    """Algorithm 1 for one group, with what it leaves open or gets wrong put right.
+
+    It starts with all of k candidates and the deepest vote, on the axis of P downwards, where the
+    loss is smooth. Where neither of `patience` updates beat the best mean so far, it goes back to
+    that, stays for one interval so that luck wears off, and turns round; after two turns it changes
+    the axis, so that the plane is explored in both directions (as printed, K or P only ever grow
+    while the other one falls). The history is one mean for each (K, P). A step beyond 1 .. k or
+    1 .. depth is a turn.
+    """
+
+    k: int
+    depth: int
+    patience: int
+    weights: Weights
+    at: Votes = (0, 0)
+    axis: int = 1
+    delta: int = -1
+    _stale: int = 0
+    _turns: int = 0
+    _seen: dict[Votes, Mean] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.at = (self.k, self.depth)
+
+    def update(self, unused: int, missed: int, n: int) -> None:
+        """One interval has passed with `at`; moves on. n: layers of tokens that were counted."""
+        if n == 0:
+            return
+        mean = self._seen.setdefault(self.at, Mean(self.weights))
+        mean.unused, mean.missed, mean.n = mean.unused + unused, mean.missed + missed, mean.n + n
+        if self.best() == self.at:
+            self._stale, self._turns = 0, 0
+        else:
+            self._stale += 1
+        if self._stale >= self.patience:
+            self.at = self.best()
+            self._turn()
+            return
+        for _ in range(4):  # both directions of both axes may be at their ends
+            ahead = list(self.at)
+            ahead[self.axis] += self.delta
+            if 1 <= ahead[0] <= self.k and 1 <= ahead[1] <= self.depth:
+                self.at = (ahead[0], ahead[1])
+                return
+            self._turn()
+
+    def _turn(self) -> None:
+        self._stale = 0
+        self.delta = -self.delta
+        self._turns += 1
+        if self._turns == 2:
+            self._turns = 0
+            self.axis = 1 - self.axis
+
+    def best(self) -> Votes:
+        """The (K, P) of the least mean loss so far; of equals that with the fewest layers."""
+        losses = [(mean.value, at[1], at[0]) for at, mean in self._seen.items() if mean.n]
+        if not losses:
+            return self.at
+        _, layers, candidates = min(losses, key=lambda each: (each[0] or 0.0, *each[1:]))
+        return candidates, layers
+
+
+class Tuner:
+    """(K, P) of each group, and how they come about. tuned: they change no more. every: of so
+    many tokens one is counted, where every (K, P) is. until: the token after which they stay."""
+
+    every = 4
+
+    def __init__(
+        self,
+        way: str,
+        groups: Sequence[int],
+        start: Votes,
+        weights: Weights,
+        steps: int,
+        patience: int,
+        tokens: int,
+    ) -> None:
+        """groups: of group_of. steps: tokens between two updates; tokens: until the best is
+        chosen and fixed. start: the most candidates and layers, and what runs at first."""
+        self.way = way
+        self.groups = groups
+        self.chosen = [start] * len(GROUPS)
+        self.tuned = way == OFF or start == (1, 1) or start[1] == 0
+        self.tokens = 0
+        self._steps, self.until = steps, tokens
+        self._running = [Mean(weights) for _ in GROUPS]  # since the start
+        self._since = [(0, 0, 0)] * len(GROUPS)  # of those, at the latest update
+        self.grids = [Grid(*start, weights) for _ in GROUPS]
+        k, depth = start
+        self._climbs = [
+            # more layers than a group's last one has before it are no other vote
+            Climb(k, min(depth, self._last(group)), patience, weights)
+            for group in range(len(GROUPS))
+        ]
+
+    def fix(self, chosen: Sequence[Votes]) -> None:
+        """Runs with these and changes nothing."""
+        self.chosen, self.tuned = list(chosen), True
+
+    def of(self, layer: int) -> Votes:
+        """(K, P) of a layer."""
+        return self.chosen[self.groups[layer]]
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether this token is one of those on which every (K, P) is counted."""
+        return not self.tuned and self.way == ALL and self.tokens % self.every == 0
+
+    def count(
+        self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: int
+    ) -> None:
+        """A layer whose experts are known by now; see Grid.count."""
+        mask = 0
+        for expert in used:
+            mask |= 1 << expert
+        self.grids[self.groups[layer]].count(sets, mask, absent)
+
+    def observe(self, layer: int, unused: int, missed: int) -> None:
+        """What the running (K, P) came to in a layer, as in unused_and_missed."""
+        self._running[self.groups[layer]].add(unused, missed)
+
+    def token(self) -> None:
+        """A token has passed through all layers."""
+        self.tokens += 1
+        if self.tuned or (self.tokens % self._steps and self.tokens < self.until):
+            return
+        self.tuned = self.tokens >= self.until
+        for group, mean in enumerate(self._running):
+            if self.way == ALL:
+                if self.grids[group].n:
+                    self.chosen[group] = self.grids[group].best()
+                continue
+            before, now = self._since[group], (mean.unused, mean.missed, mean.n)
+            self._since[group] = now
+            climb = self._climbs[group]
+            climb.update(now[0] - before[0], now[1] - before[1], now[2] - before[2])
+            self.chosen[group] = climb.best() if self.tuned else climb.at
+
+    def by_group(self) -> dict[str, Votes]:
+        """(K, P) of the groups that have a layer which can be predicted."""
+        return {GROUPS[group]: self.chosen[group] for group in self._used()}
+
+    def losses(self) -> dict[str, float | None]:
+        """Mean loss a layer and token of what ran, by group."""
+        return {GROUPS[group]: self._running[group].value for group in self._used()}
+
+    def _last(self, group: int) -> int:
+        """The deepest layer of a group, 1 at least."""
+        return max((i for i, each in enumerate(self.groups) if each == group), default=1) or 1
+
+    def _used(self) -> list[int]:
+        return sorted(set(self.groups[1:]))

@@ -1,0 +1,46 @@
+"""Dense weights in the CPU's own layout beside managed experts: still upstream's bits."""
+
+import platform
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.file.layout import GGMLType
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.lab.bench.plain import PlainModel
+
+PROMPT = [7, 300, 12, 99, 41, 250, 3, 17, 64, 128, 5, 201]
+ANSWER = [11, 222, 33]
+
+
+def read(evaluate):
+    """Logits behind a prompt and behind each of some tokens."""
+    found = [evaluate(PROMPT, 0)]
+    found += [evaluate([token], len(PROMPT) + i) for i, token in enumerate(ANSWER)]
+    return np.concatenate(found)
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="Q8_0 experts stay as they are on x86 alone"
+)
+def test_managed_beside_repacked_dense_weights_is_upstream_bit_for_bit(library, tmp_path):
+    # upstream repacks Q4_K for this CPU, and has no such form of Q8_0
+    shape = replace(synthetic.preset("tiny-qwen3moe"), dense_type=GGMLType.Q4_K)
+    path = synthetic.write(tmp_path / "m.gguf", shape, tiers=("q8_0",))
+    of_upstream = {}
+    for repack in (True, False):
+        with PlainModel(
+            path, n_ctx=256, n_ubatch=32, threads=2, mmap=False, extra_bufts=repack
+        ) as model:
+            of_upstream[repack] = read(model.eval)
+    if np.array_equal(of_upstream[True], of_upstream[False]):
+        pytest.skip("this CPU has no layout of its own for Q4_K")
+    settings = {"model": path, "ctx": 256, "n_ubatch": 32, "threads": 2, "policy": "lru"}
+    for repack, expected in of_upstream.items():
+        config = Config.build(force_managed=True, use_extra_bufts=repack, **settings)
+        with Engine.open(config) as engine:
+            assert engine.managed
+            assert np.array_equal(read(engine.eval), expected)

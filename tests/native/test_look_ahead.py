@@ -1,0 +1,34 @@
+"""What the next routers are predicted to choose (DyMoE eq. 6), against numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import routers
+from routers import Gating
+
+pytestmark = pytest.mark.usefixtures("library_folder")
+
+TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 250, 96)]
+SIGMOID_IN_GROUPS = Gating(sigmoid=True, n_groups=4, n_groups_used=2)
+GATINGS = {
+    "qwen3moe": Gating(),
+    "mixtral": Gating(),
+    "phimoe": Gating(),
+    "deepseek2": SIGMOID_IN_GROUPS,
+}
+
+
+@pytest.mark.parametrize("shape", GATINGS)
+def test_the_next_routers_are_asked(shape: str, tiny_model: Callable[..., Path]) -> None:
+    routers.check(tiny_model(shape, "q4_k"), TOKENS, GATINGS[shape])
+
+
+def test_groups_and_bias_count(tiny_model: Callable[..., Path]) -> None:
+    """Else the test above would not see them."""
+    model = tiny_model("deepseek2", "q4_k")
+    assert routers.matters(model, TOKENS, SIGMOID_IN_GROUPS, "groups") > 20
+    assert routers.matters(model, TOKENS, SIGMOID_IN_GROUPS, "choice_bias") > 0

@@ -1,0 +1,246 @@
+"""`moe-edge check`: what is good, and each way in which something is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.pack import export
+from orchestrator.check import CheckOptions, checking, examine, render
+from orchestrator.check.compare import compare_rows, first_layer
+from orchestrator.cli import cli
+from orchestrator.config import Config
+
+FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def patient(library: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3moe", "q4_k", "q2_k")
+
+
+@pytest.fixture
+def one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least one alone, since each takes a process."""
+    every = checking.three_budgets
+    monkeypatch.setattr(checking, "three_budgets", lambda *given: islice(every(*given), 1))
+
+
+def look(path: Path, tokens: int = 5, **options: Any) -> dict[str, Any]:
+    """A check without reading the file's blocks."""
+    more = {name: options.pop(name) for name in ("all_tiers",) if name in options}
+    config = Config.build(model=path, ctx=256, threads=1, **options)
+    asked = CheckOptions(tokens=tokens, verify=False, **more)
+    return examine(config, asked, lambda label, share: None)
+
+
+def test_a_good_model(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    done = CliRunner().invoke(cli, ["check", "-m", str(model), *FEW, "--json", "--out", str(out)])
+    assert (done.exit_code, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert json.loads(out.read_text()) == report
+    assert report["ok"] and report["managed"] and report["verified"]["ok"]
+    assert str(model.parent) not in done.stdout  # no path of the sender's
+    (tier,) = report["tiers"]
+    assert tier["tier"] == "q4_k"
+    runs = tier["runs"]
+    assert [run["budget"] for run in runs] == ["the least", "half way", "everything"]
+    promised = [run["promised_bytes"] for run in runs]
+    assert promised == sorted(promised) and promised[0] < promised[2]
+    for run in runs:
+        assert run["compared"] == {
+            "rows": 6, "equal": True, "first": None, "first_error": 0.0, "most": 0.0, "choices": 0,
+            "finite": True,
+        }  # fmt: skip
+        assert 0 < run["peak_rss"] <= run["promised_bytes"]
+        assert run["slot_bytes_peak"] <= run["budget_bytes"]
+        assert run["prompt_tok_s"] > 0 and run["decode_tok_s"] > 0
+    assert runs[0]["hit_rate"] < runs[2]["hit_rate"]
+    assert report["words"]["lost"] == [] and report["words"]["rendered"] > 20
+    text = render(report)
+    assert "Good: every run gave the bits" in text and "chat template: ChatML" in text
+
+
+@pytest.mark.usefixtures("one_budget")
+def test_another_tier_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison with the wrong precision: from which token on, in which layer, by how much."""
+
+    def wrong(src: Path, dst: Path, tier: str) -> None:
+        assert tier == "q2_k"
+        export(src, dst, "q4_k")
+
+    monkeypatch.setattr(checking, "export", wrong)
+    report = look(model, high_tier="q2_k")
+    assert not report["ok"]
+    (run,) = report["tiers"][0]["runs"]
+    found = run["compared"]
+    assert (found["equal"], found["first"], found["layer"][0]) == (False, 0, 0)
+    assert 0 < found["first_error"] <= found["most"]
+    assert found["layer"][1] > 0
+    (said,) = report["problems"]
+    assert "other logits than llama.cpp's behind the prompt" in said
+    assert "the first layer whose experts differ is 0, by" in said
+    assert "differ from 0" in render(report)
+
+
+def test_a_later_layer_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Of two files that differ in the experts of the last layer alone."""
+    model = tiny_model("qwen3moe", "q4_k")
+    damaged = tmp_path / "other.gguf"
+    data = bytearray(model.read_bytes())
+    with ExpertModel.open(model) as opened:
+        for each in opened.slices[2]:
+            for place in each:
+                if place is not None:
+                    # the low bits of each block's 4-bit numbers
+                    blocks = np.frombuffer(data, np.uint8, place.expert_bytes * 8, place.offset)
+                    blocks.reshape(-1, 144)[:, 16:] ^= 1
+    damaged.write_bytes(data)
+    assert compare_layers(model, damaged, tmp_path) == 2
+    assert compare_layers(model, model, tmp_path) is None
+
+
+def compare_layers(one: Path, other: Path, folder: Path) -> int | None:
+    from orchestrator.check.job import Job, run_job, settings_of
+
+    paths = []
+    for path in (one, other):
+        paths.append(folder / f"{len(paths)}.npz")
+        config = Config.build(model=path, policy="lru", ctx=256, threads=1, expert_ram=1 << 20)
+        job = Job(settings_of(config), str(paths[-1]), 0, 0, [5, 6, 7, 8], [9], layers=True)
+        assert run_job(job) == {"layers": [0, 1, 2]}
+    found = first_layer(*paths)
+    return found[0] if found else None
+
+
+@pytest.mark.usefixtures("one_budget")
+def test_lower_tiers_of_one_file_and_of_two(tiny_model: Callable[..., Path]) -> None:
+    high, low = tiny_model("qwen3moe", "q4_k"), tiny_model("qwen3moe", "q2_k")
+    report = look(high, low=low, all_tiers=True)
+    assert report["ok"], report["problems"]
+    assert [tier["tier"] for tier in report["tiers"]] == ["q4_k", "q2_k"]
+    assert report["as_asked"]["mode"].startswith("managed: dymoe q4_k/q2_k")
+
+
+@pytest.mark.usefixtures("one_budget")
+def test_a_promise_that_is_broken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchestrator.check.job import run_job
+
+    def swollen(job: Any) -> dict[str, Any]:
+        run = run_job(job)
+        return run | {"peak_rss": run["promised_bytes"] + run["managed"]}
+
+    monkeypatch.setattr(checking, "run_job", swollen)
+    report = look(model)
+    assert not report["ok"]
+    (said,) = report["problems"]
+    assert "the least (lru): took" in said and "were promised" in said
+
+
+def test_a_cut_file(model: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(model.read_bytes()[: model.stat().st_size // 2])
+    done = CliRunner().invoke(cli, ["check", "-m", str(cut), *FEW])
+    assert done.exit_code == 1
+    assert done.stdout.count("reach past the end of the file") == 1
+    assert "Not good: 1 problem, see above." in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.usefixtures("one_budget")
+def test_damage_that_runs(model: Path, tmp_path: Path) -> None:
+    """A scale that is no number: verify names it, and so do the logits."""
+    damaged = tmp_path / "nan.gguf"
+    data = bytearray(model.read_bytes())
+    with ExpertModel.open(model) as opened:
+        for kind in opened.slices[0]:
+            if kind[0] is not None:
+                for expert in range(8):
+                    at = kind[0].offset + expert * kind[0].expert_bytes
+                    data[at : at + 2] = b"\xff\x7f"
+    damaged.write_bytes(data)
+    done = CliRunner().invoke(cli, ["check", "-m", str(damaged), *FEW])
+    assert done.exit_code == 1
+    assert "found nan value at block 0" in done.stdout or "nan" in done.stdout.lower()
+    assert "the logits are not all numbers" in done.stdout
+    assert "Traceback" not in done.output
+
+
+def test_no_experts(tmp_path: Path) -> None:
+    path = tmp_path / "dense.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    for step in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{step}_to_file")()
+    writer.close()
+    report = look(path)
+    assert not report["ok"]
+    assert len(report["problems"]) == 1 and "no expert" in report["problems"][0]
+
+
+def test_an_architecture_that_cannot_be_managed(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from orchestrator.native import Library
+
+    monkeypatch.setattr(Library, "managed_architectures", lambda self: ("another",))
+    report = look(tiny_model("mixtral", "q4_k"))
+    assert report["problems"] == [
+        "the experts of the architecture llama cannot be managed: the model runs where all of it "
+        "fits the memory"
+    ]
+    assert report["tiers"][0]["plain"]["decode_tok_s"] > 0
+    assert report["words"]["lost"] == []
+
+
+def test_too_little_memory(model: Path) -> None:
+    report = look(model, ram=1 << 20)
+    assert any("--ram 1 MiB is too little" in each for each in report["problems"])
+    assert all("Traceback" not in each for each in report["problems"])
+
+
+def rows_of(path: Path, rows: np.ndarray) -> Path:
+    path.write_bytes(rows.astype(np.float32).tobytes())
+    return path
+
+
+def test_bits_are_compared(tmp_path: Path) -> None:
+    reference = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    reference[2, 3] = 0.0
+    plain = rows_of(tmp_path / "plain", reference)
+
+    def compared(rows: np.ndarray) -> dict[str, Any]:
+        return compare_rows(rows_of(tmp_path / "ours", rows), plain, 8)
+
+    assert compared(reference)["equal"]
+    zero = reference.copy()
+    zero[2, 3] = -0.0
+    assert (compared(zero)["first"], compared(zero)["most"]) == (2, 0.0)
+    moved = reference.copy()
+    moved[1, 2] += 0.5
+    moved[3, (reference[3].argmax() + 1) % 8] += 100
+    found = compared(moved)
+    assert (found["first"], found["choices"]) == (1, 1)
+    assert found["first_error"] == pytest.approx(0.5)
+    assert found["most"] == pytest.approx(100)
+    odd = reference.copy()
+    odd[0, 0] = np.nan
+    found = compared(odd)
+    assert (found["finite"], found["first"], found["first_error"]) == (False, 0, None)
+    assert compared(reference[:3])["first"] == 3

@@ -1,0 +1,119 @@
+"""Checksums of packed files: every damage is found."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import zlib
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from verify_files import poke, texts, write_bytes
+
+from gguf_tools import synthetic
+from gguf_tools.file.checksums import SliceChecksums, combine, stored
+from gguf_tools.file.layout import KEY_CHECKSUMS
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.pack import pack
+from orchestrator.cli import cli
+
+DAMAGES = 100 if os.environ.get("MOE_EDGE_SLOW") else 15
+PAGE_BYTES = 4096
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory, ggml):
+    folder = tmp_path_factory.mktemp("checksums")
+    source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("q8_0",))
+    return pack(source, folder / "packed.gguf", ["q8_0", "q2_k"], threads=2, ggml=ggml).path
+
+
+def test_pieces_combine_to_the_whole():
+    data = np.random.default_rng(3).bytes(10_001)
+    for at in (0, 1, 4096, 10_000):
+        first, second = data[:at], data[at:]
+        assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(data)
+
+
+def test_pieces_come_in_any_order():
+    data = np.random.default_rng(4).bytes(3 * 1000)
+    sums = SliceChecksums(len(data), 3)
+    for start, end in ((1500, 3000), (0, 400), (400, 1500)):
+        sums.add(start, memoryview(data)[start:end])
+    assert sums.values() == [zlib.crc32(data[at : at + 1000]) for at in (0, 1000, 2000)]
+
+
+def test_a_packed_file_has_one_of_each_expert(sound, ggml):
+    with GGUFFile.open(sound) as file:
+        told = stored(file)
+        assert told is not None
+        for name, info in file.tensors.items():
+            data = file.array(name).tobytes()
+            count = info.shape[2] if len(info.shape) == 3 else 1
+            size = len(data) // count
+            pieces = [data[at : at + size] for at in range(0, len(data), size)]
+            assert told[name] == [zlib.crc32(each) for each in pieces], name
+    assert texts(sound, ggml) == []
+    result = CliRunner().invoke(cli, ["verify", str(sound)])
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("number", range(DAMAGES))
+def test_random_damage_is_found(sound, tmp_path, ggml, number):
+    """A flipped bit, a page of zeros, or a cut, anywhere in the file."""
+    rng = random.Random(number)
+    data = bytearray(sound.read_bytes())
+    how = ("bit", "page", "cut")[number % 3]
+    if how == "bit":
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif how == "page":
+        start = rng.choice(
+            [at for at in range(0, len(data), PAGE_BYTES) if any(data[at : at + PAGE_BYTES])]
+        )
+        data[start : start + PAGE_BYTES] = bytes(len(data[start : start + PAGE_BYTES]))
+    else:
+        del data[rng.randrange(len(data)) :]
+    damaged = write_bytes(tmp_path / "damaged.gguf", data)
+    assert texts(damaged, ggml), f"{how} of seed {number} was not found"
+
+
+def test_a_damaged_expert_is_named(sound, tmp_path, ggml):
+    copy = write_bytes(tmp_path / "copy.gguf", sound.read_bytes())
+    with GGUFFile.open(copy) as file:
+        info = file.tensors["blk.1.ffn_down_exps.weight.moe_edge.q2_k"]
+        expert_bytes = info.nbytes // info.shape[2]
+        at = info.offset + 3 * expert_bytes
+        was = file.bytes_at(at + 5, 1).tobytes()
+    poke(copy, at + 5, bytes([was[0] ^ 1]))
+    assert texts(copy, ggml) == [
+        f"{copy}: tensor {info.name}: offset {at}: expert 3 is damaged: its checksum differs"
+    ]
+
+
+def test_checksums_that_do_not_fit(sound, tmp_path, ggml):
+    """One value less, with a length that says so."""
+    copy = write_bytes(tmp_path / "copy.gguf", sound.read_bytes())
+    with GGUFFile.open(copy) as file:
+        count = len(file.metadata[KEY_CHECKSUMS])
+        start, _ = file.value_spans[KEY_CHECKSUMS]
+    poke(copy, start + 4, (5).to_bytes(4, "little"))  # int32 in the place of uint32
+    (sentence,) = texts(copy, ggml)
+    assert f"key {KEY_CHECKSUMS}: not {count} values of type uint32" in sentence
+
+
+def test_a_file_of_the_hub_has_its_hash(sound, tmp_path, ggml):
+    plain = synthetic.write(tmp_path / "plain.gguf", "tiny-qwen3moe")
+    data = plain.read_bytes()
+    blob = tmp_path / "blobs" / hashlib.sha256(data).hexdigest()
+    blob.parent.mkdir()
+    link = tmp_path / "snapshots.gguf"
+    link.symlink_to(write_bytes(blob, data))
+    assert texts(link, ggml) == []
+    with GGUFFile.open(blob) as file:
+        at = next(iter(file.tensors.values())).offset
+        was = file.bytes_at(at, 1).tobytes()
+    poke(blob, at, bytes([was[0] ^ 1]))
+    (sentence,) = texts(link, ggml)
+    assert sentence.startswith(f"{link}: not what the Hub sent: its SHA-256 is ")

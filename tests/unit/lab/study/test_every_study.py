@@ -1,0 +1,180 @@
+"""Each study of the registry, once from end to end on a small random model: that its figures are
+possible ones, and what they must be for this study."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from orchestrator.cli import cli
+from orchestrator.lab.registry import STUDIES
+
+Rows = list[dict[str, Any]]
+HIGH, LOW, BEST = "q4_k", "q2_k", "q8_0"
+
+
+def by(rows: Rows, *keys: str) -> dict[Any, dict[str, Any]]:
+    """The rows by what these figures of theirs are."""
+    return {tuple(row[key] for key in keys): row for row in rows}
+
+
+def accuracy(uniform: Rows, mixed: Rows) -> None:
+    sizes = [row["bytes"] for row in uniform]
+    assert sizes == sorted(sizes) and len(set(sizes)) == 6
+    q2, q3, q4, *_, q8 = (row["kl"][0] for row in uniform)
+    assert q2 > q3 > q4 > q8 == pytest.approx(0.0, abs=1e-6)
+    assert uniform[-1]["top1"][0] == 1.0
+    assert len(mixed) == 6
+    for row in mixed:
+        whole = row["retention"] == 1.0
+        assert (row["kl"][0] == q4) == whole and (row["change"] == [0.0, 0.0]) == whole
+        assert (row["usage"]["high"] == 1) == whole
+        assert 0 <= row["acc"][0] <= 1
+
+
+def retention(rows: Rows) -> None:
+    found = by(rows, "configuration", "retention")
+    high = found[HIGH, None]["kl"]
+    for low in ("skip", LOW):
+        least, most = (found[f"{HIGH} / {low}", r] for r in (0.6, 1.0))
+        assert least["kl"][0] > most["kl"][0] and most["kl"] == high
+        assert least["realised"] == pytest.approx(0.6, abs=0.1)
+
+
+def critical(*tables: Rows) -> None:
+    assert len(tables) == 4
+    for rows in tables:
+        found = by(rows, "configuration", "retention")
+        for (kind, r), row in found.items():
+            assert row["kl"][0] > 0
+            if r == 0.9:
+                assert row["kl"][0] < found[kind, 0.6]["kl"][0]
+    skipped = by(tables[0], "configuration", "retention")
+    for r in (0.6, 0.75, 0.9):
+        by_gate, by_chance = (
+            skipped[f"{kind}, depth-based", r] for kind in ("gate score", "random")
+        )
+        assert by_gate["usage"]["skip"] == pytest.approx(by_chance["usage"]["skip"])
+
+
+def tokens(rows: Rows) -> None:
+    found = by(rows, "configuration", "retention")
+    assert len(found) == 3 * 6
+    for share in ("5%", "40%", "100%"):
+        assert found[share, 0.6]["kl"][0] > found[share, 0.9]["kl"][0] > 0
+
+
+def schedule(rows: Rows) -> None:
+    for row in rows:
+        counts = row["critical"]
+        assert row["realised"] == pytest.approx(sum(counts) / len(counts) / 2)
+        falls = "cosine" in row["configuration"]
+        assert counts == sorted(counts, reverse=True) and (falls or len(set(counts)) < 3)
+
+
+def depth(rows: Rows) -> None:
+    assert [row["layer"] for row in rows] == list(range(len(rows)))
+    assert all(row["kl"][0] > 1e-4 for row in rows)
+
+
+def similarity(alike: Rows, ahead: Rows) -> None:
+    assert len(alike) == len(ahead) > 0
+    for row in (*alike, *ahead):
+        shares = [value[0] for value in row.values() if isinstance(value, list)]
+        assert shares and all(-1 <= share <= 1 for share in shares if share is not None)
+
+
+def demotion(rows: Rows) -> None:
+    found = by(rows, "order", "demoted")
+    none, all_of_them = found["cold first", 0], found["cold first", 8]
+    assert all_of_them["kl"][0] > found["cold first", 4]["kl"][0] > none["kl"][0]
+    for order in ("at random", "hot first"):
+        assert found[order, 0]["kl"] == none["kl"] and found[order, 8]["kl"] == all_of_them["kl"]
+
+
+def memory(*tables: Rows) -> None:
+    for rows in tables:
+        assert rows[0]["kl"][0] == pytest.approx(0.0, abs=1e-6)
+        assert any("dynaexq" in row["configuration"] for row in rows)
+
+
+def equal(uniform: Rows, *memories: Rows) -> None:
+    alone = by(uniform, "configuration")
+    high, low = (alone[f"{tier}, random",]["kl"] for tier in (HIGH, LOW))
+    fits = []
+    for rows in memories:
+        mix = next(row for row in rows if row["configuration"].startswith("dynaexq"))
+        streamed = [row for row in rows if row["read"] is not None]
+        assert [row["configuration"].split(",")[0] for row in streamed] == ["lru", "dymoe", "dymoe"]
+        assert streamed[0]["kl"] == pytest.approx(high)  # lossless, whatever is read
+        assert all(row["read"] > 0 for row in streamed)
+        for row in rows:
+            if row is not mix:
+                assert row["above"][0] == pytest.approx(row["kl"][0] - mix["kl"][0], abs=1e-9)
+        fits.append([row["configuration"] for row in rows if "uniform" in row["configuration"]])
+    least = next(row for row in memories[0] if row["configuration"].startswith("dynaexq"))
+    assert least["kl"] == pytest.approx(low) and least["usage"]["computed_low"] == 1.0
+    assert fits[0] == ["uniform q2_k, random"] and "uniform q3_k, rtn" in fits[-1]
+    assert not any("q5_k" in name or "q8_0" in name for names in fits for name in names)
+
+
+KNOWN: dict[str, Callable[..., None]] = {
+    each.__name__: each
+    for each in (
+        *(accuracy, retention, critical, tokens, schedule, depth, similarity),
+        *(demotion, memory, equal),
+    )
+}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_runs_and_its_figures_are_possible(published, name: str) -> None:
+    found = published(name)
+    assert (found.folder / f"{name}.png").read_bytes()[1:4] == b"PNG"
+    assert (found.folder / f"{name}.svg").read_text().lstrip().startswith("<?xml")
+    assert (found.folder / f"{name}.md").read_text() == found.shown
+    assert found.data["study"] == name and found.data["tables"]
+    for table in found.data["tables"]:
+        assert table["rows"]
+        assert " layers, " in table["title"] and table["title"].endswith("one run")
+        for row in table["rows"]:
+            check_quality(row)
+    if name in KNOWN:
+        KNOWN[name](*(table["rows"] for table in found.data["tables"]))
+
+
+def check_quality(row: dict[str, Any]) -> None:
+    """A row that has a perplexity has the distance from the best tier first, and both with their
+    error; what is a share is one."""
+    if "perplexity" in row:
+        assert list(row).index("kl") < list(row).index("perplexity")
+        (kl, kl_error), (perplexity, error) = row["kl"], row["perplexity"]
+        assert kl > -1e-6 and kl_error >= 0 and perplexity > 1 and error > 0
+        assert 0 <= row["top1"][0] <= 1
+    usage = row.get("usage") or {}
+    shares = [usage.get(key) for key in ("high", "low", "skip", "computed_low", "hit_rate")]
+    shares += [row.get("realised"), row.get("routed_high")]
+    assert all(0 <= share <= 1 for share in shares if share is not None)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--study", "accuracy", "--uniform", "iq2_xxs"], "give --calib TEXT"),
+        (["--study", "accuracy", "--uniform", "q9_k"], "unknown tier q9_k"),
+        (["--study", "depth", "--uniform", "q3_k"], "depth has no use for --uniform"),
+        (["--uniform", "q3_k"], "are for --study accuracy, memory and equal"),
+    ],
+)
+def test_uniform_types_that_cannot_be(
+    model: Path, text: Path, tmp_path: Path, args: list[str], message: str
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    options = ["eval", "-m", str(model), "--threads", "1", "--ctx", "128", "--text", str(text)]
+    where = ["--out", str(tmp_path)] if "--study" in args else []
+    result = CliRunner().invoke(cli, [*options, *where, *args])
+    assert result.exit_code == 1 and message in result.stderr

@@ -1,0 +1,87 @@
+"""The context where none is asked for."""
+
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from orchestrator.config import Config
+from orchestrator.context_length import SHARE, longest_affordable
+from orchestrator.hardware import Machine
+from orchestrator.plan import plan_memory
+
+MIB = 2**20
+
+
+def affordable(left, spare=2**60, least=4096, most=131072):
+    """With a cache of 1000 bytes a token."""
+    return longest_affordable(least, most, lambda n: 1000 * n, left, spare)
+
+
+def test_the_cache_takes_its_share_of_what_is_left():
+    found = affordable(16 * 10_000 * 1000)
+    assert found == 9984  # 10,000 tokens in steps of 256
+    assert 1000 * found <= SHARE * 16 * 10_000 * 1000
+
+
+@pytest.mark.parametrize(("left", "tokens"), [(10**12, 131072), (10**6, 4096), (0, 4096)])
+def test_it_is_never_longer_than_the_model_nor_shorter_than_the_least(left, tokens):
+    assert affordable(left) == tokens
+
+
+def test_a_model_of_a_short_context_gets_all_of_it():
+    assert affordable(0, least=1000, most=1000) == 1000
+
+
+def test_it_takes_no_more_than_is_spare():
+    assert affordable(10**12, spare=5000 * 1000) == (4096 + 5000) // 256 * 256
+    assert affordable(10**12, spare=0) == 4096
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model with the context of a large one."""
+    from dataclasses import replace
+
+    shape = replace(synthetic.preset("tiny-qwen3moe"), context=65536)
+    folder = tmp_path_factory.mktemp("long")
+    return ExpertModel.open(synthetic.write(folder / "long.gguf", shape))
+
+
+def plan_in(model, free, **settings):
+    return plan_memory(Config.build(model=model.path, **settings), model, Machine(free))
+
+
+def test_more_memory_gives_more_context_until_the_models_own(model):
+    contexts = [plan_in(model, free * MIB).n_ctx for free in (400, 450, 1000, 3000, 64 * 1024)]
+    assert contexts == sorted(contexts)
+    assert len(set(contexts)) > 2
+    assert contexts[0] >= 4096
+    assert contexts[-1] == 65536
+
+
+def test_what_fits_with_the_least_context_still_fits(model):
+    least = plan_in(model, 64 * 2**30, ctx=4096).total_bytes
+    for spare in (0, 2 * MIB, 40 * MIB):
+        plan = plan_in(model, 64 * 2**30, ram=least + spare)
+        assert not plan.managed
+        assert plan.total_bytes <= least + spare
+
+
+def test_a_policy_without_room_beside_it_gets_the_least_context(model):
+    settings = {"policy": "lru", "force_managed": True}
+    fixed = plan_in(model, 64 * 2**30, ctx=4096, expert_ram=2**20, **settings)
+    other = fixed.total_bytes - fixed.slots.total_bytes
+    enough = other + fixed.slots.total_bytes + 600 * 1024
+    assert plan_in(model, 64 * 2**30, ram=enough, **settings).n_ctx >= 4096
+
+
+def test_a_context_that_was_asked_for_is_that(model):
+    assert plan_in(model, 400 * MIB, ctx=512).n_ctx == 512
+    assert plan_in(model, 64 * 2**30, ctx=4096).n_ctx == 4096
+
+
+def test_the_mode_line_says_it(model, library):
+    from orchestrator.engine import Engine
+
+    with Engine.open(Config.build(model=model.path, ctx=512)) as engine:
+        assert engine.mode.endswith(", context 512")

@@ -1,0 +1,196 @@
+"""What FIRM asks for ahead, and what it says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from shapes import DOWN, GATE, UP, make_decision, make_event, make_shape, make_view, prefetches
+
+from orchestrator.errors import BudgetError, SettingError
+from orchestrator.events import ABSENT, Phase, RouteEvent, StepReport
+from orchestrator.policy.dymoe import DyMoE
+from orchestrator.policy.firm import FIRM, read_votes, write_votes
+
+SHAPE = make_shape(n_layers=6, n_expert=16, k=4, tiers=("q4_k",))
+STEP_DONE = StepReport(Phase.DECODE, 1, 1000.0)
+GATES, UPS, DOWNS = 1 << GATE, 1 << UP, 1 << DOWN
+
+# One token: what layers 0 to 2 predict of those behind them, nearest first, and what they use.
+USED = [[0, 1, 2, 3], [4, 5, 6, 9], [2, 4, 6, 8]]
+AHEAD = [
+    [[4, 5, 6, 7], [2, 4, 8, 9], [1, 2, 3, 4]],
+    [[8, 4, 2, 1], [3, 2, 1, 0], [0, 1, 2, 3]],
+    [[2, 3, 9, 1], [5, 6, 7, 8], [9, 8, 7, 6]],
+]
+
+
+def firm(**settings: Any) -> FIRM:
+    policy = FIRM(SHAPE, FIRM.Settings(**{"prefetch": "on", "votes": "4,3", **settings}))
+    policy.plan(SHAPE.all_slot_bytes())
+    return policy
+
+
+def make(layer: int, ids: Any, ahead: Any, step: int = 7) -> RouteEvent:
+    """ids [T, k]; ahead [A, T, k], with falling scores."""
+    rows, predicted = np.array(ids, np.int32), np.array(ahead, np.int32)
+    n = len(rows)
+    scores = np.broadcast_to(np.array([0.4, 0.2, 0.1, 0.05], np.float32), predicted.shape).copy()
+    event = RouteEvent(
+        *(rows, np.ones(rows.shape, np.float32), np.arange(n, dtype=np.int32)),
+        *(predicted, scores, np.zeros(n, np.float32)),
+        *(np.ones(n, np.uint8), np.zeros(n, np.int32)),
+    )
+    event.layer, event.n_tokens, event.n_ahead, event.step = layer, n, len(predicted), step
+    return event
+
+
+def asked(policy: FIRM, event: RouteEvent, here: Any = ()) -> list[tuple[int, ...]]:
+    """(layer, expert, tier, kinds) in order. here: experts of every layer that are in memory."""
+    resident = np.full((SHAPE.n_layers, SHAPE.n_expert), ABSENT, np.uint8)
+    resident[:, list(here)] = 0
+    out = make_decision(SHAPE)
+    policy.decide(event, make_view(SHAPE, resident), out)
+    assert not out.tier_array.any()
+    return prefetches(out)
+
+
+def token(policy: FIRM, step: int = 7, here: Any = ()) -> list[list[tuple[int, ...]]]:
+    """One token through three layers."""
+    return [
+        asked(policy, make(layer, [USED[layer]], [[row] for row in AHEAD[layer]], step), here)
+        for layer in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wanted"), [(1, [GATES]), (2, [GATES, UPS]), (3, [0])], ids=["gate", "up", "whole"]
+)
+def test_gates_come_before_ups(kinds: int, wanted: list[int]) -> None:
+    """Layer 0 alone votes on layer 1, and 0 and 1 on layer 2: 8, 4 and 2 are in both."""
+    found = token(firm(prefetch_kinds=kinds))
+    assert found[0] == [(1, e, 0, mask) for mask in wanted for e in (4, 5, 6, 7)]
+    assert found[1] == [(2, e, 0, mask) for mask in wanted for e in (8, 4, 2)]
+    assert found[2] == [(3, e, 0, mask) for mask in wanted for e in (2, 3, 1)]
+
+
+def test_fewer_candidates_and_layers_by_group() -> None:
+    """Layer 1 is shallow, 2 and 3 are middle ones: K, P are 1, 1 and 2, 2 there."""
+    found = token(firm(votes="1,1/3,2/4,3"))
+    assert [[expert for _, expert, *_ in each] for each in found] == [[4], [8, 4, 2], [2, 3]]
+
+
+def test_ways_to_agree_that_need_one_layer() -> None:
+    rank, margin = firm(agree="rank", votes="2,1"), firm(agree="margin", votes="2,1")
+    assert (rank.n_ahead, margin.n_ahead, firm().n_ahead) == (1, 1, 3)
+    assert [e for _, e, *_ in token(rank)[0]] == [4, 5]
+    assert [e for _, e, *_ in token(margin)[0]] == [4, 5, 6]  # at least 2 * 0.05
+
+
+def test_votes_end_with_their_step() -> None:
+    policy = firm()
+    asked(policy, make(0, [USED[0]], [[row] for row in AHEAD[0]], 7))
+    found = asked(policy, make(1, [USED[1]], [[row] for row in AHEAD[1]], 8))
+    assert [expert for _, expert, *_ in found] == [8, 4, 2, 1]  # layer 0's vote is of another step
+
+
+def test_several_sequences_ask_for_what_any_of_them_expects() -> None:
+    """Intersection for each token, and the union of those."""
+    policy = firm(votes="3,2")
+    two = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    first = [[[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [5, 6, 7, 8]]]
+    second = [[[4, 3, 2, 1], [5, 9, 3, 7]], [[0, 1, 2, 3], [0, 1, 2, 3]]]
+    asked(policy, make(0, two, first))
+    found = asked(policy, make(1, two, second))
+    assert [expert for _, expert, *_ in found] == [3, 2, 5]
+    assert policy.report()["recall"] == [None] * 6  # one token's business
+    rows = [[0, 1, 2, 3]] * 9
+    assert asked(policy, make(0, rows, [rows], 8)) == []
+    assert len(asked(policy, make(0, rows[:8], [rows[:8]], 8))) == 3
+
+
+def test_statistics() -> None:
+    """Of layer 1, 4 5 6 7 were expected and 4 5 6 9 used: recall and precision 3/4. 4 and 7 were
+    absent, and one of those is used. Of layer 2, 8 4 2 were expected and 2 4 6 8 used."""
+    policy = firm()
+    token(policy, here=(5, 6, 2, 9))
+    found = policy.report()
+    assert found["recall"][1:3] == [0.75, 0.75]
+    assert found["precision"][1:3] == [0.75, 1.0]
+    assert found["size"][1:3] == [4.0, 3.0]
+    assert found["absent_precision"][1:3] == [0.5, 1.0]
+    # layer 1: 7 for nothing, 9 missed and in memory; layer 2: nothing for nothing, 6 alike
+    assert found["loss"] == {"shallow": 0.5, "middle": 0.0, "deep": None}
+    assert found["votes"] == {group: [4, 3] for group in ("shallow", "middle", "deep")}
+    assert found["tuned"] and found["prefetch"] == "on"
+
+
+def test_tuning_finds_what_pays() -> None:
+    """Layer 1's first two candidates are always right and the others never; the rest is alike in
+    every vote, so that one layer is enough."""
+    policy = firm(votes=None, tune_steps=4, tune_tokens=8)
+    assert policy.report()["votes"]["shallow"] == [4, 3]
+    for step in range(8):
+        asked(policy, make(0, [USED[0]], [[[4, 5, 7, 8]]] * 3, step))
+        asked(policy, make(1, [[4, 5, 6, 9]], [[[2, 3, 4, 5]]] * 3, step))
+        asked(policy, make(2, [[2, 3, 4, 5]], [[[2, 3, 4, 5]]] * 3, step))
+        policy.step_done(STEP_DONE)
+    found = policy.report()
+    assert found["tuned"] and found["votes"] == {
+        "shallow": [2, 1],
+        "middle": [4, 1],
+        "deep": [4, 3],
+    }
+    assert policy.tuned == {"votes": "2,1/4,1/4,3", "agree": "mol", "slots": 96}
+
+
+def test_what_was_tuned_is_where_the_next_one_starts() -> None:
+    tuned = {"votes": "2,1/4,2/3,1", "agree": "mol", "slots": 96}
+    policy = firm(votes=None)
+    policy.recall(tuned)
+    assert policy.n_ahead == 2 and policy.report()["tuned"]
+    assert policy.settings.votes == "2,1/4,2/3,1"  # what a trace says of it
+    odd = ({"slots": 50}, {"agree": "rank"}, {"votes": "x"}, {"votes": 3}, {"slots": None})
+    for other in odd:
+        policy = firm(votes=None)
+        policy.recall(tuned | other)
+        assert policy.n_ahead == 3 and not policy.report()["tuned"], other
+    for asked_for in ({"votes": "4,3"}, {"tune": "off", "votes": None}):
+        policy = firm(**asked_for)
+        policy.recall(tuned)
+        assert policy.n_ahead == 3
+    assert firm(votes=None).tuned is None  # nothing is tuned yet
+
+
+def test_prompts_and_slots_are_dymoes_with_one_precision() -> None:
+    """The same plan at every budget, and the same answer to a prompt."""
+    for share in (0.2, 0.55, 1.0):
+        budget = int(share * SHAPE.all_slot_bytes())
+        ours, theirs = firm(), DyMoE(SHAPE, DyMoE.Settings(n_ahead=1))
+        assert ours.plan(budget) == theirs.plan(budget)
+        for layer in (0, 3, 4):
+            event = make_event(SHAPE, np.random.default_rng(1), 12, layer, Phase.PREFILL, 1)
+            resident = np.full((SHAPE.n_layers, SHAPE.n_expert), ABSENT, np.uint8)
+            resident[:, ::3] = 0
+            out = [make_decision(SHAPE), make_decision(SHAPE)]
+            ours.decide(event, make_view(SHAPE, resident), out[0])
+            theirs.decide(event, make_view(SHAPE, resident), out[1])
+            assert prefetches(out[0]) == prefetches(out[1]) != []
+            assert out[0].passing_array.tolist() == out[1].passing_array.tolist()
+    with pytest.raises(BudgetError):
+        firm().plan(100)
+
+
+def test_without_prefetch_nothing_is_asked_for() -> None:
+    policy = firm(prefetch="off")
+    assert policy.n_ahead == 0 and policy.report()["prefetch"] == "off"
+    assert asked(policy, make(0, [USED[0]], [[row] for row in AHEAD[0]])) == []
+
+
+def test_votes_as_a_text() -> None:
+    assert read_votes("4,1") == [(4, 1)] * 3
+    assert write_votes(read_votes("4,1/8,3/8,2")) == "4,1/8,3/8,2"
+    for text in ("4", "4,1/3,1", "0,1", "a,b", "4,1,2", "4,1/8,3/8,"):
+        with pytest.raises(SettingError, match="must be K,P such as 4,1"):
+            FIRM.Settings(votes=text)

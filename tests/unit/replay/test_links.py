@@ -1,0 +1,163 @@
+"""What a simulated store reads, and when: slots of prefetches, their order, whole experts, a rigid
+link. Times by hand: gate and up of an expert take 1 us, down 2; one thread, no latency."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from traces import decode, over
+
+from gguf_tools.file.layout import DOWN, GATE, UP
+from orchestrator.errors import NativeError
+from orchestrator.events import ABSENT, Phase
+from orchestrator.native import Library, Simulation, Store
+from orchestrator.native.abi import CPrefetch
+
+EXPERT = 16384  # bytes
+US = 1000
+
+
+class Link:
+    """A store of one layer of eight experts, and its clock."""
+
+    def __init__(self, library: Library, slots: int, **flags: bool) -> None:
+        spec = over(decode([[0]]), "lru", slots * EXPERT).spec
+        spec = replace(spec, n_io_threads=1, n_expert_used=2, max_tokens=2, **flags)
+        self.store = Store.create(library, spec)
+        self.clock = Simulation(self.store)
+        self.clock.set_speed(4096 * 10**6, 0)
+        self.library = library
+        self.chosen = np.zeros(0, np.int32)
+
+    def prefetch(self, *experts: int) -> None:
+        items = (CPrefetch * len(experts))(*[(0, expert, 0, 0, 0) for expert in experts])
+        self.library.prefetch(self.store.handle, items, len(experts))
+
+    def route(self, *experts: int) -> None:
+        """A step of one token that chooses two experts, or one of them twice."""
+        self.store.begin_step(Phase.DECODE)
+        ids = np.array([(experts * 2)[:2]], np.int32)
+        none = np.zeros((0, 1, 2))
+        self.clock.route(0, ids, np.full((1, 2), 0.5), np.zeros(1), none, none)
+        self.chosen = np.unique(ids).astype(np.int32)
+
+    def use(self, kind: int, expert_us: int = 0) -> float:
+        """Computes a kind; the clock then, in microseconds."""
+        self.clock.use(0, kind, self.chosen, expert_us * US)
+        self.store.check()
+        return self.clock.now_ns / US
+
+    def compute(self) -> None:
+        for kind in (GATE, UP, DOWN):
+            self.use(kind)
+
+    def resident(self) -> list[int]:
+        return np.flatnonzero(self.store.resident()[0] != ABSENT).tolist()
+
+
+@pytest.fixture
+def link(library: Library) -> Iterator[Callable[..., Link]]:
+    made: list[Link] = []
+
+    def make(slots: int = 8, **flags: bool) -> Link:
+        made.append(Link(library, slots, **flags))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.store.close()
+
+
+def test_a_prefetch_evicts_when_its_read_starts(link: Callable[..., Link]) -> None:
+    """Of nine matrices one is being read when the layer turns out to need what is there."""
+    one = link(slots=2)
+    one.route(0, 1)
+    one.compute()
+    one.prefetch(2, 3, 4)
+    assert one.store.stats().evictions == 1
+    one.route(1)
+    one.compute()
+    stats = one.store.stats()
+    assert (stats.evictions, stats.prefetch_cancelled, stats.hits[Phase.DECODE]) == (1, 8, 3)
+
+
+def test_asked_for_meanwhile_it_takes_a_slot(link: Callable[..., Link]) -> None:
+    one = link(slots=2)
+    one.route(0, 1)
+    one.compute()
+    one.prefetch(2, 3)
+    one.route(3)
+    assert one.store.stats().prefetch_used == 3
+    assert one.use(GATE) == 8 + 2  # the gate of 2 was on its way
+    one.use(UP)
+    one.use(DOWN)
+    assert 3 in one.resident()
+
+
+def test_a_prefetch_without_a_slot_is_dropped(link: Callable[..., Link]) -> None:
+    one = link(slots=1)
+    one.route(0)
+    one.prefetch(1)
+    one.clock.advance(100 * US)
+    stats = one.store.stats()
+    assert (stats.prefetch_cancelled, stats.prefetch_bytes[Phase.DECODE]) == (3, 0)
+    one.compute()
+    assert one.resident() == [0]
+
+
+def test_it_evicts_nothing_of_its_own_list(link: Callable[..., Link]) -> None:
+    """The read of 3 starts long after the list was made."""
+    one = link(slots=2)
+    one.route(0, 1)
+    one.compute()
+    one.prefetch(2, 0, 3)
+    one.clock.advance(100 * US)
+    assert one.resident() == [0, 2]
+
+
+def test_gate_is_read_ahead_first(link: Callable[..., Link]) -> None:
+    one = link()
+    one.prefetch(5)
+    one.clock.advance(US)
+    one.route(5)
+    assert one.store.stats().hits[Phase.DECODE] == 1
+    assert [one.use(kind) for kind in (GATE, UP, DOWN)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(("whole", "gate_us"), [(False, 21), (True, 26)])
+def test_whole_experts_are_waited_for(whole: bool, gate_us: int, link: Callable[..., Link]) -> None:
+    """Gates come at 1 and 2, ups at 3 and 4, downs at 6 and 8."""
+    one = link(whole_experts=whole)
+    one.route(0, 1)
+    assert one.use(GATE, 10) == gate_us
+    one.use(UP)
+    one.use(DOWN)
+
+
+def test_whole_experts_in_too_few_slots(link: Callable[..., Link]) -> None:
+    """Whoever holds the slot that another expert waits for is computed."""
+    one = link(slots=1, whole_experts=True)
+    for pair in ((0, 1), (2, 1), (1, 0)):
+        one.route(*pair)
+        one.compute()
+
+
+def test_a_rigid_link_reads_in_order_and_takes_nothing_back(link: Callable[..., Link]) -> None:
+    for rigid, gate_us in ((False, 2), (True, 5)):
+        one = link(rigid=rigid)
+        one.prefetch(2)
+        one.route(3)
+        assert one.use(GATE) == gate_us
+        one.use(UP)
+        one.use(DOWN)
+        assert one.store.stats().prefetch_cancelled == (0 if rigid else 2)
+        assert one.resident() == ([2, 3] if rigid else [3])
+
+
+def test_only_a_simulated_link_is_rigid(library: Library) -> None:
+    spec = replace(over(decode([[0]]), "lru", EXPERT).spec, simulated=False, rigid=True)
+    with pytest.raises(NativeError, match="only a simulated link is rigid"):
+        Store.create(library, spec)

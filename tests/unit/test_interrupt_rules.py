@@ -1,0 +1,229 @@
+"""Where an interrupt may be raised, and where it waits."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gguf_tools import interrupts
+from gguf_tools.file.unfinished import UnfinishedFile
+from gguf_tools.workers import in_order, workers
+
+_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int)
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(params=["in a command", "in a program"])
+def listening(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The same with the handler of a command, and with Python's own."""
+    if request.param == "in a program":
+        yield
+        return
+    with interrupts.listening():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def everything_put_back() -> Iterator[None]:
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not interrupts.asked()
+
+
+@pytest.mark.usefixtures("listening")
+def test_an_interrupt_in_a_callback_is_raised_behind_the_call() -> None:
+    after: list[str] = []
+
+    def call() -> int:
+        press()
+        after.append("the callback goes on")
+        return int(interrupts.asked())
+
+    callback = _CALLBACK(call)
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        assert callback() == 1
+        after.append("so does who called")
+    assert after == ["the callback goes on", "so does who called"]
+    with interrupts.held():
+        pass
+    interrupts.forget()
+
+
+@pytest.mark.usefixtures("listening")
+def test_what_ctypes_would_print_is_raised_behind_the_call(capfd: pytest.CaptureFixture) -> None:
+    def call() -> int:
+        raise KeyError("odd")
+
+    callback = _CALLBACK(call)
+    with pytest.raises(KeyError, match="odd"), interrupts.held():
+        callback()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_callback_that_nobody_holds_is_not_interrupted() -> None:
+    done = []
+
+    @interrupts.called_from_c
+    def call() -> int:
+        press()
+        done.append(1)
+        return 0
+
+    callback = _CALLBACK(call)
+
+    def wait() -> None:
+        callback()
+        assert done == [1]
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt), interrupts.listening():
+        wait()
+
+
+def test_an_import_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module whose import in C code would become another error."""
+    (tmp_path / "slow_to_load.py").write_text(
+        "import os, signal\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    for _ in range(1000): pass\n"
+        "except BaseException as error:\n"
+        "    raise ImportError('made of something else') from error\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt), interrupts.listening():
+        import slow_to_load  # noqa: F401
+
+        time.sleep(60)
+
+
+def test_an_interrupt_that_a_destructor_swallowed_comes_again() -> None:
+    class Last:
+        def __init__(self, act: Callable[[], None]) -> None:
+            self.act = act
+
+        def __del__(self) -> None:
+            self.act()
+
+    def swallowed() -> None:
+        raise KeyboardInterrupt
+
+    for act in (press, swallowed):
+        with pytest.raises(KeyboardInterrupt), interrupts.listening():
+            Last(act)
+            time.sleep(60)
+
+
+def test_it_takes_the_place_of_the_error_that_it_caused() -> None:
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        press()
+        raise ValueError("the step failed")
+    with pytest.raises(KeyboardInterrupt), interrupts.listening(), interrupts.held():
+        press()
+        raise ValueError("the step failed")
+
+
+def test_a_second_one_does_not_disturb_what_the_first_one_ends() -> None:
+    ended = []
+    with pytest.raises(KeyboardInterrupt), interrupts.listening():
+        try:
+            press()
+        finally:
+            press()
+            ended.append(1)
+    assert ended == [1]
+
+
+def test_one_that_is_got_over_makes_the_next_a_first_one() -> None:
+    caught = []
+    with interrupts.listening():
+        for _ in range(3):
+            try:
+                press()
+            except KeyboardInterrupt:
+                interrupts.forget()
+                caught.append(1)
+    assert caught == [1, 1, 1]
+
+
+def test_a_file_that_nobody_has_yet_goes_with_the_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gguf_tools.file import unfinished
+
+    create = unfinished.create
+
+    def interrupted(*args: object) -> object:
+        made = create(*args)  # type: ignore[arg-type]
+        press()
+        return made
+
+    monkeypatch.setattr(unfinished, "create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        UnfinishedFile(tmp_path / "a")
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_last_file_has_its_name_or_the_command_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def late(*args: object) -> None:
+        replace(*args)  # type: ignore[arg-type]
+        press()
+
+    monkeypatch.setattr(os, "replace", late)
+    with interrupts.listening():
+        interrupts.ends_with(tmp_path / "a")
+        UnfinishedFile(tmp_path / "a").complete(synced=False)
+        press()
+    with pytest.raises(KeyboardInterrupt), interrupts.listening():
+        UnfinishedFile(tmp_path / "b").complete(synced=False)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+@pytest.mark.usefixtures("listening")
+def test_a_pool_ends_soon_and_whole() -> None:
+    begun, ended = [], []
+
+    def work(number: int) -> int:
+        begun.append(number)
+        if number == 2:
+            press()
+        time.sleep(0.01)
+        ended.append(number)
+        return number
+
+    with pytest.raises(KeyboardInterrupt), workers(2) as pool:
+        list(in_order(pool, work, range(1000)))
+    assert 3 <= len(begun) < 100
+    assert sorted(begun) == sorted(ended)
+    interrupts.forget()
+
+
+def test_other_threads_are_left_alone() -> None:
+    """A server's engine: no signal comes to a thread, and what its callbacks raise does."""
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with interrupts.held():
+                interrupts.hand_over(KeyError("odd"))
+        except KeyError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
