@@ -159,7 +159,7 @@ class PromptContext(Study[Found]):
         )
 
     def tables(self, found: Found) -> list[Table]:
-        basis = f"{found.subject.name}, {found.n_windows} prompts and answers"
+        basis = f"{found.n_windows} prompts and answers; {found.subject.basis}"
         hot = f"{found.n_hot} of {found.n_expert} experts"
         mass = percent(1, " %")
         return [

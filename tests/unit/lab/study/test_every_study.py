@@ -122,11 +122,18 @@ def equal(uniform: Rows, *memories: Rows) -> None:
     assert not any("q5_k" in name or "q8_0" in name for names in fits for name in names)
 
 
+def context(rows: Rows, lengths: Rows, layers: Rows) -> None:
+    found = by(rows, "by")
+    assert found["answer",]["cosine"] == pytest.approx(1.0)
+    assert found["answer",]["mass"] == max(row["mass"] for row in rows)
+    assert lengths and layers
+
+
 KNOWN: dict[str, Callable[..., None]] = {
     each.__name__: each
     for each in (
         *(accuracy, retention, critical, tokens, schedule, depth, similarity),
-        *(demotion, memory, equal),
+        *(demotion, memory, equal, context),
     )
 }
 
