@@ -6,8 +6,10 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
+from orchestrator import plan as planning
 from orchestrator.config import Config
 from orchestrator.context_length import SHARE, longest_affordable
+from orchestrator.errors import BudgetError
 from orchestrator.hardware import Machine
 from orchestrator.plan import plan_memory
 
@@ -44,9 +46,9 @@ def model(tmp_path_factory):
     """A tiny model with the context of a large one, and experts many times as large as its cache
     for 4096 tokens."""
     tiny = synthetic.preset("tiny-qwen3moe")
-    shape = replace(tiny, context=65536, n_expert=64, n_head_kv=1, head_dim=32)
+    shape = replace(tiny, context=65536, n_expert=128, n_head_kv=1, head_dim=32)
     folder = tmp_path_factory.mktemp("long")
-    return ExpertModel.open(synthetic.write(folder / "long.gguf", shape))
+    return ExpertModel.open(synthetic.write(folder / "long.gguf", shape, tiers=("q4_k", "q2_k")))
 
 
 def plan_in(model, free, **settings):
@@ -62,19 +64,21 @@ def test_more_memory_gives_more_context_until_the_models_own(model):
 
 
 def test_what_fits_with_the_least_context_still_fits(model):
-    least = plan_in(model, 64 * 2**30, ctx=4096).total_bytes
+    least = plan_in(model, 64 * 2**30, ctx=4096, n_ubatch=16).total_bytes
     for spare in (0, MIB // 4, 40 * MIB):
-        plan = plan_in(model, 64 * 2**30, ram=least + spare)
+        plan = plan_in(model, 64 * 2**30, ram=least + spare, n_ubatch=16)
         assert not plan.managed
         assert plan.total_bytes <= least + spare
 
 
-def test_a_policy_without_room_beside_it_gets_the_least_context(model):
-    settings = {"policy": "lru", "force_managed": True}
-    fixed = plan_in(model, 64 * 2**30, ctx=4096, expert_ram=2**20, **settings)
-    other = fixed.total_bytes - fixed.slots.total_bytes
-    enough = other + fixed.slots.total_bytes + 600 * 1024
-    assert plan_in(model, 64 * 2**30, ram=enough, **settings).n_ctx >= 4096
+def test_a_policy_without_room_beside_it_gets_the_least_context(model, monkeypatch):
+    settings = {"policy": "lru", "force_managed": True, "n_ubatch": 16}
+    with pytest.raises(BudgetError) as too_little:
+        plan_in(model, 64 * 2**30, ctx=4096, ram=100 * MIB, **settings)
+    monkeypatch.setattr(planning, "longest_affordable", lambda *_: 65536)
+    least = too_little.value.needed_bytes
+    assert plan_in(model, 64 * 2**30, ram=least, **settings).n_ctx == 4096
+    assert plan_in(model, 64 * 2**30, ram=least + 60 * MIB, **settings).n_ctx == 65536
 
 
 def test_a_context_that_was_asked_for_is_that(model):
@@ -87,3 +91,7 @@ def test_the_mode_line_says_it(model, library):
 
     with Engine.open(Config.build(model=model.path, ctx=512)) as engine:
         assert engine.mode.endswith(", context 512")
+    with Engine.open(
+        Config.build(model=model.path, ctx=768, policy="lru", force_managed=True)
+    ) as engine:
+        assert engine.mode.endswith(", context 768")
