@@ -96,7 +96,11 @@ class _Room:
 
 
 def plan_memory(
-    config: Config, model: ExpertModel, machine: Machine, more_scratch: int = 0
+    config: Config,
+    model: ExpertModel,
+    machine: Machine,
+    more_scratch: int = 0,
+    graph_bytes: int | None = None,
 ) -> MemoryPlan:
     """Lays the model out in memory: that of the machine's device, where it has one, with the
     host's behind it.
@@ -106,7 +110,8 @@ def plan_memory(
     there is nothing to decide; else the default policy. That is lossless where the file has one
     tier and none is skipped.
 
-    more_scratch: bytes that llama.cpp was seen to take beyond the estimate.
+    more_scratch: bytes that llama.cpp was seen to take beyond the estimate. graph_bytes: scratch
+    in the host's memory as llama.cpp counts it, in the place of an estimate.
 
     Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
     for a policy or tiers that do not go with the model.
@@ -117,7 +122,8 @@ def plan_memory(
     n_ctx = context_tokens(model, config)
     ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
     plain = wants_plain(config, model)
-    room = _room(config, model, machine, n_ctx, ram, more_scratch, plain)
+    graph = (more_scratch, graph_bytes)
+    room = _room(config, model, machine, n_ctx, ram, graph, plain)
     rest = room.cap - room.fixed
 
     def shape_of(tiers: tuple[int, ...]) -> ModelShape:
@@ -158,7 +164,7 @@ def plan_memory(
             amounts = f"{format_size(needed)} of {format_size(room.cap)}"
             reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
             return plan(False, reason, (0,), budget_bytes=0, policy=None, shape=None, slots=None)
-        room = _room(config, model, machine, n_ctx, ram, more_scratch)
+        room = _room(config, model, machine, n_ctx, ram, graph)
         rest = room.cap - room.fixed
 
     budget = (
@@ -172,7 +178,10 @@ def plan_memory(
     try:
         slots = policy.plan(max(0, budget))
     except BudgetError as error:
-        raise _too_small(config, policy.name, shape, error.needed_bytes, room) from None
+        # The baseline takes no token importance.
+        usual = config.compared(policy=BASELINE)
+        fixed = _room(usual, model, machine, n_ctx, ram, graph).fixed
+        raise _too_small(config, policy.name, shape, error.needed_bytes, room, fixed) from None
     asked = config.expert_ram or room.asked
     return plan(
         True,
@@ -193,19 +202,22 @@ def _room(
     machine: Machine,
     n_ctx: int,
     ram: int,
-    more_scratch: int,
+    graph: tuple[int, int | None],
     plain: bool = False,
 ) -> _Room:
-    """plain: as upstream runs it, without our executor on a device."""
+    """graph: plan_memory's more_scratch and graph_bytes. plain: as upstream runs it, without our
+    executor on a device."""
     dense, kv = model.dense_bytes, model.kv_bytes(n_ctx)
-    compute = compute_bytes(model, config, n_ctx) + more_scratch
+    more_scratch, graph_bytes = graph
+    compute = compute_bytes(model, config, n_ctx, graph_bytes) + more_scratch
     device = machine.device
     if device is None:
         scratch = process_bytes(model) + compute
         return _Room("--ram", "free memory,", config.ram, ram, dense, kv, scratch, compute)
     asked = config.vram
     cap = min(asked, device.memory_bytes) if asked else device.usable_bytes
-    compute += 4 * attention_weights(model, config, n_ctx)
+    # on a device the mask is there in two precisions
+    compute += 4 * (attention_weights(model, config, n_ctx) + min(config.n_ubatch, n_ctx) * n_ctx)
     # without a cap, ggml's pool makes room for itself where the device is full
     kernels = kernel_bytes(model, config, n_ctx, piles=plain and asked is not None)
     scratch = compute + kernels + _alignment(model)
@@ -221,7 +233,7 @@ def _alignment(model: ExpertModel) -> int:
 def _host_bytes(config: Config, model: ExpertModel, tiers: tuple[int, ...], ram: int) -> int:
     """The cache of experts in the host's memory behind a device: what is left there, as far as
     there are experts. Raises BudgetError where not even reads in flight find room."""
-    fixed = process_bytes(model) + embedding_bytes(model)
+    fixed = process_bytes(model, on_gpu=True) + embedding_bytes(model)
     shape = model_shape(model, tiers)
     slots = {size for layer in shape.slots for sizes in layer for size in sizes.values()}
     # every size has slots of its own, two at least
@@ -238,16 +250,17 @@ def _host_bytes(config: Config, model: ExpertModel, tiers: tuple[int, ...], ram:
 
 
 def _too_small(
-    config: Config, name: str, shape: ModelShape, slots: int, room: _Room
+    config: Config, name: str, shape: ModelShape, slots: int, room: _Room, usual_fixed: int
 ) -> BudgetError:
-    """slots: what the named policy needs at least."""
+    """slots: what the named policy needs at least. usual_fixed: bytes beside the slots with the
+    baseline."""
     expert_ram = config.expert_ram
     by_slots = expert_ram is not None and (room.asked is None or expert_ram < slots)
     other = ""
     if name != BASELINE:
         least = _least_slots(policy_class(BASELINE), shape)
         if least < slots:
-            from_bytes = least if by_slots else room.fixed + least
+            from_bytes = least if by_slots else usual_fixed + least
             other = f"; --policy {BASELINE} works from {from_bytes} bytes"
     if expert_ram is not None and by_slots:
         return BudgetError(
