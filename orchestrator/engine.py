@@ -171,7 +171,7 @@ class Engine:
         steps.rewind(pos)
         if len(steps.cached) != pos:
             raise NativeError("this model's memory cannot be cut in the middle")
-        results = []
+        results: list[np.ndarray] = []
         todo = list(tokens)
         for start in range(0, len(todo), context.n_ubatch):
             part = todo[start : start + context.n_ubatch]
@@ -179,6 +179,8 @@ class Engine:
                 raise NativeError("the evaluation was cancelled")
             if want_all_logits:
                 results.append(context.logits(len(part)).copy())
+        if len(results) == 1:  # no second copy of what may be large
+            return results[0]
         return np.concatenate(results) if results else context.logits().copy()
 
     def fork(self, sequence: int) -> None:

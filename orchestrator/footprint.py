@@ -9,12 +9,15 @@ from gguf_tools.experts import ExpertModel, Slice, Tier
 from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
 from gguf_tools.file.reader import metadata_value
 from orchestrator.config import Config
+from orchestrator.policy import PLAIN, Policy, policy_class
 from orchestrator.policy.base import ModelShape
 
 # Everything that is neither weights nor KV nor growing with the batch: the interpreter,
 # numpy, the libraries, thread stacks, tables; and, for each token of the vocabulary, its
-# copies in Python and in llama.cpp. Measured: 50 MiB and 240 bytes without merges.
-PROCESS_BYTES = 96 * 2**20
+# copies in Python and in llama.cpp. Measured: 59 MiB, the pages of libraries among them, and
+# 240 bytes without merges. Beside a GPU, its driver has memory of its own in the process.
+PROCESS_BYTES = 64 * 2**20
+GPU_PROCESS_BYTES = 96 * 2**20
 VOCAB_TOKEN_BYTES = 600
 
 # cuBLAS with its workspace (32 MiB on Hopper), what kernels of a product need to meet, tables.
@@ -40,26 +43,58 @@ def vocabulary_size(model: ExpertModel) -> int:
     return len(metadata_value(model.parts[0], "tokenizer.ggml.tokens", list, []))
 
 
-def compute_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
-    """Scratch that llama.cpp needs to compute one batch of n_ubatch tokens: an upper estimate.
+def compute_bytes(
+    model: ExpertModel, config: Config, n_ctx: int, graph_bytes: int | None = None
+) -> int:
+    """What one batch of n_ubatch tokens takes: llama.cpp's scratch, and the logits beside it.
 
-    Per token, in float32: the attention mask over the context, in two precisions; the
-    residual stream; the larger of attention's rows and the two sets of rows of the k experts
-    that live at once, and their quantized copies; and the logits of tokens with an output.
+    graph_bytes: the scratch as llama.cpp itself counts it, without token importance; None for an
+    upper estimate.
+    """
+    tokens = min(config.n_ubatch, n_ctx)
+    outputs = max(tokens if config.logits_all else 1, 1 + config.sequences)
+    # llama.cpp's buffer of them, and the copy that an evaluation gets
+    logits = 4 * 2 * outputs * vocabulary_size(model)
+    if graph_bytes is None:
+        graph_bytes = _graph_bytes(model, config, n_ctx) + logits // 2
+    return graph_bytes + logits + _importance_bytes(model, config, n_ctx)
+
+
+def _graph_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
+    """An upper estimate of the scratch, without what has the length of the vocabulary.
+
+    Per token, in float32: the attention mask over the context, in half precision where attention
+    is flash, else in two precisions; the residual stream; the larger of attention's rows and the
+    two sets of rows of the k experts that live at once, and their quantized copies.
     """
     hparams, tokens = model.hparams, min(config.n_ubatch, n_ctx)
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
     heads = max(hparams.n_head) + 2 * max(hparams.n_head_kv)
     attention = 3 * heads * max(hparams.key_length, hparams.value_length)
     experts = model.n_expert_used * (n_ff + hparams.embedding_length)
-    floats = (
-        1.5 * n_ctx + 4 * hparams.embedding_length + max(attention, 2 * experts) + 0.5 * experts
-    )
-    outputs = max(tokens if config.logits_all else 1, 1 + config.sequences)
-    # the attention weights of the queries that token importance is taken from
-    queries = {"window": min(config.importance_window, tokens), "exact": 2 * tokens, "load": 0}
-    weights = queries[config.importance] * n_ctx * max(hparams.n_head)
-    return 4 * (int(tokens * floats) + 2 * outputs * vocabulary_size(model) + weights)
+    mask = (1.5 if config.importance == "exact" else 0.5) * n_ctx
+    rows = 4 * hparams.embedding_length + max(attention, 2 * experts) + 0.5 * experts
+    return 4 * int(tokens * (mask + rows))
+
+
+def _importance_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
+    """What token importance takes beside that, where the policy may want it: the attention weights
+    of the queries that it is taken from; and the queries and keys of a batch and its residual
+    stream, which live longer for it."""
+    if config.importance == "load" or not _may_want_importance(config.policy):
+        return 0
+    hparams, tokens = model.hparams, min(config.n_ubatch, n_ctx)
+    queries = min(config.importance_window, tokens) if config.importance == "window" else 2 * tokens
+    weights = queries * n_ctx * max(hparams.n_head)
+    heads = max(hparams.n_head) + max(hparams.n_head_kv)
+    return 4 * (weights + tokens * (heads * hparams.key_length + hparams.embedding_length))
+
+
+def _may_want_importance(policy: str | None) -> bool:
+    if policy is None:
+        return True
+    own = None if policy == PLAIN else policy_class(policy).needs_importance
+    return own is not None and own is not Policy.needs_importance
 
 
 def attention_weights(model: ExpertModel, config: Config, n_ctx: int) -> int:
@@ -84,9 +119,10 @@ def kernel_bytes(model: ExpertModel, config: Config, n_ctx: int, piles: bool = F
     return LIBRARY_BYTES + int(POOL_GROWTH * (activations + grown))
 
 
-def process_bytes(model: ExpertModel) -> int:
+def process_bytes(model: ExpertModel, on_gpu: bool = False) -> int:
     """What the process takes for a model whose weights, cache and scratch are elsewhere."""
-    return PROCESS_BYTES + VOCAB_TOKEN_BYTES * vocabulary_size(model)
+    own = GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES
+    return own + VOCAB_TOKEN_BYTES * vocabulary_size(model)
 
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:

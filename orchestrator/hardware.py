@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from orchestrator.footprint import PROCESS_BYTES
+
 _HEADROOM_SHARE = 0.1
 _HEADROOM_BYTES = (256 * 2**20, 2 * 2**30)
 
@@ -29,8 +31,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a probe found. memory_bytes is free memory, or what is left under a cgroup's
-    limit where that is less. device: where experts are to live, None for the host's memory."""
+    """What a probe found. memory_bytes is free memory, or what is left under a cgroup's limit where
+    that is less; what the process itself has taken counts as free. device: where experts are to
+    live, None for the host's memory."""
 
     memory_bytes: int
     device: Device | None = None
@@ -51,7 +54,15 @@ def probe(device: Device | None = None) -> Machine:
     free = psutil.virtual_memory().available
     for limit, used in _cgroup_limits():
         free = min(free, max(0, limit - used))
-    return Machine(free, device)
+    return Machine(free + _own_bytes(), device)
+
+
+def _own_bytes() -> int:
+    """What this process takes already of what a plan counts for it, so that it is not counted
+    twice. Another model that it has in memory is not in that."""
+    taken = psutil.Process().memory_info()
+    own = int(taken.rss) - int(getattr(taken, "shared", taken.rss))
+    return min(max(0, own), PROCESS_BYTES)
 
 
 def _cgroup_limits(

@@ -103,9 +103,11 @@ class Model:
         gpu: int | None = None,
         buffer_type: int | None = None,
         progress: Callable[[float], None] | None = None,
+        no_data: bool = False,
     ) -> None:
         """managed: expert tensors become placeholders for the native store, of buffer_type or
-        else of the host's. gpu: the one that everything is loaded onto, None for none.
+        else of the host's. gpu: the one that everything is loaded onto, None for none. no_data:
+        it takes no memory, and neither do its contexts, which count what they would take.
 
         Raises NativeError with the library's own reason; what progress raises comes through.
         """
@@ -115,7 +117,7 @@ class Model:
         params.n_gpu_layers = 0 if gpu is None else _ALL_LAYERS
         params.split_mode, params.main_gpu = api.LLAMA_SPLIT_MODE_NONE, gpu or 0
         params.load_mode = api.LLAMA_LOAD_MODE_AUTO if use_mmap else api.LLAMA_LOAD_MODE_NONE
-        params.use_extra_bufts = use_extra_bufts
+        params.use_extra_bufts, params.no_alloc = use_extra_bufts, no_data
         overrides = (BufferTypeOverride * 2)()
         if managed:
             overrides[0].pattern = EXPERT_PATTERN

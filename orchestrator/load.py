@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads, usable_cores
@@ -11,8 +11,9 @@ from orchestrator import hardware
 from orchestrator.accelerator import check_misses, find_gpu, one_of_several, serve_misses
 from orchestrator.config import Config
 from orchestrator.driver import Driver, PlainDriver
+from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings, Context, Model
-from orchestrator.native import Misses, Store, context_memory
+from orchestrator.native import Misses, Store, context_memory, host_scratch
 from orchestrator.plan import MemoryPlan, importance_window, plan_memory, store_spec
 from orchestrator.policy.base import Transition
 from orchestrator.profile import HotnessKeeper, TunedKeeper
@@ -90,7 +91,40 @@ class Loader:
 
     def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
         """How the model is laid out with these settings; see plan_memory."""
-        return plan_memory(config, self._model, self._machine, more_scratch)
+        graph = None if self.gpu else partial(self._graph_bytes, config)
+        return plan_memory(config, self._model, self._machine, more_scratch, graph)
+
+    def _graph_bytes(self, config: Config, n_ctx: int) -> int | None:
+        """The scratch that llama.cpp would take for the model in the host's memory, without token
+        importance, which needs a store. Only the header is read. None for a model that llama.cpp
+        does not load: loading says why."""
+        parts: list[Context | Store | Model] = []
+        try:
+            model = Model(
+                self.bindings,
+                config.model,
+                managed=True,
+                use_extra_bufts=False,
+                use_mmap=False,
+                no_data=True,
+            )
+            parts.append(model)
+            context = Context(
+                self.bindings,
+                model,
+                n_ctx=n_ctx,
+                n_ubatch=min(config.n_ubatch, n_ctx),
+                threads=1,
+                all_logits=config.logits_all,
+                flash_attention=config.importance != "exact",
+                sequences=config.sequences,
+            )
+            parts.insert(0, context)
+            return host_scratch(self.bindings.library(), context.handle)
+        except NativeError:
+            return None
+        finally:
+            _close(parts)
 
     def device_bytes(self, context: Context) -> int:
         """What llama.cpp takes of a device's memory, without expert slots and what kernels

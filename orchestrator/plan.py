@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ from orchestrator.native import Misses, Slices, StoreSpec
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, ModelShape, Policy, policy_class
 from orchestrator.policy.base import Callback, SlotPlan
 
+# Bytes of scratch for a context of so many tokens; and _room's part of it.
+GraphBytes = Callable[[int], int | None]
+_Graph = tuple[int, int | None]
 StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
 
 
@@ -85,7 +88,6 @@ class _Room:
     kv: int
     scratch: int
     compute: int  # the part of scratch that graphs take
-    ahead: int  # the part that only policies that look ahead take
 
     @property
     def fixed(self) -> int:
@@ -99,7 +101,11 @@ class _Room:
 
 
 def plan_memory(
-    config: Config, model: ExpertModel, machine: Machine, more_scratch: int = 0
+    config: Config,
+    model: ExpertModel,
+    machine: Machine,
+    more_scratch: int = 0,
+    graph_bytes: GraphBytes | None = None,
 ) -> MemoryPlan:
     """Lays the model out in memory: that of the machine's device, where it has one, with the
     host's behind it.
@@ -112,7 +118,9 @@ def plan_memory(
     Where no context was asked for, it is the longest one that costs little, and the least one
     where the policy has no room beside that.
 
-    more_scratch: bytes that llama.cpp was seen to take beyond the estimate.
+    more_scratch: bytes that llama.cpp was seen to take beyond the estimate. graph_bytes: scratch
+    in the host's memory as llama.cpp counts it for a context of so many tokens, in the place of an
+    estimate; None where it cannot say.
 
     Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
     for a policy or tiers that do not go with the model.
@@ -120,18 +128,20 @@ def plan_memory(
     if config.policy not in (None, PLAIN):
         policy_class(config.policy or "")  # raises for an unknown one
     least = context_tokens(model, config)
-    n_ctx = least if config.ctx else _affordable_context(config, model, machine, more_scratch)
+
+    def graph(n_ctx: int) -> _Graph:
+        return more_scratch, graph_bytes(n_ctx) if graph_bytes else None
+
+    n_ctx = least if config.ctx else _affordable_context(config, model, machine, graph(least))
     try:
-        return _plan_memory(config, model, machine, more_scratch, n_ctx)
+        return _plan_memory(config, model, machine, graph(n_ctx), n_ctx)
     except BudgetError:
         if n_ctx == least:
             raise
-        return _plan_memory(config, model, machine, more_scratch, least)
+        return _plan_memory(config, model, machine, graph(least), least)
 
 
-def _affordable_context(
-    config: Config, model: ExpertModel, machine: Machine, more_scratch: int
-) -> int:
+def _affordable_context(config: Config, model: ExpertModel, machine: Machine, graph: _Graph) -> int:
     """The context where none was asked for. Where everything fits beside the least one, it still
     does beside this one."""
     ram = _ram_cap(config, machine)
@@ -139,16 +149,16 @@ def _affordable_context(
     least = context_tokens(model, config)
     most = model.hparams.context_length * (1 + config.sequences)
 
-    def room_for(n_ctx: int) -> _Room:
-        return _room(config, model, machine, n_ctx, ram, more_scratch, plain)
+    def estimated(n_ctx: int) -> int:
+        return _room(config, model, machine, n_ctx, ram, (graph[0], None), plain).fixed
 
-    room = room_for(least)
+    room, at_least = _room(config, model, machine, least, ram, graph, plain), estimated(least)
     other = room.fixed - room.kv
     left = room.cap - other
     spare = left - room.kv - model.tier_bytes[0]
     if not plain or spare < 0:
         spare = left
-    return longest_affordable(least, most, lambda n: room_for(n).fixed - other, left, spare)
+    return longest_affordable(least, most, lambda n: room.kv + estimated(n) - at_least, left, spare)
 
 
 def _ram_cap(config: Config, machine: Machine) -> int:
@@ -156,13 +166,13 @@ def _ram_cap(config: Config, machine: Machine) -> int:
 
 
 def _plan_memory(
-    config: Config, model: ExpertModel, machine: Machine, more_scratch: int, n_ctx: int
+    config: Config, model: ExpertModel, machine: Machine, graph: _Graph, n_ctx: int
 ) -> MemoryPlan:
     """As plan_memory, with a context of this many tokens."""
     device = machine.device
     ram = _ram_cap(config, machine)
     plain = wants_plain(config, model)
-    room = _room(config, model, machine, n_ctx, ram, more_scratch, plain)
+    room = _room(config, model, machine, n_ctx, ram, graph, plain)
     rest = room.cap - room.fixed
 
     def shape_of(tiers: tuple[int, ...]) -> ModelShape:
@@ -203,7 +213,7 @@ def _plan_memory(
             amounts = f"{format_size(needed)} of {format_size(room.cap)}"
             reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
             return plan(False, reason, (0,), budget_bytes=0, policy=None, shape=None, slots=None)
-        room = _room(config, model, machine, n_ctx, ram, more_scratch)
+        room = _room(config, model, machine, n_ctx, ram, graph)
         rest = room.cap - room.fixed
 
     budget = (
@@ -217,7 +227,10 @@ def _plan_memory(
     try:
         slots = policy.plan(max(0, budget))
     except BudgetError as error:
-        raise _too_small(config, policy.name, shape, error.needed_bytes, room) from None
+        # The baseline takes no token importance.
+        usual = config.compared(policy=BASELINE)
+        fixed = _room(usual, model, machine, n_ctx, ram, graph).fixed
+        raise _too_small(config, policy.name, shape, error.needed_bytes, room, fixed) from None
     asked = config.expert_ram or room.asked
     return plan(
         True,
@@ -238,26 +251,29 @@ def _room(
     machine: Machine,
     n_ctx: int,
     ram: int,
-    more_scratch: int,
+    graph: _Graph,
     plain: bool = False,
 ) -> _Room:
-    """plain: as upstream runs it, without our executor on a device."""
+    """graph: plan_memory's more_scratch, and what its graph_bytes says. plain: as upstream runs it,
+    without our executor on a device."""
     dense, kv = model.dense_bytes, model.kv_bytes(n_ctx)
-    compute = compute_bytes(model, config, n_ctx) + more_scratch
+    more_scratch, graph_bytes = graph
+    compute = compute_bytes(model, config, n_ctx, graph_bytes) + more_scratch
     device = machine.device
     may_look = not plain and policy_class(config.policy or DEFAULT).callback is not Callback.NEVER
     ahead = look_ahead_bytes(model) if may_look else 0
     if device is None:
         scratch = process_bytes(model) + compute + ahead
-        return _Room("--ram", "free memory,", config.ram, ram, dense, kv, scratch, compute, ahead)
+        return _Room("--ram", "free memory,", config.ram, ram, dense, kv, scratch, compute)
     asked = config.vram
     cap = min(asked, device.memory_bytes) if asked else device.usable_bytes
-    compute += 4 * attention_weights(model, config, n_ctx)
+    # on a device the mask is there in two precisions
+    compute += 4 * (attention_weights(model, config, n_ctx) + min(config.n_ubatch, n_ctx) * n_ctx)
     # without a cap, ggml's pool makes room for itself where the device is full
     kernels = kernel_bytes(model, config, n_ctx, piles=plain and asked is not None)
     scratch = compute + kernels + _alignment(model) + ahead
     free = f"free memory of {device.name},"
-    return _Room("--vram", free, asked, cap, dense, kv, scratch, compute, ahead)
+    return _Room("--vram", free, asked, cap, dense, kv, scratch, compute)
 
 
 def _alignment(model: ExpertModel) -> int:
@@ -268,7 +284,7 @@ def _alignment(model: ExpertModel) -> int:
 def _host_bytes(config: Config, model: ExpertModel, tiers: tuple[int, ...], ram: int) -> int:
     """The cache of experts in the host's memory behind a device: what is left there, as far as
     there are experts. Raises BudgetError where not even reads in flight find room."""
-    fixed = process_bytes(model) + embedding_bytes(model)
+    fixed = process_bytes(model, on_gpu=True) + embedding_bytes(model)
     shape = model_shape(model, tiers)
     slots = {size for layer in shape.slots for sizes in layer for size in sizes.values()}
     # every size has slots of its own, two at least
@@ -285,16 +301,17 @@ def _host_bytes(config: Config, model: ExpertModel, tiers: tuple[int, ...], ram:
 
 
 def _too_small(
-    config: Config, name: str, shape: ModelShape, slots: int, room: _Room
+    config: Config, name: str, shape: ModelShape, slots: int, room: _Room, usual_fixed: int
 ) -> BudgetError:
-    """slots: what the named policy needs at least."""
+    """slots: what the named policy needs at least. usual_fixed: bytes beside the slots with the
+    baseline."""
     expert_ram = config.expert_ram
     by_slots = expert_ram is not None and (room.asked is None or expert_ram < slots)
     other = ""
     if name != BASELINE:
         least = _least_slots(policy_class(BASELINE), shape)
         if least < slots:
-            from_bytes = least if by_slots else room.fixed - room.ahead + least
+            from_bytes = least if by_slots else usual_fixed + least
             other = f"; --policy {BASELINE} works from {from_bytes} bytes"
     if expert_ram is not None and by_slots:
         return BudgetError(

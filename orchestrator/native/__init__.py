@@ -6,6 +6,7 @@ from orchestrator.native.device import (
     DeviceInfo,
     context_memory,
     find_device,
+    host_scratch,
     measure_device,
 )
 from orchestrator.native.library import Library
@@ -29,5 +30,6 @@ __all__ = [
     "StoreSpec",
     "context_memory",
     "find_device",
+    "host_scratch",
     "measure_device",
 ]

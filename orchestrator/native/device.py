@@ -58,6 +58,13 @@ def context_memory(library: Library, context: int) -> tuple[int, int]:
     return sum(each[0] for each in parts), sum(each[1] for each in parts)
 
 
+def host_scratch(library: Library, context: int) -> int:
+    """What the graphs of a llama_context take of the host's memory, in bytes."""
+    found = CMemory()
+    library.get_memory(context, ctypes.byref(found))
+    return int(found.scratch[0])
+
+
 def measure_device(library: Library, device: DeviceInfo, threads: int) -> Bandwidths:
     """Times copies to a device, and computing on so many threads of the host. Raises ConfigError
     where there is no room for that, or the device is lost."""
