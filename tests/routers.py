@@ -107,9 +107,11 @@ def predict(
     the next one).
 
     x [T, n_embd], router [E, n_embd]; bias [E] is added to the logits, choice_bias [E] to what is
-    chosen by, the scores of a sigmoid, and to nothing else.
+    chosen by, the scores of a sigmoid, and to nothing else. The look-ahead computes with routers in
+    half precision, and so with inputs in it.
     """
-    logits = x.astype(np.float64) @ router.T.astype(np.float64)
+    halves = x.astype(np.float16), router.T.astype(np.float16)
+    logits = halves[0].astype(np.float64) @ halves[1].astype(np.float64)
     if bias is not None:
         logits = logits + bias
     if gating.sigmoid:
