@@ -254,7 +254,7 @@ def describe_difference(found: Result, layer: tuple[int, float | None] | None) -
     text += f"{_amount(found['most'])} at most; the likeliest token is another one in "
     text += f"{found['choices']} of {found['rows']} rows"
     if layer is None:
-        return f"{text}; read in one batch, the experts of all layers agree"
+        return f"{text}; read in one batch, the experts of all layers give the same"
     return f"{text}; the first layer whose experts differ is {layer[0]}, by {_amount(layer[1])}"
 
 

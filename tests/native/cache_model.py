@@ -290,7 +290,7 @@ class Cache:
         self, layer: int, tiers: dict[int, int], passing: frozenset[int] = frozenset()
     ) -> None:
         """tiers: what each routed expert shall have, in the order of the routing."""
-        cells = [(layer, kind, expert) for kind in self.layout.kinds[layer] for expert in tiers]
+        cells = [(layer, kind, expert) for kind in self.layout.computed(layer) for expert in tiers]
         for tier in tiers.values():
             self.count_phase("routed skip" if tier == SKIP else f"routed {tier}")
         for cell in cells:
@@ -342,9 +342,9 @@ class Cache:
 
     def prefetch(self, items: list[Item]) -> None:
         """Most urgent first. What is listed and resident does not make room for what is not."""
-        kinds = self.layout.kinds
+        kinds = self.layout.computed
         listed = [
-            ([(layer, k, expert) for k in kinds[layer] if mask >> k & 1], tier, passing)
+            ([(layer, k, expert) for k in kinds(layer) if mask >> k & 1], tier, passing)
             for layer, expert, tier, mask, passing in items
         ]
         kept = frozenset(cell for cells, _, _ in listed for cell in cells)

@@ -36,6 +36,10 @@ class Layout:
     device: str | None = None
     host_bytes: int = 0
 
+    def computed(self, layer: int) -> tuple[int, ...]:
+        """The kinds of a layer, in the order in which it computes them."""
+        return tuple(kind for kind in GRAPH_ORDER if kind in self.kinds[layer])
+
     def pool(self, cell: Cell, tier: int) -> Pool:
         return (-1 if self.shared else cell[0], cell[1], tier)
 

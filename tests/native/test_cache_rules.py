@@ -153,7 +153,7 @@ class CacheRules(RuleBasedStateMachine):
             some = data.draw(st.permutations(range(N_EXPERT)))[:n]
         tier = st.sampled_from((*range(self.layout.n_tiers), SKIP))
         self.wanted = {expert: data.draw(tier) for expert in some}
-        self.left = [kind for kind in GRAPH_ORDER if kind in self.layout.kinds[self.layer]]
+        self.left = list(self.layout.computed(self.layer))
         passing = frozenset(e for e in some if data.draw(st.sampled_from((False, False, True))))
         self.met["passing"] += bool(passing)
         items = self.some_items(data) if read_ahead else []

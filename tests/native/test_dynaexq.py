@@ -88,7 +88,7 @@ def test_promoting_everything(
             )
             for tier in (0, 1)
         )
-        return versions._slot_plan(pools), versions.VersionPools(pools, [0] * shape.n_layers)
+        return versions.slot_plan(pools), versions.VersionPools(pools, [0] * shape.n_layers)
 
     monkeypatch.setattr(dynaexq, "resident_plan", room_for_both)
     options = {"policy": "dynaexq", "expert_ram": PLENTY, "update_steps": 0}

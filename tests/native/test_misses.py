@@ -36,7 +36,8 @@ def decode(model: Path, n: int, **options: Any) -> tuple[list[np.ndarray], Any, 
         for i in range(n):
             rows.append(engine.eval([int(rows[-1].argmax())], len(PROMPT) + i)[-1])
         engine.store.check()
-        return rows, engine.store.stats(), engine.mode.rpartition("misses: ")[2]
+        how = engine.mode.rpartition("misses: ")[2].partition(", context")[0]
+        return rows, engine.store.stats(), how
 
 
 @pytest.mark.parametrize("name", POLICIES)
