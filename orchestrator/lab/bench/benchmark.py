@@ -23,7 +23,7 @@ def only(cases: list[Case], words: Sequence[str]) -> list[Case]:
     """The cases whose names have one of these words, all without words. Raises ConfigError where
     none is left."""
     found = [case for case in cases if not words or any(word in case.name for word in words)]
-    if not found:
+    if words and not found:
         names = ", ".join(dict.fromkeys(case.name for case in cases))
         raise ConfigError(f"--rows {','.join(words)}: no row is left of {names}")
     return found

@@ -278,6 +278,7 @@ def test_a_message_of_several_lines(start):
     assert "<first\n/second\nthird>" in terminal.ask('third"""')
     terminal.send('"""first\n')
     terminal.wait(r"\. \Z")
+    time.sleep(0.3)  # as above
     terminal.send(CTRL_C)
     assert "leaves" in terminal.wait(PROMPT)
     assert "<again>" in terminal.ask("again")

@@ -70,6 +70,8 @@ def test_the_studies_keep_the_cap(
     config: Config, text: Path, engines: list[tuple[Config, int]]
 ) -> None:
     options = EvalOptions(text=text, tokens=40, window=32)
-    load_study("schedule").publish(config, options, text.parent / "out", lambda _what, _share: None)
+    load_study("schedule").publish(
+        config, options, text.parent / "out", lambda _what, _share: None, lambda _note: None
+    )
     assert len(engines) > 2
     assert all(each.ram == RAM and others == 0 for each, others in engines)

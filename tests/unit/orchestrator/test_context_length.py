@@ -74,7 +74,7 @@ def test_what_fits_with_the_least_context_still_fits(model):
 def test_a_policy_without_room_beside_it_gets_the_least_context(model, monkeypatch):
     settings = {"policy": "lru", "force_managed": True, "n_ubatch": 16}
     with pytest.raises(BudgetError) as too_little:
-        plan_in(model, 64 * 2**30, ctx=4096, ram=100 * MIB, **settings)
+        plan_in(model, 64 * 2**30, ctx=4096, ram=MIB, **settings)
     monkeypatch.setattr(planning, "longest_affordable", lambda *_: 65536)
     least = too_little.value.needed_bytes
     assert plan_in(model, 64 * 2**30, ram=least, **settings).n_ctx == 4096
