@@ -43,8 +43,9 @@ tokens = [int(t) for t in np.random.default_rng(7).integers(5, 1000, 4000)]
 def opened(settings):
     # yields evaluate(tokens, pos), and what asks for the callback's microseconds
     if settings.pop("upstream", False):
-        from orchestrator.lab.bench.plain import PlainModel
+        from orchestrator.lab.bench.plain import PlainModel, silence
 
+        silence()
         with PlainModel(mmap=False, extra_bufts=True, **settings) as model:
             yield model.eval, lambda: None
         return

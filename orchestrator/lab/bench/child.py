@@ -182,8 +182,9 @@ def run_device(job: Job) -> dict[str, Any]:
 
 
 def run_upstream(job: Job) -> dict[str, Any]:
-    from orchestrator.lab.bench.plain import PlainModel
+    from orchestrator.lab.bench.plain import PlainModel, silence
 
+    silence()
     memory = DeviceMemory(job.device) if job.device is not None else None
     with PlainModel(
         Path(job.model),

@@ -36,6 +36,11 @@ def _silent(level: int, text: bytes, user_data: object) -> None:
     pass
 
 
+def silence() -> None:
+    """Lets llama.cpp say nothing, for the rest of the process."""
+    ll.llama_log_set(_silent, None)
+
+
 class PlainModel:
     """One model and one context; a context manager.
 
@@ -59,7 +64,6 @@ class PlainModel:
         cpu_moe: int = 0,
         experts_used: tuple[str, int] | None = None,
     ) -> None:
-        ll.llama_log_set(_silent, None)
         ll.llama_backend_init()
         model_params = ll.llama_model_default_params()
         model_params.load_mode = ll.LLAMA_LOAD_MODE_MMAP if mmap else ll.LLAMA_LOAD_MODE_NONE
