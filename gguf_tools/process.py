@@ -1,10 +1,22 @@
 """What this process may use of the machine's cores, and what it has used of its memory."""
 
 import os
+import platform
 import sys
 from pathlib import Path
 
 import psutil
+
+
+def processor_name() -> str:
+    """The processor as a person knows it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:

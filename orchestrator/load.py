@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads, usable_cores
@@ -54,6 +54,60 @@ class Loaded:
         self._parts = ()
 
 
+class Probe:
+    """What llama.cpp would take of the host's memory for a model of which only the header is
+    read. It is read once, where it is asked for."""
+
+    def __init__(self, bindings: Bindings, config: Config) -> None:
+        self._bindings, self._config = bindings, config
+        self._known: dict[int, int | None] = {}
+
+    @cached_property
+    def _model(self) -> Model:
+        return Model(
+            self._bindings,
+            self._config.model,
+            managed=True,
+            use_extra_bufts=False,
+            use_mmap=False,
+            no_data=True,
+        )
+
+    def scratch(self, n_ctx: int) -> int | None:
+        """Bytes for a context of so many tokens, without token importance, which needs a store.
+        None for a model that llama.cpp does not load: loading says why."""
+        if n_ctx not in self._known:
+            self._known[n_ctx] = self._measured(n_ctx)
+        return self._known[n_ctx]
+
+    def _measured(self, n_ctx: int) -> int | None:
+        config = self._config
+        try:
+            context = Context(
+                self._bindings,
+                self._model,
+                n_ctx=n_ctx,
+                n_ubatch=min(config.n_ubatch, n_ctx),
+                threads=1,
+                all_logits=config.logits_all,
+                flash_attention=config.importance != "exact",
+                sequences=config.sequences,
+            )
+        except NativeError:
+            return None
+        try:
+            return host_scratch(self._bindings.library(), context.handle)
+        finally:
+            context.close()
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if "_model" in self.__dict__:
+            self._model.close()
+
+
 class Loader:
     """What models are loaded on: the machine, its GPU, and what earlier runs learned."""
 
@@ -91,40 +145,10 @@ class Loader:
 
     def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
         """How the model is laid out with these settings; see plan_memory."""
-        graph = None if self.gpu else partial(self._graph_bytes, config)
-        return plan_memory(config, self._model, self._machine, more_scratch, graph)
-
-    def _graph_bytes(self, config: Config, n_ctx: int) -> int | None:
-        """The scratch that llama.cpp would take for the model in the host's memory, without token
-        importance, which needs a store. Only the header is read. None for a model that llama.cpp
-        does not load: loading says why."""
-        parts: list[Context | Store | Model] = []
-        try:
-            model = Model(
-                self.bindings,
-                config.model,
-                managed=True,
-                use_extra_bufts=False,
-                use_mmap=False,
-                no_data=True,
-            )
-            parts.append(model)
-            context = Context(
-                self.bindings,
-                model,
-                n_ctx=n_ctx,
-                n_ubatch=min(config.n_ubatch, n_ctx),
-                threads=1,
-                all_logits=config.logits_all,
-                flash_attention=config.importance != "exact",
-                sequences=config.sequences,
-            )
-            parts.insert(0, context)
-            return host_scratch(self.bindings.library(), context.handle)
-        except NativeError:
-            return None
-        finally:
-            _close(parts)
+        if self.gpu:
+            return plan_memory(config, self._model, self._machine, more_scratch)
+        with Probe(self.bindings, config) as probe:
+            return plan_memory(config, self._model, self._machine, more_scratch, probe.scratch)
 
     def device_bytes(self, context: Context) -> int:
         """What llama.cpp takes of a device's memory, without expert slots and what kernels
@@ -195,7 +219,7 @@ class Loader:
         known = self.hotness.recall() if policy.learns else None
         if known is not None:
             policy.set_hotness(known)
-        tuned = self.tuned.recall(policy.name)
+        tuned = self.tuned.recall(policy.name) if policy.tunes else None
         if tuned is not None:
             policy.recall(tuned)
         return policy.start()

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -145,19 +146,22 @@ class TunedKeeper:
     """
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
-        self._path = user_folder("cache") / "tuned" / f"{identity(model)[:32]}.json"
-        self._known: dict[str, Any] = {}
+        self._remember, self._model = config.remember, model
         self._learned = False
-        self._remember = config.remember
-        if not config.remember or not self._path.exists():
-            return
-        try:
-            data = read_object(self._path, _LARGEST_BYTES) or {}
-        except OSError:
-            return
+
+    @cached_property
+    def _path(self) -> Path:
+        return user_folder("cache") / "tuned" / f"{identity(self._model)[:32]}.json"
+
+    @cached_property
+    def _known(self) -> dict[str, Any]:
+        """By policy; read when it is first asked for."""
+        data: dict[str, Any] = {}
+        if self._remember:
+            with suppress(OSError):
+                data = read_object(self._path, _LARGEST_BYTES) or {}
         known = data.get("policies")
-        if data.get("format") == _TUNED and isinstance(known, dict):
-            self._known = known
+        return known if data.get("format") == _TUNED and isinstance(known, dict) else {}
 
     def recall(self, policy: str) -> dict[str, Any] | None:
         """What the named policy tuned; None where nothing is known."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from gguf_tools.experts import ExpertModel
 from gguf_tools.inspect import describe
 from gguf_tools.pack import export
+from gguf_tools.process import processor_name
 from gguf_tools.verify import verify
 from orchestrator.check.budgets import machine_of, plain, three_budgets
 from orchestrator.check.compare import compare_rows, first_layer
@@ -267,7 +268,7 @@ def describe_machine(machine: Machine) -> dict[str, Any]:
     return {
         "versions": {name: _version(name) for name in ("moe-edge", "llama_cpp_python")},
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "usable_bytes": machine.usable_bytes,
         "device": machine.device.description if machine.device else None,
@@ -280,13 +281,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -123,22 +123,26 @@ class Policy:
 
     name: what a user calls it; summary: what it does, in a sentence for tables of the documents.
     Settings: the record of its own settings, all of which become options. least_tiers, most_tiers:
-    how many precisions it works with. reason: why other policies' options have no effect with it,
-    the end of "NAME, which ...". callback: when it is asked. counts: StepReport.counts is wanted.
-    follows_tiers: StepReport.resident and target are. learns: its hotness is kept for the next
-    start. default_tier: what is asked for where the policy is not. lossless: values of its settings
-    with which every expert is computed in the best tier; None where there are none.
+    how many precisions it works with. keeps: what every expert is kept in one of, as "two
+    precisions", where none may be skipped. reason: why other policies' options have no effect with
+    it, the end of "NAME, which ...". callback: when it is asked. counts: StepReport.counts is
+    wanted. follows_tiers: StepReport.resident and target are. learns: its hotness is kept for the
+    next start. tunes: what it tuned is. default_tier: what is asked for where the policy is not.
+    lossless: values of its settings with which every expert is computed in the best tier; None
+    where there are none.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str] = ""
     Settings: ClassVar[type[Settings]] = Settings
     least_tiers: ClassVar[int] = 1
+    keeps: ClassVar[str | None] = None
     most_tiers: ClassVar[int] = MAX_TIERS
     reason: ClassVar[str] = "has settings of its own"
     counts: ClassVar[bool] = False
     follows_tiers: ClassVar[bool] = False
     learns: ClassVar[bool] = False
+    tunes: ClassVar[bool] = False
     lossless: ClassVar[Mapping[str, Any] | None] = None
     default_tier: int = 0
     callback: Callback = Callback.NEVER
@@ -155,6 +159,12 @@ class Policy:
     def __init__(self, shape: ModelShape, settings: Any = None, rules: Rules | None = None) -> None:
         """settings: a record of the class's Settings, None for its defaults. Raises PolicyError
         where the policy cannot work with the model's tiers."""
+        skips = rules is not None and rules.skip
+        if self.keeps is not None and (len(shape.tiers) < self.least_tiers or skips):
+            raise PolicyError(
+                f"the policy {self.name} keeps each expert in one of {self.keeps}: give --low FILE "
+                f"or a file packed with several tiers, and not --low-tier skip"
+            )
         if len(shape.tiers) < self.least_tiers:
             raise PolicyError(
                 f"the policy {self.name} works with {self.least_tiers} precisions: give --low FILE "

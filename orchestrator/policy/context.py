@@ -82,6 +82,7 @@ class Context(Policy):
     Settings = ContextSettings
     least_tiers = 2
     reason = "places every expert by the prompt"
+    keeps = "several precisions"
     callback = Callback.PREFILL
     counts = True
     follows_tiers = True
@@ -96,11 +97,6 @@ class Context(Policy):
     ) -> None:
         """Raises PolicyError where the model has no second precision in use, and for near tiers
         that it lacks or that are too many."""
-        if len(shape.tiers) < self.least_tiers or (rules is not None and rules.skip):
-            raise PolicyError(
-                "the policy context keeps every expert in one of several precisions: give --low "
-                "FILE or a file packed with several tiers, and not --low-tier skip"
-            )
         super().__init__(shape, settings, rules)
         self._near = self._near_tiers()
         self._bits = [nominal_bits(shape.tiers[tier]) for tier in self._near]

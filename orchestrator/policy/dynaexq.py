@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.errors import PolicyError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy.base import (
     Callback,
@@ -26,6 +25,7 @@ from orchestrator.policy.versions import (
     Background,
     ExpertState,
     Swap,
+    Tracker,
     VersionPools,
     as_range,
     cache_plan,
@@ -112,6 +112,7 @@ class DynaExq(Policy):
     Settings = DynaExqSettings
     least_tiers = most_tiers = 2
     reason = "fills the budget with high copies"
+    keeps = "two precisions"
     counts = True
     follows_tiers = True
     learns = True
@@ -126,11 +127,6 @@ class DynaExq(Policy):
         rules: Rules | None = None,
     ) -> None:
         """Raises PolicyError where the model has no second precision in use."""
-        if len(shape.tiers) < self.least_tiers or (rules is not None and rules.skip):
-            raise PolicyError(
-                "the policy dynaexq keeps every expert in one of two precisions: give --low FILE "
-                "or a file packed with several tiers, and not --low-tier skip"
-            )
         super().__init__(shape, settings, rules)
         self._pools: VersionPools | None = None
         self.capacity = np.zeros(shape.n_layers, np.int64)  # n_l
@@ -340,7 +336,7 @@ class DynaExq(Policy):
         self,
         swap: Swap,
         states: np.ndarray,
-        tracker: VersionPools.Tracker,
+        tracker: Tracker,
         moves: list[Transition],
     ) -> bool:
         """False when the swap is over: done, or given up because the store could not."""

@@ -126,6 +126,7 @@ class FIRM(Policy):
     most_tiers = 1
     reason = "runs one precision"
     callback = Callback.ALWAYS
+    tunes = True
     settings: FIRMSettings
 
     def __init__(

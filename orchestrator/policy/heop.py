@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from orchestrator.policy.votes import mask_of
+
 CLIMB, ALL, OFF = WAYS = ("climb", "all", "off")
 GROUPS = ("shallow", "middle", "deep")
 
@@ -82,11 +84,11 @@ class Grid:
         """One layer of one token; sets of votes.every_set, the others as in
         unused_and_missed."""
         self.n += 1
-        spare, wanted = absent & ~used, absent & used
         for row, unused, missed in zip(sets, self._unused, self._missed, strict=True):
             for i, each in enumerate(row):
-                unused[i] += (each & spare).bit_count()
-                missed[i] += (wanted & ~each).bit_count()
+                n_unused, n_missed = unused_and_missed(each, used, absent)
+                unused[i] += n_unused
+                missed[i] += n_missed
 
     def means(self) -> list[list[float]]:
         """Mean loss a layer and token, [P - 1][K - 1]."""
@@ -221,10 +223,7 @@ class Tuner:
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: int
     ) -> None:
         """A layer whose experts are known by now; see Grid.count."""
-        mask = 0
-        for expert in used:
-            mask |= 1 << expert
-        self.grids[self.groups[layer]].count(sets, mask, absent)
+        self.grids[self.groups[layer]].count(sets, mask_of(used), absent)
 
     def observe(self, layer: int, unused: int, missed: int) -> None:
         """What the running (K, P) came to in a layer, as in unused_and_missed."""

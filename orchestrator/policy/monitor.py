@@ -38,11 +38,12 @@ class Prediction:
         self._layer = -1
 
     def precision(self) -> list[float | None]:
-        """One value a layer; None where nothing was ever asked for ahead, as in the first."""
+        """One value a layer; None where nothing was asked for ahead, as in the first. FIRM-MoE's
+        utilisation, eq. 8."""
         return [r / n if n else None for r, n in zip(self._right, self._asked, strict=True)]
 
     def recall(self) -> list[float | None]:
-        """As precision()."""
+        """As precision(); FIRM-MoE's accuracy, eq. 7."""
         return [r / n if n else None for r, n in zip(self._right, self._routed, strict=True)]
 
     def size(self) -> list[float | None]:

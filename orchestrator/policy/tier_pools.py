@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from orchestrator.policy.base import ModelShape, SlotPlan
-from orchestrator.policy.versions import Pool, pools_by_size, slot_plan
+from orchestrator.policy.versions import Pool, Pools, Tracker, pools_by_size, slot_plan
 
 # One slot beyond what is needed for each so many experts of a pool: as many may be under way.
 _EXPERTS_PER_MOVE = 64
 _MOST_MOVES = 16
 
 
-class TierPools:
+class TierPools(Pools):
     """The pools of a plan in which each layer has counts[tier] experts of each tier, with slots in
     reserve in all tiers but the first.
 
@@ -30,11 +30,7 @@ class TierPools:
             [self._sized(pool, tier, n, shape.n_expert) for pool in pools_by_size(shape, tier)]
             for tier, n in enumerate(counts)
         ]
-        self._slots = [np.array([pool.n_slots for pool in of_tier]) for of_tier in self._pools]
-        self._pool_of = [np.zeros(shape.n_layers, np.int64) for _ in counts]
-        for of_tier, pool_of in zip(self._pools, self._pool_of, strict=True):
-            for index, pool in enumerate(of_tier):
-                pool_of[list(pool.layers)] = index
+        super().__init__(self._pools, shape.n_layers)
 
     @staticmethod
     def _sized(pool: Pool, tier: int, n: int, n_expert: int) -> Pool:
@@ -53,23 +49,4 @@ class TierPools:
     def track(self, resident: np.ndarray, target: np.ndarray) -> Tracker:
         """Free slots now. resident, target uint8 [n_layers, n_expert] as of StepReport: an expert
         between two tiers holds a slot of both."""
-        free = []
-        for tier, (slots, pool_of) in enumerate(zip(self._slots, self._pool_of, strict=True)):
-            held = ((resident == tier) | (target == tier)).sum(axis=1)
-            free.append(slots - np.bincount(pool_of, held, len(slots)).astype(np.int64))
-        return Tracker(free, self._pool_of)
-
-
-class Tracker:
-    """Free slots of each pool at one moment. What is given back shows in the next one."""
-
-    def __init__(self, free: list[np.ndarray], pool_of: list[np.ndarray]) -> None:
-        self._free, self._pool_of = free, pool_of
-
-    def try_reserve(self, layer: int, tier: int) -> bool:
-        """A slot for one expert; False, and nothing changes, where there is none."""
-        pool = self._pool_of[tier][layer]
-        if self._free[tier][pool] < 1:
-            return False
-        self._free[tier][pool] -= 1
-        return True
+        return self.free((resident == tier) | (target == tier) for tier in range(len(self._pools)))

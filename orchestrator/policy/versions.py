@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -102,32 +102,49 @@ class Pool:
         return sum(self.sizes.values())
 
 
-class VersionPools:
-    """The pools of a plan. capacity[layer] is n_l, experts that may be high at once."""
+class Tracker:
+    """Free slots of each pool at one moment (DynaExq's BudgetTracker). What is given back shows in
+    the states that the next one is made from."""
 
-    def __init__(self, pools: tuple[tuple[Pool, ...], ...], capacity: Sequence[int]) -> None:
+    def __init__(self, free: list[np.ndarray], pool_of: list[np.ndarray]) -> None:
+        self._free, self._pool_of = free, pool_of
+
+    def try_reserve(self, layer: int, tier: int) -> bool:
+        """A slot for one expert; False, and nothing changes, where there is none."""
+        pool = self._pool_of[tier][layer]
+        if self._free[tier][pool] < 1:
+            return False
+        self._free[tier][pool] -= 1
+        return True
+
+
+class Pools:
+    """The pools of a plan: how many slots each has, and which one a layer uses in each tier."""
+
+    def __init__(self, pools: Sequence[Sequence[Pool]], n_layers: int) -> None:
         """pools[tier]"""
-        self.capacity = tuple(capacity)
         self._slots = [np.array([pool.n_slots for pool in of_tier]) for of_tier in pools]
-        self._pool_of = [np.zeros(len(capacity), np.int64) for _ in pools]
+        self._pool_of = [np.zeros(n_layers, np.int64) for _ in pools]
         for of_tier, pool_of in zip(pools, self._pool_of, strict=True):
             for index, pool in enumerate(of_tier):
                 pool_of[list(pool.layers)] = index
 
-    class Tracker:
-        """Free slots of each pool at one moment (the paper's BudgetTracker). What is given back
-        shows in the states that the next one is made from."""
+    def free(self, held: Iterable[np.ndarray]) -> Tracker:
+        """held[tier] bool [n_layers, n_expert]: whose slot of that tier is taken."""
+        free = [
+            slots - np.bincount(pool_of, taken.sum(axis=1), len(slots)).astype(np.int64)
+            for slots, pool_of, taken in zip(self._slots, self._pool_of, held, strict=True)
+        ]
+        return Tracker(free, self._pool_of)
 
-        def __init__(self, free: list[np.ndarray], pool_of: list[np.ndarray]) -> None:
-            self._free, self._pool_of = free, pool_of
 
-        def try_reserve(self, layer: int, tier: int) -> bool:
-            """A slot for one expert; False, and nothing changes, where there is none."""
-            pool = self._pool_of[tier][layer]
-            if self._free[tier][pool] < 1:
-                return False
-            self._free[tier][pool] -= 1
-            return True
+class VersionPools(Pools):
+    """The pools of two versions. capacity[layer] is n_l, experts that may be high at once."""
+
+    def __init__(self, pools: Sequence[Sequence[Pool]], capacity: Sequence[int]) -> None:
+        """pools[tier]"""
+        super().__init__(pools, len(capacity))
+        self.capacity = tuple(capacity)
 
     def shortlist(self, swaps: Sequence[Swap]) -> list[Swap]:
         """The first MAX_QUEUE of each low pool, whose slots in reserve its swaps go through: so a
@@ -144,12 +161,9 @@ class VersionPools:
     def track(self, states: np.ndarray) -> Tracker:
         """states uint8 [n_layers, n_expert]: an expert between two versions holds both."""
         present = states != ExpertState.ABSENT
-        used = (present & (states != ExpertState.LO), present & (states != ExpertState.HI))
-        free = [
-            slots - np.bincount(pool_of, held.sum(axis=1), len(slots)).astype(np.int64)
-            for slots, pool_of, held in zip(self._slots, self._pool_of, used, strict=True)
-        ]
-        return self.Tracker(free, self._pool_of)
+        return self.free(
+            (present & (states != ExpertState.LO), present & (states != ExpertState.HI))
+        )
 
 
 def pools_by_size(shape: ModelShape, tier: int) -> list[Pool]:

@@ -1,4 +1,4 @@
-"""Meeting of Layers: several layers vote on what a layer will need (FIRM-MoE, eq. 4 to 8).
+"""Meeting of Layers: several layers vote on what a layer will need (FIRM-MoE, eq. 4 to 6).
 
 A vote is what one earlier layer m predicts of layer l: TopKIndices(x_m W_g of l, k), eq. 4 and 5,
 which the model's graph computes and a route event carries, best first. The votes on a layer stand
@@ -8,7 +8,7 @@ better but earn no time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 MOL, RANK, MARGIN = WAYS = ("mol", "rank", "margin")
 
@@ -84,14 +84,3 @@ def every_set(
         if way == RANK:
             break
     return rows + [rows[-1]] * (depth - len(rows))
-
-
-def accuracy(expected: Collection[int], used: Collection[int]) -> float:
-    """Eq. 7, |S and A| / |A|: the share of the experts in use that were expected, their recall."""
-    return len(set(expected).intersection(used)) / len(used)
-
-
-def utilisation(expected: Collection[int], used: Collection[int]) -> float | None:
-    """Eq. 8, |S and A| / |S|: the share of the expected experts that are in use, the precision.
-    None where nothing was expected."""
-    return len(set(expected).intersection(used)) / len(expected) if expected else None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.process import processor_name
 from gguf_tools.synthetic.tensors import RESIDUAL_POWER
 from orchestrator import disk
 from orchestrator.errors import ConfigError
@@ -225,7 +226,7 @@ class Loop(Generic[Asked]):
         bandwidths = measured.bandwidths
         return {
             "machine": {
-                "processor": _processor(),
+                "processor": processor_name(),
                 "cores": len(os.sched_getaffinity(0)),
                 "system": platform.platform(),
             },
@@ -273,13 +274,3 @@ def token_slot_bytes(model: ExpertModel, shape_of: ShapeOf = model_shape) -> int
     shape = shape_of(model, (0,))
     sizes = {each for layer in shape.slots for each in layer[0].items()}
     return model.n_expert_used * sum(size for _, size in sizes)
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

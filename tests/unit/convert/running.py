@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from gguf_tools.convert import convert
 from orchestrator.config import Config
 from orchestrator.engine import Engine
+from orchestrator.llama import Bindings
 
 from . import checkpoints
 from .families import PROMPT
+
+GGML_F32 = 0
 
 N_DECODE = 16
 
@@ -61,3 +65,17 @@ def our_logits(path: Path, tokens: list[int], answer: list[int], **options: obje
         for i, token in enumerate(answer):
             rows.append(engine.eval([token], len(tokens) + i, want_all_logits=True))
     return np.concatenate(rows)
+
+
+def use_float32_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values in float32, and no flash attention, which rounds them to half."""
+    api = Bindings.load().api
+    default = api.llama_context_default_params
+
+    def params() -> object:
+        found = default()
+        found.type_k = found.type_v = GGML_F32
+        found.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        return found
+
+    monkeypatch.setattr(api, "llama_context_default_params", params)

@@ -13,10 +13,9 @@ pytest.importorskip("transformers", reason="needs the extra `convert`")
 
 from gguf_tools.pack import export
 from gguf_tools.verify import verify
-from orchestrator.llama import Bindings
 
 from .families import FAMILIES
-from .running import Case, our_logits
+from .running import Case, our_logits, use_float32_attention
 
 # In standard deviations of the logits, the largest error. float32 throughout: only the order of
 # sums differs (3e-5 measured), and in linear attention upstream's way to compute it (6e-4).
@@ -27,22 +26,12 @@ EXACT_LINEAR = 2e-3
 # of experts, so the largest error says little.
 HALF = 0.1
 LINEAR = ("qwen3-next", "qwen3.5-moe")
-GGML_F32 = 0
 
 
 @pytest.fixture
 def float32_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values in float32, and no flash attention, which rounds them to half."""
-    api = Bindings.load().api
-    default = api.llama_context_default_params
-
-    def params() -> object:
-        found = default()
-        found.type_k = found.type_v = GGML_F32
-        found.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        return found
-
-    monkeypatch.setattr(api, "llama_context_default_params", params)
+    use_float32_attention(monkeypatch)
 
 
 def error(found: np.ndarray, made: Case) -> float:

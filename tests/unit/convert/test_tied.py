@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,10 @@ pytest.importorskip("transformers", reason="needs the extra `convert`")
 import torch
 
 from gguf_tools.convert import convert
-from orchestrator.llama import Bindings
 
 from . import checkpoints
 from .families import FAMILIES
-from .running import our_logits
+from .running import our_logits, use_float32_attention
 
 ODD = {
     "hidden_size": 72,
@@ -43,7 +43,6 @@ MORE: dict[str, dict[str, Any]] = {
 # llama.cpp loads these only with an output matrix of their own.
 COPIED = ("qwen2-moe", "olmoe", "dots1", "minimax-m2", "gpt-oss", "phi-moe")
 TOKENS, ANSWER = list(range(7, 39)), list(range(200, 216))
-GGML_F32 = 0
 
 
 def write(name: str, folder: Path, **config: Any) -> Any:
@@ -70,20 +69,7 @@ def with_parameters(model: Any, dtype: Any) -> None:
 @pytest.fixture
 def float32_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Call it for keys and values in float32, and no flash attention."""
-
-    def change() -> None:
-        api = Bindings.load().api
-        default = api.llama_context_default_params
-
-        def params() -> object:
-            found = default()
-            found.type_k = found.type_v = GGML_F32
-            found.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
-            return found
-
-        monkeypatch.setattr(api, "llama_context_default_params", params)
-
-    return change
+    return partial(use_float32_attention, monkeypatch)
 
 
 def rms(found: np.ndarray, expected: np.ndarray) -> float:

@@ -142,7 +142,7 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
         monkeypatch.setattr(module, name, fake)
     machine = Machine(2**34)
     monkeypatch.setattr(hardware, "probe", lambda _device: machine)
-    monkeypatch.setattr(load_module.Loader, "_graph_bytes", lambda _self, _config, _n_ctx: None)
+    monkeypatch.setattr(load_module.Probe, "_measured", lambda _self, _n_ctx: None)
     config = Config.build(model=path, policy="plain", ctx=64, n_ubatch=8)
     with Engine.open(config) as engine:
         context = engine._loaded.context

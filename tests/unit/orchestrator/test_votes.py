@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.policy.monitor import Prediction
 from orchestrator.policy.votes import (
     WAYS,
-    accuracy,
     agreed,
     depth_of,
     every_set,
     least_score,
     mask_of,
-    utilisation,
 )
 
 # What three layers predict of one, nearest first; four candidates each, best first.
@@ -73,7 +72,9 @@ def test_every_set_at_once(way: str) -> None:
 
 def test_accuracy_and_utilisation() -> None:
     """Eq. 7 and 8: two of the four in use were expected, and two of the three expected are used."""
-    assert accuracy([5, 2, 7], [2, 7, 8, 9]) == 0.5
-    assert utilisation([5, 2, 7], [2, 7, 8, 9]) == pytest.approx(2 / 3)
-    assert accuracy([], [1, 2]) == 0.0
-    assert utilisation([], [1, 2]) is None
+    found = Prediction(2)
+    for layer, expected, used in ((0, [5, 2, 7], [2, 7, 8, 9]), (1, [], [1, 2])):
+        found.expect(layer, expected)
+        found.observe(layer, used)
+    assert found.recall() == [0.5, 0.0]
+    assert found.precision() == [pytest.approx(2 / 3), None]
