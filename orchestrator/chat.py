@@ -46,7 +46,7 @@ class Session:
 
     def __init__(self, engine: Engine, config: Config) -> None:
         self.engine = engine
-        self.sampling = Sampling(config.temp, config.top_p, config.seed)
+        self.sampling = Sampling(config.temp, config.top_p, config.seed, config.top_k, config.min_p)
         self.max_tokens = config.max_tokens or engine.n_ctx
         self.messages: list[Message] = []
         self.left_out = 0

@@ -28,6 +28,7 @@ class Where(NamedTuple):
 
 COMMANDS = {
     "chat": Where("cli_chat", "chat", "Talk to a model."),
+    "serve": Where("cli_serve", "serve", "Answer other programs over HTTP."),
     "inspect": Where(
         "cli_files", "inspect", "Show what a model file holds, and what fits which budget."
     ),

@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import POLICIES, Policy, known_policies, policy_settings
-from orchestrator.settings import FROM_1, SIZE, Settings, setting
+from orchestrator.settings import FROM_0, FROM_1, SIZE, Settings, setting
 
 MISSES = ("auto", "copy", "read", "compute")
 # llama.cpp takes 256 sequences, one of them the conversation.
@@ -102,6 +102,16 @@ class Config(Settings):
         0.7, "Temperature; 0 takes the likeliest.", metavar="T", within=(0.0, 100.0), answer=True
     )
     top_p: float = setting(0.95, "Nucleus sampling.", metavar="P", within=(0.0, 1.0), answer=True)
+    top_k: int = setting(
+        40, "The likeliest tokens that one is drawn from; 0 for all.", within=FROM_0, answer=True
+    )
+    min_p: float = setting(
+        0.0,
+        "Leaves out tokens less likely than this share of the likeliest one.",
+        metavar="P",
+        within=(0.0, 1.0),
+        answer=True,
+    )
     seed: int | None = setting(
         None, "Makes the sampling repeatable.", within=(0, 2**32 - 1), answer=True
     )
@@ -143,6 +153,13 @@ class Config(Settings):
         0,
         "How many sequences may decode together beside the conversation; they share the context.",
         within=(0, MOST_SEQUENCES),
+        option=False,
+    )
+    beside: int = setting(
+        0,
+        "Bytes that the process takes for itself, beside the model and what a chat takes.",
+        within=FROM_0,
+        unit=SIZE,
         option=False,
     )
     remember: bool = setting(

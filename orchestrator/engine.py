@@ -18,7 +18,7 @@ from orchestrator.config import Config
 from orchestrator.driver import Driver
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
-from orchestrator.llama import Model, SamplerChain
+from orchestrator.llama import Context, Model, SamplerChain
 from orchestrator.load import Loader
 from orchestrator.meter import Meter
 from orchestrator.native import Store
@@ -281,6 +281,11 @@ class Engine:
     def llama(self) -> Model:
         """llama.cpp's model and vocabulary, until the engine is closed or changes its policy."""
         return self._loaded.model
+
+    @property
+    def context(self) -> Context:
+        """llama.cpp's context; as llama. Who decodes with it keeps to its own sequences."""
+        return self._loaded.context
 
     @property
     def note(self) -> str | None:
