@@ -166,7 +166,12 @@ class Context(Policy):
     @property
     def transition_rate(self) -> int:
         """None where a token waits for them."""
-        return 0 if self.settings.placement == WAIT else self.settings.transition_rate or 0
+        return 0 if self._waits else self.settings.transition_rate or 0
+
+    @property
+    def _waits(self) -> bool:
+        """Also where what is computed must not depend on what is in memory by now."""
+        return self.rules.exact or self.settings.placement == WAIT
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert near, and K of each layer in the best tier instead: as many as fit, or
@@ -291,7 +296,7 @@ class Context(Policy):
         return self._moves(report.resident, report.target)
 
     def before_answer(self, resident: np.ndarray, target: np.ndarray) -> Sequence[Transition]:
-        if self.settings.placement != WAIT:
+        if not self._waits:
             return ()
         self._place_anew()
         return self._moves(resident, target)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -136,9 +137,10 @@ class Residency:
     def hotness(self, windows: Sequence[Window]) -> np.ndarray:
         """S as the policy would have it on the average over the windows, with every expert high:
         the share of the tokens that use each expert, float64 [n_layers, n_expert]."""
+        whole = [replace(window, prompt=False) for window in windows]
         with self.open(self.n_expert, None, update_steps=0) as engine:
             counts = Counts(engine.policy)
-            self.subject.on(windows).score_open(engine, "hotness", lambda own: counts)
+            self.subject.on(whole).score_open(engine, "hotness", lambda own: counts)
         return counts.per_step
 
     def random(self, seed: int) -> np.ndarray:
