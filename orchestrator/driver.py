@@ -43,6 +43,15 @@ class PlainDriver:
         """After a decode, with its status: raises what went wrong in a callback or in the
         store."""
 
+    def save_sequence(self, sequence: int) -> bytes | None:
+        """What goes with the tokens of a sequence that is kept for later; None where nothing
+        does."""
+        return None
+
+    def restore_sequence(self, sequence: int, state: bytes) -> None:
+        """A sequence goes on from kept tokens; state: what save_sequence gave for them. Raises
+        PolicyError for a damaged one."""
+
     def cancel(self, on: bool) -> None:
         """Makes the running step stop early; stays so until called with False."""
 
@@ -155,6 +164,12 @@ class Driver(PlainDriver):
 
     def begin(self, phase: Phase) -> None:
         self.store.set_phase(phase)
+
+    def save_sequence(self, sequence: int) -> bytes | None:
+        return self.policy.save_sequence(sequence)
+
+    def restore_sequence(self, sequence: int, state: bytes) -> None:
+        self.policy.restore_sequence(sequence, state)
 
     def check(self, status: int) -> None:
         if status == FAILED:

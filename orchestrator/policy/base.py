@@ -246,6 +246,15 @@ class Policy:
         """Writes a tier for the routed experts (0 where nothing is written) and what to
         prefetch. Mutates only `out`; keeps no reference to what it was given."""
 
+    def save_sequence(self, sequence: int) -> bytes | None:
+        """What it knows of one sequence, for whoever keeps the sequence's tokens; None where that
+        is nothing."""
+        return None
+
+    def restore_sequence(self, sequence: int, state: bytes) -> None:
+        """A sequence goes on from tokens that were kept, with what save_sequence gave for them.
+        Raises PolicyError for a state that it cannot read."""
+
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """After every step that succeeded; returns the transitions to start."""
         return ()
