@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from gguf_tools.experts import ExpertModel, Slice, Tier
@@ -228,7 +229,7 @@ def device_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
         assert shape is not None
         return device_slot_bytes(each.type, each.expert_bytes, shape[0])
 
-    return _shape(model, model.slices, tiers, size)
+    return replace(_shape(model, model.slices, tiers, size), shares_slots=False)
 
 
 def _shape(
@@ -249,4 +250,6 @@ def _shape(
         for layer, kinds in enumerate(slices)
     )
     names = tuple(model.tiers[tier].name for tier in tiers)
-    return ModelShape(model.n_expert, model.n_expert_used, names, slots)
+    bits = tuple(model.tiers[tier].bpw for tier in tiers)
+    known = bits if all(bits) else ()
+    return ModelShape(model.n_expert, model.n_expert_used, names, slots, known)

@@ -13,6 +13,7 @@ from orchestrator.config import Config
 from orchestrator.driver import Driver, PlainDriver
 from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings, Context, Model
+from orchestrator.losses import LossKeeper
 from orchestrator.native import Misses, Store, context_memory, host_scratch
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy.base import Transition
@@ -120,6 +121,7 @@ class Loader:
         check_misses(self.gpu, config)
         self.hotness = HotnessKeeper(config, model)
         self.tuned = TunedKeeper(config, model)
+        self.losses = LossKeeper(config, model)
         self._config = config
         self._model = model
         self._machine = hardware.probe(self.gpu.device if self.gpu else None)
@@ -129,6 +131,7 @@ class Loader:
         """What was left aside, or will be slow."""
         notes = (
             self.hotness.note,
+            self.losses.note,
             one_of_several(self.bindings, self.gpu),
             too_many_threads(self._config.threads),
         )
@@ -219,6 +222,9 @@ class Loader:
         policy = plan.policy
         if policy is None:
             return ()
+        losses = self.losses.recall(plan.tier_names) if policy.weighs_losses else None
+        if losses is not None:
+            policy.set_losses(losses)
         known = self.hotness.recall() if policy.learns else None
         if known is not None:
             policy.set_hotness(known)

@@ -166,8 +166,12 @@ class Steps:
         """Lets another sequence go on from the engine's own one. Raises ConfigError for one that
         there is not."""
         self._sequences.check([0], [number])
-        self._driver.sequence_end(self._sequences.name_of(number))
+        name = self._sequences.name_of(number)
+        self._driver.sequence_end(name)
         self._sequences.fork(number, len(self.cached))
+        known = self._driver.save_sequence(0)
+        if known is not None:
+            self._driver.restore_sequence(name, known)
 
     def step_each(self, tokens: Sequence[int], numbers: Sequence[int]) -> bool:
         """One token of each of several sequences; as step."""
