@@ -19,8 +19,9 @@ from orchestrator.errors import MoeEdgeError, SettingError
 from orchestrator.serve.settings import ServeSettings
 
 _OPTIONS = ServeSettings.declared()
-# A conversation's system prompt comes with each request.
-_ANSWER = [each for each in Config.declared().values() if each.answer and each.name != "system"]
+# A request brings its own system prompt, and prompts stay in the sequences that read them.
+_OF_CHAT = ("system", "prompt_cache", "prompt_cache_limit")
+_ANSWER = [each for name, each in Config.declared().items() if each.answer and name not in _OF_CHAT]
 
 
 @click.command()

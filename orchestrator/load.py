@@ -13,12 +13,14 @@ from orchestrator.config import Config
 from orchestrator.driver import Driver, PlainDriver
 from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings, Context, Model
+from orchestrator.losses import LossKeeper
 from orchestrator.native import Misses, Store, context_memory, host_scratch
-from orchestrator.plan import MemoryPlan, importance_window, plan_memory, store_spec
+from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy.base import Transition
 from orchestrator.profile import HotnessKeeper, TunedKeeper
 from orchestrator.sequences import Sequences
 from orchestrator.steps import Steps
+from orchestrator.store_layout import importance_window, store_spec
 from orchestrator.template import ChatTemplate
 
 Progress = Callable[[float], None]
@@ -92,6 +94,7 @@ class Probe:
                 all_logits=config.logits_all,
                 flash_attention=config.importance != "exact",
                 sequences=config.sequences,
+                kv=config.kv,
             )
         except NativeError:
             return None
@@ -118,6 +121,7 @@ class Loader:
         check_misses(self.gpu, config)
         self.hotness = HotnessKeeper(config, model)
         self.tuned = TunedKeeper(config, model)
+        self.losses = LossKeeper(config, model)
         self._config = config
         self._model = model
         self._machine = hardware.probe(self.gpu.device if self.gpu else None)
@@ -127,6 +131,7 @@ class Loader:
         """What was left aside, or will be slow."""
         notes = (
             self.hotness.note,
+            self.losses.note,
             one_of_several(self.bindings, self.gpu),
             too_many_threads(self._config.threads),
         )
@@ -197,6 +202,7 @@ class Loader:
                 flash_attention=importance_window(config, plan) >= 0,
                 on_gpu=self.gpu is not None,
                 sequences=config.sequences,
+                kv=config.kv,
             )
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
@@ -216,6 +222,9 @@ class Loader:
         policy = plan.policy
         if policy is None:
             return ()
+        losses = self.losses.recall(plan.tier_names) if policy.weighs_losses else None
+        if losses is not None:
+            policy.set_losses(losses)
         known = self.hotness.recall() if policy.learns else None
         if known is not None:
             policy.set_hotness(known)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import contextmanager
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -122,7 +120,7 @@ class Running:
         loading = threading.Thread(target=self._load, name="load")
         url = self.url
         try:
-            with interrupts.calling(self.stop), _on_sigterm(self.stop):
+            with interrupts.calling(self.stop, ending=True):
                 self._note(f"Listening on {url}; the model loads.")
                 loading.start()
                 asyncio.run(self._server.serve(sockets=[self._socket]))
@@ -174,16 +172,3 @@ class Running:
         self._socket.close()
         if state.backend is not None:
             state.backend.close()
-
-
-@contextmanager
-def _on_sigterm(stop: Callable[[], None]) -> Iterator[None]:
-    def handle(_signum: int, _frame: FrameType | None) -> None:
-        stop()
-
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        with suppress(TypeError):
-            signal.signal(signal.SIGTERM, before)

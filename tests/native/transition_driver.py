@@ -43,13 +43,21 @@ class ExpertFile:
         start = self.offset[layer, kind, tier] + EXPERT_BYTES[tier] * expert
         return self.data[start : start + EXPERT_BYTES[tier]]
 
-    def spec(self, slots: tuple[int, ...], device: str | None) -> StoreSpec:
-        """Pools that both layers share, one for each kind and tier, of so many slots by tier."""
+    def spec(
+        self, slots: tuple[int, ...], device: str | None, pools: tuple[int, ...] | None = None
+    ) -> StoreSpec:
+        """Pools that both layers share, of each kind as many as there are slots, which says how
+        many each has. pools: which of them holds each tier; None: each tier has its own."""
+        pool_of = tuple(self.tiers) if pools is None else pools
         sizes = [pad(n, 4096) + 4096 for n in EXPERT_BYTES]
         if device is not None:
             blocks = [BLOCK[GGMLType(each)].bytes for each in TYPES]
             sizes = [pad(n, block) for n, block in zip(EXPERT_BYTES, blocks, strict=True)]
-        groups = [(sizes[tier], slots[tier]) for _ in KINDS for tier in self.tiers]
+        largest = [
+            max(sizes[tier] for tier in self.tiers if pool_of[tier] == pool)
+            for pool in range(len(slots))
+        ]
+        groups = list(zip(largest, slots, strict=True)) * len(KINDS)
         layers = []
         for layer in range(N_LAYERS):
             slices = {
@@ -58,7 +66,7 @@ class ExpertFile:
                     self.offset[layer, kind, tier],
                     EXPERT_BYTES[tier],
                     TYPES[tier],
-                    len(self.tiers) * KINDS.index(kind) + tier,
+                    len(slots) * KINDS.index(kind) + pool_of[tier],
                 )
                 for kind in KINDS
                 for tier in self.tiers
@@ -89,9 +97,10 @@ class Driver:
         library: Library,
         slots: tuple[int, ...],
         device: str | None = None,
+        pools: tuple[int, ...] | None = None,
     ) -> None:
         self.file = file
-        self.store = Store.create(library, file.spec(slots, device))
+        self.store = Store.create(library, file.spec(slots, device, pools))
         self.store.set_route(None, file.tiers[-1])
 
     def warm(self, high: set[tuple[int, int]]) -> None:
