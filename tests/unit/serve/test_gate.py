@@ -44,6 +44,17 @@ def test_who_leaves_the_line_lets_the_next_one_pass() -> None:
     asyncio.run(line())
 
 
+def test_who_would_wait_behind_a_wide_request_counts_as_waiting() -> None:
+    async def line() -> None:
+        gate = Gate(places=2, queue=1)
+        gate.join()
+        gate.join(2)
+        with pytest.raises(TooMany):
+            gate.join()  # a place is free, and it would have to overtake
+
+    asyncio.run(line())
+
+
 def test_an_empty_queue_refuses_only_who_would_have_to_wait() -> None:
     async def line() -> None:
         gate = Gate(places=1, queue=0)
