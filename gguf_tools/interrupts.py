@@ -1,10 +1,13 @@
-"""Ctrl-C: when it may end what runs, and how it gets there. The only place that handles SIGINT.
+"""Ctrl-C: when it may end what runs, and how it gets there. The only place that handles SIGINT,
+SIGTERM and SIGHUP.
 
 Python runs the handler of a signal between any two instructions of the main thread. An exception
 that it raises in a function which C called has nobody above it: ctypes prints it, and what the
 function had to decide is lost. The same holds for __del__, and C code that imports a module makes
 another error of it. So the handler here raises KeyboardInterrupt only where somebody gets it.
 Elsewhere the interrupt waits: for the end of the call (``held``), or for a moment.
+
+SIGTERM and a hang-up end a command in the same way, by SystemExit, which nobody gets over.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
 
 STATUS = 130
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 # A second Ctrl-C ends the process as it stands; nobody means that within so short a time.
 FORCE_AFTER_S = 1.0
 _AGAIN_S = 0.01
@@ -41,15 +45,19 @@ class _Here(threading.local):
 
 
 class _State:
-    """What the process knows of interrupts. asked_s: when one came that nobody has got over."""
+    """What the process knows of interrupts. asked_s: when one came that nobody has got over.
+    ending: the number of the signal that ends the process, if one came. leaves: behind listening,
+    the process does nothing but end."""
 
     def __init__(self) -> None:
         self.listening = False
         self.asked_s: float | None = None
         self.waiting = False
+        self.ending: int | None = None
         self.stops: list[Callable[[], None]] = []
         self.last_file: str | None = None
         self.over = False
+        self.leaves = False
 
 
 _here = _Here()
@@ -72,9 +80,11 @@ def asked() -> bool:
 
 def check() -> None:
     """A safe point of the main thread: raises KeyboardInterrupt where one waits, in blocks of
-    held, too."""
+    held, too; SystemExit where the process is to end."""
     if _state.waiting and _here.is_main:
         _state.waiting = False
+        if _state.ending is not None:
+            raise SystemExit(128 + _state.ending)
         _forget_unless_listening()
         raise KeyboardInterrupt
 
@@ -86,7 +96,8 @@ def hand_over(error: BaseException) -> None:
 
 def forget() -> None:
     """Whoever caught KeyboardInterrupt goes on: the next one is a first one again."""
-    _state.asked_s, _state.waiting = None, False
+    if _state.ending is None:
+        _state.asked_s, _state.waiting = None, False
 
 
 class held:
@@ -133,6 +144,7 @@ def calling(stop: Callable[[], None]) -> Iterator[None]:
 def leave_at_once() -> None:
     """From here on an interrupt ends the process, quietly: it has not begun anything. An interrupt
     that the process was started to ignore stays ignored."""
+    _state.leaves = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
@@ -140,11 +152,14 @@ def leave_at_once() -> None:
 @contextmanager
 def listening() -> Iterator[None]:
     """Lets an interrupt end the block by KeyboardInterrupt, at its end at the latest. What a
-    process that leaves at once does behind the block is not interrupted: its work is done."""
-    before = _install()
-    if before is None:
+    process that leaves at once does behind the block is not interrupted: its work is done. SIGTERM
+    and SIGHUP end it by SystemExit, where nobody else handles or ignores them."""
+    before, hook = _install(), sys.unraisablehook
+    ending = [number for number in _ENDING if _install_ending(number)]
+    if before is None and not ending:
         yield
         return
+    sys.unraisablehook = _on_unraisable
     _state.listening = True
     try:
         check()
@@ -155,11 +170,14 @@ def listening() -> Iterator[None]:
         raise
     finally:
         _state.listening = _state.over = False
-        _state.last_file = None
+        _state.last_file = _state.ending = None
         forget()
         signal.setitimer(signal.ITIMER_REAL, 0)
-        handler, hook = before
-        _put_back((signal.SIG_IGN if handler is _leave else handler, hook))
+        for number in ending:
+            signal.signal(number, signal.SIG_IGN if _state.leaves else signal.SIG_DFL)
+        sys.unraisablehook = hook
+        if before is not None:
+            _put_back((signal.SIG_IGN if _state.leaves else before[0], hook))
 
 
 def ends_with(path: Path) -> None:
@@ -191,6 +209,14 @@ def _install() -> tuple[Any, Any] | None:
     return handler, hook
 
 
+def _install_ending(number: int) -> bool:
+    """Whether a signal that would end the process ends the block of listening."""
+    if not _here.is_main or signal.getsignal(number) is not signal.SIG_DFL:
+        return False
+    signal.signal(number, _on_ending)
+    return True
+
+
 def _put_back(before: tuple[Any, Any]) -> None:
     sys.unraisablehook = before[1]
     signal.signal(signal.SIGINT, before[0])
@@ -206,14 +232,27 @@ def _on_interrupt(_signum: int, frame: FrameType | None) -> None:
     if _state.stops:
         _state.stops[-1]()
         return
+    if not _comes_again(signal.SIGINT):
+        _state.waiting = True
+        _raise_or_wait(frame)
+
+
+def _on_ending(number: int, frame: FrameType | None) -> None:
+    if not _state.over and not _comes_again(number):
+        _state.ending, _state.waiting = number, True
+        _raise_or_wait(frame)
+
+
+def _comes_again(number: int) -> bool:
+    """Whether one is on its way already; one that comes later ends the process as it stands."""
     now_s = monotonic()
-    if _state.asked_s is not None:
-        if now_s > _state.asked_s + FORCE_AFTER_S:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGINT)
-        return
-    _state.asked_s, _state.waiting = now_s, True
-    _raise_or_wait(frame)
+    if _state.asked_s is None:
+        _state.asked_s = now_s
+        return False
+    if now_s > _state.asked_s + FORCE_AFTER_S:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+    return True
 
 
 def _raise_or_wait(frame: FrameType | None) -> None:
@@ -253,7 +292,7 @@ def _on_alarm(_signum: int, frame: FrameType | None) -> None:
 def _on_unraisable(what: Any) -> None:
     """In the place of sys.unraisablehook: what Python would print and forget."""
     error = what.exc_value
-    if isinstance(error, KeyboardInterrupt) and _here.is_main:
+    if isinstance(error, (KeyboardInterrupt, SystemExit)) and _here.is_main:
         _state.waiting = True
         if _state.listening:
             _come_again()

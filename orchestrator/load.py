@@ -15,11 +15,12 @@ from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings, Context, Model
 from orchestrator.losses import LossKeeper
 from orchestrator.native import Misses, Store, context_memory, host_scratch
-from orchestrator.plan import MemoryPlan, importance_window, plan_memory, store_spec
+from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy.base import Transition
 from orchestrator.profile import HotnessKeeper, TunedKeeper
 from orchestrator.sequences import Sequences
 from orchestrator.steps import Steps
+from orchestrator.store_layout import importance_window, store_spec
 from orchestrator.template import ChatTemplate
 
 Progress = Callable[[float], None]
@@ -93,6 +94,7 @@ class Probe:
                 all_logits=config.logits_all,
                 flash_attention=config.importance != "exact",
                 sequences=config.sequences,
+                kv=config.kv,
             )
         except NativeError:
             return None
@@ -200,6 +202,7 @@ class Loader:
                 flash_attention=importance_window(config, plan) >= 0,
                 on_gpu=self.gpu is not None,
                 sequences=config.sequences,
+                kv=config.kv,
             )
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)

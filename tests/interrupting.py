@@ -1,10 +1,11 @@
 """One Ctrl-C at a random moment of a command, and what it leaves.
 
     python tests/interrupting.py --times 100 eval trace     all commands where none is named
+    python tests/interrupting.py --signal TERM pack         another signal that ends a command
 
-A command ends quietly with status 130 and leaves no file, or it was through before and all that it
-says and writes is that of a run which nobody interrupts. The moment counts from when Python has
-found the command's module: what comes before is Python's own.
+A command ends quietly with status 130 (128 and the signal's number) and leaves no file, or it was
+through before and all that it says and writes is that of a run which nobody interrupts. The moment
+counts from when Python has found the command's module: what comes before is Python's own.
 """
 
 from __future__ import annotations
@@ -58,8 +59,13 @@ class Command(NamedTuple):
     folder: Path
     exact: bool = True
 
-    def run(self, after_s: float | None = None, repo: Path = REPO) -> Result:
-        """Runs it; after_s: when to press Ctrl-C."""
+    def run(
+        self,
+        after_s: float | None = None,
+        repo: Path = REPO,
+        number: signal.Signals = signal.SIGINT,
+    ) -> Result:
+        """Runs it; after_s: when to send it a signal, as Ctrl-C does."""
         for path in self.folder.iterdir():
             path.unlink()
         reader, writer = os.pipe()
@@ -83,7 +89,7 @@ class Command(NamedTuple):
                 if after_s is not None:
                     time.sleep(after_s)
                     sent_s = time.monotonic()
-                    process.send_signal(signal.SIGINT)
+                    process.send_signal(number)
                 out, err = process.communicate(timeout=HANG_S)
             finally:
                 process.kill()
@@ -94,11 +100,11 @@ class Command(NamedTuple):
             err += f"Left: processes {left}"
         return Result(process.returncode, out, err, files, end_s - start_s, end_s - sent_s)
 
-    def complaint(self, whole: Result, found: Result) -> str:
+    def complaint(self, whole: Result, found: Result, number: signal.Signals) -> str:
         """What is wrong with a run that was interrupted, or nothing."""
         if any(word in found.err for word in ("Traceback", "Exception ignored", "Error", "Left:")):
             return f"it says {found.err.strip()[-600:]}"
-        if found.status == 130:
+        if found.status in _ended_by(number):
             return f"it leaves {sorted(found.files)}" if found.files else ""
         if found.status != 0:
             return f"status {found.status}: {found.err.strip()[-300:]}"
@@ -110,6 +116,11 @@ class Command(NamedTuple):
         ):
             return "it says or writes something else"
         return ""
+
+
+def _ended_by(number: signal.Signals) -> tuple[int, ...]:
+    """How a command ends by a signal: while it loads, as any program does."""
+    return (128 + number,) if number == signal.SIGINT else (128 + number, -number)
 
 
 def _same(text: str) -> str:
@@ -214,18 +225,22 @@ def commands(folder: Path, size: int = 1) -> dict[str, Callable[[], Command]]:
 
 
 def interrupt(
-    command: Command, times: int, seed: str, repo: Path = REPO
+    command: Command,
+    times: int,
+    seed: str,
+    repo: Path = REPO,
+    number: signal.Signals = signal.SIGINT,
 ) -> tuple[Counter[str], list[str]]:
-    """Runs a command so many times with an interrupt. Returns how the runs ended, and what was
+    """Runs a command so many times with a signal. Returns how the runs ended, and what was
     wrong."""
     whole = command.run(repo=repo)
     assert whole.status == 0, whole.err
     random, ends, wrong = Random(seed), Counter[str](), []
-    for number in range(times):
-        share = (number + random.random()) / times
-        found = command.run(share * whole.took_s, repo)
+    for index in range(times):
+        share = (index + random.random()) / times
+        found = command.run(share * whole.took_s, repo, number)
         ends[f"status {found.status}"] += 1
-        complaint = command.complaint(whole, found)
+        complaint = command.complaint(whole, found, number)
         if complaint:
             wrong.append(f"at {share:.3f} of {whole.took_s:.2f} s: {complaint}")
     return ends, wrong
@@ -237,8 +252,10 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", default="0")
     parser.add_argument("--size", type=int, default=1)
+    parser.add_argument("--signal", default="INT", help="INT, TERM or HUP")
     parser.add_argument("--repo", type=Path, default=REPO, help="another checkout to run")
     args = parser.parse_args()
+    number = signal.Signals[f"SIG{args.signal}"]
     # A script in the background ignores Ctrl-C, and what it starts inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path.insert(0, str(REPO))
@@ -246,7 +263,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         known = commands(Path(folder), args.size)
         for name in args.names or known:
-            ends, wrong = interrupt(known[name](), args.times, args.seed, args.repo)
+            ends, wrong = interrupt(known[name](), args.times, args.seed, args.repo, number)
             counts = ", ".join(f"{n} with {end}" for end, n in sorted(ends.items()))
             print(f"{name}: {counts}; wrong: {len(wrong)}", flush=True)
             for line in wrong:

@@ -1,13 +1,14 @@
 """Files that are being written, so that a file with its final name is always whole.
 
 Until then a file has another name, and is locked as long as its writer lives. A writer that was
-killed leaves such a file behind without a lock. So the next one tells it from those of writers
-that are still at work, and removes it.
+killed leaves such a file behind without a lock. So the next one in the folder tells it from those
+of writers that are still at work, and removes it.
 """
 
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import weakref
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 from gguf_tools import interrupts
 
 ENDING = ".part"
+# As create names them.
+_PART = re.compile(r"\..+\.[0-9a-f]{8}\.part", re.DOTALL)
 
 
 class UnfinishedFile:
@@ -78,7 +81,8 @@ def create(path: Path, mode: int = 0o666) -> tuple[int, Path]:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Removes what killed writers of ``path`` left; what cannot be removed stays."""
+    """Removes what killed writers of ``path`` left, and of other files beside it; what cannot be
+    removed stays."""
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
             if _is_part(entry.name, path.name) and entry.is_file(follow_symlinks=False):
@@ -89,7 +93,8 @@ def remove_abandoned(path: Path) -> None:
 def _is_part(name: str, of: str) -> bool:
     head = f".{of}."
     middle = name.removeprefix(head).removesuffix(ENDING)
-    return name == head + middle + ENDING and middle.isalnum()
+    own = name == head + middle + ENDING and middle.isalnum()
+    return own or _PART.fullmatch(name) is not None
 
 
 def _remove_unlocked(part: Path) -> None:

@@ -17,12 +17,12 @@ from orchestrator.driver import Driver
 from orchestrator.events import ComputedStep, Phase
 from orchestrator.footprint import model_shape
 from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
-from orchestrator.plan import spec_for, store_layers
 from orchestrator.policy import ModelShape, Policy, Rules
 from orchestrator.policy.base import SlotPlan
 from orchestrator.replay.follow import RecordedVersions
 from orchestrator.replay.trace import Step, Trace
 from orchestrator.settings import Settings
+from orchestrator.store_layout import spec_for, store_layers
 
 # Of virtual time, between two looks at reads that are waited for.
 _PAUSE_NS = 50_000

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
+from gguf_tools.pack import pack
 from orchestrator import losses
 from orchestrator.config import Config
 from orchestrator.engine import Engine
@@ -28,9 +29,12 @@ PROMPTS = [[int(t) for t in RNG.integers(0, 250, n)] for n in (40, 25)]
 ANSWER = [int(t) for t in RNG.integers(0, 250, 60)]
 
 
-@pytest.fixture
-def five(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("qwen3moe", *FIVE)
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("five")
+    source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("f16",))
+    pack(source, folder / "five.gguf", FIVE)
+    return folder / "five.gguf"
 
 
 def save_table(path: Path, of: Path, tiers: tuple[str, ...] = FIVE) -> np.ndarray:
@@ -169,7 +173,7 @@ def test_it_adapts_within_64_steps(five: Path, tmp_path: Path) -> None:
     changes takes a third of a second at 1.25 GB/s."""
     trace, _ = recorded(build(five), tmp_path / "t.npz")
     for hot in (2, 4):
-        options = ReplayOptions(settings={"hot_experts": hot, "near_bits": 2.5})
+        options = ReplayOptions(settings={"hot_experts": hot, "near_bits": 2.5}, expert_ram=1 << 26)
         setup = set_up_for(trace, options, Context, Transport(0, 0, 4))
         shape = setup.shape
         every = shape.all_slot_bytes(1)

@@ -227,3 +227,40 @@ def test_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_process_removes_what_was_begun(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Nobody gets over it, as a chat does over Ctrl-C. It comes where Ctrl-C is ignored, too."""
+    ended = []
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit) as left, interrupts.listening():
+            unfinished = UnfinishedFile(tmp_path / "a")
+            try:
+                with interrupts.held():
+                    os.kill(os.getpid(), number)
+                    interrupts.forget()
+                    ended.append("what C called goes on")
+                time.sleep(60)
+            except KeyboardInterrupt:
+                interrupts.forget()
+            finally:
+                unfinished.discard()
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert left.value.code == 128 + number
+    assert ended == ["what C called goes on"]
+    assert os.listdir(tmp_path) == []
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_hang_up_that_is_ignored_stays_so() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from orchestrator.footprint import model_shape
 from orchestrator.lab.study.policies import Counts
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.policy.dynaexq import DynaExq
+from orchestrator.policy.placement import nominal_bits
 from orchestrator.policy.versions import HIGH, LOW, resident_plan
 
 # Of hot sets that are chosen at random.
@@ -116,6 +117,12 @@ class Residency:
             with self.subject.open(wanted) as engine:
                 yield engine
 
+    def placed(self, n_high: int, hotness: np.ndarray | None) -> AbstractContextManager[Engine]:
+        """As open, in the same bytes, with the policy that places experts by each prompt: as many
+        of them high as fit, n_high at most."""
+        bits = float(nominal_bits(self.subject.low))
+        return self.open(n_high, hotness, policy="context", hot_experts=None, near_bits=bits)
+
     def fixed(
         self,
         label: str,
@@ -141,6 +148,11 @@ class Residency:
         rng = np.random.default_rng(seed)
         layers = range(self.shape.n_layers)
         return np.stack([rng.permutation(self.n_expert) + 1.0 for _ in layers])
+
+
+def has_prompts(subject: Subject) -> bool:
+    """Whether its text is read as prompts and answers, by which experts are placed."""
+    return any(window.prompt for window in subject.windows)
 
 
 def update_steps(subject: Subject) -> int:

@@ -1,9 +1,10 @@
-"""Ctrl-C at random moments of each command: status 130, nothing said, no file. The long form is
-tests/interrupting.py."""
+"""Ctrl-C, and signals that end a process, at random moments of commands: status 130, nothing said,
+no file. The long form is tests/interrupting.py."""
 
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 
@@ -31,3 +32,16 @@ def test_an_interrupt_ends_a_command_quietly(folder: Path, name: str) -> None:
     ends, wrong = interrupting.interrupt(command, TIMES, seed=name)
     assert wrong == []
     assert ends["status 130"] >= TIMES - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("pack", signal.SIGTERM), ("chat", signal.SIGHUP), ("trace", signal.SIGTERM)],
+)
+def test_so_does_a_signal_that_ends_a_process(
+    folder: Path, name: str, number: signal.Signals
+) -> None:
+    command = interrupting.commands(folder)[name]()
+    ends, wrong = interrupting.interrupt(command, TIMES, seed=name, number=number)
+    assert wrong == []
+    assert ends[f"status {128 + number}"] >= TIMES - 1

@@ -98,10 +98,13 @@ def test_two_at_once_do_not_meet(src, out, ggml):
         assert sound(out, ggml)
 
 
-def test_only_abandoned_files_of_the_same_name_are_removed(tmp_path):
+def test_only_abandoned_files_of_ours_are_removed(tmp_path):
     path = tmp_path / "a.gguf"
-    kept = [".a.gguf.b.part", ".a.gguf..part", ".b.gguf.12ab34cd.part", ".a.gguf.12", "a.gguf.part"]
-    for name in (*kept, ".a.gguf.12ab34cd.part", ".a.gguf.4711.part"):
+    kept = [".a.gguf.b.part", ".a.gguf..part", ".b.gguf.4711.part", ".a.gguf.12", "a.gguf.part"]
+    other, _ = unfinished.create(tmp_path / "c.gguf")
+    kept += os.listdir(tmp_path)
+    gone = [".a.gguf.12ab34cd.part", ".a.gguf.4711.part", ".b.gguf.12ab34cd.part"]
+    for name in (*kept, *gone):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / ".a.gguf.b.part").rename(tmp_path / ".a.gguf.b.c.part")
     (tmp_path / ".a.gguf.dir.part").mkdir()
@@ -113,6 +116,7 @@ def test_only_abandoned_files_of_the_same_name_are_removed(tmp_path):
     os.close(fd)
     unfinished.remove_abandoned(path)
     assert set(os.listdir(tmp_path)) == kept
+    os.close(other)
     unfinished.remove_abandoned(tmp_path / "none" / "a.gguf")
 
 
