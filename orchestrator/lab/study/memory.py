@@ -112,6 +112,7 @@ class HotMemory(Study[SameMemory]):
 
     name = "memory"
     rivals = True
+    policies = ("dynaexq", "context")
 
     def measure(self, on: Subject) -> SameMemory:
         residency, first = Residency.of_second_half(on)

@@ -21,17 +21,19 @@ from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.lab.study.uniform import NONE, UniformFile
 from orchestrator.lab.table import Table
-from orchestrator.policy import Policy
+from orchestrator.policy import DEFAULT, Policy, owners
+from orchestrator.settings import flag_of
 
 Found = TypeVar("Found")
 
 
 class Study(Experiment[Subject, Found]):
     """A study, by its name; its picture is NAME.png and NAME.svg. rivals: uniform types that fit
-    whole are rows of it."""
+    whole are rows of it. policies: those whose settings it takes, beside the default one."""
 
     name: ClassVar[str]
     draws = True
+    policies: ClassVar[tuple[str, ...]] = ()
     rivals: ClassVar[bool] = False
 
     @abstractmethod
@@ -54,6 +56,13 @@ class Study(Experiment[Subject, Found]):
         if folder is None:
             raise ConfigError("a study writes tables and plots: give --out DIR")
         plot.require()
+        for setting in config.of_policies:
+            having = owners(setting)
+            if not {DEFAULT, *self.policies} & set(having):
+                raise ConfigError(
+                    f"{flag_of(setting)} is for {' and '.join(having)}: the study {self.name} has "
+                    f"no use for it"
+                )
         if not self.rivals:
             if options.uniform is not None or options.calib is not None:
                 raise ConfigError(f"the study {self.name} has no use for --uniform and --calib")

@@ -32,7 +32,7 @@ def domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Studies of halves need all of the text; the others do with little.
-WHOLE = ("demotion", "memory")
+WHOLE = ("demotion", "memory", "near-bits")
 
 
 @pytest.fixture(scope="session")
