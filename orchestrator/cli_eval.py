@@ -31,6 +31,13 @@ from orchestrator.lab.registry import load_study, studies_by_paper
 @click.option("--kl", is_flag=True, help="Compare with the best tier of the file.")
 @click.option("--tokens", type=AT_LEAST_1, metavar="N", help="Use N tokens of the text at most.")
 @click.option("--window", type=int, metavar="N", help="Tokens of one context.  [default: 512]")
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Read the first N tokens of each window, and the context of a record, as a prompt that "
+    "is not scored.",
+)
 @click.option("--prefill", is_flag=True, help="Judge the text read as prompts, not by token.")
 @click.option(
     "--reuse",

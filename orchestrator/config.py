@@ -9,10 +9,11 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gguf_tools.experts import DEFAULT_KV, KV_TYPES
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import POLICIES, Policy, known_policies, policy_settings
-from orchestrator.settings import FROM_1, SIZE, Settings, setting
+from orchestrator.settings import FROM_0, FROM_1, RATE, SIZE, Settings, setting
 
 MISSES = ("auto", "copy", "read", "compute")
 # llama.cpp takes 256 sequences, one of them the conversation.
@@ -90,6 +91,13 @@ class Config(Settings):
     ctx: int | None = setting(
         None, "Context in tokens.", within=(8, 2**24), shown="by memory and the model"
     )
+    kv: str = setting(
+        DEFAULT_KV,
+        "Precision of the keys and values of the context; q8_0 takes half of the memory, and needs "
+        "flash attention.",
+        metavar="TYPE",
+        choices=tuple(KV_TYPES),
+    )
     threads: int | None = setting(None, "Compute threads.", within=(1, 1024), shown="the cores")
     max_tokens: int | None = setting(
         None,
@@ -104,6 +112,29 @@ class Config(Settings):
     top_p: float = setting(0.95, "Nucleus sampling.", metavar="P", within=(0.0, 1.0), answer=True)
     seed: int | None = setting(
         None, "Makes the sampling repeatable.", within=(0, 2**32 - 1), answer=True
+    )
+    cache_ram: int | None = setting(
+        None,
+        "Memory for prompts that were read before, within --ram; 0 for none.",
+        within=FROM_0,
+        unit=RATE,
+        metavar="SIZE",
+        shown="by memory",
+        answer=True,
+    )
+    prompt_cache: Path | None = setting(
+        None,
+        "Keeps prompts that were read in this folder, for later runs.",
+        metavar="DIR",
+        answer=True,
+    )
+    prompt_cache_limit: int = setting(
+        8 * 2**30,
+        "What that folder may take; the least recently used prompts go.",
+        within=FROM_1,
+        unit=SIZE,
+        shown="8GiB",
+        answer=True,
     )
     system: str | None = setting(None, "System prompt.", metavar="TEXT", answer=True)
     n_ubatch: int = setting(
@@ -144,6 +175,9 @@ class Config(Settings):
         "How many sequences may decode together beside the conversation; they share the context.",
         within=(0, MOST_SEQUENCES),
         option=False,
+    )
+    conversations: bool = setting(
+        False, "Memory is set aside for prompts that were read before.", option=False
     )
     remember: bool = setting(
         False, "What a policy learned is kept in the user cache.", option=False

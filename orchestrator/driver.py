@@ -6,6 +6,7 @@ router -> on_route: the policy decides -> the store acts -> experts compute
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from orchestrator.policy.base import Callback, Transition
 
 # (resident, target), as Store.states() has them.
 States = tuple[np.ndarray, np.ndarray]
+
+# Between two looks at reads that are waited for, in seconds.
+_PAUSE_S = 0.0005
 
 _ASKED = {
     Callback.NEVER: (),
@@ -42,6 +46,15 @@ class PlainDriver:
     def check(self, status: int) -> None:
         """After a decode, with its status: raises what went wrong in a callback or in the
         store."""
+
+    def save_sequence(self, sequence: int) -> bytes | None:
+        """What goes with the tokens of a sequence that is kept for later; None where nothing
+        does."""
+        return None
+
+    def restore_sequence(self, sequence: int, state: bytes) -> None:
+        """A sequence goes on from kept tokens; state: what save_sequence gave for them. Raises
+        PolicyError for a damaged one."""
 
     def cancel(self, on: bool) -> None:
         """Makes the running step stop early; stays so until called with False."""
@@ -76,9 +89,16 @@ class Driver(PlainDriver):
 
     managed = True
 
-    def __init__(self, policy: Policy, store: Store) -> None:
+    def __init__(
+        self, policy: Policy, store: Store, pause: Callable[[], None] = lambda: sleep(_PAUSE_S)
+    ) -> None:
+        """pause: lets a little time pass, in which reads go on."""
         self.policy = policy
         self.store = store
+        self.restored = 0  # sequences that went on from kept tokens
+        self._pause = pause
+        self._prompt_read = False
+        self._cancelled = False
 
     def on_route(self, event: RouteEvent) -> None:
         """Once per MoE layer: the policy decides, the store acts."""
@@ -154,13 +174,50 @@ class Driver(PlainDriver):
             self.store.reset_stats()
 
     def begin(self, phase: Phase) -> None:
+        if phase is Phase.PREFILL:
+            self._prompt_read = True
+        elif self._prompt_read:
+            self._prompt_read = False
+            self.before_answer()
         self.store.set_phase(phase)
+
+    def before_answer(self) -> list[Transition]:
+        """Behind a prompt: what an answer's first token waits for, done. Returns it. After a
+        cancel, or where an expert cannot be read, the rest comes in the background."""
+        done: list[Transition] = []
+        policy, store = self.policy, self.store
+        failed = store.stats().transitions_failed
+        while policy.follows_tiers and (moves := policy.before_answer(*store.states())):
+            admitted = store.transition(moves)
+            while not self._cancelled and self._under_way():
+                self._pause()
+                store.begin_step(Phase.DECODE)
+            if (
+                self._cancelled
+                or admitted < len(moves)
+                or store.stats().transitions_failed > failed
+            ):
+                break
+            done += moves
+        return done
+
+    def _under_way(self) -> bool:
+        resident, target = self.store.states()
+        return bool((resident != target).any())
+
+    def save_sequence(self, sequence: int) -> bytes | None:
+        return self.policy.save_sequence(sequence)
+
+    def restore_sequence(self, sequence: int, state: bytes) -> None:
+        self.policy.restore_sequence(sequence, state)
+        self.restored += 1
 
     def check(self, status: int) -> None:
         if status == FAILED:
             self.store.check_step()
 
     def cancel(self, on: bool) -> None:
+        self._cancelled = on
         self.store.cancel(on)
 
     def sequence_end(self, sequence: int | None = None) -> None:

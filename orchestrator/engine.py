@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gguf_tools.experts import ExpertModel
+from gguf_tools.experts import DEFAULT_KV, ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.choice import check_unused
 from orchestrator.config import Config
@@ -24,8 +24,11 @@ from orchestrator.meter import Meter
 from orchestrator.native import Store
 from orchestrator.plan import MemoryPlan
 from orchestrator.policy import Policy
+from orchestrator.prompts import PromptCache, PromptFolder, Shelf
+from orchestrator.prompts.key import state_key
 from orchestrator.sampling import Sampling
 from orchestrator.steps import Steps
+from orchestrator.store_layout import importance_window
 
 __all__ = ["Engine", "GenerationStats", "Sampling"]
 
@@ -43,7 +46,11 @@ class Engine:
         self.model = model
         self.last_stats: GenerationStats | None = None
         self._loader = Loader(config, model)
+        limit, folder = config.prompt_cache_limit, config.prompt_cache
+        self._folder = PromptFolder(folder, limit) if folder else None
+        self._shelf = Shelf(on_drop=self._folder.save_copy) if self._folder else Shelf()
         self._loaded = self._loader.load(config, self._loader.plan(config), progress)
+        self._prompts = self._prompt_cache()
 
     @classmethod
     def open(cls, config: Config, progress: Callable[[float], None] | None = None) -> Engine:
@@ -121,6 +128,7 @@ class Engine:
             rest = text.decode(b"", final=True)
             if rest:
                 yield rest
+            self._prompts.answered()
         finally:
             chain.close()
             self.last_stats = meter.stats(self.mode, plan.budget_bytes, driver.report())
@@ -130,18 +138,34 @@ class Engine:
         self, tokens: list[int], meter: Meter, on_prefill: Callable[[int, int], None] | None
     ) -> bool:
         """Evaluates what the cache does not hold; False when cancelled on the way."""
-        steps, at_once = self._steps, self._loaded.context.n_ubatch
-        todo = tokens[steps.keep_prefix(tokens) :]
-        meter.evaluated_tokens = len(todo)
-        for start in range(0, len(todo), at_once):
-            if on_prefill is not None:
-                on_prefill(start, len(todo))
-            part = todo[start : start + at_once]
-            if steps.cancelled or not steps.step(part, Phase.PREFILL):
-                return False
+        steps, prompts, at_once = self._steps, self._prompts, self._loaded.context.n_ubatch
+        tokens = prompts.recall(tokens)
+        before = steps.keep_prefix(tokens)
+        meter.evaluated_tokens = todo = len(tokens) - before
+        for stop in prompts.stops(tokens):
+            while (start := len(steps.cached)) < stop:
+                if on_prefill is not None:
+                    on_prefill(start - before, todo)
+                part = tokens[start : min(stop, start + at_once)]
+                if steps.cancelled or not steps.step(part, Phase.PREFILL):
+                    return False
+            prompts.mark()
         if on_prefill is not None:
-            on_prefill(len(todo), len(todo))
+            on_prefill(todo, todo)
         return True
+
+    def _prompt_cache(self) -> PromptCache:
+        """The prompt cache of the model as it is loaded."""
+        config, loaded, shelf = self.config, self._loaded, self._shelf
+        shelf.budget_bytes = loaded.plan.prompt_bytes
+        shelf.make_room(0)
+        flash = importance_window(config, loaded.plan) >= 0
+        key = ""
+        if shelf.budget_bytes or self._folder:
+            key = state_key(config, self.model, loaded.plan, loaded.plan.policy, flash)
+        return PromptCache(
+            loaded.steps, loaded.model, loaded.context.n_ctx, shelf, self._folder, key
+        )
 
     def cancel(self) -> None:
         """Stops the running generation soon; safe in a signal handler and from any thread."""
@@ -237,6 +261,7 @@ class Engine:
         plan = self._loader.plan(config)
         old_plan = self.plan
         self._learn()
+        self._prompts.put_away()
         self._loaded.close()
         try:
             self._loaded = self._loader.load(config, plan)
@@ -244,6 +269,8 @@ class Engine:
         except BaseException:
             self._loaded = self._loader.load(self.config, old_plan)
             raise
+        finally:
+            self._prompts = self._prompt_cache()
 
     @property
     def _steps(self) -> Steps:
@@ -287,6 +314,13 @@ class Engine:
         """What was left aside when the engine was opened."""
         return self._loader.note
 
+    def prompt_notes(self) -> list[str]:
+        """What the prompt cache has to say since it was last asked, sentences for the user."""
+        notes = self._folder.notes if self._folder else []
+        said = list(notes)
+        notes.clear()
+        return said
+
     @property
     def n_ctx(self) -> int:
         """Tokens that a conversation may have, answers included."""
@@ -306,6 +340,8 @@ class Engine:
     def mode(self) -> str:
         """One line: what runs, and why or how."""
         context = f", context {self.n_ctx}"
+        if self.config.kv != DEFAULT_KV:
+            context += f" in {self.config.kv}"
         if not self.managed:
             return f"plain upstream path: {self.plan.reason}{context}"
         slots = format_size(self.plan.slots.total_bytes) if self.plan.slots else "no"
@@ -338,6 +374,7 @@ class Engine:
         twice.
         Raises OSError where a named profile cannot be written."""
         self._learn()
+        self._prompts.leave()
         self._loaded.close()
         self._loader.tuned.save()
         try:

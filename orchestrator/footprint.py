@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from gguf_tools.experts import ExpertModel, Slice, Tier
@@ -25,6 +26,11 @@ LIBRARY_BYTES = 64 * 2**20
 # ggml's pool of a GPU takes so much more than it is asked for.
 POOL_GROWTH = 1.05
 
+
+# Of what is left for experts, prompts that were read before may take this share, and this many
+# marks in a sequence whose memory cannot be cut.
+PROMPT_SHARE = 1 / 32
+PROMPT_MARKS = 6
 
 # The context where none is asked for and memory is short; orchestrator.context_length has the rest.
 LEAST_CONTEXT = 4096
@@ -95,6 +101,39 @@ def _may_want_importance(policy: str | None) -> bool:
         return True
     own = None if policy == PLAIN else policy_class(policy).needs_importance
     return own is not None and own is not Policy.needs_importance
+
+
+def part_bytes(model: ExpertModel, config: Config) -> int:
+    """An upper estimate of what a mark takes in a sequence whose memory cannot be cut: the states
+    of recurrent layers in float32, and what a window sees in all layers. 0 for other models."""
+
+    def number(name: str) -> int:
+        value = model.metadata.get(f"{model.hparams.arch}.{name}", 0)
+        return value if isinstance(value, int) and value > 0 else 0
+
+    inner, state = number("ssm.inner_size"), number("ssm.state_size")
+    shifted = inner + 2 * number("ssm.group_count") * state
+    recurrent = state * inner + max(0, number("ssm.conv_kernel") - 1) * shifted
+    seen = number("attention.sliding_window")
+    window = model.kv_bytes(seen, config.kv) if seen else 0
+    return 4 * recurrent * model.hparams.block_count + window
+
+
+def prompt_bytes(
+    model: ExpertModel, config: Config, n_ctx: int, left_bytes: int, spare_bytes: int
+) -> int:
+    """What prompts that were read before may take of the host's memory: what was asked for, or, for
+    conversations, one more context and some marks, as far as that costs little.
+
+    left_bytes: what is left for experts. spare_bytes: what may be taken without a change of how the
+    model lies in memory.
+    """
+    if config.cache_ram is not None:
+        return config.cache_ram
+    if not config.conversations:
+        return 0
+    wanted = model.kv_bytes(n_ctx, config.kv) + PROMPT_MARKS * part_bytes(model, config)
+    return max(0, min(wanted, int(left_bytes * PROMPT_SHARE), spare_bytes))
 
 
 def attention_weights(model: ExpertModel, config: Config, n_ctx: int) -> int:
@@ -190,7 +229,7 @@ def device_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
         assert shape is not None
         return device_slot_bytes(each.type, each.expert_bytes, shape[0])
 
-    return _shape(model, model.slices, tiers, size)
+    return replace(_shape(model, model.slices, tiers, size), shares_slots=False)
 
 
 def _shape(
@@ -211,4 +250,6 @@ def _shape(
         for layer, kinds in enumerate(slices)
     )
     names = tuple(model.tiers[tier].name for tier in tiers)
-    return ModelShape(model.n_expert, model.n_expert_used, names, slots)
+    bits = tuple(model.tiers[tier].bpw for tier in tiers)
+    known = bits if all(bits) else ()
+    return ModelShape(model.n_expert, model.n_expert_used, names, slots, known)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from gguf_tools import interrupts
+from gguf_tools.experts import DEFAULT_KV, KV_TYPES
 from orchestrator.config import native_log_enabled
 from orchestrator.errors import NativeError
 from orchestrator.native import Library
@@ -187,6 +188,9 @@ class Model:
     def is_end(self, token: int) -> bool:
         return bool(self.api.llama_vocab_is_eog(self.vocab, token))
 
+    def is_control(self, token: int) -> bool:
+        return bool(self.api.llama_vocab_is_control(self.vocab, token))
+
     def adds_bos(self) -> bool:
         return bool(self.api.llama_vocab_get_add_bos(self.vocab))
 
@@ -226,9 +230,11 @@ class Context:
         flash_attention: bool,
         on_gpu: bool = False,
         sequences: int = 0,
+        kv: str = DEFAULT_KV,
     ) -> None:
         """flash_attention False keeps the attention weights in the graph. on_gpu: the KV cache
-        lies there, as the model does. sequences: how many there are beside number 0.
+        lies there, as the model does. sequences: how many there are beside number 0. kv: its type,
+        of KV_TYPES.
         Raises NativeError."""
         api = self.api = bindings.api
         self.model = model
@@ -241,6 +247,8 @@ class Context:
             params.n_seq_max, params.kv_unified = 1 + sequences, True
         params.n_threads = params.n_threads_batch = threads
         params.no_perf = True
+        if kv != DEFAULT_KV:
+            params.type_k = params.type_v = int(KV_TYPES[kv])
         if not flash_attention:
             params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         # A CUDA build would otherwise move the KV cache and large products to the GPU by itself.

@@ -15,12 +15,14 @@ from orchestrator.damage import DataCheck, managed_places, with_checksums
 from orchestrator.driver import Driver, PlainDriver
 from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings, Context, Model
+from orchestrator.losses import LossKeeper
 from orchestrator.native import Misses, Store, context_memory, host_scratch
-from orchestrator.plan import MemoryPlan, importance_window, plan_memory, store_spec
+from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy.base import Transition
 from orchestrator.profile import HotnessKeeper, TunedKeeper
 from orchestrator.sequences import Sequences
 from orchestrator.steps import Steps
+from orchestrator.store_layout import importance_window, store_spec
 from orchestrator.template import ChatTemplate
 
 Progress = Callable[[float], None]
@@ -94,6 +96,7 @@ class Probe:
                 all_logits=config.logits_all,
                 flash_attention=config.importance != "exact",
                 sequences=config.sequences,
+                kv=config.kv,
             )
         except NativeError:
             return None
@@ -120,6 +123,7 @@ class Loader:
         check_misses(self.gpu, config)
         self.hotness = HotnessKeeper(config, model)
         self.tuned = TunedKeeper(config, model)
+        self.losses = LossKeeper(config, model)
         self._config = config
         self._model = model
         # What llama.cpp reads was found to be what was written, for plans that are managed or not.
@@ -131,6 +135,7 @@ class Loader:
         """What was left aside, or will be slow."""
         notes = (
             self.hotness.note,
+            self.losses.note,
             one_of_several(self.bindings, self.gpu),
             too_many_threads(self._config.threads),
         )
@@ -201,6 +206,7 @@ class Loader:
                 flash_attention=importance_window(config, plan) >= 0,
                 on_gpu=self.gpu is not None,
                 sequences=config.sequences,
+                kv=config.kv,
             )
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
@@ -235,6 +241,9 @@ class Loader:
         policy = plan.policy
         if policy is None:
             return ()
+        losses = self.losses.recall(plan.tier_names) if policy.weighs_losses else None
+        if losses is not None:
+            policy.set_losses(losses)
         known = self.hotness.recall() if policy.learns else None
         if known is not None:
             policy.set_hotness(known)

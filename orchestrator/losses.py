@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.files import read_object, write_whole
 from orchestrator.profile import identity
@@ -73,6 +75,15 @@ class LossTable:
         mean = (np.where(seen, self.loss, 0) * share).sum(axis=1, keepdims=True)
         filled: np.ndarray = np.where(seen, self.loss, mean)
         return filled
+
+    def of_tiers(self, names: Sequence[str]) -> np.ndarray | None:
+        """filled() of the precisions with these names, float64 [n_layers, n_expert, n_names]; None
+        where one of them was not measured."""
+        known = [each.name for each in self.candidates]
+        if not set(names) <= set(known):
+            return None
+        of_names: np.ndarray = self.filled()[..., [known.index(name) for name in names]]
+        return of_names
 
     def render(self) -> str:
         """For each precision the mean squared error as a share of the outputs' mean square: over
@@ -183,3 +194,46 @@ def _parse(path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path) -> ConfigError:
     return ConfigError(f"{path}: this is no loss table, or a damaged one: make it again")
+
+
+class LossKeeper:
+    """What an engine knows of its model's losses: the table that the setting losses names, else the
+    one beside the model.
+
+    note: why there is none, or None.
+    """
+
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        self._named, self._model = config.given("losses"), model
+        self._table: LossTable | None = None
+        self._read = False
+        self.note: str | None = None
+
+    def recall(self, tiers: Sequence[str]) -> np.ndarray | None:
+        """The losses in these tiers, float64 [n_layers, n_expert, n_tiers]; None where nothing is
+        known. Raises ConfigError for a named table that cannot be used."""
+        if not self._read:
+            self._table, self._read = self._load(), True
+        losses = None if self._table is None else self._table.of_tiers(tiers)
+        if losses is None and self._table is not None:
+            missing = f"lacks one of {', '.join(tiers)}"
+            if self._named is not None:
+                raise ConfigError(f"--losses {self._named} {missing}: calibrate with all of them")
+            self.note = f"The loss table beside the model {missing}: nominal losses are used."
+        return losses
+
+    def _load(self) -> LossTable | None:
+        path = self._named or default_path(self._model.path)
+        if self._named is None and not path.exists():
+            self.note = (
+                f"There is no loss table, so that nominal losses are used: "
+                f"`moe-edge calibrate {self._model.path.name} --calib TEXT` makes one."
+            )
+            return None
+        try:
+            return load(path, self._model)
+        except ConfigError as error:
+            if self._named is not None:
+                raise
+            self.note = f"Nominal losses are used: {error}"
+            return None

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import KINDS, POOL_ALIGNMENT
+from gguf_tools.experts import KV_TYPES, ExpertModel
+from gguf_tools.file.layout import BLOCK, KINDS, POOL_ALIGNMENT
 from gguf_tools.units import format_size
 from orchestrator.choice import choose, make_policy, wants_plain
 from orchestrator.config import Config
 from orchestrator.context_length import longest_affordable
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import (
-    Placed,
     attention_weights,
     compute_bytes,
     context_tokens,
@@ -24,16 +24,15 @@ from orchestrator.footprint import (
     look_ahead_bytes,
     model_shape,
     process_bytes,
+    prompt_bytes,
 )
 from orchestrator.hardware import Device, Machine
-from orchestrator.native import Misses, Slices, StoreSpec
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, ModelShape, Policy, policy_class
 from orchestrator.policy.base import Callback, SlotPlan
 
 # Bytes of scratch for a context of so many tokens; and _room's part of it.
 GraphBytes = Callable[[int], int | None]
 _Graph = tuple[int, int | None]
-StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,8 @@ class MemoryPlan:
 
     tiers: the file's tier indices in use, best first; skip: experts may be skipped; policy, shape
     and slots are None in plain mode. ram_bytes is the cap over all that the host's memory takes.
+
+    prompt_bytes: of the host's memory, for prompts that were read before.
 
     On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, capped by
     vram_bytes; host_bytes is then the cache of experts in the host's memory behind it, and
@@ -68,12 +69,14 @@ class MemoryPlan:
     vram_bytes: int = 0
     host_bytes: int = 0
     llama_bytes: int = 0
+    prompt_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """The most that the model takes of the memory that its experts live in."""
         experts = self.slots.total_bytes if self.slots else self.expert_bytes
-        return self.dense_bytes + self.kv_bytes + self.scratch_bytes + experts
+        prompts = 0 if self.device else self.prompt_bytes
+        return self.dense_bytes + self.kv_bytes + self.scratch_bytes + prompts + experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,11 @@ class _Room:
     kv: int
     scratch: int
     compute: int  # the part of scratch that graphs take
+    prompts: int = 0
 
     @property
     def fixed(self) -> int:
-        return self.dense + self.kv + self.scratch
+        return self.dense + self.kv + self.scratch + self.prompts
 
     @property
     def given(self) -> str:
@@ -125,6 +129,7 @@ def plan_memory(
     Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
     for a policy or tiers that do not go with the model.
     """
+    _check_kv(config, model)
     if config.policy not in (None, PLAIN):
         policy_class(config.policy or "")  # raises for an unknown one
     least = context_tokens(model, config)
@@ -133,12 +138,47 @@ def plan_memory(
         return more_scratch, graph_bytes(n_ctx) if graph_bytes else None
 
     n_ctx = least if config.ctx else _affordable_context(config, model, machine, graph(least))
-    try:
-        return _plan_memory(config, model, machine, graph(n_ctx), n_ctx)
-    except BudgetError:
-        if n_ctx == least:
-            raise
-        return _plan_memory(config, model, machine, graph(least), least)
+    prompts = _prompt_bytes(config, model, machine, graph(n_ctx), n_ctx)
+    fewest = config.cache_ram or 0
+    for tokens, kept in dict.fromkeys([(n_ctx, prompts), (n_ctx, fewest)]):
+        with suppress(BudgetError):
+            return _plan_memory(config, model, machine, graph(tokens), tokens, kept)
+    return _plan_memory(config, model, machine, graph(least), least, fewest)
+
+
+def _check_kv(config: Config, model: ExpertModel) -> None:
+    """Raises ConfigError for keys and values in blocks that cannot be."""
+    block = BLOCK[KV_TYPES[config.kv]].weights
+    if block == 1:
+        return
+    if config.importance == "exact":
+        raise ConfigError(
+            f"--kv {config.kv} needs flash attention, which exact importance does without: leave "
+            f"one of the two out"
+        )
+    for length in (model.hparams.key_length, model.hparams.value_length):
+        if length % block:
+            raise ConfigError(
+                f"--kv {config.kv} needs heads whose length is a multiple of {block}, and those of "
+                f"this model have {length}: leave it out"
+            )
+
+
+def _prompt_bytes(
+    config: Config, model: ExpertModel, machine: Machine, graph: _Graph, n_ctx: int
+) -> int:
+    """The memory for prompts beside a context of this many tokens. What fits whole without them
+    still does."""
+    plain = wants_plain(config, model)
+    room = _room(config, model, machine, n_ctx, _ram_cap(config, machine), graph, plain)
+    left = room.cap - room.fixed
+    if machine.device:
+        left = spare = _ram_cap(config, machine) - process_bytes(model, on_gpu=True)
+    else:
+        spare = left - model.tier_bytes[0]
+    if not plain or spare < 0:
+        spare = left
+    return prompt_bytes(model, config, n_ctx, left, spare)
 
 
 def _affordable_context(config: Config, model: ExpertModel, machine: Machine, graph: _Graph) -> int:
@@ -166,13 +206,13 @@ def _ram_cap(config: Config, machine: Machine) -> int:
 
 
 def _plan_memory(
-    config: Config, model: ExpertModel, machine: Machine, graph: _Graph, n_ctx: int
+    config: Config, model: ExpertModel, machine: Machine, graph: _Graph, n_ctx: int, prompts: int
 ) -> MemoryPlan:
-    """As plan_memory, with a context of this many tokens."""
+    """As plan_memory, with a context of this many tokens, and so many bytes for prompts."""
     device = machine.device
     ram = _ram_cap(config, machine)
     plain = wants_plain(config, model)
-    room = _room(config, model, machine, n_ctx, ram, graph, plain)
+    room = _room(config, model, machine, n_ctx, ram, graph, plain, prompts)
     rest = room.cap - room.fixed
 
     def shape_of(tiers: tuple[int, ...]) -> ModelShape:
@@ -196,6 +236,7 @@ def _plan_memory(
             device=device,
             vram_bytes=room.cap if device else 0,
             llama_bytes=room.dense + room.kv + room.compute,
+            prompt_bytes=prompts,
             **fields,
         )
 
@@ -213,7 +254,7 @@ def _plan_memory(
             amounts = f"{format_size(needed)} of {format_size(room.cap)}"
             reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
             return plan(False, reason, (0,), budget_bytes=0, policy=None, shape=None, slots=None)
-        room = _room(config, model, machine, n_ctx, ram, graph)
+        room = _room(config, model, machine, n_ctx, ram, graph, prompts=prompts)
         rest = room.cap - room.fixed
 
     budget = (
@@ -229,7 +270,7 @@ def _plan_memory(
     except BudgetError as error:
         # The baseline takes no token importance.
         usual = config.compared(policy=BASELINE)
-        fixed = _room(usual, model, machine, n_ctx, ram, graph).fixed
+        fixed = _room(usual, model, machine, n_ctx, ram, graph, prompts=prompts).fixed
         raise _too_small(config, policy.name, shape, error.needed_bytes, room, fixed) from None
     asked = config.expert_ram or room.asked
     return plan(
@@ -241,7 +282,7 @@ def _plan_memory(
         policy=policy,
         shape=shape,
         slots=slots,
-        host_bytes=_host_bytes(config, model, choice.tiers, ram) if device else 0,
+        host_bytes=_host_bytes(config, model, choice.tiers, ram - prompts) if device else 0,
     )
 
 
@@ -253,10 +294,11 @@ def _room(
     ram: int,
     graph: _Graph,
     plain: bool = False,
+    prompts: int = 0,
 ) -> _Room:
     """graph: plan_memory's more_scratch, and what its graph_bytes says. plain: as upstream runs it,
     without our executor on a device."""
-    dense, kv = model.dense_bytes, model.kv_bytes(n_ctx)
+    dense, kv = model.dense_bytes, model.kv_bytes(n_ctx, config.kv)
     more_scratch, graph_bytes = graph
     compute = compute_bytes(model, config, n_ctx, graph_bytes) + more_scratch
     device = machine.device
@@ -264,7 +306,8 @@ def _room(
     ahead = look_ahead_bytes(model) if may_look else 0
     if device is None:
         scratch = process_bytes(model) + compute + ahead
-        return _Room("--ram", "free memory,", config.ram, ram, dense, kv, scratch, compute)
+        free = "free memory,"
+        return _Room("--ram", free, config.ram, ram, dense, kv, scratch, compute, prompts)
     asked = config.vram
     cap = min(asked, device.memory_bytes) if asked else device.usable_bytes
     # on a device the mask is there in two precisions
@@ -334,76 +377,3 @@ def _least_slots(policy: type[Policy], shape: ModelShape) -> int:
         return policy(shape).plan(0).total_bytes
     except BudgetError as error:
         return error.needed_bytes
-
-
-def store_spec(config: Config, model: ExpertModel, plan: MemoryPlan, misses: Misses) -> StoreSpec:
-    """The native store's layout: the plan's tiers renumbered from 0."""
-    if plan.slots is None or plan.policy is None:
-        raise ConfigError("the plain path has no store")
-    return spec_for(
-        plan.policy,
-        plan.slots,
-        store_layers(model.layer_ids, model.slices, plan.tiers, plan.slots),
-        files=tuple(model.files),
-        budget_bytes=plan.budget_bytes,
-        max_tokens=min(config.n_ubatch, plan.n_ctx),
-        n_io_threads=config.io_threads,
-        direct_io=config.direct_io,
-        importance_window=importance_window(config, plan),
-        device=plan.device.name if plan.device else None,
-        host_bytes=plan.host_bytes,
-        misses=misses,
-    )
-
-
-def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) -> StoreSpec:
-    """What a policy wants of its store; rest: the other fields of StoreSpec."""
-    shape = policy.shape
-    return StoreSpec(
-        layers=layers,
-        groups=tuple((group.slot_bytes, group.n_slots) for group in slots.groups),
-        n_passing=tuple(group.n_passing for group in slots.groups),
-        n_tiers=len(shape.tiers),
-        n_expert=shape.n_expert,
-        n_expert_used=shape.n_expert_used,
-        n_ahead=policy.n_ahead,
-        exact_tiers=policy.rules.exact
-        and policy.callback is not Callback.NEVER
-        and not policy.all_resident,
-        **rest,
-    )
-
-
-def store_layers(
-    layer_ids: Sequence[int],
-    slices: Sequence[Sequence[Sequence[Placed | None]]],
-    tiers: Sequence[int],
-    slots: SlotPlan,
-) -> StoreLayers:
-    """StoreSpec.layers: where the experts of each layer lie, in the tiers in use, renumbered from
-    0, and which group holds them. slices[layer][kind][tier] of the file."""
-    return tuple(
-        (
-            il,
-            {
-                (kind, tier): Slices(
-                    each.file_index,
-                    each.offset,
-                    each.expert_bytes,
-                    int(each.type),
-                    slots.group_of[layer, kind, tier],
-                )
-                for kind, by_tier in enumerate(kinds)
-                for tier, file_tier in enumerate(tiers)
-                if (each := by_tier[file_tier]) is not None
-            },
-        )
-        for layer, (il, kinds) in enumerate(zip(layer_ids, slices, strict=True))
-    )
-
-
-def importance_window(config: Config, plan: MemoryPlan) -> int:
-    """Queries whose attention makes a prompt's token scores: 0 none, -1 all."""
-    if plan.policy is None or not plan.policy.needs_importance:
-        return 0
-    return {"window": config.importance_window, "exact": -1, "load": 0}[config.importance]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from orchestrator.driver import PlainDriver
-from orchestrator.errors import ConfigError, NativeError
+from orchestrator.errors import ConfigError, NativeError, PolicyError
 from orchestrator.events import Phase
 from orchestrator.llama import Context
 from orchestrator.sequences import Sequences
+from orchestrator.states import Mark, SequenceState
 
 _NO_ROOM = 1
 
@@ -16,8 +18,8 @@ _NO_ROOM = 1
 class Steps:
     """The tokens that one context has read, and the steps that read more.
 
-    cached: tokens of the engine's own sequence. cancelled: set by cancel, from any thread, until
-    the next begin.
+    cached: tokens of the engine's own sequence. marks: places that its memory can go back to, the
+    shortest first. cancelled: set by cancel, from any thread, until the next begin.
     """
 
     def __init__(
@@ -31,7 +33,11 @@ class Steps:
         """complaint: what llama.cpp said last, in brackets. asked_ctx: the context that the user
         asked for, in tokens."""
         self.cached: list[int] = []
+        self.marks: list[Mark] = []
+        self.state = SequenceState(context)
         self.cancelled = False
+        # A copy that was brought back lacks what is needed for a cut before its end.
+        self._least = 0
         self._context = context
         self._driver = driver
         self._sequences = sequences
@@ -66,21 +72,80 @@ class Steps:
         return len(self.cached)
 
     def rewind(self, length: int) -> None:
-        """Drops the cache beyond length tokens; all of it where the model's memory cannot be
-        cut in the middle."""
-        if self._context.forget_from(length):
-            del self.cached[length:]
+        """Drops the cache beyond length tokens; where the model's memory cannot be cut there, back
+        to the latest mark before it, or all of it."""
+        if self.can_cut(length) and self._context.forget_from(length):
+            self._cut(length)
             if length == 0:
                 self._driver.sequence_end(0)
-        else:
+        elif not self._go_back(length):
             self.reset()
+
+    def can_cut(self, length: int) -> bool:
+        """Whether all is there that a cut needs; a recurrent memory refuses it all the same."""
+        return length == 0 or length >= self._least
+
+    def _go_back(self, length: int) -> bool:
+        mark = self.mark_before(length)
+        if mark is None or mark.part is None or not self.state.write(mark.part, part=True):
+            return False
+        if not self._context.forget_from(mark.length):
+            return False
+        self._cut(mark.length)
+        self._least = mark.length
+        return True
+
+    def mark_before(self, length: int) -> Mark | None:
+        """The latest mark of at most so many tokens with which the memory can go back."""
+        found = [each for each in self.marks if each.part is not None and each.length <= length]
+        return found[-1] if found else None
+
+    def _cut(self, length: int) -> None:
+        """The cache holds no more than length tokens."""
+        dropped = length < len(self.cached)
+        # Behind a prompt the policy knows one token more than an answer begins with.
+        known = [each for each in self.marks if each.policy and each.length <= length + 1]
+        self.marks = [each for each in self.marks if each.length <= length]
+        del self.cached[length:]
+        if length == 0:
+            self._least = 0
+        if dropped and length and known:
+            self._tell_policy(known[-1])
+
+    def mark(self, with_part: bool) -> None:
+        """Marks the place where the cache ends, unless there is nothing to keep of it. with_part:
+        of a memory that cannot be cut, too."""
+        length = len(self.cached)
+        if length == 0 or any(each.length == length for each in self.marks):
+            return
+        part = self.state.read(part=True) if with_part else None
+        policy = self.policy_state()
+        if part is not None or policy is not None:
+            self.marks.append(Mark(length, part, policy))
+
+    def policy_state(self) -> bytes | None:
+        """What the policy knows of the engine's own sequence."""
+        return self._driver.save_sequence(0)
+
+    def hold(self, tokens: Sequence[int], marks: Sequence[Mark]) -> None:
+        """A copy was brought back into the empty sequence: its tokens and its marks."""
+        self.cached, self.marks = list(tokens), list(marks)
+        self._least = len(tokens) if self.state.has_part else 0
+        if marks:
+            self._tell_policy(marks[-1])
+
+    def _tell_policy(self, mark: Mark) -> None:
+        """What it knew at a mark; where that was another policy's, it starts anew."""
+        if mark.policy is not None:
+            with suppress(PolicyError):
+                self._driver.restore_sequence(0, mark.policy)
 
     def reset(self) -> None:
         """Forgets every token of every sequence."""
         self._context.forget_all()
         self._driver.sequence_end()
         self._sequences.forget()
-        self.cached = []
+        self.cached, self.marks, self._least = [], [], 0
 
     def step(self, tokens: list[int], phase: Phase, all_logits: bool = False) -> bool:
         """One llama_decode. True when its logits are good, False when it was cancelled; the
@@ -101,8 +166,12 @@ class Steps:
         """Lets another sequence go on from the engine's own one. Raises ConfigError for one that
         there is not."""
         self._sequences.check([0], [number])
-        self._driver.sequence_end(self._sequences.name_of(number))
+        name = self._sequences.name_of(number)
+        self._driver.sequence_end(name)
         self._sequences.fork(number, len(self.cached))
+        known = self._driver.save_sequence(0)
+        if known is not None:
+            self._driver.restore_sequence(name, known)
 
     def step_each(self, tokens: Sequence[int], numbers: Sequence[int]) -> bool:
         """One token of each of several sequences; as step."""

@@ -15,12 +15,14 @@ from gguf_tools.experts.hparams import Hyperparameters, announced_tiers
 from gguf_tools.experts.pairing import check_pair
 from gguf_tools.experts.slices import LayerShapes, LayerSlices, Tier
 from gguf_tools.experts.tensors import cut_slices, first_expert, sort_tensors, sum_tiers
-from gguf_tools.file.layout import KEY_FALLBACKS, pad
+from gguf_tools.file.layout import BLOCK, KEY_FALLBACKS, GGMLType, pad
 from gguf_tools.file.parts import SPLIT_NAME, open_model
 from gguf_tools.file.reader import GGUFFile, metadata_value
 
 KV_CELL_PADDING = 256
-KV_BYTES_PER_VALUE = 2
+# What keys and values may be kept in, by the names of --kv.
+KV_TYPES = {"f16": GGMLType.F16, "q8_0": GGMLType.Q8_0}
+DEFAULT_KV = "f16"
 
 
 @dataclass(slots=True)
@@ -95,8 +97,8 @@ class ExpertModel:
         known = ", ".join(tier.name for tier in self.tiers)
         raise errors.MissingTierError(f"{self.path}: tier {name} is missing; it holds {known}")
 
-    def kv_bytes(self, n_ctx: int) -> int:
-        """Bytes of an F16 KV cache for n_ctx tokens, as upstream allocates it.
+    def kv_bytes(self, n_ctx: int, kv: str = DEFAULT_KV) -> int:
+        """Bytes of a KV cache for n_ctx tokens, as upstream allocates it. kv: of KV_TYPES.
 
         Latent attention (MLA) stores keys only. Sliding-window and recurrent layers are
         counted as full attention, so that the result is an upper bound for them.
@@ -104,7 +106,8 @@ class ExpertModel:
         hparams = self.hparams
         value_length = 0 if hparams.is_mla else hparams.value_length
         per_token = sum(hparams.n_head_kv) * (hparams.key_length + value_length)
-        return per_token * KV_BYTES_PER_VALUE * pad(n_ctx, KV_CELL_PADDING)
+        block = BLOCK[KV_TYPES[kv]]
+        return per_token * block.bytes * pad(n_ctx, KV_CELL_PADDING) // block.weights
 
     def kinds(self, layer: int) -> list[int]:
         """Matrix kinds that a MoE layer has, in the order of ``layout.KINDS``."""

@@ -1,7 +1,8 @@
 """What a model says to given tokens: decided token by token, or as a prompt at once.
 
 A prefill decision sees the tokens that come after the one it is for, so quality is judged by
-decode decisions; the other form stands beside it.
+decode decisions; the other form stands beside it. What stands before the tokens that are judged may
+be read as a prompt, as in a chat.
 """
 
 from __future__ import annotations
@@ -28,10 +29,19 @@ class Judge:
         self._context: list[int] = []
         self._next: np.ndarray | None = None
 
-    def rows(self, tokens: Sequence[int], first: int = 1) -> Iterator[np.ndarray]:
+    def rows(
+        self, tokens: Sequence[int], first: int = 1, prompt: bool = False
+    ) -> Iterator[np.ndarray]:
         """Logits float32 [n_vocab] that predict tokens[first], tokens[first + 1], ..., each by
-        all tokens before it. Decided token by token, what the last call read of the beginning
-        is not read again."""
+        all tokens before it. prompt: the tokens before `first` are read as a prompt. Without one
+        all are decided token by token, and what the last call read of the beginning is not read
+        again."""
+        if prompt and not self.prefill:
+            self.forget()
+            yield self._behind_prompt(tokens[:first])
+            for position in range(first, len(tokens) - 1):
+                yield self._decoded(tokens[position], position)
+            return
         known = 0
         while known < min(first - 1, len(self._read)) and tokens[known] == self._read[known]:
             known += 1
@@ -41,7 +51,7 @@ class Judge:
             return
         self._read = list(tokens[:known])
         for position in range(known, len(tokens) - 1):
-            row = self.engine.eval([tokens[position]], position, phase=Phase.DECODE)[-1]
+            row = self._decoded(tokens[position], position)
             self._read.append(tokens[position])
             if position >= first - 1:
                 yield row
@@ -50,8 +60,8 @@ class Judge:
         self, context: Sequence[int], tokens: Sequence[int]
     ) -> tuple[np.ndarray, bool]:
         """(log-probabilities float64 [n] of n tokens behind a context, whether each of them is
-        the likeliest). The oldest tokens of a context that is too long are dropped. A context
-        that was the last call's too is not evaluated again.
+        the likeliest). The context is read as a prompt, and the oldest tokens of one that is too
+        long are dropped. A context that was the last call's too is not evaluated again.
         """
         room = self.engine.n_ctx - len(tokens)
         kept = list(context)[-max(1, room) :]
@@ -72,11 +82,19 @@ class Judge:
     def _decode_rows(self, context: list[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
         if self._next is None or context != self._context:
             self.forget()
-            row = np.empty(0, np.float32)
-            for position, token in enumerate(context):
-                row = self.engine.eval([token], position, phase=Phase.DECODE)[-1]
-            self._context, self._next = context, row
+            self._context, self._next = context, self._behind_prompt(context)
         yield self._next
         for offset, token in enumerate(tokens[:-1]):
-            position = len(context) + offset
-            yield self.engine.eval([token], position, phase=Phase.DECODE)[-1]
+            yield self._decoded(token, len(context) + offset)
+
+    def _behind_prompt(self, prompt: Sequence[int]) -> np.ndarray:
+        """Logits float32 [n_vocab] behind a prompt, whose last token is decoded as an answer's are:
+        what a policy does behind a prompt, it does before that."""
+        last = len(prompt) - 1
+        if last:
+            self.engine.eval(prompt[:last], 0, phase=Phase.PREFILL)
+        return self._decoded(prompt[last], last)
+
+    def _decoded(self, token: int, position: int) -> np.ndarray:
+        row: np.ndarray = self.engine.eval([token], position, phase=Phase.DECODE)[-1]
+        return row

@@ -75,7 +75,7 @@ def score_text(
     names = tuple(dict.fromkeys(window.domain for window in windows))
     at = 0
     for window in windows:
-        rows = judge.rows(window.tokens, window.first)
+        rows = judge.rows(window.tokens, window.first, window.prompt)
         for target, logits in zip(window.tokens[window.first :], rows, strict=True):
             logp = arithmetic.log_softmax(logits)
             nll[at] = -logp[target]

@@ -15,6 +15,8 @@ def render(result: dict[str, Any]) -> str:
     decode = result["form"] == "decode"
     lines = [f"{result['model']}, {result['mode']}"]
     if (text := result.get("text")) is not None:
+        prompt = result["prompt_tokens"]
+        behind = f" behind prompts of {prompt} tokens or more" if prompt else ""
         how = "each token decided on its own" if decode else "read as prompts"
         if "kl" in text:
             lines.append(_line(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats"))
@@ -22,7 +24,7 @@ def render(result: dict[str, Any]) -> str:
             _line(
                 "perplexity",
                 with_error(text["perplexity"]),
-                f"{text['tokens']} tokens, {how}, windows of {result['window']}",
+                f"{text['tokens']} tokens, {how}{behind}, windows of {result['window']}",
             )
         )
         lines += [_line(f"  {name}", with_error(value)) for name, value in text["domains"].items()]

@@ -34,6 +34,8 @@ LEAST_WINDOW = 8
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
     """What to judge on. tokens: at most so many of the text; window: tokens of one context.
+    prompt_tokens: the first so many of each window, and what a record gives as context, are read as
+    a prompt and not scored; None for token by token throughout.
 
     kl: compare with the best tier. prefill: judge prompts read at once, and nothing else.
     reuse: a low request may use the high copy in memory, as in a chat (DyMoE 4.4.2); else each
@@ -46,6 +48,7 @@ class EvalOptions:
     tokens: int | None = None
     window: int = WINDOW
     kl: bool = False
+    prompt_tokens: int | None = None
     prefill: bool = False
     reuse: bool = False
     uniform: tuple[str, ...] | None = None
@@ -59,6 +62,13 @@ class EvalOptions:
             raise ConfigError("--kl compares on a text: give --text FILE")
         if self.window < LEAST_WINDOW:
             raise ConfigError(f"--window must be {LEAST_WINDOW} or more, not {self.window}")
+        if self.prompt_tokens is not None and self.prefill:
+            raise ConfigError("--prefill reads everything as prompts: leave out --prompt-tokens")
+        if (self.prompt_tokens or 0) >= self.window:
+            raise ConfigError(
+                f"--prompt-tokens {self.prompt_tokens} leaves nothing of a window of "
+                f"{self.window} tokens: lower it, or raise --window"
+            )
 
 
 def eval_config(config: Config, options: EvalOptions) -> Config:
@@ -102,7 +112,9 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
         if not documents:
             return []
         window = min(options.window, engine.n_ctx)
-        return cut_windows(engine, documents, window, options.tokens, options.text)
+        return cut_windows(
+            engine, documents, window, options.tokens, options.text, options.prompt_tokens
+        )
 
     with ExitStack() as stack:
         against = None
@@ -117,6 +129,7 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
         result: dict[str, Any] = {
             "model": config.model.name,
             "mode": engine.mode,
+            "prompt_tokens": options.prompt_tokens,
             "form": "prefill" if options.prefill else "decode",
             "window": min(options.window, engine.n_ctx),
             "exact_tiers": engine.managed and not options.reuse,

@@ -27,11 +27,12 @@ class Document:
 @dataclass(frozen=True, slots=True)
 class Window:
     """Tokens that are judged in one context: those from number `first` on, 1 at least, are
-    predicted and scored."""
+    predicted and scored. prompt: those before are read as a prompt."""
 
     tokens: list[int]
     first: int
     domain: str
+    prompt: bool = False
 
     @property
     def n_scored(self) -> int:
@@ -99,10 +100,15 @@ def read_documents(path: Path) -> list[Document]:
 
 
 def windows_of(
-    tokenizer: Tokenizer, documents: Sequence[Document], length: int, limit: int | None
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    length: int,
+    limit: int | None,
+    prompt: int | None = None,
 ) -> list[Window]:
     """Windows of at most length tokens, each within one document and, where the model wants a
-    begin token, behind one. At most limit tokens are scored."""
+    begin token, behind one. At most limit tokens are scored. prompt: of each window the first so
+    many tokens at least, and the document's context, are read as a prompt; None for no prompts."""
     begin = tokenizer.tokenize("")
     size = length - len(begin)
     left = limit
@@ -113,13 +119,13 @@ def windows_of(
         context = len(tokenizer.tokenize(document.context)) - len(begin)
         tokens = tokenizer.tokenize(document.context + document.text)[len(begin) :]
         for start in range(0, len(tokens), size):
-            first = max(1, len(begin) + context - start)
+            first = max(1, prompt or 0, len(begin) + context - start)
             window = begin + tokens[start : start + size]
             if left is not None:
                 window = window[: left + first]
             if len(window) <= first:
                 continue
-            windows.append(Window(window, first, document.domain))
+            windows.append(Window(window, first, document.domain, prompt is not None))
             if left is not None:
                 left -= len(window) - first
     return windows
@@ -131,16 +137,18 @@ def cut_windows(
     length: int,
     limit: int | None,
     name: object,
+    prompt: int | None = None,
 ) -> list[Window]:
     """windows_of, to judge by. name: the text's, for errors.
 
     Raises ConfigError where fewer than LEAST_TOKENS tokens can be scored.
     """
-    windows = windows_of(tokenizer, documents, length, limit)
+    windows = windows_of(tokenizer, documents, length, limit, prompt)
     scored = sum(window.n_scored for window in windows)
     if scored < LEAST_TOKENS:
+        behind = f" behind prompts of {prompt} tokens" if prompt else ""
         raise ConfigError(
-            f"{name}: {scored} tokens are too few to judge by, {LEAST_TOKENS} are the least: "
-            f"give more text"
+            f"{name}: {scored} tokens{behind} are too few to judge by, {LEAST_TOKENS} are the "
+            f"least: give more text{', or lower --prompt-tokens' if prompt else ''}"
         )
     return windows

@@ -24,13 +24,17 @@ Transition = tuple[int, int, int]  # layer, expert, tier to bring it to
 class ModelShape:
     """A model as policies see it, reduced to the tiers in use (tier 0 the best of them).
 
-    slots[layer][tier] maps a matrix kind to its slot size in bytes.
+    slots[layer][tier] maps a matrix kind to its slot size in bytes. bits: that a weight takes in
+    each tier, empty where that is not known. shares_slots: a slot may hold any tier that it is
+    large enough for, as in host memory.
     """
 
     n_expert: int
     n_expert_used: int
     tiers: tuple[str, ...]
     slots: tuple[tuple[dict[int, int], ...], ...]
+    bits: tuple[float, ...] = ()
+    shares_slots: bool = True
 
     @property
     def n_layers(self) -> int:
@@ -127,7 +131,8 @@ class Policy:
     precisions", where none may be skipped. reason: why other policies' options have no effect with
     it, the end of "NAME, which ...". callback: when it is asked. counts: StepReport.counts is
     wanted. follows_tiers: StepReport.resident and target are. learns: its hotness is kept for the
-    next start. tunes: what it tuned is. default_tier: what is asked for where the policy is not.
+    next start. tunes: what it tuned is. weighs_losses: what each expert loses in each tier is
+    wanted, where it is known. default_tier: what is asked for where the policy is not.
     lossless: values of its settings with which every expert is computed in the best tier; None
     where there are none.
     """
@@ -143,6 +148,7 @@ class Policy:
     follows_tiers: ClassVar[bool] = False
     learns: ClassVar[bool] = False
     tunes: ClassVar[bool] = False
+    weighs_losses: ClassVar[bool] = False
     lossless: ClassVar[Mapping[str, Any] | None] = None
     default_tier: int = 0
     callback: Callback = Callback.NEVER
@@ -226,6 +232,15 @@ class Policy:
         """Starts from what an earlier run learned, [n_layers, n_expert]."""
 
     @property
+    def losses(self) -> np.ndarray | None:
+        """What set_losses said, None where nothing."""
+        return None
+
+    def set_losses(self, losses: np.ndarray) -> None:
+        """What each expert's output loses in each tier in use, float64 [n_layers, n_expert,
+        n_tiers]; before start."""
+
+    @property
     def tuned(self) -> Mapping[str, Any] | None:
         """What it found out about its own settings, for the next start: JSON-ready, None where
         nothing is."""
@@ -245,6 +260,21 @@ class Policy:
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Writes a tier for the routed experts (0 where nothing is written) and what to
         prefetch. Mutates only `out`; keeps no reference to what it was given."""
+
+    def before_answer(self, resident: np.ndarray, target: np.ndarray) -> Sequence[Transition]:
+        """Transitions that an answer's first token waits for, by what is in memory between two
+        steps: resident, target uint8 [n_layers, n_expert] as of StepReport. It is asked again when
+        they are done, until there are none."""
+        return ()
+
+    def save_sequence(self, sequence: int) -> bytes | None:
+        """What it knows of one sequence, for whoever keeps the sequence's tokens; None where that
+        is nothing."""
+        return None
+
+    def restore_sequence(self, sequence: int, state: bytes) -> None:
+        """A sequence goes on from tokens that were kept, with what save_sequence gave for them.
+        Raises PolicyError for a state that it cannot read."""
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """After every step that succeeded; returns the transitions to start."""

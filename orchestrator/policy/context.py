@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,13 @@ from orchestrator.policy.placement import (
     shares,
 )
 from orchestrator.policy.prefix_split import MAX_WIDTHS, prefix_split
-from orchestrator.policy.tier_pools import TierPools
+from orchestrator.policy.sequence_use import SequenceUse
+from orchestrator.policy.tier_pools import Places, TierPools
 from orchestrator.policy.versions import Background
 from orchestrator.settings import again, setting
+
+OWN, SHARED = "own", "shared"
+ASYNC, WAIT = "async", "wait"
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,23 @@ class ContextSettings(PlacementSettings, Background):
         metavar="LIST",
         shown="all below the best one",
     )
+    near_slots: str = setting(
+        OWN,
+        "What a slot of theirs holds: one precision (own), so many of each in every layer, or any "
+        "of them (shared), so that each prompt has its own bits, in slots of the largest.",
+        choices=(OWN, SHARED),
+    )
+    losses: Path | None = setting(
+        None,
+        "The loss table that their bits are given by, of moe-edge calibrate.",
+        shown="FILE.calib.json",
+        recorded=False,
+    )
+    placement: str = setting(
+        ASYNC,
+        "Experts move beside the answer (async), or before its first token, which waits (wait).",
+        choices=(ASYNC, WAIT),
+    )
 
 
 # How many tokens the use that earlier runs learned counts as, beside that of this run.
@@ -57,27 +79,28 @@ _LEARNED_TOKENS = 1024
 
 class Context(Policy):
     """The K most important experts of each layer in tier 0, the others in the near tiers, all of
-    them in memory, by what the prompt of the sequence used.
+    them in memory, by what the conversation used.
 
     In prefill it is asked at each layer, and sums P, how often each expert is used, and W, its
     routing weights; the last layer computes one token of a prompt, so that the look-ahead of the
     layer before stands for it, which sees all tokens. An answer's tokens count in P alone. Behind a
     prompt `importance` and `place` give each expert its tier, and it moves there in the background,
-    at step boundaries: down before up, the most important one first. No token waits.
-    Sequences that are in memory together add up; when a new one starts alone, sums begin anew, and
-    what they were becomes part of the profile.
+    at step boundaries: down before up, the most important one first. No token waits, but the first
+    one of an answer where that is asked for. `SequenceUse` says which sequences add up. What those
+    that are over used becomes part of the profile.
 
-    A pool of slots holds one tier, so that a layer has the same number of experts in each near tier
-    for every sequence: those of the prefix split for like experts whose importance falls as 1/rank
-    (`near_weights` importance) or is alike (plain). Each of two near tiers has as many as the
-    budget of bits says in any case; what changes by sequence is which experts they are.
+    Where near tiers share slots, the prefix split of section 4.2 gives each layer as many experts
+    of each near tier as it finds best for the sequence. Where each has its own, the counts are
+    fixed: those of the split for like experts whose importance falls as 1/rank (`near_weights`
+    importance) or is alike (plain). Of two near tiers each has as many as the budget of bits says
+    in any case, so that slots of their own are as good and smaller.
     """
 
     name = "context"
     summary = (
-        "Every expert is in memory: in the best precision those that the prompt used most, the "
-        "others in lower ones. They are placed once per prompt, in the background, and no token "
-        "waits for it."
+        "Every expert is in memory: in the best precision those that the conversation used most, "
+        "the others in lower ones. They are placed once per prompt, in the background, and no "
+        "token waits for it."
     )
     Settings = ContextSettings
     least_tiers = 2
@@ -87,6 +110,7 @@ class Context(Policy):
     counts = True
     follows_tiers = True
     learns = True
+    weighs_losses = True
     settings: ContextSettings
 
     def __init__(
@@ -95,48 +119,35 @@ class Context(Policy):
         settings: ContextSettings | None = None,
         rules: Rules | None = None,
     ) -> None:
-        """Raises PolicyError where the model has no second precision in use, and for near tiers
-        that it lacks or that are too many."""
+        """Raises PolicyError where the model has no second precision in use, for near tiers that it
+        lacks or that are too many, and for shared slots on a device."""
         super().__init__(shape, settings, rules)
-        self._near = self._near_tiers()
+        self._near = near_tiers(shape, self.settings.near_tiers)
         self._bits = [nominal_bits(shape.tiers[tier]) for tier in self._near]
+        if self._shares and not shape.shares_slots:
+            raise PolicyError(
+                f"--near-slots {SHARED} needs slots in host memory: leave it out, or give "
+                f"--device cpu"
+            )
         size = shape.n_layers, shape.n_expert
         self.default_tier = len(shape.tiers) - 1
         self.updates = 0
+        self.use = SequenceUse(*size)
         self._n_hot = 0
         self._near_counts: tuple[int, ...] = ()
         self._pools: TierPools | None = None
+        self._losses: np.ndarray | None = None
         self._learned: np.ndarray = np.zeros(size)
-        self._past: np.ndarray = np.zeros(size)  # use in sequences that are over
-        self._use: np.ndarray = np.zeros(size)  # P
-        self._gates: np.ndarray = np.zeros(size)  # W
-        self._step = -1
         self._predicted = False  # the last layer was counted by the look-ahead of the one before
-        self._step_use: np.ndarray = np.zeros(size)
-        self._step_gates: np.ndarray = np.zeros(size)
-        self._alive: set[int] = set()
         self._placed = True  # no prompt was read since
         self._wanted: np.ndarray | None = None
+        self._latest: np.ndarray | None = None  # wanted by the latest placement
         self._scores: np.ndarray = np.zeros(size)
-        self._moved = 0
+        self._moved = self._steps = 0
 
-    def _near_tiers(self) -> list[int]:
-        """Tiers in use that experts may have which are not hot, best first, one of each width."""
-        names = list(self.shape.tiers[1:])
-        asked = self.settings.near_tiers
-        chosen = names if asked is None else [each.strip().lower() for each in asked.split(",")]
-        unknown = [each for each in chosen if each not in names]
-        if unknown:
-            raise PolicyError(
-                f"--near-tiers: {unknown[0]} is not below {self.shape.tiers[0]} in the file, which "
-                f"holds {', '.join(names)} there"
-            )
-        by_bits = {
-            nominal_bits(each): 1 + names.index(each) for each in reversed(names) if each in chosen
-        }
-        if len(by_bits) > MAX_WIDTHS:
-            raise PolicyError(f"--near-tiers: at most {MAX_WIDTHS} widths, not {len(by_bits)}")
-        return [by_bits[bits] for bits in sorted(by_bits, reverse=True)]
+    @property
+    def _shares(self) -> bool:
+        return self.settings.near_slots == SHARED and len(self._near) > 1
 
     @classmethod
     def high_tier(cls, offer: TierOffer) -> int:
@@ -154,7 +165,13 @@ class Context(Policy):
 
     @property
     def transition_rate(self) -> int:
-        return self.settings.transition_rate
+        """None where a token waits for them."""
+        return 0 if self._waits else self.settings.transition_rate or 0
+
+    @property
+    def _waits(self) -> bool:
+        """Also where what is computed must not depend on what is in memory by now."""
+        return self.rules.exact or self.settings.placement == WAIT
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert near, and K of each layer in the best tier instead: as many as fit, or
@@ -174,8 +191,8 @@ class Context(Policy):
         )
 
     def _counts_of(self, n_cold: int) -> tuple[int, ...]:
-        """How many experts of a layer get each near tier. Raises PolicyError where the least bits
-        are more than near_bits."""
+        """How many experts of a layer get each near tier where all are alike. Raises PolicyError
+        where the least bits are more than near_bits."""
         settings = self.settings
         if settings.near_bits < self._bits[-1]:
             name = self.shape.tiers[self._near[-1]]
@@ -188,20 +205,22 @@ class Context(Policy):
         return prefix_split(losses, self._bits, bit_budget(n_cold, settings), weights)
 
     def _pools_of(self, n_hot: int, near: Sequence[int]) -> TierPools:
-        counts = [0] * len(self.shape.tiers)
-        counts[0] = n_hot
-        for tier, n in zip(self._near, near, strict=True):
-            counts[tier] = n
-        return TierPools(self.shape, counts)
+        unused = set(range(1, len(self.shape.tiers))) - set(self._near)
+        places = [Places((0,), n_hot, reserve=False), *(Places((tier,), 0) for tier in unused)]
+        if self._shares:
+            places.append(Places(tuple(self._near), sum(near)))
+        else:
+            places += [Places((tier,), n) for tier, n in zip(self._near, near, strict=True)]
+        return TierPools(self.shape, places)
 
     @property
     def fresh(self) -> bool:
-        return self.updates == 0 and not bool(self._use.any())
+        return self.updates == 0 and not bool(self.use.counts.any())
 
     @property
     def hotness(self) -> np.ndarray:
         """The share of tokens that use each expert, of earlier runs and of this one."""
-        used = self._past + self._use
+        used = self.use.past + self.use.counts
         if not used.any():
             learned: np.ndarray = self._learned.copy()
             return learned
@@ -213,9 +232,24 @@ class Context(Policy):
     def set_hotness(self, scores: np.ndarray) -> None:
         self._learned = np.array(scores, np.float64).reshape(self._learned.shape)
 
+    @property
+    def losses(self) -> np.ndarray | None:
+        return None if self._losses is None else self._losses.copy()
+
+    def set_losses(self, losses: np.ndarray) -> None:
+        self._losses = np.array(losses, np.float64)
+
+    def save_sequence(self, sequence: int) -> bytes | None:
+        return self.use.save(sequence)
+
+    def restore_sequence(self, sequence: int, state: bytes) -> None:
+        """It is placed anew behind what follows, as behind a prompt."""
+        self.use.restore(sequence, state)
+        self._placed = False
+
     def start(self) -> list[Transition]:
         """Every expert where the profile alone would have it."""
-        wanted = self._place()
+        wanted = self._latest = self._place()
         return [
             (layer, expert, int(wanted[layer, expert]))
             for layer, expert in np.ndindex(wanted.shape)
@@ -223,13 +257,15 @@ class Context(Policy):
 
     def _place(self) -> np.ndarray:
         """The tier of each expert, uint8 [n_layers, n_expert], by what is known now."""
-        shape = self.shape
-        before = shares(self._learned, np.zeros_like(self._use)) * _LEARNED_TOKENS
-        usual = before * shape.n_expert_used + self._past
-        settings = self.settings
-        self._scores = importance(self._use, self._gates, usual, settings, shape.n_expert_used)
+        use, settings, k = self.use, self.settings, self.shape.n_expert_used
+        before = shares(self._learned, np.zeros_like(self._learned)) * _LEARNED_TOKENS
+        usual = before * k + use.past
+        self._scores = importance(use.counts, use.gates, usual, settings, k)
         losses = nominal_losses(self._bits, *self._scores.shape)
-        placed = place(self._scores, self._n_hot, losses, self._bits, settings, self._near_counts)
+        if self._losses is not None:
+            losses = self._losses[..., self._near]
+        most = None if self._shares else self._near_counts
+        placed = place(self._scores, self._n_hot, losses, self._bits, settings, most)
         tiers: np.ndarray = np.array([0, *self._near], np.uint8)[placed]
         return tiers
 
@@ -237,42 +273,41 @@ class Context(Policy):
         """Experts as they are in memory; counts what the layer's tokens use."""
         layer, last = event.layer, self.shape.n_layers - 1
         np.minimum(view.resident_array[layer], self.default_tier, out=out.tier_array)
-        if event.step != self._step:
-            # What a failed step counted is dropped.
-            self._step, self._predicted = event.step, False
-            self._step_use[:] = self._step_gates[:] = 0
+        if self.use.begin(event.step):
+            self._predicted = False
+        of = event.sequences_array
         if not (layer == last and self._predicted):
-            self._count(layer, event.ids_array, event.weights_array)
+            self.use.count(layer, event.ids_array, event.weights_array, of)
         if layer == last - 1 and event.n_ahead:
             self._predicted = True
-            self._count(last, event.ahead_ids_array[0], event.ahead_array[0])
-
-    def _count(self, layer: int, ids: np.ndarray, gates: np.ndarray) -> None:
-        n, ids = self.shape.n_expert, ids.ravel()
-        self._step_use[layer] += np.bincount(ids, minlength=n)
-        self._step_gates[layer] += np.bincount(ids, gates.ravel(), n)
+            self.use.count(last, event.ahead_ids_array[0], event.ahead_array[0], of)
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Counts the step, and returns the moves that have slots now. Experts are placed after the
         first token of an answer: a prompt that comes in parts has an end in each of them."""
         if report.counts is None or report.resident is None or report.target is None:
             return ()
-        self._alive.difference_update(report.ends)
-        if report.starts and not self._alive:
-            self._past += self._use
-            self._use[:] = self._gates[:] = 0
-        self._alive.update(report.starts)
+        self.use.step_done(report)
         if report.phase == Phase.PREFILL:
-            self._use += self._step_use
-            self._gates += self._step_gates
-            self._step_use[:] = self._step_gates[:] = 0
             self._placed = False
         else:
-            self._use += report.counts
-            if not self._placed:
-                self._wanted, self._placed = self._place(), True
-                self.updates += 1
+            self._steps += self._wanted is not None
+            self._place_anew()
         return self._moves(report.resident, report.target)
+
+    def before_answer(self, resident: np.ndarray, target: np.ndarray) -> Sequence[Transition]:
+        if not self._waits:
+            return ()
+        self._place_anew()
+        return self._moves(resident, target)
+
+    def _place_anew(self) -> None:
+        """Behind a prompt, once."""
+        if not self._placed:
+            self._wanted = self._latest = self._place()
+            self._placed = True
+            self.updates += 1
+            self._steps = 0
 
     def _moves(self, resident: np.ndarray, target: np.ndarray) -> list[Transition]:
         """Experts at rest that are not where they should be, as far as slots are free: those to
@@ -282,7 +317,7 @@ class Context(Policy):
             return []
         layers, experts = np.nonzero((resident == target) & (resident != wanted))
         if not len(layers):
-            if (target == wanted).all():
+            if (resident == wanted).all():
                 self._wanted = None
             return []
         tiers = wanted[layers, experts]
@@ -298,23 +333,67 @@ class Context(Policy):
         return moves
 
     def report(self) -> Mapping[str, Any]:
-        """Since the engine started: placements, and experts that were asked to move for them; hot
-        and near experts of a layer by tier."""
-        names = [self.shape.tiers[tier] for tier in self._near]
-        return {
+        """Since the engine started: placements, and experts that were asked to move for them;
+        decode steps that the latest one took; hot and near experts of a layer by tier, on average,
+        and the near ones' bits, nominal and as stored."""
+        near = self._near_per_layer()
+        found: dict[str, Any] = {
             "placements": self.updates,
             "moves": self._moved,
+            "steps": self._steps,
             "hot_per_layer": self._n_hot,
-            "near_per_layer": dict(zip(names, self._near_counts, strict=True)),
+            "near_per_layer": dict(zip(self._near_names, near, strict=True)),
         }
+        if any(near):
+            found["near_bits"] = float(np.average(self._bits, weights=near))
+        if any(near) and self._stored:
+            found["near_bits_stored"] = float(np.average(self._stored, weights=near))
+        return found
+
+    @property
+    def _near_names(self) -> list[str]:
+        return [self.shape.tiers[tier] for tier in self._near]
+
+    def _near_per_layer(self) -> list[float]:
+        latest = self._latest
+        if latest is None or not self._shares:
+            return [float(n) for n in self._near_counts]
+        return [float((latest == tier).sum() / len(latest)) for tier in self._near]
+
+    @property
+    def _stored(self) -> list[float]:
+        """Bits a weight of each near tier as stored; empty where they are not known."""
+        return [self.shape.bits[tier] for tier in self._near] if self.shape.bits else []
 
     def describe(self) -> str:
-        near = (
-            f"{n} {self.shape.tiers[tier]}"
-            for tier, n in zip(self._near, self._near_counts, strict=True)
-            if n
-        )
+        names = self._near_names
+        if self._stored:
+            names = [f"{a} ({b:.2f} bits)" for a, b in zip(names, self._stored, strict=True)]
+        counts = zip(self._near_counts, names, strict=True)
+        near = ", ".join(f"{n} {name}" for n, name in counts if n) or "none near"
+        if self._shares:
+            bits = f"{self.settings.near_bits:g} nominal bits"
+            near = f"{sum(self._near_counts)} in {', '.join(names)}, {bits} on average"
         return (
             f"context, of {self.shape.n_expert} experts a layer {self._n_hot} hot in "
-            f"{self.shape.tiers[0]}, {', '.join(near) or 'none near'}"
+            f"{self.shape.tiers[0]}, {near}"
         )
+
+
+def near_tiers(shape: ModelShape, asked: str | None) -> list[int]:
+    """Tiers that experts may have which are not hot, best first, one of each width; asked: names
+    with commas between them, None for all below the best one. Raises PolicyError."""
+    names = list(shape.tiers[1:])
+    chosen = names if asked is None else [each.strip().lower() for each in asked.split(",")]
+    unknown = [each for each in chosen if each not in names]
+    if unknown:
+        raise PolicyError(
+            f"--near-tiers: {unknown[0]} is not below {shape.tiers[0]} in the file, which "
+            f"holds {', '.join(names)} there"
+        )
+    by_bits = {
+        nominal_bits(each): 1 + names.index(each) for each in reversed(names) if each in chosen
+    }
+    if len(by_bits) > MAX_WIDTHS:
+        raise PolicyError(f"--near-tiers: at most {MAX_WIDTHS} widths, not {len(by_bits)}")
+    return [by_bits[bits] for bits in sorted(by_bits, reverse=True)]

@@ -22,6 +22,7 @@ from orchestrator.policy.base import (
 from orchestrator.policy.versions import (
     HIGH,
     LOW,
+    USUAL_RATE,
     Background,
     ExpertState,
     Swap,
@@ -178,7 +179,8 @@ class DynaExq(Policy):
 
     @property
     def transition_rate(self) -> int:
-        return self.settings.transition_rate
+        asked = self.settings.transition_rate
+        return USUAL_RATE if asked is None else asked
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert low, and n_l = spare bytes / (high - low) of each layer high instead;

@@ -1,52 +1,75 @@
-"""Slots for every expert of a model in one of several tiers, so many of each tier in each layer."""
+"""Slots for every expert of a model in one of several tiers; tiers may share slots."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from orchestrator.policy.base import ModelShape, SlotPlan
-from orchestrator.policy.versions import Pool, Pools, Tracker, pools_by_size, slot_plan
+from orchestrator.policy.versions import Pool, Tracker, pools_by_size, slot_plan
 
 # One slot beyond what is needed for each so many experts of a pool: as many may be under way.
 _EXPERTS_PER_MOVE = 64
 _MOST_MOVES = 16
 
 
-class TierPools(Pools):
-    """The pools of a plan in which each layer has counts[tier] experts of each tier, with slots in
-    reserve in all tiers but the first.
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Slots for n_experts of each layer, in any of these tiers, each as large as the largest of
+    them. reserve: a few more, for experts that are under way."""
 
-    With them every assignment of these counts is reached from every other one, and each expert
-    moves once: where all moves to a lower tier find its pool full, that pool holds an expert that
-    wants elsewhere, and some pool of a lower tier has fewer than its share; where none is full, the
-    only moves left over are to the first tier, and one of its own experts has to leave it.
+    tiers: tuple[int, ...]
+    n_experts: int
+    reserve: bool = True
+
+
+class TierPools:
+    """The pools of a plan of several places, each tier in one of them; the first has no slots in
+    reserve.
+
+    With them every assignment of as many experts as the places have is reached from every other
+    one, and each expert moves once. A move inside of a place takes a slot in reserve and gives one
+    back. Where all moves to a later place find its pool full, that pool holds an expert that wants
+    elsewhere, and some pool of a later place has fewer than its share; where none is full, the only
+    moves left over are to the first place, and one of its own experts has to leave it.
     """
 
-    def __init__(self, shape: ModelShape, counts: Sequence[int]) -> None:
+    def __init__(self, shape: ModelShape, places: Sequence[Places]) -> None:
+        self._places = tuple(places)
         self._pools = [
-            [self._sized(pool, tier, n, shape.n_expert) for pool in pools_by_size(shape, tier)]
-            for tier, n in enumerate(counts)
+            [_sized(pool, place, shape.n_expert) for pool in pools_by_size(shape, *place.tiers)]
+            for place in places
         ]
-        super().__init__(self._pools, shape.n_layers)
-
-    @staticmethod
-    def _sized(pool: Pool, tier: int, n: int, n_expert: int) -> Pool:
-        """With its slots; the store wants one of every tier."""
-        spare = min(_MOST_MOVES, max(1, len(pool.layers) * n_expert // _EXPERTS_PER_MOVE))
-        reserve = spare if tier and n else 0
-        return replace(pool, n_slots=max(1, n * len(pool.layers) + reserve))
+        self._pool_of = [np.zeros(shape.n_layers, np.int64) for _ in places]
+        for of_place, pool_of in zip(self._pools, self._pool_of, strict=True):
+            for index, pool in enumerate(of_place):
+                pool_of[list(pool.layers)] = index
 
     @property
     def total_bytes(self) -> int:
-        return sum(pool.unit_bytes * pool.n_slots for of_tier in self._pools for pool in of_tier)
+        return sum(pool.unit_bytes * pool.n_slots for of_place in self._pools for pool in of_place)
 
     def plan(self) -> SlotPlan:
-        return slot_plan(self._pools)
+        return slot_plan(self._pools, [place.tiers for place in self._places])
 
     def track(self, resident: np.ndarray, target: np.ndarray) -> Tracker:
         """Free slots now. resident, target uint8 [n_layers, n_expert] as of StepReport: an expert
-        between two tiers holds a slot of both."""
-        return self.free((resident == tier) | (target == tier) for tier in range(len(self._pools)))
+        between two tiers holds a slot of both, also where these are of one pool."""
+        by_tier: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for place, pools, pool_of in zip(self._places, self._pools, self._pool_of, strict=True):
+            moving = np.isin(target, place.tiers) & (target != resident)
+            held = np.isin(resident, place.tiers).sum(axis=1) + moving.sum(axis=1)
+            slots = np.array([pool.n_slots for pool in pools])
+            free = slots - np.bincount(pool_of, held, len(slots)).astype(np.int64)
+            by_tier.update(dict.fromkeys(place.tiers, (free, pool_of)))
+        tiers = [by_tier[tier] for tier in sorted(by_tier)]
+        return Tracker([free for free, _ in tiers], [pool_of for _, pool_of in tiers])
+
+
+def _sized(pool: Pool, place: Places, n_expert: int) -> Pool:
+    """With its slots; the store wants one of every tier."""
+    spare = min(_MOST_MOVES, max(1, len(pool.layers) * n_expert // _EXPERTS_PER_MOVE))
+    reserve = spare if place.reserve and place.n_experts else 0
+    return replace(pool, n_slots=max(1, place.n_experts * len(pool.layers) + reserve))

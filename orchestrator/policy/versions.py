@@ -17,7 +17,7 @@ from orchestrator.settings import RATE, Settings, setting
 
 HIGH, LOW = 0, 1
 
-_USUAL_RATE = 128 << 20
+USUAL_RATE = 128 << 20
 
 
 # Swaps of one pool that wait for a slot between two updates; each update makes the list anew.
@@ -68,12 +68,12 @@ class Background(Settings):
         "Where it is kept which experts were used; without it, a chat uses the user cache.",
         recorded=False,
     )
-    transition_rate: int = setting(
-        _USUAL_RATE,
+    transition_rate: int | None = setting(
+        None,
         "What exchanges of versions may read in a second beside decoding, as 64MiB; 0: no limit.",
         within=(0, 2**48),
         unit=RATE,
-        shown=format_size(_USUAL_RATE),
+        shown=f"{format_size(USUAL_RATE)}, with context no limit",
         timing=True,
     )
 
@@ -166,19 +166,22 @@ class VersionPools(Pools):
         )
 
 
-def pools_by_size(shape: ModelShape, tier: int) -> list[Pool]:
-    """Layers by slot size, so that as few pools as possible need slots in reserve."""
+def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:
+    """Layers by the size of slots that hold any of the tiers, so that as few pools as possible need
+    slots in reserve."""
     pools: list[Pool] = []
-    for layer in sorted(
-        range(shape.n_layers), key=lambda each: shape.expert_slot_bytes(each, tier)
-    ):
-        sizes = shape.slots[layer][tier]
+    largest = [
+        {kind: max(of_layer[tier][kind] for tier in tiers) for kind in of_layer[tiers[0]]}
+        for of_layer in shape.slots
+    ]
+    for layer in sorted(range(shape.n_layers), key=lambda each: sum(largest[each].values())):
+        sizes = largest[layer]
         last = pools[-1] if pools else None
         if last is not None and _alike(last.sizes, sizes):
             most = {kind: max(size, last.sizes[kind]) for kind, size in sizes.items()}
             pools[-1] = Pool((*last.layers, layer), most)
         else:
-            pools.append(Pool((layer,), dict(sizes)))
+            pools.append(Pool((layer,), sizes))
     return pools
 
 
@@ -189,13 +192,18 @@ def _alike(ours: dict[int, int], theirs: dict[int, int]) -> bool:
     )
 
 
-def slot_plan(pools: Sequence[Sequence[Pool]]) -> SlotPlan:
+def slot_plan(
+    pools: Sequence[Sequence[Pool]], tiers: Sequence[Sequence[int]] | None = None
+) -> SlotPlan:
+    """The plan of pools[i], which hold experts in tiers[i]; None: in tier i."""
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
-    for tier, of_tier in enumerate(pools):
-        for pool in of_tier:
+    for place, of_place in enumerate(pools):
+        held = (place,) if tiers is None else tiers[place]
+        for pool in of_place:
             for kind, size in pool.sizes.items():
-                group_of.update({(layer, kind, tier): len(groups) for layer in pool.layers})
+                each = ((layer, kind, tier) for layer in pool.layers for tier in held)
+                group_of.update(dict.fromkeys(each, len(groups)))
                 groups.append(SlotGroup(size, pool.n_slots))
     return SlotPlan(tuple(groups), group_of)
 

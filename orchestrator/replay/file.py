@@ -219,6 +219,7 @@ def _check(trace: Trace) -> None:
         "slices": (n_layers, len(KINDS), len(header.tiers), 4),
         "start_tier": (n_layers, header.n_expert),
         "start_hotness": (n_layers, header.n_expert),
+        "losses": (n_layers, header.n_expert, len(header.tiers)),
         "counters": (len(Phase), len(COUNTERS)),
         "published": (len(a["published"]), 4),
         "ids": (n_rows, k),
@@ -299,8 +300,9 @@ def _check_versions(trace: Trace) -> None:
     in_use = tuple(range(len(trace.header.in_use)))
     if not np.isin(a["start_tier"], (*in_use, ABSENT)).all():
         raise _Wrong("start_tier: a tier is out of range")
-    if not (np.isfinite(a["start_hotness"]).all() and (a["start_hotness"] >= 0).all()):
-        raise _Wrong("start_hotness: negative or not a finite number")
+    for name in ("start_hotness", "losses"):
+        if not (np.isfinite(a[name]).all() and (a[name] >= 0).all()):
+            raise _Wrong(f"{name}: negative or not a finite number")
     if (a["counters"] < 0).any():
         raise _Wrong("counters: a negative number")
     if not ((a["step_us"] >= 0) & (a["step_us"] <= 2**53 / 1000)).all():

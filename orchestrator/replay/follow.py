@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
+from orchestrator.driver import Driver
 from orchestrator.errors import TraceError
 from orchestrator.native import Simulation, Store
 from orchestrator.policy import Policy
@@ -27,6 +29,7 @@ class RecordedVersions:
         self._store, self._policy, self._clock = store, policy, clock
         self._speed = bytes_per_s, latency_us
         self._under_way: set[Transition] = set()
+        self._settled: set[Transition] = set()
         self._updates = policy.updates
         self._steps = 0
         store.set_transition_rate(0)
@@ -39,17 +42,34 @@ class RecordedVersions:
     def begin_step(self, step: Step) -> None:
         """Before the store's own begin_step. Raises TraceError for a version that was not on its
         way."""
-        if not step.published:
+        published = [each for each in step.published if each not in self._settled]
+        if len(step.published) - len(published) < len(self._settled):
+            raise self._astray("waits for other versions")
+        self._settled.clear()
+        if not published:
             return
-        if not self._under_way.issuperset(step.published):
+        if not self._under_way.issuperset(published):
             raise self._astray("asks for other versions")
-        self._under_way.difference_update(step.published)
-        self._clock.set_speed(0, 0)
-        admitted = self._store.transition(step.published)
-        self._clock.advance(0)
-        self._clock.set_speed(*self._speed)
-        if admitted < len(step.published):
+        self._under_way.difference_update(published)
+        with self._at_once():
+            admitted = self._store.transition(published)
+            self._clock.advance(0)
+        if admitted < len(published):
             raise self._astray("has other slots")
+
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """Reads take no time."""
+        self._clock.set_speed(0, 0)
+        try:
+            yield
+        finally:
+            self._clock.set_speed(*self._speed)
+
+    def before_answer(self, driver: Driver) -> None:
+        """Behind a prompt, before step_done: what the run waited for there is in place."""
+        with self._at_once():
+            self._settled = set(driver.before_answer())
 
     def states(self) -> tuple[np.ndarray, np.ndarray]:
         """Store.states(), with what is under way."""

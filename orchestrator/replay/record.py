@@ -63,7 +63,7 @@ class Recorder:
         self._starts: list[bool] = []
         self._step_us: list[float] = []
         self._ticks: list[bool] = []
-        self._updates = 0
+        self._updates = self._restored = 0
         self._published: list[tuple[int, int, int, int]] = []
         self._events: list[tuple[int, int, int, int, bool]] = []
         self._computed: list[int] = []
@@ -88,6 +88,7 @@ class Recorder:
         self._start_hotness = np.zeros(shape) if hotness is None else hotness
         self._resident = self._start = store.resident()
         self._before = store.stats()
+        self._restored = engine.driver.restored
         self._waited_us = sum(self._before.wait_us)
         engine.driver.set_route(self._on_route)
         store.set_step_done(self._on_step_done)
@@ -162,6 +163,14 @@ class Recorder:
         if not asked:
             self._since = done_ns
 
+    def _losses(self) -> np.ndarray:
+        """What the policy knew, by tier of the file."""
+        model, plan, known = self._engine.model, self._engine.plan, self._policy.losses
+        losses = np.zeros((model.n_layers, model.n_expert, len(model.tiers)))
+        if known is not None:
+            losses[..., list(plan.tiers)] = known
+        return losses
+
     def trace(self, disk: Disk = UNKNOWN) -> Trace:
         """What was recorded. Raises TraceError where nothing was, and where a replay could not
         follow."""
@@ -174,6 +183,11 @@ class Recorder:
                     "an expert could not change its version in this run, which a replay does not "
                     "do: record again"
                 )
+        if self._engine.driver.restored > self._restored:
+            raise TraceError(
+                "a sequence went on from tokens that were kept in this run, which a replay does "
+                "not do: record again without"
+            )
         k = self._engine.model.n_expert_used
         events = np.array(self._events, np.int32)
         times = np.array(self._times, np.int64)
@@ -181,6 +195,7 @@ class Recorder:
             "slices": _slices(self._engine),
             "start_tier": self._start,
             "start_hotness": self._start_hotness,
+            "losses": self._losses(),
             "counters": counted(after) - counted(before),
             "step_phase": np.array(self._phases, np.uint8),
             "step_tokens": np.array(self._tokens_of_step, np.int32),

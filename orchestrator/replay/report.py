@@ -214,6 +214,9 @@ def set_up_for(
     hotness = trace.arrays["start_hotness"]
     if policy.learns and hotness.any():
         made.policy.set_hotness(hotness)
+    losses = trace.arrays["losses"][..., list(tiers)]
+    if policy.weighs_losses and losses.any():
+        made.policy.set_losses(losses)
     return made
 
 

@@ -17,12 +17,15 @@ from orchestrator.driver import Driver
 from orchestrator.events import ComputedStep, Phase
 from orchestrator.footprint import model_shape
 from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
-from orchestrator.plan import spec_for, store_layers
 from orchestrator.policy import ModelShape, Policy, Rules
 from orchestrator.policy.base import SlotPlan
 from orchestrator.replay.follow import RecordedVersions
 from orchestrator.replay.trace import Step, Trace
 from orchestrator.settings import Settings
+from orchestrator.store_layout import spec_for, store_layers
+
+# Of virtual time, between two looks at reads that are waited for.
+_PAUSE_NS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +127,14 @@ def simulate(
     policy or the store does, and TraceError where the policy does something else than it did."""
     policy = setup.policy
     told_recorded = as_recorded or recorded_us
+    # Parts of prompts behind which an answer begins.
+    answered = np.diff(trace.arrays["step_phase"].astype(int), append=Phase.PREFILL) > 0
     phases: list[Phase] = []
     step_us: list[float] = []
     with Store.create(library, setup.spec) as store:
-        driver = Driver(policy, store)
-        driver.set_route()
         clock = Simulation(store)
+        driver = Driver(policy, store, lambda: _pass(clock))
+        driver.set_route()
         clock.set_speed(speed.bytes_per_s, speed.latency_us)
         driver.load_first(policy.start())
         follow = None
@@ -149,11 +154,20 @@ def simulate(
                 None if follow is None else follow.states(),
             )
             if follow is not None:
+                if answered[len(phases) - 1]:
+                    follow.before_answer(driver)
                 follow.step_done(step, moves)
             elif moves:
                 store.transition(moves)
+            if follow is None and answered[len(phases) - 1]:
+                driver.before_answer()
+                step_us[-1] = (clock.now_ns - start_ns) / 1000
         stats = store.stats()
     return Outcome(stats, tuple(phases), np.array(step_us))
+
+
+def _pass(clock: Simulation) -> None:
+    clock.advance(_PAUSE_NS)
 
 
 def _computed(step: Step, number: int, us: float) -> ComputedStep:

@@ -1,6 +1,6 @@
 """A recorded run: what the routers chose, step by step, in one .npz file.
 
-Format, version 4. Numpy arrays by name; S steps, E route events in the order in which they
+Format, version 5. Numpy arrays by name; S steps, E route events in the order in which they
 came, N = sum of their tokens, A = sum of tokens times look-ahead layers, I = sum of the tokens
 that have an importance, P versions published, k experts a token:
 
@@ -11,6 +11,8 @@ that have an importance, P versions published, k experts a token:
     start_tier     uint8 [layers, experts]    best of the tiers in use (0 the best) that was in
                                   memory at the start, events.ABSENT for none
     start_hotness  float64 [layers, experts]  what a policy that learns knew at the start; else 0
+    losses         float64 [layers, experts, tiers]  what each expert loses in each tier of the
+                                  file, as the policy knew it; 0 where it did not
     counters       int64 [2 phases, COUNTERS]  what the run came to
     step_phase     uint8 [S]      orchestrator.events.Phase
     step_tokens    int32 [S]      tokens of the step
@@ -53,7 +55,7 @@ from orchestrator.native import MAX_TIERS
 from orchestrator.policy import Rules
 
 FORMAT = "moe-edge-trace"
-VERSION = 4
+VERSION = 5
 
 # Columns of the counters: what was moved; routed experts by decided tier, the skipped ones last;
 # matrices by the tier that was computed.
@@ -66,6 +68,7 @@ ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "slices": (np.int64, 4),
     "start_tier": (np.uint8, 2),
     "start_hotness": (np.float64, 2),
+    "losses": (np.float64, 3),
     "counters": (np.int64, 2),
     "step_phase": (np.uint8, 1),
     "step_tokens": (np.int32, 1),

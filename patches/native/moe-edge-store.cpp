@@ -267,8 +267,12 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
                     refuse("store: layer %d, %s, tier %d: no such group: %d", il[l], KIND_NAMES[k], t, s.group);
                 }
                 auto & pool = pools[s.group];
-                if (pool.kind >= 0 && (pool.kind != k || pool.tier != t)) {
-                    refuse("store: group %d holds two kinds or two tiers", s.group);
+                if (pool.kind >= 0 && pool.kind != k) {
+                    refuse("store: group %d holds two kinds", s.group);
+                }
+                pool.mixed |= pool.kind >= 0 && pool.tier != t;
+                if (device && pool.mixed) {
+                    refuse("store: group %d holds two tiers, which it cannot on a device", s.group);
                 }
                 pool.kind = k;
                 pool.tier = t;
@@ -391,19 +395,22 @@ void moe_edge_store::touch(int32_t cell) {
 }
 
 // A free slot; else one that no op of this step and no transition needs: what passing
-// requests loaded before the rest, of either the one used least recently. list: the list of a
-// prefetch, which takes no slot of what stands in that one or in a later one; null for a request.
-// -1 if there is none.
+// requests loaded before the rest, of either the one used least recently. Where a pool holds several
+// tiers, a request at last takes the slot of what this step needs in a better tier: that one waits
+// for a slot of the same pool, and its old tier serves nobody. list: the list of a prefetch, which
+// takes no slot of what stands in that one or in a later one; null for a request. -1 if there is none.
 int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool passing, const uint64_t * list) {
-    const auto oldest = [&](bool of_passing) {
+    const auto first = [&](auto && may_go) {
         int32_t slot = pool.oldest;
-        for (; slot >= 0; slot = pool.slots[slot].newer) {
-            const auto & c = cells[pool.slots[slot].cell];
-            if (pool.slots[slot].passing == of_passing && !c.pinned() && !c.background && !(list && c.predicted >= *list)) {
-                break;
-            }
+        while (slot >= 0 && !may_go(pool.slots[slot], cells[pool.slots[slot].cell])) {
+            slot = pool.slots[slot].newer;
         }
         return slot;
+    };
+    const auto oldest = [&](bool of_passing) {
+        return first([&](const moe_edge_slot & s, const moe_edge_cell & c) {
+            return s.passing == of_passing && !c.pinned() && !c.background && !(list && c.predicted >= *list);
+        });
     };
     int32_t slot = -1;
     if (!pool.free.empty()) {
@@ -416,8 +423,14 @@ int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool passing, const uint
         if (slot < 0 && (!passing || pool.n_passing < pool.max_passing)) {
             slot = oldest(false);
         }
+        if (slot < 0 && !list && revoke(pool)) {
+            return take_slot(pool, passing, list);
+        }
+        if (slot < 0 && !list && pool.mixed) {
+            slot = first([](const moe_edge_slot &, const moe_edge_cell & c) { return c.pinned() && !c.satisfied() && !c.background; });
+        }
         if (slot < 0) {
-            return !list && revoke(pool) ? take_slot(pool, passing, list) : -1;
+            return -1;
         }
         evict(pool.slots[slot].cell);
         pool.free.pop_back();

@@ -110,7 +110,8 @@ struct moe_edge_pool {
     uint64_t slot_bytes = 0;
     char *   memory     = nullptr;
     int32_t  kind       = -1;
-    int32_t  tier       = -1;
+    int32_t  tier       = -1;     // of its slices; the last one of several
+    bool     mixed      = false;  // there are several, in host memory
     int32_t  type       = -1;     // on a device: of all its slices
     uint64_t slice_bytes = 0;     // and their size
     int32_t  newest     = -1;

@@ -100,9 +100,10 @@ struct moe_edge_slices {
 };
 
 // A slot group: slots of one size that evict each other in least-recently-used
-// order. Layers may share a group or have one each; matrix kinds and tiers may not
-// share. slot_bytes must be at least moe_edge_slot_bytes() of every slice in it. On a device
-// all slices of a group have one type and one size, and slot_bytes is moe_edge_device_slot_bytes().
+// order. Layers may share a group or have one each, and so may tiers in host memory; matrix
+// kinds may not share. slot_bytes must be at least moe_edge_slot_bytes() of every slice in it. On a
+// device all slices of a group are of one tier, type and size, and slot_bytes is
+// moe_edge_device_slot_bytes().
 struct moe_edge_group {
     uint64_t slot_bytes;
     int32_t  n_slots;

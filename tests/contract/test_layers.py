@@ -49,8 +49,14 @@ LAYERS = (
     ),
     ("orchestrator.choice", "orchestrator.accelerator"),
     ("orchestrator.plan",),
-    ("orchestrator.sequences", "orchestrator.observe"),
+    (
+        "orchestrator.sequences",
+        "orchestrator.observe",
+        "orchestrator.states",
+        "orchestrator.store_layout",
+    ),
     ("orchestrator.steps",),
+    ("orchestrator.prompts",),
     ("orchestrator.load",),
     ("orchestrator.engine",),
     (

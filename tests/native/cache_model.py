@@ -126,14 +126,23 @@ class Cache:
         tiers += [read.tier for read in self.reads.values() if read.placed]
         return sum(self.layout.slot_bytes[tier] for tier in tiers)
 
-    def make_room(self, cell: Cell, tier: int, passing: bool, kept: Collection[Cell] = ()) -> bool:
-        """Whether there is a slot, free or made free; copies of `kept` cells do not make room."""
+    def make_room(
+        self,
+        cell: Cell,
+        tier: int,
+        passing: bool,
+        kept: Collection[Cell] = (),
+        ahead: bool = False,
+    ) -> bool:
+        """Whether there is a slot, free or made free; copies of `kept` cells do not make room.
+        ahead: for a prefetch."""
         pool = self.layout.pool(cell, tier)
         copies = [c for c, copy in self.held.items() if self.layout.pool(c, copy.tier) == pool]
         loads = [c for c, read in self.reads.items() if self.layout.pool(c, read.tier) == pool]
         loads = [c for c in loads if self.reads[c].placed]
-        assert len(copies) + len(loads) <= self.layout.n_slots[tier]
-        if len(copies) + len(loads) == self.layout.n_slots[tier]:
+        n_slots = self.layout.n_slots[pool[2]]
+        assert len(copies) + len(loads) <= n_slots
+        if len(copies) + len(loads) == n_slots:
             n_passing = sum(self.held[c].passing for c in copies)
             n_passing += sum(self.reads[c].passing for c in loads)
             may_push = not passing or n_passing < max(1, self.layout.n_passing)
@@ -143,6 +152,9 @@ class Cache:
                 if not self.pinned(c) and (self.held[c].passing or may_push)
                 if c not in kept
             ]
+            if not idle and self.layout.mixed and not ahead:
+                # what the step needs in a better tier, and so reads anew in any case
+                idle = [(True, self.held[c].stamp, c) for c in copies if self.unmet(c)]
             if not idle:
                 return False
             self.evict(min(idle)[2])
@@ -168,7 +180,7 @@ class Cache:
         if not read.ahead and self.waiting.get(self.layout.pool(cell, read.tier)):
             return False
         kept = read.kept if read.ahead else ()
-        if not self.make_room(cell, read.tier, read.passing, kept):
+        if not self.make_room(cell, read.tier, read.passing, kept, read.ahead):
             return False
         self.reads[cell] = read._replace(placed=True, kept=frozenset())
         self.count_peak()

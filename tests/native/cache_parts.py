@@ -24,7 +24,7 @@ class Layout:
     n_expert: int
     n_tiers: int
     shared: bool  # layers share slots
-    n_slots: tuple[int, ...]  # [tier] of each pool
+    n_slots: tuple[int, ...]  # [tier] of each pool; where it is mixed, the first one
     slot_bytes: tuple[int, ...]  # [tier]
     expert_bytes: tuple[int, ...]  # [tier]
     offsets: dict[tuple[int, int, int], int]  # (layer, kind, tier) of expert 0 in the file
@@ -35,13 +35,14 @@ class Layout:
     # not queue for the disk, so that any load may be the next one, and none need read bytes.
     device: str | None = None
     host_bytes: int = 0
+    mixed: bool = False  # tiers share slots
 
     def computed(self, layer: int) -> tuple[int, ...]:
         """The kinds of a layer, in the order in which it computes them."""
         return tuple(kind for kind in GRAPH_ORDER if kind in self.kinds[layer])
 
     def pool(self, cell: Cell, tier: int) -> Pool:
-        return (-1 if self.shared else cell[0], cell[1], tier)
+        return (-1 if self.shared else cell[0], cell[1], 0 if self.mixed else tier)
 
     def offset(self, cell: Cell, tier: int) -> int:
         return self.offsets[cell[0], cell[1], tier] + cell[2] * self.expert_bytes[tier]

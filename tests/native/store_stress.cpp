@@ -56,8 +56,10 @@ struct model_file {
     std::string path;
     std::vector<moe_edge_layer> layers;
     std::deque<std::array<uint32_t, EXPERTS>> checksums;
+    bool mixed;  // one group a kind, for both tiers
 
-    explicit model_file(const std::string & dir, int32_t n_groups_per_kind) : path(dir + "/experts.bin"), layers(LAYERS) {
+    explicit model_file(const std::string & dir, int32_t n_groups_per_kind, bool mixed = false)
+        : path(dir + "/experts.bin"), layers(LAYERS), mixed(mixed) {
         FILE * f = fopen(path.c_str(), "wb");
         if (!f) {
             die("cannot write " + path);
@@ -70,7 +72,7 @@ struct model_file {
             layers[l].il = l;
             for (const int32_t k : KINDS) {
                 for (int32_t t = 0; t < TIERS; t++) {
-                    const int32_t group = n_groups_per_kind == 1 ? k * TIERS + t : (l * MOE_EDGE_N_KINDS + k) * TIERS + t;
+                    const int32_t group = mixed ? k : n_groups_per_kind == 1 ? k * TIERS + t : (l * MOE_EDGE_N_KINDS + k) * TIERS + t;
                     layers[l].slices[k][t] = { (uint64_t) ftell(f), BYTES[t], 0, t == 0 ? TYPE_Q4_K : TYPE_Q2_K, group, 0,
                         checksums.emplace_back().data() };
                     for (int32_t e = 0; e < EXPERTS; e++) {
@@ -88,11 +90,14 @@ struct model_file {
 };
 
 moe_edge_store * open_store(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_lo, int32_t flags) {
-    std::vector<moe_edge_group> groups((quotas ? LAYERS : 1) * MOE_EDGE_N_KINDS * TIERS);
+    std::vector<moe_edge_group> groups((quotas ? LAYERS : 1) * MOE_EDGE_N_KINDS * (file.mixed ? 1 : TIERS));
     uint64_t total = 0;
     for (size_t g = 0; g < groups.size(); g++) {
-        const int32_t t = g % TIERS;
+        const int32_t t = file.mixed ? 0 : g % TIERS;
         groups[g] = { moe_edge_slot_bytes(4095, BYTES[t]), t == 0 ? slots_hi : slots_lo, 0 };
+        if (file.mixed) {
+            groups[g].n_slots += slots_lo;
+        }
         if (device) {
             groups[g].slot_bytes = moe_edge_device_slot_bytes(t == 0 ? TYPE_Q4_K : TYPE_Q2_K, BYTES[t], 256);
         }
@@ -224,7 +229,7 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
         die("the statistics contradict themselves");
     }
     printf("%s hi %d lo %d: %lld rounds, %llu host hits, %llu requests, %llu hits, %llu promotions, %llu evictions, prefetch %llu used %llu wasted %llu cancelled\n",
-        quotas ? "quotas" : "global", slots_hi, slots_lo, (long long) rounds, (unsigned long long) s.host_hits[1], (unsigned long long) s.requests[1],
+        file.mixed ? "mixed" : quotas ? "quotas" : "global", slots_hi, slots_lo, (long long) rounds, (unsigned long long) s.host_hits[1], (unsigned long long) s.requests[1],
         (unsigned long long) s.hits[1], (unsigned long long) s.promotions, (unsigned long long) s.evictions,
         (unsigned long long) s.prefetch_used, (unsigned long long) s.prefetch_wasted, (unsigned long long) s.prefetch_cancelled);
     moe_edge_store_free(store);
@@ -291,8 +296,8 @@ void run_promotion_during_use(const std::string & dir) {
 
 // Every expert in one version, while another thread moves them between the versions: no op waits,
 // and all matrices that a step sees of an expert are of one version.
-void run_transitions(const std::string & dir, double seconds, unsigned seed) {
-    model_file file(dir, 1);
+void run_transitions(const std::string & dir, double seconds, unsigned seed, bool mixed) {
+    model_file file(dir, 1, mixed);
     moe_edge_store * store = open_store(file, false, 9, LAYERS * EXPERTS + 2, seed % 2 ? MOE_EDGE_DIRECT_IO : 0);
     moe_edge_set_callback(store, nullptr, nullptr, 1, 0);
     std::vector<moe_edge_prefetch_item> all;
@@ -382,7 +387,7 @@ void run_transitions(const std::string & dir, double seconds, unsigned seed) {
         die("transitions: the statistics contradict what was asked for");
     }
     moe_edge_store_free(store);
-    printf("transitions: %lld steps, %llu promoted, %llu demoted, nothing waited\n", (long long) steps,
+    printf("%stransitions: %lld steps, %llu promoted, %llu demoted, nothing waited\n", mixed ? "mixed " : "", (long long) steps,
         (unsigned long long) s.experts_promoted, (unsigned long long) s.experts_demoted);
 }
 
@@ -462,8 +467,14 @@ int main(int argc, char ** argv) {
         run(quotas, true, 5, 2, seconds, seed + 2);
         run(quotas, true, 1, 1, seconds, seed + 3);
     }
+    if (!device) {
+        model_file mixed(argv[1], 1, true);
+        run(mixed, false, 20, 6, seconds, seed);
+        run(mixed, false, 1, 1, seconds, seed + 1);
+        run_transitions(argv[1], seconds, seed, true);
+    }
     run_promotion_during_use(argv[1]);
-    run_transitions(argv[1], seconds, seed);
+    run_transitions(argv[1], seconds, seed, false);
     run_without_hook(argv[1]);
     run_truncated(argv[1]);
     return 0;

@@ -66,6 +66,7 @@ def layouts(draw: st.DrawFn, device: str | None = None) -> tuple[tuple[int, ...]
     """Which tiers of the file are in use, and a layout of few slots; offsets are filled in."""
     sizes = SLOT_BYTES if device is None else DEVICE_SLOT_BYTES
     tiers = tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=4))))
+    mixed = device is None and draw(st.sampled_from((False, False, True)))
     n_layers = draw(st.integers(1, len(KINDS)))
     return tiers, Layout(
         kinds=KINDS[:n_layers],
@@ -73,7 +74,7 @@ def layouts(draw: st.DrawFn, device: str | None = None) -> tuple[tuple[int, ...]
         n_tiers=len(tiers),
         shared=draw(st.booleans()),
         n_slots=tuple(draw(st.sampled_from((1, 2, 1, 2, 3, 4))) for _ in tiers),
-        slot_bytes=tuple(sizes[tier] for tier in tiers),
+        slot_bytes=tuple(sizes[tiers[0] if mixed else tier] for tier in tiers),
         expert_bytes=tuple(EXPERT_BYTES[tier] for tier in tiers),
         offsets={},
         io_threads=draw(st.sampled_from((1, 1, 1, 2))),
@@ -81,6 +82,7 @@ def layouts(draw: st.DrawFn, device: str | None = None) -> tuple[tuple[int, ...]
         exact_tiers=draw(st.sampled_from((False, False, False, True))),
         device=device,
         host_bytes=draw(st.sampled_from(HOST_BYTES)),
+        mixed=mixed,
     )
 
 

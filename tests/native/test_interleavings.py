@@ -33,10 +33,11 @@ class Machine(RuleBasedStateMachine):
     library: Library
     device: str | None
     slots: tuple[int, ...]
+    pools: tuple[int, ...] | None = None  # of each tier
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(self.file, self.library, self.slots, self.device)
+        self.driver = Driver(self.file, self.library, self.slots, self.device, self.pools)
         self.under_way: dict[tuple[int, int], tuple[int, int]] = {}
 
     @rule()
@@ -89,20 +90,23 @@ class Interleavings(Machine):
         self.driver.warm(high)
         everyone = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
         self.visible = {each: HIGH if each in high else LOW for each in everyone}
-        self.free = [self.slots[HIGH] - 3, self.slots[LOW] - 7, *self.slots[2:]]
+        self.free = [self.slots[HIGH] - 3, self.slots[LOW] - 7, *self.slots[2:]]  # of each pool
         self.running: dict[int, list[int]] = {}
         self.driver.store.begin_step(Phase.DECODE)
 
     @rule(expert=experts, tier=st.integers(0, 4))
     def ask(self, expert: tuple[int, int], tier: int) -> None:
-        if tier >= len(self.slots):
+        if tier not in self.file.tiers:
             return
-        before = self.visible[expert]
-        possible = expert not in self.under_way and before != tier and self.free[tier] > 0
+        before, pool = self.visible[expert], self.pool_of(tier)
+        possible = expert not in self.under_way and before != tier and self.free[pool] > 0
         assert self.driver.store.transition([(*expert, tier)]) == possible
         if possible:
             self.under_way[expert] = before, tier
-            self.free[tier] -= 1
+            self.free[pool] -= 1
+
+    def pool_of(self, tier: int) -> int:
+        return tier if self.pools is None else self.pools[tier]
 
     @rule(expert=experts)
     def swap_into(self, expert: tuple[int, int]) -> None:
@@ -123,7 +127,7 @@ class Interleavings(Machine):
     def next_step(self, phase: Phase) -> None:
         """A step boundary, after a whole step or an aborted one."""
         for expert, (before, after) in self.begin_step(phase):
-            self.free[before] += 1
+            self.free[self.pool_of(before)] += 1
             self.visible[expert] = after
         self.running.clear()
 
@@ -161,11 +165,18 @@ class FiveTiers(Interleavings):
     slots = (3, 8, 2, 1, 2)
 
 
+class SharedSlots(Interleavings):
+    """Where all tiers but the best one share slots."""
+
+    slots = (3, 9)
+    pools = (0, 1, 1, 1)
+
+
 class Evictions(Machine):
     """Fewer slots than experts: what a token asks for evicts what was used longest ago, beside
     transitions, aborted steps and reads that are held back."""
 
-    slots = (2, 5)
+    slots: tuple[int, ...] = (2, 5)
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,12 +211,23 @@ class Evictions(Machine):
                 assert tiers == {self.under_way[layer, expert][0]}
 
 
+class SharedEvictions(Evictions):
+    """The same where both tiers share slots."""
+
+    slots = (7,)
+    pools = (0, 0)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rules", [Interleavings, FiveTiers, Evictions])
+@pytest.mark.parametrize(
+    "rules", [Interleavings, FiveTiers, SharedSlots, Evictions, SharedEvictions]
+)
 def test_every_interleaving(
     rules: type[Machine], library: Library, device: str | None, tmp_path: Path
 ) -> None:
-    file = ExpertFile(tmp_path / "experts.bin", n_tiers=len(rules.slots))
+    if device is not None and rules.pools is not None:
+        pytest.skip("on a device a slot holds one tier")
+    file = ExpertFile(tmp_path / "experts.bin", n_tiers=len(rules.pools or rules.slots))
     given = {"file": file, "library": library, "device": device}
     run_state_machine_as_test(
         type("Here", (rules,), given),

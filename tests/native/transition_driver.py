@@ -50,13 +50,21 @@ class ExpertFile:
     def start(self, layer: int, kind: int, tier: int, expert: int) -> int:
         return self.offset[layer, kind, tier] + self.expert_bytes[tier] * expert
 
-    def spec(self, slots: tuple[int, ...], device: str | None) -> StoreSpec:
-        """Pools that both layers share, one for each kind and tier, of so many slots by tier."""
+    def spec(
+        self, slots: tuple[int, ...], device: str | None, pools: tuple[int, ...] | None = None
+    ) -> StoreSpec:
+        """Pools that both layers share, of each kind as many as there are slots, which says how
+        many each has. pools: which of them holds each tier; None: each tier has its own."""
+        pool_of = tuple(self.tiers) if pools is None else pools
         sizes = [pad(n, 4096) + 4096 for n in self.expert_bytes]
         if device is not None:
             blocks = [BLOCK[GGMLType(each)].bytes for each in TYPES]
             sizes = [pad(n, block) for n, block in zip(self.expert_bytes, blocks, strict=True)]
-        groups = [(sizes[tier], slots[tier]) for _ in KINDS for tier in self.tiers]
+        largest = [
+            max(sizes[tier] for tier in self.tiers if pool_of[tier] == pool)
+            for pool in range(len(slots))
+        ]
+        groups = list(zip(largest, slots, strict=True)) * len(KINDS)
         layers = []
         for layer in range(N_LAYERS):
             slices = {
@@ -65,7 +73,7 @@ class ExpertFile:
                     self.offset[layer, kind, tier],
                     self.expert_bytes[tier],
                     TYPES[tier],
-                    len(self.tiers) * KINDS.index(kind) + tier,
+                    len(slots) * KINDS.index(kind) + pool_of[tier],
                     tuple(
                         zlib.crc32(self.slice(layer, kind, tier, expert))
                         for expert in range(N_EXPERT)
@@ -100,9 +108,10 @@ class Driver:
         library: Library,
         slots: tuple[int, ...],
         device: str | None = None,
+        pools: tuple[int, ...] | None = None,
     ) -> None:
         self.file = file
-        self.store = Store.create(library, file.spec(slots, device))
+        self.store = Store.create(library, file.spec(slots, device, pools))
         self.store.set_route(None, file.tiers[-1])
 
     def warm(self, high: set[tuple[int, int]]) -> None:

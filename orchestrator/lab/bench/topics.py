@@ -1,5 +1,6 @@
-"""`moe-edge bench topics`: dynaexq while the topic changes. How even its steps stay, how soon the
-hot set has followed, and what the exchange of experts costs on a steady text."""
+"""`moe-edge bench topics`: dynaexq while the topic changes, and context beside it. How even its
+steps stay, how soon the hot set has followed, and what the exchange of experts costs on a steady
+text."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from orchestrator.lab.bench.topics_figures import (
     SLOWEST,
     STEADY,
     WINDOW,
+    placement_goals,
     topic_goals,
     topic_rows,
     window_name,
@@ -29,9 +31,11 @@ from orchestrator.lab.bench.topics_figures import (
 from orchestrator.lab.lists import numbers
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
 from orchestrator.policy.dynaexq import DynaExq
+from orchestrator.policy.placement import nominal_bits
 from orchestrator.settings import FROM_1, again, setting
 
 ALL_LOW, FIXED, RESTLESS = "all low", "fixed hot set", "no hysteresis"
+CONTEXT = "context"
 COLUMNS = (
     NAME,
     Column("TPOT", "tpot_ms_p50", fixed(2), "ms"),
@@ -117,11 +121,13 @@ class TopicOptions(BenchOptions):
 
 def topic_cases(options: TopicOptions) -> list[Case]:
     """Everything in memory in high, and upstream so; under each cap, upstream mmap, all low, a
-    hot set that never changes, and dynaexq by interval, without hysteresis, and by rate."""
+    hot set that never changes, context, and dynaexq by interval, without hysteresis, and by
+    rate."""
     listed = [case for case in RESIDENT if case.name in (REPACK, NO_REPACK, MANAGED)]
     for cap in options.caps:
         base = {"policy": "dynaexq", "low_tier": LOW}
         usual = {**base, "update_steps": options.usual}
+        placed = {**base, "policy": "context", "near_bits": float(nominal_bits(LOW))}
 
         def case(name: str, settings: dict[str, Any], cap: float = cap, **more: Any) -> Case:
             return Case(name, "engine", cap, "", {**settings, **more})
@@ -130,6 +136,7 @@ def topic_cases(options: TopicOptions) -> list[Case]:
             mapped(cap),
             case(ALL_LOW, base, hot_experts=0),
             case(FIXED, base, update_steps=0),
+            case(CONTEXT, placed),
             *(case(f"every {n} steps", base, update_steps=n) for n in options.updates),
             case(RESTLESS, usual, hysteresis=0.0),
             *(case(rate_name(n), usual, transition_rate=n * MIB) for n in options.rates),
@@ -152,7 +159,8 @@ class Topics(Benchmark[Loop[TopicOptions]]):
         return {"cases": topic_rows(switches, measured.listed, measured.results, loop.limit_bytes)}
 
     def goals(self, loop: Loop[TopicOptions], rows: Sequence[Result]) -> list[Result]:
-        return topic_goals(rows, f"every {loop.options.usual} steps", RESTLESS)
+        usual = topic_goals(rows, f"every {loop.options.usual} steps", RESTLESS)
+        return usual + placement_goals(rows, CONTEXT, FIXED)
 
     def intro(self, report: Result) -> list[str]:
         options = report["options"]
@@ -176,8 +184,8 @@ class Topics(Benchmark[Loop[TopicOptions]]):
         if report["goals"]:
             found.append(
                 goal_table(
-                    f"dynaexq, an update every {report['options']['update_steps']} steps, against "
-                    "its goals",
+                    f"dynaexq, an update every {report['options']['update_steps']} steps, and "
+                    "context, against their goals",
                     report["goals"],
                     Column("", at_cap("name"), left=True),
                     Column("measured", "value", fixed(2)),

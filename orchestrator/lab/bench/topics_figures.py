@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -141,11 +142,7 @@ def topic_goals(rows: Sequence[Result], usual: str, restless: str) -> list[Resul
         row, other = good.get(usual), good.get(restless)
         if row is None:
             continue
-
-        def add(name: str, value: float | None, goal: str, met: bool, cap: float = cap) -> None:
-            if value is not None:
-                found.append({"cap": cap, "name": name, "value": value, "goal": goal, "met": met})
-
+        add = partial(_add, found, cap)
         speedup, speed, spread = row.get("of_mmap"), row.get("of_speed"), row["p99_of_p50"]
         add("speed, of upstream mmap", speedup, ">= 15", (speedup or 0) >= 15)
         add("speed, of everything resident", speed, ">= 0.95", (speed or 0) >= 0.95)
@@ -160,3 +157,28 @@ def topic_goals(rows: Sequence[Result], usual: str, restless: str) -> list[Resul
                 less < 0.5,
             )
     return found
+
+
+def placement_goals(rows: Sequence[Result], placed: str, fixed: str) -> list[Result]:
+    """What the near-data paper's placement is to reach, in each cap, as topic_goals. placed and
+    fixed name its row and that of as many experts high that never change."""
+    found: list[Result] = []
+    for cap in dict.fromkeys(row["cap"] for row in rows if row["cap"] is not None):
+        good = {row["name"]: row for row in rows if row["cap"] == cap and "error" not in row}
+        row, still = good.get(placed), good.get(fixed)
+        if row is None or still is None:
+            continue
+        add = partial(_add, found, cap)
+        speed = median_ratio(still["tpot_ms_p50_runs"], row["tpot_ms_p50_runs"])
+        add("context: speed, of the fixed hot set", speed, ">= 0.95", speed >= 0.95)
+        adapted = row["policy"].get("steps", 0)
+        add("context: steps until all moved", adapted, "<= 64", adapted <= 64)
+        add("context: waited, ms", row["waited_ms"], "0", row["waited_ms"] == 0)
+    return found
+
+
+def _add(
+    found: list[Result], cap: float, name: str, value: float | None, goal: str, met: bool
+) -> None:
+    if value is not None:
+        found.append({"cap": cap, "name": name, "value": value, "goal": goal, "met": met})

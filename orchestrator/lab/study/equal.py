@@ -4,6 +4,7 @@ are read while decoding. This answers why not to take a smaller quantization tha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.units import format_size
+from orchestrator.engine import Engine
+from orchestrator.errors import BudgetError
 from orchestrator.eval import arithmetic
 from orchestrator.eval.compare import Reference
 from orchestrator.eval.report import with_error
@@ -25,7 +28,7 @@ from orchestrator.lab.study.figures import (
     quality_of,
     size_of,
 )
-from orchestrator.lab.study.residency import Residency
+from orchestrator.lab.study.residency import Residency, has_prompts
 from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import SKIP, Score, Subject
 from orchestrator.lab.study.uniform import UniformFile, tiers_of
@@ -38,12 +41,14 @@ RETENTION = 0.75
 @dataclass(frozen=True, slots=True)
 class Memory:
     """One size of memory. n_bytes: of all slots; mix: two tiers that fit whole; fits: uniform types
-    that do; streamed: by name, what reads the rest while it decodes."""
+    that do; placed: by name, context, where the text has prompts; streamed: by name, what reads the
+    rest while it decodes."""
 
     n_bytes: int
     n_high: int
     mix: Score
     fits: list[tuple[UniformFile, Score]]
+    placed: dict[str, Score]
     streamed: dict[str, Score]
 
 
@@ -84,8 +89,9 @@ class EqualMemory(Study[Compared]):
                     label = f"dynaexq, {format_size(n_bytes)}"
                     mix = scored.score_open(engine, label, against=reference)
                 fits = [each for each in uniform if each[0].n_bytes <= n_bytes]
+                placed = dict(_place(residency, n_high, hotness, reference))
                 streamed = dict(_stream(scored, n_bytes, reference))
-                found.memories.append(Memory(n_bytes, n_high, mix, fits, streamed))
+                found.memories.append(Memory(n_bytes, n_high, mix, fits, placed, streamed))
         return found
 
     def tables(self, found: Compared) -> list[Table]:
@@ -120,7 +126,8 @@ class EqualMemory(Study[Compared]):
         tables[-1].footnotes.append(
             f"uniform: of the types of a method that fit whole, the one with the least KL. "
             f"dynaexq: every expert in memory, in {scored.high} or {scored.low}, started with "
-            f"what {found.n_hot_tokens} other tokens of the same text were routed to. dymoe and "
+            f"what {found.n_hot_tokens} other tokens of the same text were routed to. context, "
+            f"where the text has prompts: the same, placed behind each prompt. dymoe and "
             f"lru keep in this memory what fits and read the rest; where a high copy is in "
             f"memory, it is used. low or skipped: of the experts, as computed. KL above "
             f"dynaexq's: paired; below 0 is better. read: bytes for each token, what filled the "
@@ -135,6 +142,9 @@ class EqualMemory(Study[Compared]):
         for file, score in found.uniform:
             lines.setdefault(f"uniform, {file.method}", []).append((file.n_bytes, score))
         lines["dynaexq"] = [(each.n_bytes, each.mix) for each in found.memories]
+        for each in found.memories:
+            for name, score in each.placed.items():
+                lines.setdefault(name, []).append((each.n_bytes, score))
         for name in found.memories[0].streamed:
             lines[f"{name}, reads"] = [
                 (each.n_bytes, each.streamed[name]) for each in found.memories
@@ -168,6 +178,29 @@ def _high_counts(residency: Residency) -> list[int]:
     return sorted({*(round(share * n) for share in HELD), most})
 
 
+def _place(
+    residency: Residency, n_high: int, hotness: np.ndarray, reference: Reference
+) -> Iterator[tuple[str, Score]]:
+    """(name, score) of context in the memory of n_high high experts: in the same two tiers, and in
+    all tiers of the file, as many experts in the best one as fit beside the others' near_bits."""
+    subject = residency.subject
+    if not has_prompts(subject):
+        return
+    n_bytes = format_size(residency.budget_bytes(n_high))
+    every = {"policy": "context", "high_tier": subject.tiers[0], "low_tier": None}
+    ways: dict[str, AbstractContextManager[Engine]] = {
+        f"context, {subject.high} / {subject.low}": residency.placed(n_high, hotness),
+        "context, all tiers": residency.open(n_high, hotness, **every, hot_experts=None),
+    }
+    for name, way in ways.items():
+        try:
+            with way as engine:
+                score = subject.score_open(engine, f"{name}, {n_bytes}", against=reference)
+        except BudgetError:
+            continue  # not even one of its experts is hot
+        yield name, score
+
+
 def _stream(subject: Subject, n_bytes: int, reference: Reference) -> Iterator[tuple[str, Score]]:
     """(name, score) of what reads while it decodes. It computes as in a chat: a low request may
     use a high copy in memory."""
@@ -193,6 +226,8 @@ def _rows(found: Compared, memory: Memory) -> Iterator[Row]:
         yield _row(found, memory, f"uniform {file.label}", score)
     high = f"{memory.n_high} of {found.n_expert} high"
     yield _row(found, memory, f"dynaexq, {high}", memory.mix, mixed=True)
+    for name, score in memory.placed.items():
+        yield _row(found, memory, name, score, mixed=True)
     for name, score in memory.streamed.items():
         yield _row(found, memory, name, score, mixed=True, reads=True)
 

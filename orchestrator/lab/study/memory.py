@@ -25,7 +25,13 @@ from orchestrator.lab.study.figures import (
     quality,
     quality_of,
 )
-from orchestrator.lab.study.residency import SEEDS, Residency, high_share, update_steps
+from orchestrator.lab.study.residency import (
+    SEEDS,
+    Residency,
+    has_prompts,
+    high_share,
+    update_steps,
+)
 from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.lab.study.uniform import UniformFile
@@ -40,6 +46,7 @@ EMPTY, STARTED, FIXED, NULL = (
     "the same, never adapting",
     "random hot set, never adapting",
 )
+PLACED, PLACED_EMPTY = "context, with the first half's hotness", "context, cold start"
 NEVER = {"update_steps": 0}
 MIXED = "mixed"
 
@@ -151,7 +158,8 @@ class HotMemory(Study[SameMemory]):
             f"{subject.high}, in mean log-likelihood (log perplexity) and in KL from "
             f"{subject.tiers[0]} (nats); ratio: won back / experts high. A uniform type takes the "
             f"bytes of its file, and two tiers take slots, of whole pages. Swaps take time, so "
-            f"rows that adapt differ a little from run to run."
+            f"rows that adapt differ a little from run to run. Rows of context are there where "
+            f"the text has prompts (--prompt-tokens): it places its experts behind each."
         )
         return tables
 
@@ -232,6 +240,17 @@ def _measure(residency: Residency, work: Workload, ends: Ends, reference: Refere
             share, held = residency.budget_bytes(n_high) / whole, n_high / residency.n_expert
             found.rows.append(_row(label, share, held, score, ends, promoted))
             won.append(ends.won_back(score))
+    if has_prompts(subject):
+        for label, hotness in ((PLACED, work.hotness), (PLACED_EMPTY, None)):
+            won = found.won[label] = []
+            for n_high in _high_counts(residency):
+                with residency.placed(n_high, hotness) as engine:
+                    score = subject.score_open(engine, f"{work.name}: {label}", against=part)
+                    report = engine.policy.report()
+                held = report["hot_per_layer"] / residency.n_expert
+                share = residency.budget_bytes(n_high) / whole
+                found.rows.append(_row(label, share, held, score, ends, report["moves"] // 2))
+                won.append(ends.won_back(score))
     return found
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from orchestrator.footprint import model_shape
 from orchestrator.lab.study.policies import Counts
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.policy.dynaexq import DynaExq
+from orchestrator.policy.placement import nominal_bits
 from orchestrator.policy.versions import HIGH, LOW, resident_plan
 
 # Of hot sets that are chosen at random.
@@ -115,6 +117,12 @@ class Residency:
             with self.subject.open(wanted) as engine:
                 yield engine
 
+    def placed(self, n_high: int, hotness: np.ndarray | None) -> AbstractContextManager[Engine]:
+        """As open, in the same bytes, with the policy that places experts by each prompt: as many
+        of them high as fit, n_high at most."""
+        bits = float(nominal_bits(self.subject.low))
+        return self.open(n_high, hotness, policy="context", hot_experts=None, near_bits=bits)
+
     def fixed(
         self,
         label: str,
@@ -129,9 +137,10 @@ class Residency:
     def hotness(self, windows: Sequence[Window]) -> np.ndarray:
         """S as the policy would have it on the average over the windows, with every expert high:
         the share of the tokens that use each expert, float64 [n_layers, n_expert]."""
+        whole = [replace(window, prompt=False) for window in windows]
         with self.open(self.n_expert, None, update_steps=0) as engine:
             counts = Counts(engine.policy)
-            self.subject.on(windows).score_open(engine, "hotness", lambda own: counts)
+            self.subject.on(whole).score_open(engine, "hotness", lambda own: counts)
         return counts.per_step
 
     def random(self, seed: int) -> np.ndarray:
@@ -139,6 +148,11 @@ class Residency:
         rng = np.random.default_rng(seed)
         layers = range(self.shape.n_layers)
         return np.stack([rng.permutation(self.n_expert) + 1.0 for _ in layers])
+
+
+def has_prompts(subject: Subject) -> bool:
+    """Whether its text is read as prompts and answers, by which experts are placed."""
+    return any(window.prompt for window in subject.windows)
 
 
 def update_steps(subject: Subject) -> int:

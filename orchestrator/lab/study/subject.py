@@ -80,15 +80,18 @@ class Subject:
         self.report = report
         self._low_tiers = _tier_names(config.low) if config.low else ()
         self.config = eval_config(config, options)
-        # Any configuration tokenizes alike.
-        with Engine.open(self.config) as engine:
+        # Any configuration tokenizes alike; the settings are for the policies that a study names.
+        unset = dict.fromkeys(self.config.of_policies)
+        with Engine.open(self.config.with_changes(**unset)) as engine:
             self.tiers = tuple(tier.name for tier in engine.model.tiers)
             self.name = config.model.name
             self.n_layers = engine.model.n_layers
             self.layer_ids = list(engine.model.layer_ids)
             self.n_expert_used = engine.model.n_expert_used
             window = min(options.window, engine.n_ctx)
-            self.windows = cut_windows(engine, documents, window, options.tokens, options.text)
+            self.windows = cut_windows(
+                engine, documents, window, options.tokens, options.text, options.prompt_tokens
+            )
         self.uniform_types = UniformTypes(config, options)
         self.high = config.high_tier or ("q4_k" if "q4_k" in self.tiers[:-1] else self.tiers[0])
         self.low = config.low_tier or self.tiers[-1]

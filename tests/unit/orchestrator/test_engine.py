@@ -21,7 +21,8 @@ from orchestrator.engine import Engine, Sampling
 from orchestrator.errors import ConfigError, NativeError, PolicyError
 from orchestrator.hardware import Machine
 from orchestrator.native import Misses
-from orchestrator.plan import plan_memory, store_spec
+from orchestrator.plan import plan_memory
+from orchestrator.store_layout import store_spec
 
 END = 0
 GREEDY = Sampling(temp=0.0)

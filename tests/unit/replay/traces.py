@@ -77,6 +77,7 @@ def make_trace(
         "slices": slices,
         "start_tier": np.full((n_layers, header.n_expert), ABSENT, np.uint8),
         "start_hotness": np.zeros((n_layers, header.n_expert)),
+        "losses": np.zeros((n_layers, header.n_expert, 2)),
         "counters": np.zeros((len(Phase), len(COUNTERS)), np.int64),
         "step_phase": np.array([phase for phase, _ in steps], np.uint8),
         "step_tokens": np.array([len(layers[0]) for _, layers in steps], np.int32),

@@ -8,9 +8,17 @@ import pytest
 from click.testing import CliRunner
 
 from orchestrator.cli import cli
-from orchestrator.errors import SettingError
-from orchestrator.lab.bench.firm import BASE, NO_PREFETCH, OURS, PAPERS, live_cases, played_rows
-from orchestrator.lab.bench.firm import FirmOptions as Options
+from orchestrator.errors import ConfigError, SettingError
+from orchestrator.lab.bench.firm import live_cases
+from orchestrator.lab.bench.firm_replay import (
+    BASE,
+    LENGTH_ROWS,
+    NO_PREFETCH,
+    OURS,
+    PAPERS,
+    played_rows,
+)
+from orchestrator.lab.bench.firm_replay import FirmOptions as Options
 from orchestrator.policy import POLICIES
 
 
@@ -42,9 +50,16 @@ def test_live_rows_are_those_of_our_own_that_exist() -> None:
         Options(bandwidth=0)
 
 
+@pytest.mark.parametrize("given", [{"prompts": (8,)}, {"prompts": (8,), "answers": (1,)}])
+def test_lengths_that_make_no_table(given: dict[str, tuple[int, ...]]) -> None:
+    with pytest.raises(ConfigError):
+        Options(**given)
+
+
 def test_a_small_run(real_engine: None) -> None:
     options = ["--quick", "--tokens", "24", "--caps", "50", "--runs", "1", "--threads", "1"]
-    done = CliRunner().invoke(cli, ["bench", "firm", *options, "--bandwidth", "50MB", "--json"])
+    options += ["--bandwidth", "50MB", "--prompts", "4,16", "--answers", "6,24"]
+    done = CliRunner().invoke(cli, ["bench", "firm", *options, "--json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     rows = {(row["name"], row["world"]): row for row in report["cases"]}
@@ -53,3 +68,22 @@ def test_a_small_run(real_engine: None) -> None:
     assert rows["whole experts waited for", OURS]["speedup"] < 1.0
     assert rows["firm, n=1", OURS]["bytes_ratio"] <= rows["firm, n=3", OURS]["bytes_ratio"]
     assert rows[NO_PREFETCH, OURS]["hit_rate"] > 0
+    lengths = [(row["prompt"], row["answer"]) for row in report["lengths"]]
+    assert lengths == [(4, 6), (4, 24), (16, 6), (16, 24)]
+    for name in LENGTH_ROWS:
+        short, long = report["lengths"][0][name], report["lengths"][1][name]
+        assert 0 < short < long  # the prompt's time is spread over more tokens
+
+
+def test_a_small_run_with_live_rows(real_engine: None) -> None:
+    """Its tables too: they are made of both kinds of rows."""
+    options = ["--quick", "--tokens", "8", "--caps", "50", "--runs", "1", "--threads", "1"]
+    rows = ["--rows", f"managed,{NO_PREFETCH},n=1"]
+    done = CliRunner().invoke(
+        cli, ["bench", "firm", *options, *rows, "--bandwidth", "50MB", "--live"]
+    )
+    assert done.exit_code == 0, done.output
+    live, virtual = done.stdout.split(OURS)[0], done.stdout.split(OURS)[1]
+    assert "everything resident" in live and "everything resident" not in virtual
+    assert f"{NO_PREFETCH}: peak" in live
+    assert "firm, n=3" in virtual and "firm, n=3" not in live

@@ -19,6 +19,7 @@ from orchestrator.lab.bench.marks import MARKS, Marks, of_slowest
 from orchestrator.lab.bench.models import DEMO_TEXT
 from orchestrator.lab.bench.topics import (
     ALL_LOW,
+    CONTEXT,
     FIXED,
     RESTLESS,
     TopicOptions,
@@ -26,7 +27,13 @@ from orchestrator.lab.bench.topics import (
     slowest_table,
     topic_cases,
 )
-from orchestrator.lab.bench.topics_figures import WINDOW, topic_goals, topic_row, topic_rows
+from orchestrator.lab.bench.topics_figures import (
+    WINDOW,
+    placement_goals,
+    topic_goals,
+    topic_row,
+    topic_rows,
+)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +213,15 @@ def test_rows_are_compared_within_a_run():
     slow = {**row, "p99_of_p50": 1.6, "of_speed": 0.9, "of_mmap": 3.0, "waited_ms": 0.5}
     assert [goal["met"] for goal in topic_goals([slow], row["name"], RESTLESS)] == [False] * 4
     assert topic_goals([{**row, "error": "no"}], row["name"], RESTLESS) == []
+    mine = next(row for row in rows if row["name"] == CONTEXT) | {"policy": {"steps": 12}}
+    still = next(row for row in rows if row["name"] == FIXED)
+    good = placement_goals([mine, still], CONTEXT, FIXED)
+    assert [(goal["value"], goal["met"]) for goal in good] == [(1.0, True), (12, True), (0.0, True)]
+    slow = {"policy": {"steps": 65}, "tpot_ms_p50_runs": [2.2, 2.2], "waited_ms": 0.5}
+    assert [goal["met"] for goal in placement_goals([mine | slow, still], CONTEXT, FIXED)] == [
+        False
+    ] * 3
+    assert placement_goals([mine], CONTEXT, FIXED) == []
 
 
 def test_quick_topics_end_to_end(real_engine):
@@ -215,7 +231,7 @@ def test_quick_topics_end_to_end(real_engine):
     report = Topics().run(options)
     rows = {row["name"]: row for row in report["cases"]}
     assert not any("error" in row for row in rows.values())
-    for name in (ALL_LOW, FIXED, "every 8 steps", RESTLESS):
+    for name in (ALL_LOW, FIXED, CONTEXT, "every 8 steps", RESTLESS):
         assert rows[name]["waited_ms"] == rows[name]["demand_bytes"] == 0, rows[name]["mode"]
     assert rows[ALL_LOW]["high"] == 0.0
     assert rows[FIXED]["transition_bytes"] == 0

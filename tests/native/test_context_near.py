@@ -1,0 +1,204 @@
+"""Context-aware placement over four near tiers: shared slots, losses, moves, kept prefixes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from gguf_tools.pack import pack
+from orchestrator import losses
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.errors import ConfigError, TraceError
+from orchestrator.llama import Bindings
+from orchestrator.policy.context import Context
+from orchestrator.replay import ReplayOptions, Trace, read_trace, replay, write_trace
+from orchestrator.replay.record import Disk, Recorder
+from orchestrator.replay.report import set_up_for
+from orchestrator.replay.simulate import Compute, Transport, simulate
+
+pytestmark = pytest.mark.usefixtures("library_folder")
+
+FIVE = ("q8_0", "q4_k", "q3_k", "q2_k", "q1_0")
+RNG = np.random.default_rng(17)
+PROMPTS = [[int(t) for t in RNG.integers(0, 250, n)] for n in (40, 25)]
+ANSWER = [int(t) for t in RNG.integers(0, 250, 60)]
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("five")
+    source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("f16",))
+    pack(source, folder / "five.gguf", FIVE)
+    return folder / "five.gguf"
+
+
+def save_table(path: Path, of: Path, tiers: tuple[str, ...] = FIVE) -> np.ndarray:
+    """A loss table of random numbers, worse in lower tiers; returns the losses."""
+    with ExpertModel.open(of) as model:
+        size = model.n_layers, model.n_expert
+        found = np.sort(RNG.random((*size, len(tiers))) ** 4, axis=2).round(6)
+        table = losses.LossTable(
+            [losses.Candidate(name, 4.0, True) for name in tiers],
+            found,
+            np.ones(size),
+            np.ones(size, np.int64),
+            "none",
+            "rtn",
+            "random",
+            1,
+        )
+        losses.save(path, model, table)
+    return found
+
+
+def build(model: Path, **options: object) -> Config:
+    asked = {"policy": "context", "hot_experts": 2, "ctx": 256, "near_slots": "shared"} | options
+    return Config.build(model=model, threads=1, **asked)
+
+
+def converse(engine: Engine, number: int, n_answer: int = len(ANSWER)) -> None:
+    prompt = PROMPTS[number]
+    engine.eval(prompt, 0)
+    for at, token in enumerate(ANSWER[:n_answer]):
+        engine.eval([token], len(prompt) + at)
+
+
+def policy_of(engine: Engine) -> Context:
+    assert isinstance(engine.policy, Context)
+    return engine.policy
+
+
+def test_a_loss_table_is_found_and_used(five: Path, tmp_path: Path) -> None:
+    beside = losses.default_path(five)
+    with Engine.open(build(five)) as engine:
+        assert policy_of(engine).losses is None
+        assert "There is no loss table" in str(engine.note) and "calibrate" in str(engine.note)
+        nominal = engine.store.resident()
+    try:
+        expected = save_table(beside, five)
+        with Engine.open(build(five)) as engine:
+            assert np.array_equal(policy_of(engine).losses, expected) and engine.note is None
+            assert not np.array_equal(engine.store.resident(), nominal)
+        save_table(beside, five, FIVE[:3])
+        with Engine.open(build(five)) as engine:
+            assert policy_of(engine).losses is None and "lacks one of" in str(engine.note)
+        beside.write_text("{}")
+        with Engine.open(build(five)) as engine:
+            assert policy_of(engine).losses is None and "Nominal losses" in str(engine.note)
+    finally:
+        beside.unlink()
+    named = tmp_path / "losses.json"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Engine.open(build(five, losses=named))
+    save_table(named, five, FIVE[:3])
+    with pytest.raises(ConfigError, match=r"--losses .* lacks one of"):
+        Engine.open(build(five, losses=named))
+    expected = save_table(named, five)
+    with Engine.open(build(five, losses=named, near_tiers="q3_k,q1_0", near_bits=2.0)) as engine:
+        assert np.array_equal(policy_of(engine).losses, expected)
+
+
+@pytest.mark.parametrize("placement", ["async", "wait"])
+def test_moves_read_what_changed_and_nothing_waits(five: Path, placement: str) -> None:
+    """Where it waits, everything is in place before an answer's first token."""
+    with Engine.open(build(five, placement=placement)) as engine:
+        policy, store = policy_of(engine), engine.store
+        model = engine.model
+        converse(engine, 0)
+        for number in (1, 0):
+            before, read = store.resident(), store.stats().transition_bytes
+            converse(engine, number, 1)
+            at_once = store.stats().transition_bytes - read
+            for token in ANSWER[1:]:
+                engine.eval([token], engine.n_cached)
+            while policy._wanted is not None:  # a slow disk
+                engine.eval([1], engine.n_cached)
+            after, stats = store.resident(), store.stats()
+            changed = np.argwhere(before != after).tolist()
+            owed = sum(
+                kind[after[layer, expert]].expert_bytes
+                for layer, expert in changed
+                for kind in model.slices[layer]
+                if kind[0] is not None
+            )
+            moved = stats.transition_bytes - read
+            assert changed and 0 < moved <= 1.1 * owed
+            assert placement == "async" or at_once == moved
+            store.check()
+        assert policy.updates == 3
+        assert list(stats.demand_bytes) == list(stats.wait_us) == [0, 0]
+        assert list(stats.hits) == list(stats.requests)
+        assert stats.transitions_rejected == stats.transitions_failed == 0
+        assert stats.evictions == 0
+
+
+def recorded(config: Config, path: Path) -> tuple[Trace, int]:
+    """The trace, and how many experts changed in the run."""
+    with Engine.open(config) as engine:
+        with Recorder(engine) as recorder:
+            for number in (0, 1):
+                converse(engine, number)
+        stats = engine.store.stats()
+        trace = recorder.trace(Disk(10**9, 50))
+    write_trace(path, trace)
+    return read_trace(path), stats.experts_promoted + stats.experts_demoted
+
+
+@pytest.mark.parametrize("placement", ["async", "wait"])
+def test_its_replay_is_exact_with_shared_slots(five: Path, tmp_path: Path, placement: str) -> None:
+    table = tmp_path / "losses.json"
+    expected = save_table(table, five)
+    config = build(five, placement=placement, losses=table, n_ubatch=16)
+    trace, n_changed = recorded(config, tmp_path / "t.npz")
+    assert np.array_equal(trace.arrays["losses"], expected)
+    assert n_changed > 0 and len(np.unique(trace.arrays["published"][:, 3])) > 2
+    if placement == "wait":  # all of it before the two answers
+        assert len(np.unique(trace.arrays["published"][:, 0])) == 2
+    result = replay(Bindings.load().library(), trace, ReplayOptions())
+    assert result["clock"] == "recorded"
+    rows = {row["name"]: row for row in result["agreement"]}
+    exact = ["hits", "of requests", "prompt: hits", "promoted", "demoted"]
+    exact += [name for name in rows if name.startswith(("routed in", "computed in"))]
+    for name in exact:
+        assert rows[name]["error"] == 0, name
+
+
+def test_it_adapts_within_64_steps(five: Path, tmp_path: Path) -> None:
+    """In virtual time, with a token's computing and bytes as they are for OLMoE: 30 ms, and what
+    changes takes a third of a second at 1.25 GB/s."""
+    trace, _ = recorded(build(five), tmp_path / "t.npz")
+    for hot in (2, 4):
+        options = ReplayOptions(settings={"hot_experts": hot, "near_bits": 2.5}, expert_ram=1 << 26)
+        setup = set_up_for(trace, options, Context, Transport(0, 0, 4))
+        shape = setup.shape
+        every = shape.all_slot_bytes(1)
+        speed = Transport(int(every / 1.5), 100, 4)  # all experts in 1.5 s, as 1.9 GB are
+        simulate(Bindings.load().library(), trace, setup, speed, Compute(1000.0, 30_000.0), False)
+        found = setup.policy.report()
+        assert found["placements"] == 2 and 0 < found["steps"] <= 64
+
+
+def test_what_a_sequence_used_goes_with_its_tokens(five: Path) -> None:
+    with Engine.open(build(five, sequences=2)) as engine:
+        policy, driver = policy_of(engine), engine.driver
+        converse(engine, 0, 4)
+        alone = policy.use.counts
+        kept = driver.save_sequence(0)
+        assert kept is not None and driver.save_sequence(1) is None
+        engine.fork(0)  # llama.cpp's 1
+        assert driver.save_sequence(1) == kept
+        engine.decode_batch([5], [0])
+        assert policy.use.counts.sum() == pytest.approx(2 * alone.sum() + alone.sum() * 1 / 44)
+        assert driver.restored == 1
+    with Engine.open(build(five)) as engine, Recorder(engine) as recorder:
+        converse(engine, 0, 2)
+        engine.driver.restore_sequence(0, kept)
+        assert policy_of(engine).use.counts == pytest.approx(alone)
+        engine.eval([7], engine.n_cached)
+    with pytest.raises(TraceError, match="kept in this run"):
+        recorder.trace()
