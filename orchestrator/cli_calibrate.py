@@ -9,7 +9,7 @@ import click
 
 from gguf_tools import interrupts
 from orchestrator.cli_files import FILE, THREADS, names_of, print_notes
-from orchestrator.cli_options import CALIB_TOKENS, chosen_method
+from orchestrator.cli_options import CALIB_TOKENS, RAM, chosen_method
 from orchestrator.console import Console, progress_bar, strip_controls
 
 TYPES = "q4_k,q3_k,q2_k,q1_0"
@@ -44,6 +44,7 @@ TYPES = "q4_k,q3_k,q2_k,q1_0"
     metavar="FILE",
     help="Write an importance matrix of the text, and no table.",
 )
+@RAM
 @THREADS
 def calibrate(
     file: Path,

@@ -104,6 +104,14 @@ CALIB_TOKENS = click.option(
     metavar="N",
     help="Use N tokens of it at most.  [default: 65536]",
 )
+RAM = option_of(
+    replace(
+        Config.declared()["ram"],
+        help="Cap on everything that reading a text takes, as 6GiB (6G means the same) or 500MB: "
+        "the experts of the model that reads then come from the file as they are needed.",
+        shown="none",
+    )
+)
 method_options = together(
     click.option(
         "--method",
@@ -125,6 +133,7 @@ method_options = together(
         metavar="FILE",
         help="An importance matrix of llama.cpp, in the place of a text.",
     ),
+    RAM,
 )
 
 
@@ -185,8 +194,11 @@ def chosen_method(threads: int | None, options: dict[str, Any]) -> Method:
 
     if options.get("calib_tokens") and not options.get("calib"):
         raise click.UsageError("--calib-tokens is for a text: give --calib TEXT, or leave it out")
-    renamed = {"name": "method", "calib": "calib", "imatrix": "imatrix", "tokens": "calib_tokens"}
-    chosen = given({name: options.get(option) for name, option in renamed.items()})
+    if options.get("ram") and not options.get("calib"):
+        raise click.UsageError("--ram is for reading a text: give --calib TEXT, or leave it out")
+    renamed = {"name": "method", "tokens": "calib_tokens"}
+    names = ("calib", "imatrix", "ram")
+    chosen = given({name: options.get(renamed.get(name, name)) for name in (*names, *renamed)})
     return Method(**chosen, threads=threads)
 
 

@@ -38,6 +38,7 @@ LAYERS = (
     ("orchestrator.config", "orchestrator.driver"),
     (
         "orchestrator.context_length",
+        "orchestrator.damage",
         "orchestrator.disk",
         "orchestrator.hardware",
         "orchestrator.footprint",
