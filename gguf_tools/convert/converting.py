@@ -146,7 +146,7 @@ class CheckpointFile(GGUFFile):
             self._values[each.name] = each.values
         header = writer.header()
         size = len(header) + writer.alignment + writer.data_bytes
-        self._header, self._header_and_data_bytes = header, size
+        self._header_bytes, self._whole_bytes = header, size
         super().__init__(checkpoint.folder, header, size)
         self._ggml = ggml
         self._infos = sorted(self.tensors.values(), key=lambda info: info.offset)
@@ -158,9 +158,9 @@ class CheckpointFile(GGUFFile):
     def header_alone(self) -> Iterator[Path]:
         """A temporary file of this header and size whose data are a hole."""
         with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
-            file.write(self._header)
+            file.write(self._header_bytes)
             file.flush()
-            os.truncate(file.fileno(), self._header_and_data_bytes)
+            os.truncate(file.fileno(), self._whole_bytes)
             yield Path(file.name)
 
     def bytes_at(self, offset: int, nbytes: int) -> Bytes:
