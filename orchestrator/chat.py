@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gguf_tools import interrupts
+from orchestrator.chat_files import LastConversation, read_conversation, write_conversation
 from orchestrator.config import Config
 from orchestrator.console import Console
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.files import write_whole
 from orchestrator.policy import known_policies, owners, policy_settings
 from orchestrator.sampling import Sampling
 from orchestrator.settings import Setting
@@ -52,6 +52,8 @@ class Session:
         self.left_out = 0
         self.stopped = False
         self.system = config.system
+        # Where the conversation is kept for `--resume`.
+        self.keeper: LastConversation | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -92,6 +94,8 @@ class Session:
         finally:
             if keep:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
+                if self.keeper is not None:
+                    self.keeper.keep(self.messages)
             else:
                 del self.messages[start:]
 
@@ -137,10 +141,14 @@ class Session:
             self.left_out += 2
             limit = context // 2
 
+    def load(self, messages: list[Message]) -> None:
+        """Go on with another conversation: its messages, as read_conversation gives them."""
+        self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        self.messages, self.left_out = list(messages), 0
+
     def save(self, path: Path) -> None:
         """Write the messages to `path` as JSON lines; raises OSError and leaves no half file."""
-        lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages]
-        write_whole(path, "".join(lines), private=True)
+        write_conversation(path, self.messages)
 
 
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
@@ -188,6 +196,7 @@ class Chat:
             "/policy": ("NAME", "change the policy, live", self._policy),
             **self._live_settings(),
             "/save": ("FILE", "write the conversation as JSON lines", self._save),
+            "/load": ("FILE", "go on with a conversation that /save wrote", self._load),
             "/quit": ("", "leave (so does Ctrl-D)", self._quit),
         }
         self._running = True
@@ -277,6 +286,8 @@ class Chat:
                 f"the first {session.left_out} messages are no longer seen."
             )
         console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
+        for note in session.engine.prompt_notes():
+            console.note(note)
         console.note("")
 
     def _command(self, line: str) -> None:
@@ -380,6 +391,14 @@ class Chat:
             return
         self._saved.add(path)
         self.console.note(f"{len(self.session.messages)} messages written to {path}")
+
+    def _load(self, argument: str) -> None:
+        if not argument:
+            self.console.error("/load needs a file name")
+            return
+        path = Path(argument).expanduser()
+        self.session.load(read_conversation(path))
+        self.console.note(f"{len(self.session.messages)} messages read from {path}")
 
     def _quit(self, _argument: str) -> None:
         self._running = False

@@ -7,7 +7,13 @@ from typing import Any
 
 import click
 
-from orchestrator.cli_options import answer_options, make_config, model_options, open_engine
+from orchestrator.cli_options import (
+    answer_options,
+    conversation_options,
+    make_config,
+    model_options,
+    open_engine,
+)
 from orchestrator.console import Console
 
 # Characters: more than the largest context holds of any text.
@@ -17,6 +23,10 @@ LONGEST_PROMPT = 1 << 27
 @click.command()
 @model_options
 @answer_options
+@conversation_options
+@click.option(
+    "--resume", is_flag=True, help="Go on with the latest conversation of --prompt-cache."
+)
 @click.option(
     "-p",
     "--prompt",
@@ -29,9 +39,10 @@ LONGEST_PROMPT = 1 << 27
     is_flag=True,
     help="With a prompt: print one JSON object, the text and its statistics.",
 )
-def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
+def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> None:
     """Talk to a model."""
     from orchestrator.chat import Chat, Session, one_shot
+    from orchestrator.chat_files import LastConversation
 
     console = Console()
     if prompt is None and not console.in_tty:
@@ -44,13 +55,22 @@ def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
         raise click.UsageError("--json needs a prompt: give -p TEXT, or text on stdin")
     if prompt is not None and not prompt.strip():
         raise click.UsageError("the prompt is empty")
-    config = make_config({**options, "remember": True})
+    config = make_config({**options, "remember": True, "conversations": True})
+    folder = config.prompt_cache
+    last = LastConversation(folder) if folder else None
+    if resume and last is None:
+        raise click.UsageError("--resume goes on from a folder: give --prompt-cache DIR")
+    messages = last.read() if last and resume else None
     with open_engine(config, console) as engine:
         if config.ctx and engine.n_ctx < config.ctx:
             console.note(
                 f"--ctx {config.ctx}: it gets {engine.n_ctx}, which the model was made for."
             )
         session = Session(engine, config)
+        session.keeper = last
+        if messages:
+            session.load(messages)
+            console.note(f"It goes on behind {len(messages)} messages.")
         if prompt is None:
             Chat(session, console).run()
         elif not one_shot(session, console, prompt.strip(), as_json):

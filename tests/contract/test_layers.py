@@ -60,6 +60,7 @@ LAYERS = (
     ("orchestrator.engine",),
     (
         "orchestrator.chat",
+        "orchestrator.chat_files",
         "orchestrator.console",
         "orchestrator.calibrate",
         "orchestrator.eval",
