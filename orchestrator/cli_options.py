@@ -70,6 +70,8 @@ def option_of(declared: Setting, default: str | None = None) -> Callable[[F], F]
         more["type"] = float if float in declared.kinds else int
     elif Path in declared.kinds:
         more["type"] = FILE
+    elif declared.repeated:
+        more |= {"multiple": True, "callback": lambda _ctx, _param, texts: texts or None}
     short = ["-m"] if declared.name == "model" else []
     return click.option(*short, declared.flag, metavar=declared.metavar, **more)
 

@@ -27,6 +27,8 @@ from orchestrator.policy import BASELINE
 # (what is being done, how much of it, 0 to 1)
 Report = Callable[[str, float], None]
 
+# What is being done while an engine opens.
+LOADING = "Loading"
 WINDOW = 512
 LEAST_WINDOW = 8
 
@@ -170,7 +172,7 @@ def read_reference(
 
 def loading(report: Report) -> Callable[[float], None]:
     """The progress of an engine that opens."""
-    return lambda share: report("Loading", share)
+    return lambda share: report(LOADING, share)
 
 
 def _choices(judge: Judge, questions: list[Question], report: Report) -> dict[str, Any]:

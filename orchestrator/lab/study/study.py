@@ -24,6 +24,8 @@ from orchestrator.lab.table import Table
 from orchestrator.policy import Policy
 
 Found = TypeVar("Found")
+# With fewer, standard errors are larger than what studies look for.
+LEAST_TOKENS = 512
 
 
 class Study(Experiment[Subject, Found]):
@@ -33,6 +35,10 @@ class Study(Experiment[Subject, Found]):
     name: ClassVar[str]
     draws = True
     rivals: ClassVar[bool] = False
+
+    def n_passes(self, on: Subject) -> int:
+        """How many passes over the text it makes; 0 for one alone, whose bar says all."""
+        return 0
 
     @abstractmethod
     def draw(self, found: Found, folder: Path) -> list[Path]:
@@ -58,10 +64,18 @@ class Study(Experiment[Subject, Found]):
             if options.uniform is not None or options.calib is not None:
                 raise ConfigError(f"the study {self.name} has no use for --uniform and --calib")
             options = replace(options, uniform=(NONE,))
-        subject = Subject(config, options, report)
+        subject = Subject(config, options, report, note)
+        if subject.n_tokens < LEAST_TOKENS:
+            raise ConfigError(
+                f"{options.text}: {subject.n_tokens} tokens are too few for a study, whose figures "
+                f"would be noise: {LEAST_TOKENS} are the least (a longer --text, or more --tokens)"
+            )
         cost = subject.uniform_types.cost()
         if cost:
             note(cost)
+        n_passes = self.n_passes(subject)
+        if n_passes:
+            subject.passes.expect(n_passes, subject.n_tokens)
         folder.mkdir(parents=True, exist_ok=True)
         found = self.measure(subject)
         tables = self.tables(found)
@@ -126,6 +140,10 @@ class ScoredStudy(Study[Scores]):
     def cases(self, subject: Subject) -> list[Configuration]:
         """What is compared, in the order of the tables. Neighbours with the same settings share
         an engine."""
+
+    def n_passes(self, on: Subject) -> int:
+        own = sum(len(each.deciders or (None,)) for each in self.cases(on))
+        return 1 + own + (on.uniform_types.n_files if self.rivals else 0)
 
     def measure(self, on: Subject) -> Scores:
         found = Scores(on)

@@ -1,4 +1,4 @@
-"""`--prompt-cache` and `--resume` over the real engine: a conversation that outlives its process."""
+"""`--prompt-cache` and `--resume` over the real engine: conversations outlive their process."""
 
 from __future__ import annotations
 

@@ -150,6 +150,11 @@ def test_a_study_runs_and_its_figures_are_possible(published, name: str) -> None
         assert " layers, " in table["title"] and table["title"].endswith("one run")
         for row in table["rows"]:
             check_quality(row)
+    if found.passes.total:
+        assert found.passes.begun == found.passes.total
+        assert f"{found.passes.total} passes over {found.data['tokens']} tokens" in found.said
+    else:
+        assert found.passes.begun <= 1
     if name in KNOWN:
         KNOWN[name](*(table["rows"] for table in found.data["tables"]))
 
