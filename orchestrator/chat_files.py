@@ -34,10 +34,9 @@ def read_conversation(path: Path) -> list[Message]:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {_WRONG}") from error
-    turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
-    if len(turns) % 2:
-        turns.pop()
-        messages.pop()
+    first = 1 if messages and messages[0]["role"] == "system" else 0
+    messages = messages[: len(messages) - (len(messages) - first) % 2]
+    turns = messages[first:]
     wanted = ["user", "assistant"] * (len(turns) // 2)
     if not turns or [each["role"] for each in turns] != wanted:
         raise ConfigError(f"{path}: {_WRONG}")
