@@ -75,6 +75,8 @@ def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> Non
             Chat(session, console, partial(change_model, session, console)).run()
         elif not one_shot(session, console, prompt, as_json):
             raise KeyboardInterrupt
+    for note in session.engine.prompt_notes():
+        console.note(note)
 
 
 def with_stdin(prompt: str | None, console: Console) -> str | None:

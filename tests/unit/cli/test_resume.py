@@ -40,6 +40,13 @@ def test_a_conversation_goes_on_in_another_process(model: Path, tmp_path: Path) 
     assert len((folder / "last.jsonl").read_text().splitlines()) == 4
 
 
+def test_what_could_not_be_kept_is_said_at_the_end(model: Path, tmp_path: Path) -> None:
+    limit = "--prompt-cache-limit=1000"
+    code, _, said = chat(model, "--prompt-cache", tmp_path, limit, "-p", QUESTION)
+    assert code == 0
+    assert said.startswith("A conversation of ") and said.count("\n") == 1
+
+
 def test_there_is_something_to_resume(model: Path, tmp_path: Path) -> None:
     code, _, said = chat(model, "--resume", "-p", "x")
     assert code == 2
