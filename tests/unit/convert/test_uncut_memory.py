@@ -51,7 +51,7 @@ def test_turns_and_other_conversations(name: str, case: Callable[[str], Case]) -
         assert evaluated(engine, second) == 1
         assert evaluated(engine, first + ANOTHER[:20]) == 20  # an edited last message
         assert evaluated(engine, OTHER) == 100
-        assert evaluated(engine, first + ANOTHER[:20] + [70]) == 1
+        assert evaluated(engine, first + ANOTHER[:20] + [70]) <= 2  # the mark is before the last
         assert evaluated(engine, second) <= 30  # from the mark behind the first answer
         assert engine._shelf.used_bytes <= engine.plan.prompt_bytes
 
