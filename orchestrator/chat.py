@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf_tools import interrupts
+from orchestrator.chat_files import read_conversation
 from orchestrator.console import Console
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.policy import known_policies, owners, policy_settings
@@ -27,7 +28,6 @@ ALIASES = {
     "/bye": "/quit",
     "/clear": "/reset",
     "/exit": "/quit",
-    "/load": "/model",
     "/temperature": "/temp",
     "/?": "/help",
 }
@@ -98,6 +98,7 @@ class Chat:
             "/policy": ("NAME", "change the policy, live", self._policy),
             **self._live_settings(),
             "/save": ("FILE", "write the conversation as JSON lines", self._save),
+            "/load": ("FILE", "go on with a conversation that /save wrote, or a model", self._load),
             "/quit": ("", "leave (so does Ctrl-D)", self._quit),
         }
         self._running = True
@@ -193,6 +194,8 @@ class Chat:
                 f"the first {session.left_out} messages are no longer seen."
             )
         console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
+        for note in session.engine.prompt_notes():
+            console.note(note)
         console.note("")
 
     def _command(self, line: str) -> None:
@@ -334,6 +337,17 @@ class Chat:
             return
         self._saved.add(path)
         self.console.note(f"{len(self.session.messages)} messages written to {path}")
+
+    def _load(self, argument: str) -> None:
+        if not argument:
+            self.console.error("/load needs a file name")
+            return
+        path = Path(argument).expanduser()
+        if path.suffix == ".gguf" or not path.is_file():
+            self._model(argument)
+            return
+        self.session.load(read_conversation(path))
+        self.console.note(f"{len(self.session.messages)} messages read from {path}")
 
     def _quit(self, _argument: str) -> None:
         self._running = False

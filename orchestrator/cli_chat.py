@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.cli_files import model_path
-from orchestrator.cli_options import answer_options, make_config, model_options, open_engine
+from orchestrator.cli_options import (
+    answer_options,
+    conversation_options,
+    make_config,
+    model_options,
+    open_engine,
+)
 from orchestrator.console import Console
 
 if TYPE_CHECKING:
@@ -22,6 +28,10 @@ LONGEST_PROMPT = 1 << 27
 @click.command()
 @model_options
 @answer_options
+@conversation_options
+@click.option(
+    "--resume", is_flag=True, help="Go on with the latest conversation of --prompt-cache."
+)
 @click.option(
     "-p",
     "--prompt",
@@ -35,26 +45,38 @@ LONGEST_PROMPT = 1 << 27
     is_flag=True,
     help="With a prompt: print one JSON object, the text and its statistics.",
 )
-def chat(prompt: str | None, as_json: bool, **options: Any) -> None:
+def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> None:
     """Talk to a model."""
     from orchestrator.chat import Chat, one_shot
+    from orchestrator.chat_files import LastConversation
     from orchestrator.session import Session
 
     console = Console()
     prompt = with_stdin(prompt, console)
     if prompt is None and as_json:
         raise click.UsageError("--json needs a prompt: give -p TEXT, or text on stdin")
-    config = make_config({**options, "remember": True})
+    config = make_config({**options, "remember": True, "conversations": True})
+    folder = config.prompt_cache
+    last = LastConversation(folder) if folder else None
+    if resume and last is None:
+        raise click.UsageError("--resume goes on from a folder: give --prompt-cache DIR")
+    messages = last.read() if last and resume else None
     with console.quiet_keys():
         engine = open_engine(config, console)
     with Session(engine, config) as session:
         if config.ctx and engine.n_ctx != config.ctx:
             why = "which the model was made for" if engine.n_ctx < config.ctx else "the next size"
             console.note(f"--ctx {config.ctx}: it gets {engine.n_ctx}, {why}.")
+        session.keeper = last
+        if messages:
+            session.load(messages)
+            console.note(f"It goes on behind {len(messages)} messages.")
         if prompt is None:
             Chat(session, console, partial(change_model, session, console)).run()
         elif not one_shot(session, console, prompt, as_json):
             raise KeyboardInterrupt
+    for note in session.engine.prompt_notes():
+        console.note(note)
 
 
 def with_stdin(prompt: str | None, console: Console) -> str | None:

@@ -89,7 +89,7 @@ def policy_options(default: str | None = None, recorded: bool = False) -> list[C
 
 
 _OWN = [each for each in Config.declared().values() if each.option]
-_MODEL = [each for each in _OWN if not each.answer]
+_MODEL = [each for each in _OWN if not (each.answer or each.conversation)]
 _BESIDE_POLICY = [each.name for each in _MODEL].index("policy") + 1
 
 model_options = together(
@@ -98,6 +98,7 @@ model_options = together(
     *map(option_of, _MODEL[_BESIDE_POLICY:]),
 )
 answer_options = together(*(option_of(each) for each in _OWN if each.answer))
+conversation_options = together(*(option_of(each) for each in _OWN if each.conversation))
 
 
 CALIB_TOKENS = click.option(

@@ -120,13 +120,13 @@ class Config(Settings):
         unit=RATE,
         metavar="SIZE",
         shown="by memory",
-        answer=True,
+        conversation=True,
     )
     prompt_cache: Path | None = setting(
         None,
         "Keeps prompts that were read in this folder, for later runs.",
         metavar="DIR",
-        answer=True,
+        conversation=True,
     )
     prompt_cache_limit: int = setting(
         8 * 2**30,
@@ -134,7 +134,7 @@ class Config(Settings):
         within=FROM_1,
         unit=SIZE,
         shown="8GiB",
-        answer=True,
+        conversation=True,
     )
     system: str | None = setting(None, "System prompt.", metavar="TEXT", answer=True)
     n_ubatch: int = setting(

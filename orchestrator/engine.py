@@ -161,7 +161,7 @@ class Engine:
     def _prompt_cache(self) -> PromptCache:
         """The prompt cache of the model as it is loaded."""
         config, loaded, shelf = self.config, self._loaded, self._shelf
-        shelf.budget_bytes = loaded.plan.prompt_bytes
+        shelf.budget_bytes = loaded.plan.prompt_bytes - loaded.plan.copying_bytes
         shelf.make_room(0)
         flash = importance_window(config, loaded.plan) >= 0
         key = ""

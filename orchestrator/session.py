@@ -5,23 +5,21 @@ It knows no terminal.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gguf_tools import interrupts
+from orchestrator.chat_files import LastConversation, Message, write_conversation
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.files import write_whole
 from orchestrator.sampling import Sampling
 from orchestrator.settings import Setting
 
 if TYPE_CHECKING:
     from orchestrator.engine import Engine
 
-Message = dict[str, str]
 Prefill = Callable[[int, int], None]
 
 
@@ -40,6 +38,8 @@ class Session:
         self.left_out = 0
         self.stopped = False
         self.system = config.system
+        # Where the conversation is kept for `--resume`.
+        self.keeper: LastConversation | None = None
         self.reset()
 
     @property
@@ -102,6 +102,8 @@ class Session:
         finally:
             if keep:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
+                if self.keeper is not None:
+                    self.keeper.keep(self.messages)
             else:
                 del self.messages[start:]
 
@@ -174,7 +176,11 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def load(self, messages: list[Message]) -> None:
+        """Go on with another conversation: its messages, as read_conversation gives them."""
+        self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        self.messages, self.left_out = list(messages), 0
+
     def save(self, path: Path) -> None:
         """Write the messages to `path` as JSON lines; raises OSError and leaves no half file."""
-        lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages]
-        write_whole(path, "".join(lines), private=True)
+        write_conversation(path, self.messages)

@@ -63,10 +63,11 @@ class Setting:
     nothing was asked for. within: the least and the most, both allowed. unit: SIZE, bytes that an
     option writes as 6GiB; RATE, the same or 0. notation: how an option writes what has no unit and
     is no number or word. option: whether the command line has it; hidden: its help is in the
-    documents only. answer: it is of an answer, not of how the model runs. repeated: its value is
-    a tuple of texts, and its option may be given several times. live: it may be changed between
-    two tokens. recorded: it says how a policy decides, so that a trace keeps it and a replay may
-    change it; timing: it only changes when that takes effect."""
+    documents only. answer: it is of an answer, not of how the model runs. conversation: it is of a
+    program that holds conversations. repeated: its value is a tuple of texts, and its option may be
+    given several times. live: it may be changed between two tokens. recorded: it says how a policy
+    decides, so that a trace keeps it and a replay may change it; timing: it only changes when that
+    takes effect."""
 
     name: str
     kinds: tuple[type, ...]
@@ -82,6 +83,7 @@ class Setting:
     option: bool
     hidden: bool
     answer: bool
+    conversation: bool
     repeated: bool
     live: bool
     recorded: bool
@@ -159,6 +161,7 @@ def setting(
     option: bool = True,
     hidden: bool = False,
     answer: bool = False,
+    conversation: bool = False,
     repeated: bool = False,
     live: bool = False,
     recorded: bool = True,
@@ -177,6 +180,7 @@ def setting(
         "option": option,
         "hidden": hidden,
         "answer": answer,
+        "conversation": conversation,
         "repeated": repeated,
         "live": live,
         "recorded": recorded,

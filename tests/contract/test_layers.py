@@ -61,6 +61,7 @@ LAYERS = (
     ("orchestrator.prompts",),
     ("orchestrator.load",),
     ("orchestrator.engine", "orchestrator.wrapping"),
+    ("orchestrator.chat_files",),
     ("orchestrator.console", "orchestrator.session"),
     (
         "orchestrator.chat",

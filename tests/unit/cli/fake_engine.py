@@ -158,6 +158,9 @@ class FakeEngine:
         else:
             yield f"<{prompt}>"
 
+    def prompt_notes(self):
+        return []
+
     def set_policy(self, name):
         if name not in ("lru", "dymoe"):
             raise PolicyError(f"unknown policy '{name}'; known: dymoe, lru")
