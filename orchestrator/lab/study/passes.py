@@ -28,7 +28,7 @@ class Passes:
     def expect(self, total: int, n_tokens: int) -> None:
         """There will be so many, over about so many tokens each; that is said."""
         self.total = total
-        self._note(f"{total} passes over {n_tokens} tokens of the text")
+        self._note(f"{total} passes over up to {n_tokens} tokens of the text")
 
     def begin(self, label: str) -> Callable[[float], None]:
         """What gets the share of the next pass that is done."""

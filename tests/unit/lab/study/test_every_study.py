@@ -166,7 +166,7 @@ def test_a_study_runs_and_its_figures_are_possible(published, name: str) -> None
             check_quality(row)
     if found.passes.total:
         assert found.passes.begun == found.passes.total
-        assert f"{found.passes.total} passes over {found.data['tokens']} tokens" in found.said
+        assert f"{found.passes.total} passes over up to {found.data['tokens']} tokens" in found.said
     else:
         assert found.passes.begun <= 1
     if name in KNOWN:

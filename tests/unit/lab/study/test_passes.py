@@ -27,7 +27,7 @@ def test_a_pass_says_which_it_is_and_what_is_left() -> None:
         ("e, pass 5", 0.5),
     ]
     assert notes == [
-        "4 passes over 600 tokens of the text",
+        "4 passes over up to 600 tokens of the text",
         "The first 2 of 4 passes took 2 min: about 2 min more",
     ]
 
