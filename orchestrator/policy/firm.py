@@ -145,6 +145,7 @@ class FIRM(Policy):
         self._prompts = Prompts(self.rules, lambda layer, n_used: n_used, ())
         self._slots = 0
         self._step = -1
+        self._counts = True  # this token is one that is counted
         self._ballots: list[list[list[list[int]]]] = []  # [layer][nearest first][token][k]
         self._expected: tuple[int, list[int], list[int]] = (-1, [], [])  # layer, S, its absent
         self._every: list[list[int]] = []
@@ -224,8 +225,9 @@ class FIRM(Policy):
             self._step = event.step
             self._ballots = [[] for _ in range(self.shape.n_layers)]
             self._expected = (-1, [], [])
+            self._counts = self.tuner.counts
         one = event.n_tokens == 1
-        if one:
+        if one and self._counts:
             self._observe(event.layer, event.ids.tolist(), view)
         if event.n_ahead and event.n_tokens <= _MOST_TOKENS and self._prefetches():
             self._vote(event, one)
@@ -262,6 +264,8 @@ class FIRM(Policy):
         """Asks for the first matrices of all of them, then for the second ones."""
         for kinds in self._parts[layer]:
             out.prefetch_all(layer, expected, 0, kinds)
+        if not self._counts:
+            return
         resident = view.resident[layer]
         absent = [expert for expert in expected if resident[expert] == ABSENT]
         self._expected = (layer, expected, absent)
@@ -298,10 +302,10 @@ class FIRM(Policy):
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """prefetch: as of DyMoE. Of the look-ahead while decoding, by layer: recall, eq. 7;
-        precision, eq. 8; size, the mean of |S|, without which the two say nothing; and
-        absent_precision, that of what was not in memory. By group of layers: votes, [K, P]; loss,
-        the mean of eq. 11. tuned: whether they are fixed."""
+        """prefetch: as of DyMoE. Of the look-ahead of the tokens that are counted, by layer:
+        recall, eq. 7; precision, eq. 8; size, the mean of |S|, without which the two say nothing;
+        and absent_precision, that of what was not in memory. By group of layers: votes, [K, P];
+        loss, the mean of eq. 11. tuned: whether they are fixed."""
         how = self.settings.prefetch if self.n_ahead else NEVER
         if how == AUTO:
             how = ON if self._monitor.pays else "paused"

@@ -174,7 +174,7 @@ class Climb:
 
 class Tuner:
     """(K, P) of each group, and how they come about. tuned: they change no more. every: of so
-    many tokens one is counted, where every (K, P) is. until: the token after which they stay."""
+    many tokens one is counted. until: the token after which they stay."""
 
     every = 4
 
@@ -215,9 +215,17 @@ class Tuner:
         return self.chosen[self.groups[layer]]
 
     @property
+    def counts(self) -> bool:
+        """Whether what this token expected is compared with what it used: of one in `every`, so
+        that a decision stays short, and of all while climbing, which compares neighbours in
+        time."""
+        climbs = self.way == CLIMB and not self.tuned
+        return climbs or self.tokens % self.every == 0
+
+    @property
     def counts_all(self) -> bool:
-        """Whether this token is one of those on which every (K, P) is counted."""
-        return not self.tuned and self.way == ALL and self.tokens % self.every == 0
+        """Whether every (K, P) is counted on this token, too."""
+        return self.counts and not self.tuned and self.way == ALL
 
     def count(
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: int

@@ -149,7 +149,7 @@ class BenchOptions(Settings):
 
     def described(self, *more: str) -> dict[str, Any]:
         """What a report says of the options, JSON-ready; more: names of further ones."""
-        names = ("tokens", "prompt_tokens", "runs", "retention", "io_threads", *more)
+        names = ("tokens", "prompt_tokens", "runs", "retention", "io_threads", "quick", *more)
         values = {name: getattr(self, name) for name in names}
         routing = "trained" if self.trained else self.routing
         return {"routing": routing, "threads": self.n_threads} | {

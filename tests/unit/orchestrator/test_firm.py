@@ -77,6 +77,16 @@ def test_gates_come_before_ups(kinds: int, wanted: list[int]) -> None:
     assert found[2] == [(3, e, 0, mask) for mask in wanted for e in (2, 3, 1)]
 
 
+@pytest.mark.parametrize(("tune", "wanted"), [("all", 2), ("climb", 8), ("off", 2)])
+def test_one_token_of_four_is_compared_with_what_it_used(tune: str, wanted: int) -> None:
+    """All of them while climbing."""
+    policy = firm(votes=None, tune=tune)
+    for step in range(8):
+        token(policy, step)
+        policy.step_done(STEP_DONE)
+    assert policy._prediction._steps[1] == wanted
+
+
 def test_fewer_candidates_and_layers_by_group() -> None:
     """Layer 1 is shallow, 2 and 3 are middle ones: K, P are 1, 1 and 2, 2 there."""
     found = token(firm(votes="1,1/3,2/4,3"))
