@@ -6,6 +6,7 @@ GPU ?=
 AMX ?=
 CUDA_ARCH ?=
 BENCH ?=
+SERVE ?=
 FILES ?=
 SECONDS ?= 600
 
@@ -16,11 +17,12 @@ IN_ENV = "$$($(TOOL) python)"
 # lm_eval takes 600 MB: its adapter is tested in CI, elsewhere where it is installed.
 TEST_EXTRAS := dev,convert$(if $(CI),$(shell echo ,eval))
 
-.PHONY: help build chat test check bench docs patches-verify patches-refresh cuda-check gpu-check clean fuzz
+.PHONY: help build chat serve test check bench docs patches-verify patches-refresh cuda-check gpu-check clean fuzz
 
 help:
 	@echo 'make build            set everything up: environment, patched llama.cpp, moe-edge'
 	@echo 'make chat             the same, then chat with the demo model'
+	@echo 'make serve            the same, then serve it (SERVE="-m MODEL --ram 12GiB")'
 	@echo 'make test             the same, then run the tests'
 	@echo 'make check            ruff, mypy, docs and patches'
 	@echo 'make bench            the benchmark (BENCH="--routing zipf --json" passes options)'
@@ -38,6 +40,10 @@ build:
 chat:
 	@$(TOOL) setup $(FLAGS) >&2
 	@exec $(IN_ENV) -m orchestrator chat
+
+serve:
+	@$(TOOL) setup $(FLAGS) >&2
+	@exec $(IN_ENV) -m orchestrator serve $(SERVE)
 
 test:
 	@$(TOOL) setup --extras $(TEST_EXTRAS) $(FLAGS)

@@ -55,6 +55,7 @@ class _State:
         self.waiting = False
         self.ending: int | None = None
         self.stops: list[Callable[[], None]] = []
+        self.ends: Callable[[], None] | None = None
         self.last_file: str | None = None
         self.over = False
         self.leaves = False
@@ -129,13 +130,16 @@ class held:
 
 
 @contextmanager
-def calling(stop: Callable[[], None]) -> Iterator[None]:
-    """In the block an interrupt calls stop, in the place of all else. It may come at any moment."""
+def calling(stop: Callable[[], None], ending: bool = False) -> Iterator[None]:
+    """In the block an interrupt calls stop, in the place of all else. It may come at any moment.
+    ending: so do SIGTERM and SIGHUP, where listening would let them end the process."""
     before = None if _state.listening else _install()
     _state.stops.append(stop)
+    ends_before, _state.ends = _state.ends, stop if ending else _state.ends
     try:
         yield
     finally:
+        _state.ends = ends_before
         _state.stops.pop()
         if before is not None:
             _put_back(before)
@@ -238,7 +242,9 @@ def _on_interrupt(_signum: int, frame: FrameType | None) -> None:
 
 
 def _on_ending(number: int, frame: FrameType | None) -> None:
-    if not _state.over and not _comes_again(number):
+    if _state.ends is not None:
+        _state.ends()
+    elif not _state.over and not _comes_again(number):
         _state.ending, _state.waiting = number, True
         _raise_or_wait(frame)
 

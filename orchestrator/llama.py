@@ -376,10 +376,11 @@ class SamplerChain:
         if sampling.greedy:
             samplers = [api.llama_sampler_init_greedy()]
         else:
-            # The 40 best first, as upstream does: top_p would sort the whole vocabulary.
+            # The best first, as upstream does: top_p would sort the whole vocabulary.
             samplers = [
-                api.llama_sampler_init_top_k(40),
+                api.llama_sampler_init_top_k(sampling.top_k),
                 api.llama_sampler_init_top_p(sampling.top_p, 1),
+                api.llama_sampler_init_min_p(sampling.min_p, 1),
                 api.llama_sampler_init_temp(sampling.temp),
                 api.llama_sampler_init_dist(sampling.start_seed()),
             ]

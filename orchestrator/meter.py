@@ -13,6 +13,53 @@ from orchestrator.mix import Mix, computed, decided
 from orchestrator.native import CStats, Store
 
 
+class StoreCosts:
+    """What a store did since this was made."""
+
+    def __init__(self, store: Store | None, tiers: Sequence[str], skip: bool = False) -> None:
+        """As Meter."""
+        self._store = store
+        self._tiers, self._skip = tiers, skip
+        self._before = store.stats() if store else CStats()
+        self._calls = store.calls if store else 0
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of GenerationStats that the store knows."""
+        store = self._store
+        if store is None:
+            best = {self._tiers[0]: 1.0}
+            return {
+                **dict.fromkeys(("hit_rate", "prefill_hit_rate", "callback_us_p50")),
+                **{"bytes_read": 0, "wait_ms": 0.0, "mix": best, "computed": best},
+            }
+        old, new = self._before, store.stats()
+        bytes_read, wait_ms = new.transition_bytes - old.transition_bytes, 0.0
+        for phase in Phase:
+            bytes_read += new.demand_bytes[phase] - old.demand_bytes[phase]
+            bytes_read += new.prefetch_bytes[phase] - old.prefetch_bytes[phase]
+            wait_ms += (new.wait_us[phase] - old.wait_us[phase]) / 1000.0
+        mix, as_computed = self._mixes(old, new)
+        return {
+            "hit_rate": _rate(old, new, Phase.DECODE),
+            "prefill_hit_rate": _rate(old, new, Phase.PREFILL),
+            "bytes_read": bytes_read,
+            "wait_ms": wait_ms,
+            "mix": mix,
+            "computed": as_computed,
+            "callback_us_p50": store.callback_us(since=self._calls),
+        }
+
+    def _mixes(self, old: CStats, new: CStats) -> tuple[Mix, Mix]:
+        """As decided and as computed while decoding; in the prompt where nothing was decoded."""
+        for phase in (Phase.DECODE, Phase.PREFILL):
+            routed = _moved(old.routed[phase], new.routed[phase])
+            mix = decided(routed, self._tiers, self._skip)
+            if mix is not None:
+                matrices = _moved(old.computed[phase], new.computed[phase])
+                return mix, computed(matrices, self._tiers) or {}
+        return {self._tiers[0]: 1.0}, {self._tiers[0]: 1.0}
+
+
 class Meter:
     """Counts from its creation; token() at every chosen token; stats() at the end."""
 
@@ -21,15 +68,12 @@ class Meter:
     ) -> None:
         """store None: the plain path, where there is nothing to count. tiers: names of those in
         use, best first; skip: experts may be skipped."""
-        self._store = store
-        self._tiers, self._skip = tiers, skip
         self._prompt_tokens = prompt_tokens
         self.evaluated_tokens = 0
         self.finish = "cancelled"
         self._ended = False
         self._times = [perf_counter()]
-        self._before = store.stats() if store else CStats()
-        self._calls = store.calls if store else 0
+        self._costs = StoreCosts(store, tiers, skip)
 
     @property
     def tokens(self) -> int:
@@ -43,22 +87,8 @@ class Meter:
     def stats(self, mode: str, budget_bytes: int, policy: dict[str, Any]) -> GenerationStats:
         """The answer's costs until now, beside what ran, within which slots' budget, and the
         policy's own report."""
-        store, times = self._store, self._times
+        times = self._times
         gaps_ms = [1000.0 * (b - a) for a, b in pairwise(times[1:])]
-        hit_rate = prefill_hit_rate = callback_us = None
-        bytes_read, wait_ms = 0, 0.0
-        mix = as_computed = {self._tiers[0]: 1.0}
-        if store is not None:
-            old, new = self._before, store.stats()
-            prefill_hit_rate = _rate(old, new, Phase.PREFILL)
-            hit_rate = _rate(old, new, Phase.DECODE)
-            for phase in Phase:
-                bytes_read += new.demand_bytes[phase] - old.demand_bytes[phase]
-                bytes_read += new.prefetch_bytes[phase] - old.prefetch_bytes[phase]
-                wait_ms += (new.wait_us[phase] - old.wait_us[phase]) / 1000.0
-            bytes_read += new.transition_bytes - old.transition_bytes
-            mix, as_computed = self._mixes(old, new)
-            callback_us = store.callback_us(since=self._calls)
         return GenerationStats(
             ttft_ms=1000.0 * (times[1] - times[0]) if len(times) > 1 else float("nan"),
             tpot_ms_p50=percentile(gaps_ms, 50),
@@ -67,29 +97,13 @@ class Meter:
             tokens_per_s=1000.0 * len(gaps_ms) / sum(gaps_ms) if gaps_ms else float("nan"),
             prompt_tokens=self._prompt_tokens,
             evaluated_tokens=self.evaluated_tokens,
-            hit_rate=hit_rate,
-            prefill_hit_rate=prefill_hit_rate,
-            bytes_read=bytes_read,
-            wait_ms=wait_ms,
-            mix=mix,
-            computed=as_computed,
             peak_rss_bytes=peak_rss_bytes(),
             budget_bytes=budget_bytes,
             mode=mode,
-            callback_us_p50=callback_us,
             finish=self.finish,
             policy=policy,
+            **self._costs.fields(),
         )
-
-    def _mixes(self, old: CStats, new: CStats) -> tuple[Mix, Mix]:
-        """As decided and as computed while decoding; in the prompt where nothing was decoded."""
-        for phase in (Phase.DECODE, Phase.PREFILL):
-            routed = _moved(old.routed[phase], new.routed[phase])
-            mix = decided(routed, self._tiers, self._skip)
-            if mix is not None:
-                matrices = _moved(old.computed[phase], new.computed[phase])
-                return mix, computed(matrices, self._tiers) or {}
-        return {self._tiers[0]: 1.0}, {self._tiers[0]: 1.0}
 
 
 def _rate(old: CStats, new: CStats, phase: Phase) -> float | None:

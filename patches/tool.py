@@ -20,7 +20,7 @@ from pathlib import Path
 # Where this runs as a file, sys.path starts in patches/ instead of the repository.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from patches import build, env, gpu_check, probe, series
+from patches import build, env, gpu_check, probe, series, server
 from patches.tree import sync_tree
 from patches.upstream import (
     PATCHES,
@@ -69,6 +69,11 @@ def cmd_setup(args: argparse.Namespace) -> int:
     if not built and not changed:
         say("up to date")
     print(env.ready_line(place))
+    return 0
+
+
+def cmd_server(args: argparse.Namespace) -> int:
+    print(server.build_server(read_upstream(), args.llama_cpp, args.sdist))
     return 0
 
 
@@ -222,6 +227,9 @@ def parser() -> argparse.ArgumentParser:
     command("build", cmd_build, "build the wheel, or find it in the cache; prints its path", True)
     setup = command("setup", cmd_setup, "build, then install into the environment", True)
     setup.add_argument("--extras", default="", help="comma-separated, e.g. dev,convert")
+    beside = command("server", cmd_server, "compile the server library; prints its path")
+    beside.add_argument("llama_cpp", type=Path, help="the installed llama_cpp package")
+    beside.add_argument("--sdist", type=Path)
     command("python", cmd_python, "print the environment's Python")
     status = command("status", cmd_status, "what would be built and what is installed", True)
     status.add_argument("--json", action="store_true")

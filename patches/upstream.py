@@ -237,12 +237,13 @@ class Sdist:
                     yield name, handle.read()
 
 
-# The build, the wheel, the emulation and upstream's operator tests take these files below
-# Upstream.source, a tenth of the whole.
+# The build, the wheel, the server, the emulation and upstream's operator tests take these files
+# below Upstream.source, a tenth of the whole.
 _PART = (
     *("CMakeLists.txt", "LICENSE", "cmake/", "licenses/", "include/", "src/", "conversion/"),
     *("gguf-py/gguf/", "vendor/", "tests/test-backend-ops.cpp", "ggml/CMakeLists.txt"),
-    *("ggml/cmake/", "ggml/include/", "ggml/src/"),
+    *("ggml/cmake/", "ggml/include/", "ggml/src/", "common/", "tools/server/server-"),
+    *("tools/mtmd/mtmd.h", "tools/mtmd/mtmd-helper.h"),
 )
 _PART_TOP = ("CMakeLists.txt", "PKG-INFO", "LICENSE.md", "llama_cpp/")
 _BACKENDS = ("ggml-cpu", "ggml-cuda")

@@ -10,6 +10,7 @@ from orchestrator.native.device import (
     measure_device,
 )
 from orchestrator.native.library import Library
+from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrary, ServerSpec
 from orchestrator.native.simulation import Simulation
 from orchestrator.native.spec import Misses, Slices, StoreSpec
 from orchestrator.native.store import Store
@@ -24,6 +25,10 @@ __all__ = [
     "DeviceInfo",
     "Library",
     "Misses",
+    "NativeRequest",
+    "NativeServer",
+    "ServerLibrary",
+    "ServerSpec",
     "Simulation",
     "Slices",
     "Store",

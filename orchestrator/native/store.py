@@ -53,6 +53,7 @@ class Store:
         self._step_trampoline: Any = None
         self._ring = array("q", bytes(8 * _RING))
         self._calls = 0
+        self._taken = np.zeros((len(spec.layers), spec.n_expert), np.uint32)
         event = library.store_event(handle).contents
         decision = library.store_decision(handle).contents
         self.event, self.view = event_views(event, spec)
@@ -219,7 +220,15 @@ class Store:
 
     def take_counts(self) -> np.ndarray:
         """uint32 [n_layers, n_expert]: tokens routed to each expert since the last call."""
-        return self._of_each(self.library.take_counts, ctypes.c_uint32)
+        counts = self._of_each(self.library.take_counts, ctypes.c_uint32)
+        self._taken += counts
+        return counts
+
+    def taken_counts(self) -> np.ndarray:
+        """uint32 [n_layers, n_expert], a copy: all that take_counts ever returned. From any
+        thread."""
+        taken: np.ndarray = self._taken.copy()
+        return taken
 
     def _of_each(self, function: Any, ctype: Any) -> np.ndarray:
         """What a C function writes about each expert: [n_layers, n_expert]."""

@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from gguf_tools import interrupts
-from orchestrator.chat import Session
 from orchestrator.cli import cli
 from orchestrator.config import Config
 from orchestrator.engine import Engine
+from orchestrator.session import Session
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 
@@ -75,6 +75,15 @@ def test_a_managed_answer_and_its_statistics(model, options, mix, mode):
     assert sum(stats["computed"].values()) == pytest.approx(1.0)
 
 
+def test_a_stop_text_ends_the_answer(model):
+    options = ("--policy", "lru", "--high-tier", "q4_k", "--expert-ram", "1MiB", "--max-tokens=24")
+    whole = ask(model, *options)["text"]
+    stop = whole[len(whole) // 2 :][:3]
+    cut = ask(model, *options, "--stop", "never said", "--stop", stop)
+    assert cut["text"] == whole[: whole.index(stop)]
+    assert cut["stats"]["finish"] == "stop" and cut["stats"]["tokens"] < 24
+
+
 def test_hotness_is_kept_between_chats(model, tmp_path, user_folder):
     """In a file where one is named, else in the user cache."""
     options = ("--policy", "dynaexq", "--expert-ram", "2600KiB", "--max-tokens", "24")
@@ -101,6 +110,12 @@ def test_a_seed_repeats_the_answer(model):
     done = moe_edge("chat", "-m", str(model), "--seed", "5", *options, stdin=b"hello there\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.rstrip("\n") == first.rstrip("\n")
+
+
+def test_one_token_to_draw_from_is_the_likeliest(model):
+    greedy = ask(model, "--temp", "0", "--max-tokens", "8")["text"]
+    for options in (["--top-k", "1"], ["--min-p", "1"]):
+        assert ask(model, "--temp", "9", "--max-tokens", "8", *options)["text"] == greedy
 
 
 def test_where_everything_fits_the_plain_path_runs(model):

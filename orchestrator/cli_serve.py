@@ -1,0 +1,48 @@
+"""The command line of `moe-edge serve`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from orchestrator.cli_options import (
+    bad_option,
+    make_config,
+    model_options,
+    option_of,
+    together,
+)
+from orchestrator.config import Config
+from orchestrator.console import Console
+from orchestrator.errors import MoeEdgeError, SettingError
+from orchestrator.serve.settings import ServeSettings
+
+_OPTIONS = ServeSettings.declared()
+# A request brings its own system prompt, and prompts stay in the sequences that read them.
+_OF_CHAT = ("system", "prompt_cache", "prompt_cache_limit")
+_ANSWER = [each for name, each in Config.declared().items() if each.answer and name not in _OF_CHAT]
+
+
+@click.command()
+@together(*map(option_of, _OPTIONS.values()))
+@model_options
+@together(*map(option_of, _ANSWER))
+def serve(**options: Any) -> None:
+    """Answer other programs: OpenAI's and Anthropic's interfaces over HTTP.
+
+    Sampling options are what a request gets that does not say otherwise.
+    """
+    try:
+        from orchestrator.serve.run import Running
+    except ImportError as error:
+        raise MoeEdgeError(f"the server needs {error.name}: run `make build`") from error
+
+    console = Console()
+    own = {name: options.pop(name) for name in _OPTIONS}
+    try:
+        settings = ServeSettings.of(own)
+    except SettingError as error:
+        raise bad_option(error) from error
+    config = make_config({**options, "remember": True})
+    Running(config, settings, console.note, console.load_bar).run()

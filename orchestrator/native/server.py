@@ -1,0 +1,208 @@
+"""The functions of moe-edge-server.h: llama.cpp's server without HTTP, in a library of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import NativeError
+
+ABI_VERSION = 1
+_ERROR_BYTES = 512
+_NO_SEED = 0xFFFFFFFF
+
+
+class CServerConfig(ctypes.Structure):
+    """moe_edge_server_config"""
+
+    _fields_ = [
+        ("model_name", ctypes.c_char_p),
+        ("chat_template", ctypes.c_char_p),
+        ("n_parallel", ctypes.c_int32),
+        ("n_slot_context", ctypes.c_int32),
+        ("n_batch", ctypes.c_int32),
+        ("n_threads", ctypes.c_int32),
+        ("max_tokens", ctypes.c_int32),
+        ("cache_mib", ctypes.c_int32),
+        ("n_checkpoints", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+        ("top_k", ctypes.c_int32),
+        ("temp", ctypes.c_float),
+        ("top_p", ctypes.c_float),
+        ("min_p", ctypes.c_float),
+        ("verbosity", ctypes.c_int32),
+    ]
+
+
+_POINTER, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "moe_edge_server_create": (
+        _POINTER,
+        [_POINTER, _POINTER, ctypes.POINTER(CServerConfig), _TEXT, _SIZE],
+    ),
+    "moe_edge_server_run": (None, [_POINTER]),
+    "moe_edge_server_stop": (None, [_POINTER]),
+    "moe_edge_server_free": (None, [_POINTER]),
+    "moe_edge_server_route": (_TEXT, [ctypes.c_int]),
+    "moe_edge_request_create": (_POINTER, [_POINTER, _TEXT, _TEXT, _SIZE]),
+    "moe_edge_request_begin": (ctypes.c_int, [_POINTER]),
+    "moe_edge_request_is_stream": (ctypes.c_int, [_POINTER]),
+    "moe_edge_request_next": (
+        ctypes.c_int,
+        [_POINTER, ctypes.POINTER(_POINTER), ctypes.POINTER(_SIZE)],
+    ),
+    "moe_edge_request_cancel": (None, [_POINTER]),
+    "moe_edge_request_free": (None, [_POINTER]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """What a native server is made with; see moe_edge_server_config in moe-edge-server.h."""
+
+    model_name: str
+    n_parallel: int
+    slot_context: int
+    n_batch: int
+    threads: int
+    max_tokens: int | None
+    seed: int | None
+    temp: float
+    top_k: int
+    top_p: float
+    min_p: float
+    chat_template: str | None = None
+    loud: bool = False
+
+    def as_c(self) -> CServerConfig:
+        template = self.chat_template
+        return CServerConfig(
+            model_name=self.model_name.encode(),
+            chat_template=None if template is None else template.encode(),
+            n_parallel=self.n_parallel,
+            n_slot_context=self.slot_context,
+            n_batch=self.n_batch,
+            n_threads=self.threads,
+            max_tokens=-1 if self.max_tokens is None else self.max_tokens,
+            seed=_NO_SEED if self.seed is None else self.seed,
+            temp=self.temp,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            verbosity=4 if self.loud else -1,
+        )
+
+
+class ServerLibrary:
+    """The loaded library. llama.cpp's own has to be loaded before.
+
+    Raises NativeError for a file that is not such a library.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.lib = ctypes.CDLL(str(path))
+            found = self.lib.moe_edge_server_abi_version()
+        except (OSError, AttributeError) as error:
+            raise NativeError(f"{path}: it cannot be loaded ({error}): delete it") from error
+        if found != ABI_VERSION:
+            raise NativeError(f"{path} has ABI {found}, not {ABI_VERSION}: delete it")
+        for name, (restype, argtypes) in _FUNCTIONS.items():
+            function = getattr(self.lib, name)
+            function.restype, function.argtypes = restype, argtypes
+
+    def routes(self) -> tuple[str, ...]:
+        """The paths that a request may name."""
+        names = takewhile(bool, map(self.lib.moe_edge_server_route, count()))
+        return tuple(name.decode() for name in names)
+
+
+class NativeServer:
+    """llama.cpp's server on a loaded model and context. Free it with close, before both of them.
+
+    Python is called back on the thread that is in run.
+    """
+
+    def __init__(self, library: ServerLibrary, model: int, context: int, spec: ServerSpec) -> None:
+        """model, context: handles of llama.cpp. Raises NativeError with the server's reason."""
+        self.lib = library.lib
+        message = ctypes.create_string_buffer(_ERROR_BYTES)
+        config = spec.as_c()
+        self._handle: int | None = self.lib.moe_edge_server_create(
+            model, context, ctypes.byref(config), message, _ERROR_BYTES
+        )
+        if not self._handle:
+            raise NativeError(message.value.decode("utf-8", "replace"))
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise NativeError("the server is closed")
+        return self._handle
+
+    def run(self) -> None:
+        """Answers requests until stop. Every step is computed on this thread."""
+        self.lib.moe_edge_server_run(self.handle)
+
+    def stop(self) -> None:
+        """Ends the running step and every request, and so run; from any thread."""
+        if self._handle is not None:
+            self.lib.moe_edge_server_stop(self._handle)
+
+    def request(self, route: str, body: bytes) -> NativeRequest:
+        """A request that has not begun. Raises NativeError for a route that there is not."""
+        handle = self.lib.moe_edge_request_create(self.handle, route.encode(), body, len(body))
+        if not handle:
+            raise NativeError(f"llama.cpp's server has no route {route}")
+        return NativeRequest(self.lib, handle)
+
+    def close(self) -> None:
+        """Frees it, once run has returned and each request is closed; safe to call twice."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self.lib.moe_edge_server_free(handle)
+
+
+class NativeRequest:
+    """One request and its answer, for one thread; cancel is for any."""
+
+    def __init__(self, lib: Any, handle: int) -> None:
+        self._lib = lib
+        self._handle: int | None = handle
+        self._closing = threading.Lock()
+
+    def begin(self) -> tuple[int, bool]:
+        """(HTTP status, whether the answer is a stream), once there is something of it."""
+        status = int(self._lib.moe_edge_request_begin(self._handle))
+        return status, bool(self._lib.moe_edge_request_is_stream(self._handle))
+
+    def parts(self) -> Iterator[bytes]:
+        """The answer: events as they come, or all of it at once."""
+        data, size = ctypes.c_void_p(), ctypes.c_size_t()
+        more = True
+        while more:
+            more = bool(
+                self._lib.moe_edge_request_next(
+                    self._handle, ctypes.byref(data), ctypes.byref(size)
+                )
+            )
+            if size.value:
+                yield ctypes.string_at(data.value or 0, size.value)
+
+    def cancel(self) -> None:
+        """Lets it end soon; nothing where it is closed."""
+        with self._closing:
+            if self._handle is not None:
+                self._lib.moe_edge_request_cancel(self._handle)
+
+    def close(self) -> None:
+        """Ends the work for it where that has not ended."""
+        with self._closing:
+            handle, self._handle = self._handle, None
+        if handle is not None:
+            self._lib.moe_edge_request_free(handle)

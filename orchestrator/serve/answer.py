@@ -1,0 +1,206 @@
+"""One request on its way: its turn, its silence, its parts, and the client that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from orchestrator.errors import ConfigError
+from orchestrator.native import NativeRequest
+from orchestrator.serve.backend import Backend
+from orchestrator.serve.gate import Gate, TooMany
+from orchestrator.serve.wire import Refusal, error_object, event, is_failure, with_costs
+
+# A silence after which a stream gets a comment, so that nobody takes the connection for dead.
+PING_S = 5.0
+PING = b": working\n\n"
+STREAM, JSON = "text/event-stream", "application/json; charset=utf-8"
+
+Part = bytes | tuple[int, bool] | BaseException | None
+
+
+class Outlet:
+    """The way out of one request: the status and its kind once, then parts."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status: int | None = None  # once it is sent
+
+    async def begin(
+        self, status: int, content_type: str, more: dict[str, str] | None = None
+    ) -> None:
+        self.status = status
+        fields = {"content-type": content_type, "cache-control": "no-store", **(more or {})}
+        if content_type == STREAM:
+            fields["x-accel-buffering"] = "no"  # nginx would hold it back
+        headers = [(name.encode(), text.encode()) for name, text in fields.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def part(self, data: bytes, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def fail(self, status: int, message: str) -> None:
+        """Ends the answer with an error: as its status, or as an event where a stream has
+        begun."""
+        error = error_object(status, message)
+        if self.status is None:
+            retry = {"retry-after": "1"} if status in (429, 503) else None
+            await self.begin(status, JSON, retry)
+            await self.part(json.dumps(error, ensure_ascii=False).encode(), more=False)
+        else:
+            await self.part(event(error), more=False)
+
+
+class Answer:
+    """A response of starlette's kind: an application of ASGI that answers one request."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        gate: Gate,
+        workers: Executor,
+        route: str,
+        body: bytes,
+        *,
+        is_stream: bool,
+        places: int,
+        changes: dict[str, Any],
+        most_s: float | None,
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        self._backend, self._gate, self._workers = backend, gate, workers
+        self._route, self._body = route, body
+        self._is_stream, self._places, self._most_s = is_stream, places, most_s
+        self._changes = changes  # of the policy's settings
+        self._is_stopping = is_stopping
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        out = Outlet(send)
+        work = asyncio.create_task(self._work(out))
+        gone = asyncio.create_task(_client_gone(receive))
+        try:
+            await asyncio.wait(
+                {work, gone}, timeout=self._most_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if work.done():
+                return work.result()
+            work.cancel()
+            await asyncio.wait({work})
+            if not gone.done():
+                await out.fail(504, f"the request took longer than --timeout {self._most_s:g}")
+        finally:
+            for task in (work, gone):
+                task.cancel()
+
+    async def _work(self, out: Outlet) -> None:
+        try:
+            ticket = self._gate.join(self._places)
+        except TooMany:
+            await out.fail(429, "too many requests wait already (--queue): try again later")
+            return
+        try:
+            await self._patiently(ticket.turn, out)
+            with self._backend.changed(self._changes):
+                await self._ask(out)
+        except ConfigError as error:
+            await out.fail(400, str(error))
+        except Refusal as refusal:
+            await out.fail(refusal.status, refusal.message)
+        finally:
+            ticket.leave()
+
+    async def _ask(self, out: Outlet) -> None:
+        """Runs the request on a thread of its own and sends what comes."""
+        costs = self._backend.costs()
+        shared = self._gate.running > 1
+        request = self._backend.request(self._route, self._body)
+        parts: asyncio.Queue[Part] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        thread = loop.run_in_executor(
+            self._workers, _run, request, lambda part: loop.call_soon_threadsafe(_put, parts, part)
+        )
+        status, is_stream = 200, False
+        try:
+            while True:
+                part = await self._next(parts, out)
+                if part is None:
+                    break
+                if isinstance(part, BaseException):
+                    raise part
+                if isinstance(part, tuple):
+                    status, is_stream = part
+                    continue
+                if is_failure(status, part):
+                    raise self._failed()
+                shared = shared or self._gate.running > 1
+                if b'"timings"' in part:
+                    part = with_costs(part, {**costs(), "shared_steps": shared}, is_stream)
+                await self._send(out, status, is_stream, part)
+            if out.status is None:
+                await out.begin(status, JSON)
+            await out.part(b"", more=False)
+        finally:
+            # The place is given back when the work has ended, and not before.
+            request.cancel()
+            await asyncio.shield(thread)
+
+    async def _send(self, out: Outlet, status: int, is_stream: bool, part: bytes) -> None:
+        if out.status is not None and not is_stream:
+            # Comments went out before llama.cpp said that there would be no stream.
+            part = b"data: " + part + b"\n\n"
+        if out.status is None:
+            await out.begin(status, STREAM if is_stream else JSON)
+        await out.part(part)
+
+    def _failed(self) -> Refusal:
+        if self._is_stopping():
+            return Refusal(503, "the server is shutting down")
+        return Refusal(500, self._backend.failure() or "llama.cpp failed to evaluate")
+
+    async def _next(self, parts: asyncio.Queue[Part], out: Outlet) -> Part:
+        if not parts.empty():
+            return parts.get_nowait()
+        coming = asyncio.ensure_future(parts.get())
+        await self._patiently(coming, out)
+        return coming.result()
+
+    async def _patiently(self, what: asyncio.Future[Any], out: Outlet) -> None:
+        """Waits, and keeps a stream alive meanwhile."""
+        try:
+            while not what.done():
+                await asyncio.wait({what}, timeout=PING_S if self._is_stream else None)
+                if not what.done():
+                    if out.status is None:
+                        await out.begin(200, STREAM)
+                    await out.part(PING)
+        except asyncio.CancelledError:
+            what.cancel()
+            raise
+
+
+def _put(parts: asyncio.Queue[Part], part: Part) -> None:
+    parts.put_nowait(part)
+
+
+def _run(request: NativeRequest, say: Callable[[Part], object]) -> None:
+    """On a worker's thread: says the head of the answer, its parts, and None."""
+    last: BaseException | None = None
+    try:
+        say(request.begin())
+        for part in request.parts():
+            say(part)
+    except BaseException as error:  # noqa: BLE001 - the event loop raises it
+        last = error
+    finally:
+        request.close()
+    say(last)
+
+
+async def _client_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

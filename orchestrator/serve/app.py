@@ -1,0 +1,325 @@
+"""The HTTP application: who may ask, what there is, and who answers it."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from orchestrator.serve.answer import Answer
+from orchestrator.serve.backend import Backend
+from orchestrator.serve.gate import Gate
+from orchestrator.serve.metrics import metrics_text
+from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.wire import Refusal, error_object, read_body, read_object
+
+BODY_S = 60.0  # within which a request has to be here
+# Paths that decode, and so take their turn; and other paths of the same.
+GENERATING = {
+    "/v1/chat/completions": ("/chat/completions",),
+    "/v1/completions": ("/completions",),
+    "/v1/responses": ("/responses",),
+    "/v1/messages": (),
+    "/completion": (),
+    "/infill": (),
+}
+QUICK = {
+    "/v1/messages/count_tokens": (),
+    "/tokenize": (),
+    "/detokenize": (),
+    "/apply-template": (),
+}
+READ = {"/v1/models": ("/models",), "/props": ()}
+HEALTH = ("/health", "/v1/health")
+OPEN = (*HEALTH, "/")  # without a key
+PAGE = Path(__file__).with_name("page.html")
+# The page has its style and its script in itself, and speaks to nobody but this server.
+PAGE_MAY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+# What a client may not choose: which of the slots it gets is the server's business.
+DROPPED = ("id_slot",)
+# The field with live settings of the policy for one request.
+OURS = "moe_edge"
+
+
+class State:
+    """What the application answers with: the backend, once it has loaded."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings = settings
+        self.keys = settings.keys()
+        self.gate = Gate(settings.parallel, settings.queue)
+        self.backend: Backend | None = None
+        self.stopping = False
+        self.workers: Executor = ThreadPoolExecutor(settings.parallel, "answer")
+        self.quick: Executor = ThreadPoolExecutor(2, "quick")
+
+    def ready(self) -> Backend:
+        """Raises Refusal while the model loads, and at the end."""
+        if self.stopping:
+            raise Refusal(503, "the server is shutting down")
+        if self.backend is None:
+            raise Refusal(503, "the model is loading")
+        return self.backend
+
+
+def application(state: State, log: Callable[[str], None]) -> Starlette:
+    """log gets one line a request, without its contents."""
+    endpoints = Endpoints(state)
+    routes = [Route(path, endpoints.health) for path in HEALTH]
+    routes.append(Route("/metrics", endpoints.metrics))
+    routes.append(Route("/experts", endpoints.experts))
+    routes.append(Route("/", endpoints.page))
+    for methods, endpoint, paths in (
+        (["GET"], endpoints.read, READ),
+        (["POST"], endpoints.generate, GENERATING),
+        (["POST"], endpoints.quick, QUICK),
+    ):
+        for path, others in paths.items():
+            routes += [
+                Route(each, endpoint(path), methods=methods)  # type: ignore[operator]
+                for each in (path, *others)
+            ]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Log, log), Middleware(Door, state)],
+        exception_handlers={Refusal: _refused, 404: _missing, 405: _missing},
+    )
+
+
+class Endpoints:
+    """One method a kind of request."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def generate(self, route: str) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Any:
+            state = self._state
+            backend = state.ready()
+            body, data, changes = await self._body(request)
+            places = _places(data, state.settings.parallel)
+            timeout = state.settings.timeout
+            return Answer(
+                backend,
+                state.gate,
+                state.workers,
+                route,
+                body,
+                is_stream=data.get("stream") is True,
+                places=places,
+                changes=changes,
+                most_s=float(timeout) if timeout else None,
+                is_stopping=lambda: state.stopping,
+            )
+
+        return endpoint
+
+    def quick(self, route: str) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            backend = self._state.ready()
+            body, _, _ = await self._body(request)
+            return await self._ask(backend, route, body)
+
+        return endpoint
+
+    def read(self, route: str) -> Callable[[Request], Any]:
+        async def endpoint(_request: Request) -> Response:
+            return await self._ask(self._state.ready(), route, b"")
+
+        return endpoint
+
+    async def health(self, _request: Request) -> Response:
+        self._state.ready()
+        return JSONResponse({"status": "ok"})
+
+    async def experts(self, _request: Request) -> Response:
+        return JSONResponse(self._state.ready().picture())
+
+    async def page(self, _request: Request) -> Response:
+        headers = {"content-security-policy": PAGE_MAY, "cache-control": "no-cache"}
+        return FileResponse(PAGE, headers=headers, media_type="text/html; charset=utf-8")
+
+    async def metrics(self, _request: Request) -> Response:
+        backend = self._state.ready()
+        _, text = await self._answer(backend, "/metrics", b"")
+        ours = metrics_text(backend, self._state.gate)
+        return Response(text + ours.encode(), media_type="text/plain; version=0.0.4")
+
+    async def _body(self, request: Request) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
+        """A request's body for llama.cpp, its object, and what it has for the policy."""
+        try:
+            body = await asyncio.wait_for(
+                read_body(request, self._state.settings.body_limit), BODY_S
+            )
+        except asyncio.TimeoutError:
+            raise Refusal(408, f"the request was not here after {BODY_S:g} s") from None
+        data = read_object(body)
+        size = len(data)
+        changes = data.pop(OURS, None) or {}
+        if not isinstance(changes, dict):
+            raise Refusal(400, f"{OURS} must be an object of settings")
+        for name in DROPPED:
+            data.pop(name, None)
+        if len(data) != size:
+            body = json.dumps(data).encode()
+        return body, data, changes
+
+    async def _ask(self, backend: Backend, route: str, body: bytes) -> Response:
+        status, text = await self._answer(backend, route, body)
+        return Response(text, status, media_type="application/json")
+
+    async def _answer(self, backend: Backend, route: str, body: bytes) -> tuple[int, bytes]:
+        def work() -> tuple[int, bytes]:
+            request = backend.request(route, body)
+            try:
+                status, _ = request.begin()
+                return status, b"".join(request.parts())
+            finally:
+                request.close()
+
+        return await asyncio.get_running_loop().run_in_executor(self._state.quick, work)
+
+
+def _places(data: dict[str, Any], most: int) -> int:
+    """How many sequences a request takes: its `n`. Raises Refusal for more than there are."""
+    n = data.get("n", data.get("n_cmpl", 1))
+    if n is None:
+        return 1
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise Refusal(400, "n must be a whole number from 1 on")
+    if n > most:
+        raise Refusal(400, f"n is {n}, and this server answers {most} at once (--parallel)")
+    return n
+
+
+class Door:
+    """The first to see a request: Host, origin and key."""
+
+    def __init__(self, app: ASGIApp, state: State) -> None:
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        allowed = self._allowed(origin, headers)
+        refusal = self._refusal(scope, headers, allowed)
+        answer: ASGIApp = self._app
+        if refusal is not None:
+            answer = _error(refusal)
+        elif scope["method"] == "OPTIONS" and origin and allowed:
+            answer = Response(status_code=204)
+        if origin and allowed and self._state.settings.cors_origin:
+            send = _with_cors(send, origin)
+        await answer(scope, receive, send)
+
+    def _allowed(self, origin: str | None, headers: Headers) -> bool:
+        """Whether a page of this origin may ask. A browser names it where it is another than this
+        server's own, and for each POST."""
+        asked = self._state.settings.cors_origin
+        same = origin is None or urlsplit(origin).netloc == headers.get("host", "")
+        return same or asked in ("*", origin)
+
+    def _refusal(self, scope: Scope, headers: Headers, allowed: bool) -> Refusal | None:
+        state = self._state
+        if (
+            state.settings.is_local
+            and _name_of(headers.get("host", "")) not in state.settings.hosts
+        ):
+            return Refusal(
+                421, "this server has another name (--allow-host adds one to its Host header)"
+            )
+        if not allowed:
+            return Refusal(403, "pages of another origin may not ask (--cors-origin allows one)")
+        if state.keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            brought = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+            if not any(hmac.compare_digest(brought.encode(), key.encode()) for key in state.keys):
+                return Refusal(401, "a key is missing or wrong: Authorization: Bearer KEY")
+        return None
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without its port."""
+    with suppress(ValueError):
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    return ""
+
+
+def _with_cors(send: Send, origin: str) -> Send:
+    fields = {
+        "access-control-allow-origin": origin,
+        "access-control-allow-headers": "authorization, content-type, x-api-key",
+        "access-control-allow-methods": "GET, POST, OPTIONS",
+        "vary": "origin",
+    }
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            more = [(name.encode(), text.encode()) for name, text in fields.items()]
+            message["headers"] = [*message.get("headers", []), *more]
+        await send(message)
+
+    return sending
+
+
+class Log:
+    """One line a request: when it has ended, its path, its status and its time."""
+
+    def __init__(self, app: ASGIApp, log: Callable[[str], None]) -> None:
+        self._app, self._log = app, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, begin_s = 499, monotonic()  # nginx's word for a client that went away
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            path = scope["path"][:80].encode("ascii", "replace").decode()
+            took_s = monotonic() - begin_s
+            self._log(f"{scope['method']} {path} {status} {took_s:.1f} s")
+
+
+def _error(refusal: Refusal) -> JSONResponse:
+    headers = {"retry-after": "1"} if refusal.status == 503 else None
+    return JSONResponse(error_object(refusal.status, refusal.message), refusal.status, headers)
+
+
+async def _refused(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return _error(error)
+
+
+async def _missing(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    what = "does not take this method" if status == 405 else "is nothing that this server has"
+    return _error(Refusal(status, f"{request.url.path[:80]} {what}"))

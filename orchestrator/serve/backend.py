@@ -1,0 +1,182 @@
+"""The model that answers: an engine, llama.cpp's server on it, and the thread that decodes."""
+
+from __future__ import annotations
+
+import threading
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gguf_tools.process import default_threads, peak_rss_bytes
+from orchestrator.config import Config, native_log_enabled
+from orchestrator.engine import Engine
+from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.meter import StoreCosts
+from orchestrator.native import FAILED, NativeRequest, NativeServer, ServerLibrary, ServerSpec
+from orchestrator.policy import policy_settings
+from orchestrator.serve.settings import ServeSettings
+
+# What uvicorn and its application take beside what a conversation takes.
+PROCESS_BYTES = 32 * 2**20
+
+
+def server_config(config: Config, parallel: int) -> Config:
+    """The model's config for so many conversations at once. They share the context, each with as
+    much of it as was asked for."""
+    return config.with_changes(
+        ctx=config.ctx and config.ctx * parallel,
+        sequences=parallel - 1,
+        beside=PROCESS_BYTES,
+    )
+
+
+class Stopped(Exception):
+    """Loading was given up."""
+
+
+class Backend:
+    """A loaded model and its native server. Free it with close.
+
+    The native server computes on a thread of its own, which calls the policy back.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        settings: ServeSettings,
+        library: ServerLibrary,
+        progress: Callable[[float], None],
+    ) -> None:
+        """Loads the model; progress gets the loaded share, 0 to 1, and what it raises comes
+        through. Raises MoeEdgeError in one of its forms."""
+        self.name = settings.alias or config.model.stem
+        self.parallel = settings.parallel
+        template = settings.chat_template
+        self.engine = Engine.open(server_config(config, settings.parallel), progress)
+        try:
+            engine = self.engine
+            self.slot_context = engine.n_ctx // settings.parallel
+            spec = ServerSpec(
+                model_name=self.name,
+                n_parallel=settings.parallel,
+                slot_context=self.slot_context,
+                n_batch=engine.context.n_ubatch,
+                threads=config.threads or default_threads(),
+                max_tokens=config.max_tokens,
+                seed=config.seed,
+                temp=config.temp,
+                top_k=config.top_k,
+                top_p=config.top_p,
+                min_p=config.min_p,
+                chat_template=template.read_text(encoding="utf-8") if template else None,
+                loud=native_log_enabled(),
+            )
+            self._native = NativeServer(library, engine.llama.handle, engine.context.handle, spec)
+        except BaseException:
+            self.engine.close()
+            raise
+        if engine.managed:
+            # the server has tried with two tokens what the context's memory can do
+            engine.store.reset_stats()
+            engine.store.sequence_end()
+        self._thread = threading.Thread(target=self._native.run, name="decode", daemon=True)
+        self._thread.start()
+
+    def request(self, route: str, body: bytes) -> NativeRequest:
+        """A request that has not begun; any thread may run it."""
+        return self._native.request(route, body)
+
+    def costs(self) -> Callable[[], dict[str, Any]]:
+        """Counts from here on; what it returns gives the costs until then, for `timings`."""
+        engine = self.engine
+        plan = engine.plan
+        store = engine.store if engine.managed else None
+        counted = StoreCosts(store, plan.tier_names, plan.skip)
+
+        def until_now() -> dict[str, Any]:
+            return {
+                **counted.fields(),
+                "budget_bytes": plan.budget_bytes,
+                "ram_bytes": plan.ram_bytes,
+                "peak_rss_bytes": peak_rss_bytes(),
+                "policy": engine.policy.name if engine.managed else "plain",
+            }
+
+        return until_now
+
+    @contextmanager
+    def changed(self, settings: dict[str, Any]) -> Iterator[None]:
+        """Other values of the policy's live settings, for one request that runs alone. Raises
+        ConfigError where that cannot be."""
+        if not settings:
+            yield
+            return
+        if self.parallel > 1:
+            raise ConfigError("settings of one request are for --parallel 1: here steps are shared")
+        known = policy_settings()
+        for name in settings:
+            if name not in known or not known[name].live:
+                raise ConfigError(f"'{name}' is no setting that a request may change")
+        driver = self.engine.driver
+        self.engine.config.with_changes(**settings)  # checks them
+        usual = driver.values(list(settings))
+        for name in settings:
+            if name not in usual:
+                raise ConfigError(f"the policy {driver.policy.name} has no setting '{name}'")
+        driver.change(settings)
+        try:
+            yield
+        finally:
+            driver.change(usual)
+
+    def picture(self) -> dict[str, Any]:
+        """What the page shows: where each expert is, how often tokens used it, hits and bytes.
+
+        resident and used: uint8 and little-endian uint32 [layers, experts] in base64.
+        """
+        engine = self.engine
+        if not engine.managed:
+            return {"mode": engine.mode, "layers": 0}
+        store = engine.store
+        if not engine.policy.counts:  # else the policy takes them
+            store.take_counts()
+        stats = store.stats()
+        resident = store.resident()
+        used = store.taken_counts().astype("<u4")
+        read = [*stats.demand_bytes, *stats.prefetch_bytes, stats.transition_bytes]
+        return {
+            "mode": engine.mode,
+            "layers": resident.shape[0],
+            "experts": resident.shape[1],
+            "tiers": list(engine.plan.tier_names),
+            "resident": b64encode(resident.tobytes()).decode(),
+            "used": b64encode(used.tobytes()).decode(),
+            "requests": sum(stats.requests),
+            "hits": sum(stats.hits),
+            "bytes_read": sum(read),
+        }
+
+    def failure(self) -> str | None:
+        """Why the last step failed, in a sentence; None where the store knows of nothing."""
+        if not self.engine.managed:
+            return None
+        try:
+            self.engine.driver.check(FAILED)
+        except MoeEdgeError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - whatever a policy raised
+            return f"the policy failed: {type(error).__name__}: {error}"
+        return None
+
+    def stop(self) -> None:
+        """Ends the running step and every request soon; from any thread."""
+        self._native.stop()
+
+    def close(self) -> None:
+        """Frees everything, once each request is closed. Raises OSError where a named profile
+        cannot be written."""
+        self._native.stop()
+        self._thread.join()
+        self._native.close()
+        self.engine.close()

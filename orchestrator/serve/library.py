@@ -1,0 +1,30 @@
+"""The native library of the server: found in the cache, or compiled when it is first asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from orchestrator.errors import NativeError
+from orchestrator.llama import Bindings
+from orchestrator.native import ServerLibrary
+
+TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"
+
+
+def server_library(bindings: Bindings) -> ServerLibrary:
+    """The library that goes with the loaded llama.cpp. Compiling it shows its progress on stderr.
+
+    Raises NativeError where it cannot be had: this is no checkout, or no compiler is there.
+    """
+    if not TOOL.is_file():
+        raise NativeError(
+            f"the server is compiled from a checkout of moe-edge, and {TOOL} is not there"
+        )
+    package = Path(bindings.api.__file__).parent
+    command = [sys.executable, str(TOOL), "server", str(package)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise NativeError("llama.cpp's server cannot be compiled: the lines above say why")
+    return ServerLibrary(Path(done.stdout.strip().splitlines()[-1]))

@@ -1,0 +1,91 @@
+"""The settings of `moe-edge serve`, beside those of the model."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.config import MOST_SEQUENCES
+from orchestrator.errors import ConfigError
+from orchestrator.settings import FROM_0, FROM_1, SIZE, Settings, setting
+
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class ServeSettings(Settings):
+    """Who may ask, and how much at once."""
+
+    host: str = setting(
+        "127.0.0.1", "Address to listen on; any but this machine's own needs a key."
+    )
+    port: int = setting(8080, "Port to listen on; 0 takes a free one.", within=(0, 65535))
+    parallel: int = setting(
+        1,
+        "Answers that decode together; the context of each is --ctx.",
+        within=(1, MOST_SEQUENCES),
+    )
+    queue: int = setting(
+        16, "Requests that wait for their turn; more are refused with 429.", within=FROM_0
+    )
+    alias: str | None = setting(None, "The model's name for clients.", shown="the file's name")
+    api_key: str | None = setting(
+        None,
+        "A key that every request has to bring; others of this machine see it in its process list.",
+        metavar="KEY",
+    )
+    api_key_file: Path | None = setting(None, "A file with such keys, one a line.")
+    allow_host: str | None = setting(
+        None,
+        "Another name of this server that a Host header may have, as behind a proxy; several with "
+        "commas between.",
+        metavar="NAMES",
+    )
+    cors_origin: str | None = setting(
+        None,
+        "A web page's origin that may ask, as https://chat.example.org, or * for any.",
+        metavar="ORIGIN",
+    )
+    chat_template: Path | None = setting(
+        None, "A Jinja chat template in the place of the model's own."
+    )
+    body_limit: int = setting(
+        32 * 2**20, "The longest request.", within=FROM_1, unit=SIZE, shown="32MiB"
+    )
+    timeout: int = setting(
+        3600, "Seconds after which a request is given up; 0 for never.", within=FROM_0
+    )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Names that a Host header may have where the server is local."""
+        more = (self.allow_host or "").lower().split(",")
+        return frozenset({*LOCAL_NAMES, self.host.lower(), *(name.strip() for name in more)})
+
+    def keys(self) -> frozenset[str]:
+        """The keys that a request may bring; none where it needs none. Raises ConfigError where
+        the server can be reached from elsewhere and has none, OSError for a file that cannot be
+        read."""
+        keys = {self.api_key} if self.api_key else set()
+        if self.api_key_file is not None:
+            lines = self.api_key_file.read_text(encoding="utf-8", errors="replace").splitlines()
+            keys |= {line.strip() for line in lines if line.strip()}
+            if not keys:
+                raise ConfigError(f"--api-key-file {self.api_key_file}: it has no key in it")
+        if not keys and not self.is_local:
+            raise ConfigError(
+                f"--host {self.host} can be reached from other machines: give --api-key-file FILE, "
+                f"or leave --host out"
+            )
+        return frozenset(keys)

@@ -1,0 +1,110 @@
+"""What goes over the wire: bodies that come in, errors that go out, and costs in answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+# Errors by their status, as OpenAI names them.
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    421: "permission_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+# llama.cpp's word for a step that failed; the store knows why.
+STEP_FAILED = b"Compute error."
+ERROR_EVENTS = (b'data: {"error"', b"event: error")
+
+
+class Refusal(Exception):
+    """A request that is answered with a status and one sentence."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+def error_object(status: int, message: str) -> dict[str, Any]:
+    """An error as the SDKs of OpenAI and Anthropic read it."""
+    kind = KINDS.get(status, "server_error")
+    return {"type": "error", "error": {"code": status, "message": message, "type": kind}}
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """The whole body. Raises Refusal for a longer one, before it is all here."""
+    said = request.headers.get("content-length", "")
+    too_long = Refusal(413, f"the request is longer than --body-limit, {most_bytes} bytes")
+    if said.isascii() and said.isdigit() and int(said) > most_bytes:
+        raise too_long
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most_bytes:
+                raise too_long
+    except ClientDisconnect:
+        raise Refusal(400, "the request ended early") from None
+    return bytes(body)
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises Refusal for anything else."""
+    try:
+        data = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+    except UnicodeDecodeError:
+        raise Refusal(400, "the body is not UTF-8") from None
+    except (ValueError, RecursionError):
+        raise Refusal(400, "the body is not JSON") from None
+    if not isinstance(data, dict):
+        raise Refusal(400, "the body must be a JSON object")
+    return data
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(name)
+
+
+def is_failure(status: int, part: bytes) -> bool:
+    """Whether a part of llama.cpp's answer says that a step failed, and no model does."""
+    return STEP_FAILED in part and (status == 500 or part.startswith(ERROR_EVENTS))
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+
+
+def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool) -> bytes:
+    """A part of an answer, with the costs beside llama.cpp's own `timings` where it has them."""
+    if b'"timings"' not in part:
+        return part
+    if not is_stream:
+        return _add(part, costs)
+    lines = part.split(b"\n")
+    mark = b"data: "
+    return b"\n".join(
+        mark + _add(line[len(mark) :], costs) if line.startswith(mark + b"{") else line
+        for line in lines
+    )
+
+
+def _add(text: bytes, costs: dict[str, Any]) -> bytes:
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return text
+    timings = data.get("timings") if isinstance(data, dict) else None
+    if not isinstance(timings, dict):
+        return text
+    timings.update(costs)
+    return json.dumps(data, ensure_ascii=False).encode()

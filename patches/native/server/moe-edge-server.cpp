@@ -1,0 +1,249 @@
+#include "moe-edge-server.h"
+
+#include "llama.h"
+
+#include "common.h"
+#include "json.h"
+#include "log.h"
+#include "server-common.h"
+#include "server-context.h"
+#include "server-http.h"
+
+// CMakeLists.txt gives llama_process and four others of llama.h the names of functions of ours.
+#undef llama_process
+extern "C" int32_t llama_process(llama_context * ctx, llama_process_type type, llama_batch_ext * batch);
+
+#include <atomic>
+#include <cstdio>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+
+namespace {
+
+// What upstream's code gets where it would load a model and make a context. Set on the thread that
+// creates a server.
+thread_local llama_model *   given_model   = nullptr;
+thread_local llama_context * given_context = nullptr;
+
+const int32_t ABORTED = 2, FAILED = -2;
+
+struct route {
+    const char * path;
+    server_http_context::handler_t server_routes::* handler;
+};
+
+const route ROUTES[] = {
+    { "/v1/chat/completions",      &server_routes::post_chat_completions },
+    { "/v1/completions",           &server_routes::post_completions_oai },
+    { "/v1/responses",             &server_routes::post_responses_oai },
+    { "/v1/messages",              &server_routes::post_anthropic_messages },
+    { "/v1/messages/count_tokens", &server_routes::post_anthropic_count_tokens },
+    { "/completion",               &server_routes::post_completions },
+    { "/infill",                   &server_routes::post_infill },
+    { "/tokenize",                 &server_routes::post_tokenize },
+    { "/detokenize",               &server_routes::post_detokenize },
+    { "/apply-template",           &server_routes::post_apply_template },
+    { "/v1/models",                &server_routes::get_models },
+    { "/props",                    &server_routes::get_props },
+    { "/metrics",                  &server_routes::get_metrics },
+};
+
+const route * find_route(const char * path) {
+    for (const route & each : ROUTES) {
+        if (std::string(path) == each.path) {
+            return &each;
+        }
+    }
+    return nullptr;
+}
+
+common_params params_of(const moe_edge_server_config & config) {
+    common_params params;
+    params.model.path = config.model_name;  // a name only: the model is loaded
+    params.model_alias = { config.model_name };
+    params.chat_template = config.chat_template ? config.chat_template : "";
+    params.n_parallel = config.n_parallel;
+    params.kv_unified = true;
+    params.kv_unified_per_slot = config.n_slot_context;
+    params.n_batch = params.n_ubatch = config.n_batch;
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = config.n_threads;
+    params.n_predict = config.max_tokens;
+    params.fit_params = params.warmup = false;
+    params.cache_ram_mib = config.cache_mib;
+    params.cache_idle_slots = false;
+    params.n_ctx_checkpoints = config.n_checkpoints;
+    params.sse_ping_interval = 0;  // the caller knows of silences before the first part, too
+    params.endpoint_slots = params.endpoint_props = false;
+    params.endpoint_metrics = true;
+    params.ui = false;
+    params.sampling.seed = config.seed;
+    params.sampling.temp = config.temp;
+    params.sampling.top_k = config.top_k;
+    params.sampling.top_p = config.top_p;
+    params.sampling.min_p = config.min_p;
+    return params;
+}
+
+bool should_abort(void * stopping) {
+    return static_cast<std::atomic<bool> *>(stopping)->load();
+}
+
+}  // namespace
+
+struct moe_edge_server {
+    common_params    params;
+    server_context   context;
+    server_routes    routes;
+    llama_context *  llama;
+    std::atomic<bool> stopping{false};
+
+    moe_edge_server(const moe_edge_server_config & config, llama_context * llama)
+        : params(params_of(config)), routes(params, context), llama(llama) {
+        llama_set_abort_callback(llama, should_abort, &stopping);
+    }
+    moe_edge_server(const moe_edge_server &) = delete;
+    ~moe_edge_server() {
+        llama_set_abort_callback(llama, nullptr, nullptr);
+    }
+};
+
+struct moe_edge_request {
+    moe_edge_server *     server;
+    const route *         which;
+    std::atomic<bool>     cancelled{false};
+    std::function<bool()> should_stop;
+    server_http_req       asked;
+    server_http_res_ptr   answer;  // goes before `asked`, which it refers to
+    std::string           part;
+
+    moe_edge_request(moe_edge_server * server, const route * which, std::string body)
+        : server(server),
+          which(which),
+          should_stop([this] { return cancelled || this->server->stopping; }),
+          asked{ {}, {}, which->path, "", std::move(body), {}, should_stop } {}
+    moe_edge_request(const moe_edge_request &) = delete;
+};
+
+// Upstream's code calls these.
+extern "C" {
+
+llama_model * moe_edge_server_model(const char *, llama_model_params) {
+    return given_model;
+}
+
+llama_context * moe_edge_server_context(llama_model *, llama_context_params) {
+    return given_context;
+}
+
+void moe_edge_server_model_free(llama_model *) {}
+void moe_edge_server_context_free(llama_context *) {}
+
+// Upstream takes what is neither success nor a failure for a full cache, and tries again for ever.
+int32_t moe_edge_server_process(llama_context * ctx, llama_process_type type, llama_batch_ext * batch) {
+    const int32_t status = llama_process(ctx, type, batch);
+    return status == ABORTED ? FAILED : status;
+}
+
+int moe_edge_server_abi_version(void) {
+    return MOE_EDGE_SERVER_ABI_VERSION;
+}
+
+moe_edge_server * moe_edge_server_create(
+        llama_model * model, llama_context * context, const moe_edge_server_config * config,
+        char * error, size_t error_size) {
+    common_log_set_verbosity_thold(config->verbosity);
+    given_model = model;
+    given_context = context;
+    std::string reason = "llama.cpp's server cannot be started with this model";
+    std::unique_ptr<moe_edge_server> server;
+    try {
+        server = std::make_unique<moe_edge_server>(*config, context);
+        if (server->context.load_model(server->params)) {
+            server->routes.update_meta(server->context);
+            llama_detach_threadpool(context);  // upstream's, whose threads spin while Python decides
+        } else {
+            server.reset();
+        }
+    } catch (const std::exception & failure) {
+        server.reset();
+        reason = failure.what();
+    }
+    given_model = nullptr;
+    given_context = nullptr;
+    if (!server) {
+        snprintf(error, error_size, "%s", reason.c_str());
+    }
+    return server.release();
+}
+
+void moe_edge_server_run(moe_edge_server * server) {
+    if (!server->stopping) {
+        server->context.start_loop();
+    }
+}
+
+void moe_edge_server_stop(moe_edge_server * server) {
+    server->stopping = true;
+    server->context.terminate();
+}
+
+void moe_edge_server_free(moe_edge_server * server) {
+    delete server;
+}
+
+moe_edge_request * moe_edge_request_create(
+        moe_edge_server * server, const char * path, const char * body, size_t body_size) {
+    const route * which = find_route(path);
+    return which ? new moe_edge_request(server, which, std::string(body, body_size)) : nullptr;
+}
+
+int moe_edge_request_begin(moe_edge_request * request) {
+    std::string complaint = "the request was given up";
+    try {
+        request->answer = (request->server->routes.*request->which->handler)(request->asked);
+    } catch (const std::exception & failure) {
+        complaint = failure.what();  // what upstream makes of a request that it does not understand
+    }
+    if (!request->answer) {
+        request->answer = std::make_unique<server_http_res>();
+        request->answer->status = 400;
+        request->answer->data = safe_json_to_str(
+            { { "error", format_error_response(complaint, ERROR_TYPE_INVALID_REQUEST) } });
+    }
+    return request->answer->status;
+}
+
+int moe_edge_request_is_stream(const moe_edge_request * request) {
+    return request->answer->is_stream();
+}
+
+int moe_edge_request_next(moe_edge_request * request, const char ** data, size_t * size) {
+    server_http_res & answer = *request->answer;
+    bool more = false;
+    if (answer.is_stream()) {
+        request->part.clear();
+        more = answer.next(request->part);
+    } else {
+        request->part = std::move(answer.data);
+    }
+    *data = request->part.data();
+    *size = request->part.size();
+    return more;
+}
+
+void moe_edge_request_cancel(moe_edge_request * request) {
+    request->cancelled = true;
+}
+
+void moe_edge_request_free(moe_edge_request * request) {
+    delete request;
+}
+
+const char * moe_edge_server_route(int number) {
+    const int n_routes = sizeof(ROUTES) / sizeof(ROUTES[0]);
+    return number >= 0 && number < n_routes ? ROUTES[number].path : nullptr;
+}
+
+}  // extern "C"

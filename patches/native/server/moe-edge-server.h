@@ -1,0 +1,92 @@
+// llama.cpp's server without HTTP, as plain C: a request goes in as a route and a body, its answer
+// comes out in parts. The caller brings a model and a context, and does HTTP.
+//
+// Thread safety: everything about one request is called by one thread at a time, except
+// moe_edge_request_cancel, which any thread may call. Requests may run on many threads at once.
+
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define MOE_EDGE_SERVER_ABI_VERSION 1
+
+#if defined(_WIN32)
+#    define MOE_EDGE_SERVER_API __declspec(dllexport)
+#else
+#    define MOE_EDGE_SERVER_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct llama_model;
+struct llama_context;
+
+typedef struct moe_edge_server  moe_edge_server;
+typedef struct moe_edge_request moe_edge_request;
+
+// What the server does with requests that leave something open. Texts may be NULL.
+typedef struct moe_edge_server_config {
+    const char * model_name;     // that /v1/models says
+    const char * chat_template;  // in the place of the model's own
+    int32_t      n_parallel;     // sequences of the context, each a conversation
+    int32_t      n_slot_context; // tokens that one of them may have
+    int32_t      n_batch;        // of the context, tokens
+    int32_t      n_threads;
+    int32_t      max_tokens;     // of an answer, -1: what the context has room for
+    int32_t      cache_mib;      // copies of earlier conversations' KV, 0: none
+    int32_t      n_checkpoints;  // of a conversation whose memory cannot be cut, 0: none
+    uint32_t     seed;           // UINT32_MAX: another one each time
+    int32_t      top_k;
+    float        temp;
+    float        top_p;
+    float        min_p;
+    int32_t      verbosity;      // of upstream's own log, on stderr; -1: silent
+} moe_edge_server_config;
+
+MOE_EDGE_SERVER_API int moe_edge_server_abi_version(void);
+
+// Takes a loaded model and a context of n_parallel sequences that share their cells; both stay the
+// caller's and outlive the server. It decodes two tokens, to see whether the memory can be cut.
+// NULL where that fails, with the reason in error.
+MOE_EDGE_SERVER_API moe_edge_server * moe_edge_server_create(
+    struct llama_model * model, struct llama_context * context, const moe_edge_server_config * config,
+    char * error, size_t error_size);
+
+// Answers requests until moe_edge_server_stop; every step is computed on this thread.
+MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);
+
+// Any thread, any time: the running step ends early, every request ends, and so does run.
+MOE_EDGE_SERVER_API void moe_edge_server_stop(moe_edge_server * server);
+
+// After run has returned and every request is freed.
+MOE_EDGE_SERVER_API void moe_edge_server_free(moe_edge_server * server);
+
+// route: a path of moe_edge_server_route. NULL for another one. The body is copied.
+MOE_EDGE_SERVER_API moe_edge_request * moe_edge_request_create(
+    moe_edge_server * server, const char * route, const char * body, size_t body_size);
+
+// Runs the request up to its first output, or up to its end. Returns the HTTP status.
+MOE_EDGE_SERVER_API int moe_edge_request_begin(moe_edge_request * request);
+
+// Whether the answer comes in parts, as server-sent events.
+MOE_EDGE_SERVER_API int moe_edge_request_is_stream(const moe_edge_request * request);
+
+// The next part, valid until the next call; all of it where the answer is no stream. Returns 0
+// where it is the last one. A part may be empty.
+MOE_EDGE_SERVER_API int moe_edge_request_next(moe_edge_request * request, const char ** data, size_t * size);
+
+// Any thread: the request ends soon, and with it the work for it.
+MOE_EDGE_SERVER_API void moe_edge_request_cancel(moe_edge_request * request);
+
+// Ends the work where it has not ended.
+MOE_EDGE_SERVER_API void moe_edge_request_free(moe_edge_request * request);
+
+// The routes by number from 0; NULL behind the last one.
+MOE_EDGE_SERVER_API const char * moe_edge_server_route(int number);
+
+#ifdef __cplusplus
+}
+#endif

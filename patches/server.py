@@ -1,0 +1,77 @@
+"""llama.cpp's server as a library beside an installed wheel: compiled when it is first asked for.
+
+It links with the wheel's libllama and is part of no wheel, so that neither a build nor a chat
+waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from patches import build, probe
+from patches.tree import sync_tree
+from patches.upstream import PATCHES, BuildError, Upstream, cache_dir, fetch_sdist, locked, say
+
+SOURCES = PATCHES / "native" / "server"
+TARGET = "moe-edge-server"
+KEEP = 4
+
+
+def library_path(upstream: Upstream, llama_cpp: Path, cache: Path) -> Path:
+    """Where the library for an installed llama_cpp package is in a cache folder, or will be.
+
+    Raises BuildError for a package that is not ours.
+    """
+    try:
+        stamp = json.loads((llama_cpp / "moe_edge_build.json").read_text())
+    except (OSError, ValueError):
+        raise BuildError(f"{llama_cpp} is not moe-edge's llama.cpp: run `make build`.") from None
+    parts = [upstream.sha256, str(stamp.get("key")), TARGET]
+    for path in sorted(SOURCES.iterdir()):
+        parts += [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return cache / "servers" / digest[:24] / f"lib{TARGET}.so"
+
+
+def build_server(upstream: Upstream, llama_cpp: Path, sdist: Path | None = None) -> Path:
+    """The library for an installed llama_cpp package, compiled where the cache lacks it.
+
+    Raises BuildError for a package that is not ours and for a compiler that is missing or fails.
+    """
+    path = library_path(upstream, llama_cpp, cache_dir())
+    if path.exists():
+        return path
+    tools = probe.find_toolchain()
+    with locked(cache_dir() / "lock") as lock:
+        if path.exists():
+            return path
+        say("building llama.cpp's server (once, some minutes)")
+        root = sync_tree(fetch_sdist(upstream, sdist), upstream)
+        source = root / upstream.source
+        flags = ("CMAKE_BUILD_TYPE=Release", f"UPSTREAM={source}", f"LIBRARIES={llama_cpp / 'lib'}")
+        plan = build.Plan(upstream, tools, flags, False, "", False, "", key="")
+        build.compile_tree(plan, SOURCES, None, lock, (TARGET,))
+        if library_path(upstream, llama_cpp, cache_dir()) != path:
+            raise BuildError("the sources changed while they were compiled: run it again.")
+        _publish(plan.build_dir / "bin" / path.name, path)
+    return path
+
+
+def _publish(built: Path, path: Path) -> None:
+    """Gives a finished library its name; older ones go."""
+    folder = path.parent
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".publish.") as stage:
+        target = Path(stage) / "server"
+        target.mkdir()
+        shutil.copy2(built, target / path.name)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(target, folder)
+    found = [each for each in folder.parent.iterdir() if not each.name.startswith(".")]
+    for old in sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)[KEEP:]:
+        shutil.rmtree(old, ignore_errors=True)

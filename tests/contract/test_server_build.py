@@ -1,0 +1,56 @@
+"""The server's library: one for each wheel and each source, and only beside a wheel of ours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from patches import server
+from patches.upstream import BuildError, read_upstream
+
+
+def package_with(folder: Path, key: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "moe_edge_build.json").write_text(json.dumps({"key": key}))
+    return folder
+
+
+def test_the_path_follows_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    upstream = read_upstream()
+    package = package_with(tmp_path / "llama_cpp", "a")
+    first = server.library_path(upstream, package, tmp_path)
+    assert first == server.library_path(upstream, package, tmp_path)
+    assert first.parents[2] == tmp_path
+    others = [server.library_path(replace(upstream, sha256="0" * 64), package, tmp_path)]
+    others.append(server.library_path(upstream, package_with(package, "b"), tmp_path))
+    package_with(package, "a")
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for path in server.SOURCES.iterdir():
+        (sources / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(server, "SOURCES", sources)
+    assert server.library_path(upstream, package, tmp_path) == first
+    with (sources / "CMakeLists.txt").open("a") as file:
+        file.write("\n")
+    others.append(server.library_path(upstream, package, tmp_path))
+    assert len({first, *others}) == 4
+
+
+def test_a_stock_package_has_no_server(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="is not moe-edge's llama"):
+        server.build_server(read_upstream(), tmp_path)
+
+
+def test_a_library_in_the_cache_is_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    package = package_with(tmp_path / "llama_cpp", "a")
+    path = server.library_path(read_upstream(), package, tmp_path / "moe-edge")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    monkeypatch.setattr(server.probe, "find_toolchain", lambda: pytest.fail("it looks for one"))
+    assert server.build_server(read_upstream(), package) == path

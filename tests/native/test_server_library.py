@@ -1,0 +1,252 @@
+"""llama.cpp's server on a managed model: the same answers, with every policy, and a clean end."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from served import DEMO, server_library
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.errors import ConfigError
+from orchestrator.native import ServerLibrary
+from orchestrator.serve.backend import Backend, server_config
+from orchestrator.serve.settings import ServeSettings
+
+PROMPT = "<|im_start|>user\nTell me about Norway.<|im_end|>\n<|im_start|>assistant\n"
+N = 24
+
+
+@pytest.fixture(scope="module")
+def native(library: object) -> ServerLibrary:
+    return server_library()
+
+
+def config_of(policy: str, **more: object) -> Config:
+    settings: dict[str, object] = {"ctx": 512, "threads": 1, "policy": policy, "n_ubatch": 64}
+    if policy != "plain":
+        settings["expert_ram"] = 12 << 20
+    if policy in ("lru", "firm"):
+        settings["high_tier"] = "q8_0"
+    return Config.build(model=DEMO, use_extra_bufts=False, **settings | more)
+
+
+def open_backend(native: ServerLibrary, config: Config, **settings: Any) -> Backend:
+    return Backend(config, ServeSettings(**settings), native, lambda _done: None)
+
+
+def ask(backend: Backend, route: str, data: dict[str, Any]) -> tuple[int, Any]:
+    """(status, body) of one request; the events of a stream as a list."""
+    request = backend.request(route, json.dumps(data).encode())
+    try:
+        status, is_stream = request.begin()
+        parts = list(request.parts())
+    finally:
+        request.close()
+    if not is_stream:
+        return status, json.loads(b"".join(parts))
+    lines = b"".join(parts).decode().splitlines()
+    return status, [line.removeprefix("data: ") for line in lines if line]
+
+
+def greedy(backend: Backend, **more: Any) -> dict[str, Any]:
+    data = {"prompt": PROMPT, "temperature": 0, "max_tokens": N, **more}
+    status, body = ask(backend, "/v1/completions", data)
+    assert status == 200, body
+    answer: dict[str, Any] = body
+    return answer
+
+
+@pytest.mark.parametrize("policy", ["plain", "lru", "firm"])
+def test_a_lossless_policy_gives_the_probabilities_of_the_engine(
+    native: ServerLibrary, policy: str
+) -> None:
+    config = config_of(policy)
+    with Engine.open(server_config(config, 1)) as engine:
+        logits = engine.eval(engine.tokenize(PROMPT), 0)[-1].astype(np.float64)
+    expected = np.sort(logits - np.logaddexp.reduce(logits))[::-1][:5]
+    backend = open_backend(native, config)
+    try:
+        answer = greedy(backend, logprobs=5)
+        first = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        assert np.allclose([each["logprob"] for each in first], expected, atol=1e-4)
+        again = greedy(backend)
+        assert again["choices"][0]["text"] == answer["choices"][0]["text"]
+        assert "Oslo" in answer["choices"][0]["text"] or answer["usage"]["completion_tokens"] == N
+        # the conversation's tokens are kept
+        assert again["timings"]["prompt_n"] < answer["timings"]["prompt_n"]
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize("policy", ["dymoe", "dynaexq", "context"])
+def test_every_policy_decides_for_the_server(native: ServerLibrary, policy: str) -> None:
+    backend = open_backend(native, config_of(policy, expert_ram=16 << 20), parallel=2)
+    try:
+        costs = backend.costs()
+        greedy(backend)
+        counted = costs()
+        assert len(counted["mix"]) > 1 and abs(sum(counted["mix"].values()) - 1) < 1e-6
+        assert counted["policy"] == policy and counted["bytes_read"] >= 0
+        backend.engine.store.check()
+        results: list[tuple[int, Any]] = []
+        data = {"prompt": PROMPT, "temperature": 0, "max_tokens": N}
+        threads = [
+            threading.Thread(target=lambda: results.append(ask(backend, "/v1/completions", data)))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [status for status, _ in results] == [200] * 3
+        backend.engine.store.check()
+    finally:
+        backend.close()
+
+
+def test_a_stream_its_usage_and_a_grammar(native: ServerLibrary) -> None:
+    backend = open_backend(native, config_of("lru"))
+    try:
+        schema = {
+            "type": "object",
+            "properties": {"capital": {"enum": ["Oslo", "Paris"]}},
+            "required": ["capital"],
+            "additionalProperties": False,
+        }
+        status, events = ask(
+            backend,
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "What is the capital of Norway?"}],
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "temperature": 0,
+                "max_tokens": 80,
+                "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+            },
+        )
+        assert status == 200 and events[-1] == "[DONE]"
+        chunks = [json.loads(each) for each in events[:-1]]
+        assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+        text = "".join(
+            choice["delta"].get("content") or ""
+            for chunk in chunks
+            for choice in chunk.get("choices", ())
+        )
+        assert json.loads(text)["capital"] in ("Oslo", "Paris")
+        assert any((chunk.get("usage") or {}).get("completion_tokens") for chunk in chunks)
+    finally:
+        backend.close()
+
+
+def test_what_cannot_be_served_is_refused(native: ServerLibrary) -> None:
+    backend = open_backend(native, config_of("lru"))
+    picture = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
+    try:
+        for route, data in (
+            ("/v1/completions", {"prompt": "word " * 600, "max_tokens": 1}),
+            ("/v1/completions", {"prompt": "word " * 600, "max_tokens": 1, "stream": True}),
+            ("/v1/chat/completions", {"messages": "hello"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": [picture]}]}),
+            ("/v1/completions", {}),
+            ("/v1/completions", {"prompt": "x", "temperature": "warm"}),
+        ):
+            status, body = ask(backend, route, data)
+            assert 400 <= status < 502 and body["error"]["message"], (route, body)
+            assert status in (400, 501), body
+        assert greedy(backend)["choices"]
+    finally:
+        backend.close()
+
+
+class Broken(Exception):
+    """What a policy raises here."""
+
+
+def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(
+    native: ServerLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = open_backend(native, config_of("dymoe", expert_ram=16 << 20))
+    try:
+        policy = backend.engine.policy
+        good = policy.decide
+
+        def bad(*_: object) -> None:
+            raise Broken("no idea")
+
+        monkeypatch.setattr(policy, "decide", bad)
+        status, body = ask(backend, "/v1/completions", {"prompt": PROMPT, "max_tokens": 4})
+        assert status == 500 and body["error"]["message"] == "Compute error."
+        assert backend.failure() == "the policy failed: Broken: no idea"
+        monkeypatch.setattr(policy, "decide", good)
+        assert greedy(backend)["choices"]
+        assert backend.failure() is None
+    finally:
+        backend.close()
+
+
+def test_a_cancel_ends_the_work_and_keeps_what_was_read(native: ServerLibrary) -> None:
+    backend = open_backend(native, config_of("lru"))
+    try:
+        seen = threading.Event()
+        store = backend.engine.store
+        steps: list[int] = []
+        driver = backend.engine.driver
+
+        def counting(step: Any) -> None:
+            driver.step_done(step)
+            steps.append(step.n_tokens)
+            seen.set()
+
+        store.set_step_done(counting)
+        data = {"prompt": "word " * 400, "max_tokens": 100, "temperature": 0}
+        request = backend.request("/v1/completions", json.dumps(data).encode())
+        thread = threading.Thread(target=request.begin)
+        thread.start()
+        assert seen.wait(60)
+        request.cancel()
+        thread.join(60)
+        request.close()
+        assert not thread.is_alive()
+        read = sum(steps)
+        status, body = ask(backend, "/v1/completions", {**data, "max_tokens": 1})
+        assert status == 200
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] >= min(read, 64) - 1
+    finally:
+        backend.close()
+
+
+def test_stopping_ends_what_runs(native: ServerLibrary) -> None:
+    backend = open_backend(native, config_of("plain", ctx=4096))
+    data = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    request = backend.request("/v1/completions", json.dumps(data).encode())
+    try:
+        assert request.begin() == (200, True)
+        parts = request.parts()
+        next(parts)
+        backend.stop()
+        assert sum(1 for _ in parts) < 4000
+    finally:
+        request.close()
+        backend.close()
+
+
+def test_a_request_that_runs_alone_may_change_the_policy(native: ServerLibrary) -> None:
+    backend = open_backend(native, config_of("dymoe", expert_ram=16 << 20))
+    try:
+        settings = backend.engine.policy.settings
+        usual = settings.retention  # type: ignore[attr-defined]
+        with backend.changed({"retention": 0.25}):
+            assert backend.engine.driver.values(["retention"]) == {"retention": 0.25}
+            greedy(backend)
+        assert backend.engine.driver.values(["retention"]) == {"retention": usual}
+        for wrong in ({"retention": 7}, {"high_tier": "q8_0"}, {"nothing": 1}):
+            with pytest.raises(ConfigError), backend.changed(wrong):
+                pass
+    finally:
+        backend.close()

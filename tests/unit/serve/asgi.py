@@ -1,0 +1,138 @@
+"""Asking an ASGI application without a socket, and a backend without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from orchestrator.serve.app import State
+from orchestrator.serve.settings import ServeSettings
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]
+    parts: list[bytes]
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Client:
+    """One request to an application; leave makes the client go away."""
+
+    def __init__(self, app: Any, method: str, path: str, body: bytes, **headers: str) -> None:
+        fields = {"host": "localhost:8080", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        self._app = app
+        self._scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(k.encode(), v.encode()) for k, v in fields.items()],
+        }
+        self._incoming = [{"type": "http.request", "body": body, "more_body": False}]
+        self._gone = asyncio.Event()
+        self.reply = Reply(0, {}, [])
+
+    def leave(self) -> None:
+        self._gone.set()
+
+    async def run(self) -> Reply:
+        await self._app(self._scope, self._receive, self._send)
+        return self.reply
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._incoming:
+            return self._incoming.pop(0)
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.reply.status = message["status"]
+            self.reply.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+        elif message.get("body"):
+            self.reply.parts.append(message["body"])
+
+
+def ask(app: Any, path: str, data: Any = None, method: str = "", **headers: str) -> Reply:
+    """One request from its start to its end. data: a body as it is, or what is sent as JSON."""
+    body = data if isinstance(data, bytes) else b"" if data is None else json.dumps(data).encode()
+    method = method or ("GET" if data is None else "POST")
+
+    async def once() -> Reply:
+        return await Client(app, method, path, body, **headers).run()
+
+    return asyncio.run(once())
+
+
+@dataclass
+class FakeRequest:
+    """A native request whose answer is written beforehand. hold: begin waits for it."""
+
+    status: int
+    is_stream: bool
+    answer: list[bytes]
+    hold: Event | None = None
+    cancelled: Event = field(default_factory=Event)
+    closed: bool = False
+
+    def begin(self) -> tuple[int, bool]:
+        while self.hold is not None and not self.hold.wait(0.01):
+            if self.cancelled.is_set():
+                return 500, False
+        return self.status, self.is_stream
+
+    def parts(self) -> Iterator[bytes]:
+        yield from self.answer
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeBackend:
+    """Gives out requests in turn, and remembers what it was asked."""
+
+    def __init__(self, *requests: FakeRequest) -> None:
+        self.requests = list(requests)
+        self.asked: list[tuple[str, bytes]] = []
+        self.changes: list[dict[str, Any]] = []
+
+    def request(self, route: str, body: bytes) -> FakeRequest:
+        self.asked.append((route, body))
+        return self.requests[len(self.asked) - 1]
+
+    def costs(self) -> Any:
+        return lambda: {"hit_rate": 0.5}
+
+    @contextmanager
+    def changed(self, settings: dict[str, Any]) -> Iterator[None]:
+        if "bad" in settings:
+            raise ConfigError("bad is no setting")
+        self.changes.append(settings)
+        yield
+
+    def failure(self) -> str | None:
+        return "the disk is gone"
+
+
+def state_with(backend: Any, **settings: Any) -> State:
+    state = State(ServeSettings(**settings))
+    state.backend = backend
+    return state

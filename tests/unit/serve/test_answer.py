@@ -1,0 +1,121 @@
+"""One request on its way: parts, costs, silences, errors, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from threading import Event
+
+import pytest
+
+pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
+
+from asgi import Client, FakeBackend, FakeRequest, ask, state_with
+
+from orchestrator.serve import answer
+from orchestrator.serve.app import application
+
+CHAT = "/v1/chat/completions"
+ASK, STREAM = {"messages": []}, {"messages": [], "stream": True}
+FINAL = b'data: {"choices": [], "timings": {"predicted_n": 3}}\n\n'
+
+
+def quiet(_line: str) -> None:
+    pass
+
+
+def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs() -> None:
+    request = FakeRequest(200, True, [b"data: {}\n\n", FINAL, b"data: [DONE]\n\n"])
+    reply = ask(application(state_with(FakeBackend(request)), quiet), CHAT, STREAM)
+    assert reply.status == 200 and reply.headers["content-type"] == "text/event-stream"
+    assert [reply.parts[0], reply.parts[2]] == [b"data: {}\n\n", b"data: [DONE]\n\n"]
+    timings = json.loads(reply.parts[1].removeprefix(b"data: "))["timings"]
+    assert timings == {"predicted_n": 3, "hit_rate": 0.5, "shared_steps": False}
+    assert request.closed
+
+
+def test_an_answer_at_once_has_the_costs_too() -> None:
+    request = FakeRequest(200, False, [b'{"timings": {}}'])
+    reply = ask(application(state_with(FakeBackend(request)), quiet), CHAT, ASK)
+    assert reply.headers["content-type"].startswith("application/json")
+    assert reply.json()["timings"]["hit_rate"] == 0.5
+
+
+@pytest.mark.parametrize("data", [ASK, STREAM])
+def test_what_llama_cpp_refuses_is_refused(data: dict[str, object]) -> None:
+    request = FakeRequest(400, False, [b'{"error": {"message": "too long"}}'])
+    reply = ask(application(state_with(FakeBackend(request)), quiet), CHAT, data)
+    assert reply.status == 400 and reply.json()["error"]["message"] == "too long"
+
+
+def test_a_step_that_failed_says_why() -> None:
+    failed = b'{"error": {"message": "Compute error."}}'
+    backend = FakeBackend(
+        FakeRequest(500, False, [failed]),
+        FakeRequest(200, True, [b"data: {}\n\n", b"data: " + failed + b"\n\n"]),
+        FakeRequest(200, False, [b'{"choices": "Compute error."}']),
+    )
+    app = application(state_with(backend), quiet)
+    reply = ask(app, CHAT, ASK)
+    assert reply.status == 500 and reply.json()["error"]["message"] == "the disk is gone"
+    reply = ask(app, CHAT, STREAM)
+    assert reply.status == 200 and b"the disk is gone" in reply.parts[-1]
+    assert reply.parts[-1].startswith(b"data: ")
+    # A model may say so.
+    reply = ask(app, CHAT, ASK)
+    assert reply.json()["choices"] == "Compute error."
+
+
+def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answer, "PING_S", 0.02)
+    hold = Event()
+    request = FakeRequest(400, False, [b'{"error": {}}'], hold)
+    app = application(state_with(FakeBackend(request)), quiet)
+
+    async def talk() -> Client:
+        client = Client(app, "POST", CHAT, json.dumps(STREAM).encode())
+        asyncio.get_running_loop().call_later(0.2, hold.set)
+        await client.run()
+        return client
+
+    reply = asyncio.run(talk()).reply
+    assert reply.status == 200 and reply.parts[0].startswith(b":")
+    # An error that comes after the comments is an event, not a status.
+    assert reply.parts[-1] == b'data: {"error": {}}\n\n'
+
+
+def test_nobody_waits_for_ever_and_the_line_is_bounded() -> None:
+    holds = [FakeRequest(200, False, [b"{}"], Event()) for _ in range(3)]
+    state = state_with(FakeBackend(*holds), queue=1, timeout=1)
+    app = application(state, quiet)
+
+    async def three() -> list[int]:
+        clients = [Client(app, "POST", CHAT, b"{}") for _ in range(3)]
+        replies = await asyncio.gather(*(client.run() for client in clients))
+        return sorted(reply.status for reply in replies)
+
+    assert asyncio.run(three()) == [429, 504, 504]
+    assert state.gate.running == state.gate.waiting == 0
+    assert holds[0].closed and holds[0].cancelled.is_set()
+
+
+def test_a_client_that_leaves_ends_its_work_and_gives_its_place_back() -> None:
+    request = FakeRequest(200, False, [b"{}"], Event())
+    after = FakeRequest(200, False, [b"{}"])
+    state = state_with(FakeBackend(request, after))
+    app = application(state, quiet)
+
+    async def leave() -> int:
+        client = Client(app, "POST", CHAT, b"{}")
+        running = asyncio.create_task(client.run())
+        while not state.gate.running:
+            await asyncio.sleep(0.01)
+        second = asyncio.create_task(Client(app, "POST", CHAT, b"{}").run())
+        client.leave()
+        await asyncio.wait_for(running, 10)
+        assert request.cancelled.is_set() and request.closed
+        return (await asyncio.wait_for(second, 10)).status
+
+    assert asyncio.run(leave()) == 200

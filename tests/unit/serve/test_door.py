@@ -1,0 +1,156 @@
+"""Who gets in: names, keys, origins, methods, bodies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
+
+from asgi import FakeBackend, FakeRequest, ask, state_with
+
+from orchestrator.errors import ConfigError
+from orchestrator.serve.app import application
+from orchestrator.serve.settings import ServeSettings
+
+CHAT = "/v1/chat/completions"
+MESSAGE = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def app_with(**settings: Any) -> Any:
+    answers = [FakeRequest(200, False, [b'{"ok": 1}']) for _ in range(4)]
+    return application(state_with(FakeBackend(*answers), **settings), lambda _line: None)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8080", 200),
+        ("127.0.0.1:8080", 200),
+        ("[::1]:8080", 200),
+        ("box.lan", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example", 421),
+        ("", 421),
+        ("[::1", 421),
+    ],
+)
+def test_a_local_server_answers_to_its_own_names(host: str, status: int) -> None:
+    reply = ask(app_with(allow_host="box.lan, other"), CHAT, MESSAGE, host=host)
+    assert reply.status == status
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer secret"}, 200),
+        ({"authorization": "bearer  secret"}, 200),
+        ({"x_api_key": "secret"}, 200),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": "Basic secret"}, 401),
+        ({"authorization": "Bearer sécret"}, 401),
+    ],
+)
+def test_a_key_is_asked_for_where_there_is_one(headers: dict[str, str], status: int) -> None:
+    app = app_with(api_key="secret")
+    assert ask(app, CHAT, MESSAGE, **headers).status == status
+    assert ask(app, "/health").status == 200
+
+
+def test_a_server_for_others_needs_a_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can be reached from other machines"):
+        ServeSettings(host="0.0.0.0").keys()
+    keys = tmp_path / "keys"
+    keys.write_text("\n one \ntwo\n")
+    assert ServeSettings(host="0.0.0.0", api_key_file=keys).keys() == {"one", "two"}
+    keys.write_text("\n")
+    with pytest.raises(ConfigError, match="has no key in it"):
+        ServeSettings(api_key_file=keys).keys()
+    # With a key, any name of the machine will do.
+    app = app_with(host="0.0.0.0", api_key="k")
+    assert ask(app, CHAT, MESSAGE, host="box.example", x_api_key="k").status == 200
+
+
+def test_pages_of_other_origins_may_not_ask_unless_they_are_let_in() -> None:
+    evil = {"origin": "https://evil.example"}
+    refused = ask(app_with(), CHAT, MESSAGE, **evil)
+    assert refused.status == 403 and "access-control-allow-origin" not in refused.headers
+    assert ask(app_with(), CHAT, MESSAGE, origin="http://localhost:8080").status == 200
+    open_app = app_with(cors_origin="https://evil.example")
+    let_in = ask(open_app, CHAT, MESSAGE, **evil)
+    assert let_in.headers["access-control-allow-origin"] == "https://evil.example"
+    preflight = ask(open_app, CHAT, method="OPTIONS", **evil)
+    assert preflight.status == 204
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert ask(open_app, CHAT, MESSAGE, origin="https://other.example").status == 403
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"", 400, "not JSON"),
+        (b"{", 400, "not JSON"),
+        (b'{"a": NaN}', 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b"[]", 400, "JSON object"),
+        (b'{"a": "\xff"}', 400, "not UTF-8"),
+        (b'{"a": "' + b"x" * 2000 + b'"}', 413, "--body-limit"),
+        (b'{"n": 2}', 400, "--parallel"),
+        (b'{"n": "two"}', 400, "whole number"),
+    ],
+)
+def test_bodies_that_cannot_be_served(body: bytes, status: int, says: str) -> None:
+    reply = ask(app_with(body_limit=1000 if status == 413 else 2**20), CHAT, body)
+    assert reply.status == status
+    assert says in reply.json()["error"]["message"]
+
+
+def test_paths_and_methods_that_there_are_not() -> None:
+    app = app_with()
+    for path in ("/../../etc/passwd", "/v1/embeddings", "/slots", "/v1/chat/completions/x"):
+        assert ask(app, path).status == 404
+    reply = ask(app, CHAT, method="GET")
+    assert reply.status == 405 and "method" in reply.json()["error"]["message"]
+
+
+def test_nothing_is_served_while_the_model_loads_and_at_the_end() -> None:
+    state = state_with(None)
+    app = application(state, lambda _line: None)
+    for path, data in (("/health", None), (CHAT, MESSAGE), ("/v1/models", None)):
+        reply = ask(app, path, data)
+        assert reply.status == 503 and "loading" in reply.json()["error"]["message"]
+        assert reply.headers["retry-after"] == "1"
+    state.backend = FakeBackend()  # type: ignore[assignment]
+    assert ask(app, "/health").status == 200
+    state.stopping = True
+    assert ask(app, "/health").status == 503
+
+
+def test_a_line_of_the_log_has_no_contents() -> None:
+    lines: list[str] = []
+    backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
+    ask(application(state_with(backend), lines.append), CHAT, {**MESSAGE, "user": "secret"})
+    assert len(lines) == 1 and lines[0].startswith(f"POST {CHAT} 200 ")
+    assert "secret" not in lines[0]
+
+
+def test_a_client_may_not_choose_its_slot() -> None:
+    backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
+    ask(application(state_with(backend), lambda _line: None), CHAT, {**MESSAGE, "id_slot": 7})
+    (route, body) = backend.asked[0]
+    assert route == CHAT and b"id_slot" not in body and b"messages" in body
+
+
+def test_settings_of_one_request_go_to_the_policy_and_not_to_llama_cpp() -> None:
+    backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
+    app = application(state_with(backend), lambda _line: None)
+    assert ask(app, CHAT, {**MESSAGE, "moe_edge": {"retention": 0.5}}).status == 200
+    assert backend.changes == [{"retention": 0.5}]
+    assert b"moe_edge" not in backend.asked[0][1]
+    refused = ask(app, CHAT, {**MESSAGE, "moe_edge": {"bad": 1}})
+    assert refused.status == 400 and "bad is no setting" in refused.json()["error"]["message"]
+    assert ask(app, CHAT, {**MESSAGE, "moe_edge": 3}).status == 400

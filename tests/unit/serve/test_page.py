@@ -1,0 +1,61 @@
+"""The page: one file, no network, and nothing that only a mouse can reach."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
+
+from asgi import FakeBackend, ask, state_with
+
+from orchestrator.serve.app import PAGE, application
+
+
+class Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def elements() -> list[tuple[str, dict[str, str | None]]]:
+    parser = Elements()
+    parser.feed(PAGE.read_text())
+    return parser.found
+
+
+def test_the_page_needs_no_key_and_may_speak_to_this_server_alone() -> None:
+    app = application(state_with(FakeBackend(), api_key="k"), lambda _line: None)
+    reply = ask(app, "/")
+    assert reply.status == 200 and reply.body == PAGE.read_bytes()
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
+    assert "connect-src 'self'" in reply.headers["content-security-policy"]
+    assert ask(app, "/experts").status == 401
+
+
+def test_the_page_is_one_file() -> None:
+    text = PAGE.read_text()
+    assert not re.search(r"https?://|//cdn|@import|url\(", text)
+    for tag, attributes in elements():
+        assert "src" not in attributes and tag not in ("link", "iframe", "img"), tag
+        assert not any(name.startswith("on") for name in attributes), tag
+
+
+def test_what_can_be_used_has_a_name_for_a_screen_reader() -> None:
+    found = elements()
+    (html,) = (attributes for tag, attributes in found if tag == "html")
+    assert html["lang"] == "en"
+    for tag, attributes in found:
+        if tag in ("textarea", "canvas", "aside"):
+            assert attributes.get("aria-label"), tag
+        if tag == "canvas":
+            assert attributes["role"] == "img"
+    assert any(attributes.get("role") == "log" for _, attributes in found)
+    # What the script refers to is there.
+    ids = {attributes["id"] for _, attributes in found if "id" in attributes}
+    assert set(re.findall(r'\$\("(\w+)"\)', PAGE.read_text())) <= ids

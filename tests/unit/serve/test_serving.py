@@ -1,0 +1,249 @@
+"""`moe-edge serve` on the demo model, as clients meet it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
+
+from served import Served, serving
+
+RAM = "130MiB"
+QUESTION = [{"role": "user", "content": "What is the capital of Norway?"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "capital",
+        "description": "The capital of a country.",
+        "parameters": {
+            "type": "object",
+            "properties": {"country": {"enum": ["Norway", "Peru"]}},
+            "required": ["country"],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
+    cache = tmp_path_factory.mktemp("served")
+    options = ("--ram", RAM, "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512")
+    with serving(cache, *options) as running:
+        yield running
+
+
+def get(served: Served, path: str) -> str:
+    with urlopen(served.url + path, timeout=60) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def post(served: Served, path: str, data: Any) -> Any:
+    body = json.dumps(data).encode()
+    request = Request(served.url + path, body, {"Content-Type": "application/json"})
+    with urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+def raw(served: Served, data: bytes, wait_s: float = 30) -> bytes:
+    """What the server says to these bytes until it closes, or is silent."""
+    where = urlsplit(served.url)
+    with socket.create_connection((where.hostname, where.port), timeout=wait_s) as sock:
+        sock.sendall(data)
+        said = b""
+        try:
+            while part := sock.recv(65536):
+                said += part
+        except TimeoutError:
+            pass
+    return said
+
+
+def test_an_answer_has_our_costs_and_the_memory_is_kept(served: Served) -> None:
+    data = {"messages": QUESTION, "temperature": 0, "max_tokens": 32, "unknown": [1]}
+    answer = post(served, "/v1/chat/completions", data)
+    assert "Oslo" in answer["choices"][0]["message"]["content"]
+    timings = answer["timings"]
+    assert 0 < timings["hit_rate"] <= 1 and timings["mix"] == {"q4_k": 1.0}
+    assert timings["ram_bytes"] == 130 << 20
+    assert timings["peak_rss_bytes"] <= timings["ram_bytes"]
+    assert timings["policy"] == "lru" and timings["shared_steps"] is False
+    metrics = get(served, "/metrics")
+    hits = re.search(r'moe_edge_expert_hits_total\{phase="decode"\} (\d+)', metrics)
+    assert hits is not None and int(hits[1]) > 0
+    assert "llamacpp:tokens_predicted_total" in metrics
+    names = re.findall(r"^# TYPE (\S+)", metrics, re.M)
+    assert len(names) == len(set(names))
+
+
+def test_the_openai_client(served: Served) -> None:
+    openai = pytest.importorskip("openai", reason="the openai package is missing")
+    client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+    (model,) = client.models.list().data
+    assert model.id == "moe-edge-demo"
+    common = {"model": model.id, "messages": QUESTION, "temperature": 0, "max_tokens": 40}
+    whole = client.chat.completions.create(**common)
+    text = ""
+    for chunk in client.chat.completions.create(**common, stream=True):
+        text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+    assert text == whole.choices[0].message.content and "Oslo" in text
+    seeded = {**common, "temperature": 1.5, "seed": 7}
+    one, other = (client.chat.completions.create(**seeded) for _ in range(2))
+    assert one.choices[0].message.content == other.choices[0].message.content
+    stopped = client.completions.create(
+        model=model.id, prompt="One two three", temperature=0, max_tokens=30, stop=["e"]
+    )
+    assert "e" not in stopped.choices[0].text
+    with pytest.raises(openai.BadRequestError, match="exceed"):
+        client.completions.create(model=model.id, prompt="word " * 900, stream=True)
+    chosen = client.responses.create(model=model.id, input="What is the capital of Norway?")
+    assert chosen.output_text
+
+
+def test_tools_are_called_by_both_clients(
+    tmp_path_factory: pytest.TempPathFactory, library: object
+) -> None:
+    openai = pytest.importorskip("openai", reason="the openai package is missing")
+    cache = tmp_path_factory.mktemp("tools")
+    template = str(Path(__file__).with_name("tools.jinja"))
+    options = ("--policy", "dymoe", "--ram", RAM, "--ctx", "1024", "--chat-template", template)
+    with serving(cache, *options, "--temp", "0") as served:
+        client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+        common = {
+            "model": "any",
+            "messages": QUESTION,
+            "tools": [TOOL],
+            "tool_choice": "required",
+            "max_tokens": 200,
+        }
+        whole = client.chat.completions.create(**common)
+        (call,) = whole.choices[0].message.tool_calls
+        assert whole.choices[0].finish_reason == "tool_calls"
+        assert call.function.name == "capital"
+        arguments = json.loads(call.function.arguments)
+        assert arguments["country"] in ("Norway", "Peru")
+        streamed, name = "", ""
+        for chunk in client.chat.completions.create(**common, stream=True):
+            for delta in chunk.choices[0].delta.tool_calls or () if chunk.choices else ():
+                assert delta.index == 0
+                name = delta.function.name or name
+                streamed += delta.function.arguments or ""
+        assert (name, json.loads(streamed)) == ("capital", arguments)
+        answered = [
+            *QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+            {"role": "tool", "tool_call_id": call.id, "content": "Oslo"},
+        ]
+        after = client.chat.completions.create(
+            **{**common, "messages": answered, "tool_choice": "none"}
+        )
+        assert after.choices[0].message.content is not None
+
+
+def test_the_anthropic_client(served: Served) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="the anthropic package is missing")
+    client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
+    common = {"model": "any", "max_tokens": 40, "messages": QUESTION, "temperature": 0}
+    whole = client.messages.create(**common)
+    with client.messages.stream(**common) as stream:
+        text = "".join(stream.text_stream)
+    assert text == whole.content[0].text and "Oslo" in text
+    assert client.messages.count_tokens(model="any", messages=QUESTION).input_tokens > 5
+
+
+def test_a_client_that_leaves_ends_its_answer(served: Served) -> None:
+    where = urlsplit(served.url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
+    data = {"prompt": "One two", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(data))
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"data: ")
+    connection.close()
+    answer.close()
+    for _ in range(600):
+        if "moe_edge_requests_running 0" in get(served, "/metrics"):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the work for a client that left goes on")
+    assert any("POST /v1/completions 200" in line for line in served.lines)
+
+
+def post_bytes(body: bytes) -> bytes:
+    head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+ATTACKS = {
+    "no key of HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400"),
+    "another name": (b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n", b"421"),
+    "path traversal": (b"GET /../../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", b"404"),
+    "encoded traversal": (
+        b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"404",
+    ),
+    "a long line": (b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b"400"),
+    "a body said to be huge": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n",
+        b"413",
+    ),
+    "broken UTF-8": (post_bytes(b'{"content":"\xff"}'), b"400"),
+    "a lone surrogate": (post_bytes(b'{"content":"\\ud800"}'), b""),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacks_get_one_clear_status(served: Served, name: str) -> None:
+    data, status = ATTACKS[name]
+    said = raw(served, data.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1), 10)
+    assert status in said.split(b"\r\n")[0], said[:200]
+    assert b"root:" not in said
+    assert json.loads(get(served, "/health"))["status"] == "ok"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_signal_ends_it_cleanly(
+    tmp_path: Path, library: object, signum: signal.Signals, busy: bool
+) -> None:
+    with serving(tmp_path, "--ram", RAM, "--policy", "lru", "--ctx", "4096") as served:
+        sock = None
+        if busy:
+            where = urlsplit(served.url)
+            sock = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
+            data = {"prompt": "One", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+            sock.request("POST", "/v1/completions", json.dumps(data))
+            assert sock.getresponse().readline().startswith(b"data: ")
+        status, said = served.end(signum)
+    assert status == 0, said
+    assert "Traceback" not in said and "rror" not in said, said
+
+
+def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path, served: Served) -> None:
+    import subprocess
+    import sys
+
+    from served import REPO
+
+    port = str(urlsplit(served.url).port)
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator", "serve", "--port", port],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("Error: --host 127.0.0.1 --port")
