@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -93,14 +94,14 @@ def cache(clear: tuple[str, ...], as_json: bool) -> None:
         freed = format_size(sum(each.nbytes for each in found))
         click.echo(f"{', '.join(each.name for each in found) or 'nothing'}: {freed} freed")
         return
-    rows = [(each.name, format_size(each.nbytes), f"{each.n_files}", each.about) for each in found]
+    shown = [(each.name, format_size(each.nbytes), f"{each.n_files}", each.about) for each in found]
     total = format_size(sum(each.nbytes for each in found))
     note(f"{user_folder('cache')}: {total}")
-    if rows:
-        _print_table(("name", "size", "files", "what it is"), rows)
+    if shown:
+        _print_table(("name", "size", "files", "what it is"), shown)
 
 
-def _print_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

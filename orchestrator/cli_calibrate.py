@@ -58,6 +58,7 @@ TYPES = "q4_k,q3_k,q2_k,q1_0"
 @click.pass_context
 def calibrate(
     ctx: click.Context,
+    /,
     file: Path,
     reference: Path | None,
     types: str,

@@ -187,6 +187,7 @@ def _near_options() -> list[Callable[..., Any]]:
 @click.pass_context
 def replay(
     ctx: click.Context,
+    /,
     file: Path | None,
     near_data: bool,
     study: str | None,

@@ -47,7 +47,8 @@ class Console:
         # A character that a terminal's encoding lacks shall not end the answer.
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             reconfigure = getattr(stream, "reconfigure", None)
-            if reconfigure:
+            # Once, since a stream that was read from takes no other setting.
+            if reconfigure and stream.errors != "replace":
                 reconfigure(errors="replace")
         self.in_tty = _is_tty(sys.stdin)
         self.out_tty = _is_tty(sys.stdout)

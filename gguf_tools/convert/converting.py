@@ -95,10 +95,11 @@ def convert(
     # There are as many threads of ours as cores, so torch shall not start others in each of them.
     with one_torch_thread():
         description = run_converter(checkpoint, title=title, trust_remote_code=trust_remote_code)
-        with CheckpointFile(checkpoint, description, ggml) as file:
+        source = CheckpointFile(checkpoint, description, ggml)
+        with source as file:
             model = _opened(file, checkpoint)
             if on_header is not None:
-                with file.header_alone() as path:
+                with source.header_alone() as path:
                     on_header(path, str(file.metadata[KEY_ARCHITECTURE]))
             by = None if imatrix is None else ByImportance.of_file(imatrix, model, ggml)
             report = pack(

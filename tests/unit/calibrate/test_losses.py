@@ -38,7 +38,7 @@ def files(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
 
 
 def run(*args: object):
-    return CliRunner().invoke(cli, ["calibrate", *map(str, args), "--threads", "1"])
+    return CliRunner().invoke(cli, ["calibrate", *map(str, args), "--threads", "1", "--force"])
 
 
 @pytest.fixture

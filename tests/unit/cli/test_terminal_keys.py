@@ -17,6 +17,8 @@ PASTE = "\x1b[200~{}\x1b[201~"
 
 def test_a_paste_of_several_lines_is_one_message(start):
     terminal = start()
+    # Terminals mark a paste only where they were asked to.
+    assert "\x1b[?2004h" in terminal.raw
     terminal.send(PASTE.format("/first\r\r\tsecond"))
     terminal.wait("second")
     assert "</first\n\n\tsecond!>" in terminal.ask("!").replace("       ", "\t")
