@@ -134,7 +134,7 @@ class DataCheck:
             start = info.offset + number * slice_bytes
             crc, at = 0, start
             while at < start + slice_bytes and not self._stopped:
-                view = memoryview(buffer)[: min(_CHUNK_BYTES, start + slice_bytes - at)]
+                view = buffer.data[: min(_CHUNK_BYTES, start + slice_bytes - at)]
                 n = os.preadv(fd, [view], at)
                 if n == 0:
                     raise GGUFError(f"{told.part.path}: the file ends at offset {at}: it was cut")

@@ -158,7 +158,7 @@ def main() -> int:
     args = parser.parse_args()
     failed = False
     print(f"{'command':26} {'cap':>6} {'peak':>6} {'of cap':>7}  (MiB)", flush=True)
-    with tempfile.TemporaryDirectory(dir=args.model.parent) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         known = commands(args.model, args.text, Path(folder), args.tokens)
         for name in args.names or known:
             found = run([*known[name], f"--ram={args.ram}"], args.ram)

@@ -118,7 +118,7 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
     kept = share_of(method.ram, KEPT_BYTES)
     with ExpertModel.open(source) as model:
         own = window_bytes(model, WINDOW) + squares_bytes(model) + kept + TORCH_BYTES
-        own += _packing_bytes(method)
+        own += _packing_bytes(method, model)
     with (
         computing() as device,
         _reading(method, source, own) as (capture, calibration),
@@ -129,10 +129,12 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
         yield Gptq(load_ggml(), chain([first], layers), calibration.summary(), device, kept)
 
 
-def _packing_bytes(method: Method) -> int:
+def _packing_bytes(method: Method, model: ExpertModel) -> int:
     """What pack's threads hold: a run of rows each, in float32, its encodings, and what is chosen
     among."""
-    return (method.threads or default_threads()) * _RUN_COPIES * 4 * RUN_WEIGHTS
+    largest = max(n * rows for layer in model.shapes for n, rows in filter(None, layer))
+    threads = method.threads or default_threads()
+    return threads * _RUN_COPIES * 4 * min(RUN_WEIGHTS, largest)
 
 
 def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:

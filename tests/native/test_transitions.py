@@ -60,6 +60,7 @@ def test_a_swap(driver: Driver) -> None:
     the next step on, and never sooner."""
     store = driver.store
     assert store.transition([(0, 3, HIGH)]) == 0  # the high pool is full
+    store.set_transition_rate(HELD)  # or it may arrive before the step begins
     assert store.transition([(0, 0, LOW)]) == 1
     driver.store.begin_step(Phase.DECODE)
     driver.arrive()
