@@ -88,6 +88,11 @@ def test_a_prefix_that_many_share_is_read_once(engine: Engine) -> None:
         evaluated(engine, SYSTEM + text)
     assert evaluated(engine, SYSTEM + QUESTION) == 200
     assert evaluated(engine, SYSTEM + FIRST + [9]) == 1
+    evaluated(engine, ANOTHER)
+    assert evaluated(engine, SYSTEM + ANOTHER[:50]) == 50
+    # The copy that this one began with is still there.
+    for text in (FIRST, OTHER, THIRD, QUESTION):
+        assert evaluated(engine, SYSTEM + text) <= 1
 
 
 def test_conversations_stay_within_the_memory_that_is_set_aside(path: Path) -> None:
@@ -160,7 +165,7 @@ def test_a_shorter_context_leaves_long_prompts_alone(path: Path, tmp_path: Path)
     with open_engine(path, prompt_cache=tmp_path) as engine:
         evaluated(engine, SYSTEM + FIRST)
     with open_engine(path, prompt_cache=tmp_path, ctx=256) as engine:
-        assert evaluated(engine, FIRST) == 200
+        assert evaluated(engine, SYSTEM + QUESTION[:20]) == 220
         assert engine.prompt_notes() == []
     assert len(list(tmp_path.iterdir())) == 2
 
