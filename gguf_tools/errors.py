@@ -93,6 +93,10 @@ class MismatchError(GGUFError):
     """Two files that should be one model in two precisions are not."""
 
 
+class DamagedError(GGUFError):
+    """Bytes whose checksum is not the one that the file says."""
+
+
 class DiskSpaceError(GGUFError):
     """The target file system has too little space."""
 

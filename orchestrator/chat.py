@@ -1,146 +1,40 @@
-"""The conversation: its messages, its commands, and one answer at a time on a terminal.
+"""The conversation on a terminal: its commands, and one answer at a time.
 
-`Session` is the conversation and knows no terminal, `console.Console` is the terminal and knows no
-engine; `Chat` (interactive) and `one_shot` join them.
+`session.Session` is the conversation and knows no terminal, `console.Console` is the terminal and
+knows no engine; `Chat` (interactive) and `one_shot` join them.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gguf_tools import interrupts
-from orchestrator.config import Config
+from orchestrator.chat_files import read_conversation
 from orchestrator.console import Console
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.files import write_whole
 from orchestrator.policy import known_policies, owners, policy_settings
-from orchestrator.sampling import Sampling
+from orchestrator.session import Session
 from orchestrator.settings import Setting
 from orchestrator.stats_text import stats_fields, stats_table
 
-if TYPE_CHECKING:
-    from orchestrator.engine import Engine
-
 # What other programs call the commands.
-ALIASES = {"/bye": "/quit", "/clear": "/reset", "/exit": "/quit", "/?": "/help"}
+ALIASES = {
+    "/bye": "/quit",
+    "/clear": "/reset",
+    "/exit": "/quit",
+    "/temperature": "/temp",
+    "/?": "/help",
+}
 # What begins and ends a message of several lines.
 QUOTES = '"""'
 # A file with more bytes for each token of the context does not fit, whatever is in it.
 _BYTES_PER_TOKEN = 64
-
-Message = dict[str, str]
-Prefill = Callable[[int, int], None]
-
-
-class Session:
-    """The messages of a conversation, and the engine that answers them.
-
-    `messages` is everything said. Where that outgrows the context, the oldest exchanges are left
-    out of what the model sees: `left_out` counts the messages.
-    """
-
-    def __init__(self, engine: Engine, config: Config) -> None:
-        self.engine = engine
-        self.sampling = Sampling(config.temp, config.top_p, config.seed, config.top_k, config.min_p)
-        self.max_tokens = config.max_tokens or engine.n_ctx
-        self.messages: list[Message] = []
-        self.left_out = 0
-        self.stopped = False
-        self.system = config.system
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything but the system prompt."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
-        self.left_out = 0
-
-    def answer(self, text: str, on_prefill: Prefill | None = None) -> Iterator[str]:
-        """Yield the pieces of the answer to `text`; `stop` ends it early.
-
-        A message that failed (any MoeEdgeError of the engine) or that got no answer is forgotten,
-        so that the conversation always alternates between user and assistant. What was said
-        before a stop is kept.
-        """
-        self.stopped = False
-        return self._answer(text, on_prefill)
-
-    def _answer(self, text: str, on_prefill: Prefill | None) -> Iterator[str]:
-        start = len(self.messages)
-        self.messages.append({"role": "user", "content": text})
-        pieces: list[str] = []
-        keep = False
-        try:
-            tokens = self._visible_tokens()
-            # A stop before the engine has begun would be lost on it.
-            if not self.stopped:
-                for piece in self.engine.generate(
-                    tokens, self.sampling, self.max_tokens, on_prefill
-                ):
-                    pieces.append(piece)
-                    yield piece
-                    if self.stopped:  # again, for a stop that came while it was starting
-                        self.engine.cancel()
-            keep = bool(pieces)
-        except GeneratorExit:
-            keep = bool(pieces)
-            raise
-        finally:
-            if keep:
-                self.messages.append({"role": "assistant", "content": "".join(pieces)})
-            else:
-                del self.messages[start:]
-
-    def stop(self) -> None:
-        """End the running answer soon, and set `stopped`; safe in a signal handler and from any
-        thread."""
-        self.stopped = True
-        self.engine.cancel()
-
-    def answer_again(self, on_prefill: Prefill | None = None) -> Iterator[str]:
-        """Yield another answer in the place of the last one, which stays where this one fails or
-        is empty. Raises ConfigError where there is none."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise ConfigError("nothing was answered yet")
-        self.stopped = False
-        return self._answer_again(on_prefill)
-
-    def _answer_again(self, on_prefill: Prefill | None) -> Iterator[str]:
-        last, left_out = self.messages[-2:], self.left_out
-        del self.messages[-2:]
-        length = len(self.messages)
-        try:
-            yield from self._answer(last[0]["content"], on_prefill)
-        finally:
-            if len(self.messages) == length:
-                self.messages += last
-                self.left_out = left_out
-
-    def _visible_tokens(self) -> list[int]:
-        """Tokens of what the model shall see; moves `left_out` on where that is too long.
-
-        It goes down to half of the context at once: dropping one exchange a turn would change the
-        prefix, and so evaluate the whole conversation again, at every turn.
-        """
-        head = self.messages[: 1 if self.system else 0]
-        context = self.engine.n_ctx
-        limit = context - min(self.max_tokens, context // 4)
-        while True:
-            rest = self.messages[len(head) + self.left_out :]
-            tokens = self.engine.render_chat(head + rest)
-            if len(tokens) <= limit or len(rest) < 3:
-                return tokens
-            self.left_out += 2
-            limit = context // 2
-
-    def save(self, path: Path) -> None:
-        """Write the messages to `path` as JSON lines; raises OSError and leaves no half file."""
-        lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages]
-        write_whole(path, "".join(lines), private=True)
 
 
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
@@ -149,13 +43,16 @@ def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> 
     Bars and the statistics line go to stderr, and only where that is a terminal.
     """
     pieces = []
-    with interrupts.calling(session.stop):
-        for piece in session.answer(prompt, console.prefill_bar):
-            console.end_bar()
-            pieces.append(piece)
-            if not as_json:
-                console.answer(piece)
-    console.end_bar()
+    try:
+        with interrupts.calling(session.stop), console.quiet_keys():
+            for piece in session.answer(prompt, console.prefill_bar):
+                console.end_bar()
+                pieces.append(piece)
+                if not as_json:
+                    console.answer(piece)
+    finally:
+        console.end_bar()
+        console.end_answer()
     stats = session.engine.last_stats
     if as_json:
         if session.stopped or stats is None:
@@ -163,10 +60,10 @@ def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> 
         result = {"text": "".join(pieces), "stats": stats.as_dict()}
         # Escaped on a terminal, which acts upon some of the characters that JSON leaves alone.
         text = json.dumps(result, ensure_ascii=console.out_tty, allow_nan=False)
-        console.answer(text + "\n")
+        console.write(text + "\n")
         return True
     if not pieces or not pieces[-1].endswith("\n"):
-        console.answer("\n")
+        console.write("\n")
     if console.err_tty and stats is not None:
         console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
     return not session.stopped
@@ -175,9 +72,15 @@ def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> 
 class Chat:
     """The interactive loop: read a line, run a command or answer it, until /quit."""
 
-    def __init__(self, session: Session, console: Console) -> None:
+    def __init__(
+        self, session: Session, console: Console, change_model: Callable[[str], None]
+    ) -> None:
+        """change_model: lets the model of that name go on with the session."""
         self.session = session
         self.console = console
+        self._change_model = change_model
+        self._settings = session.settings()
+        temp = self._settings["temp"]
         self.commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
             "/help": ("", "this list", self._help),
             "/regen": ("", "another answer in the place of the last one", self._regen),
@@ -185,9 +88,17 @@ class Chat:
             "/reset": ("", "forget the conversation", self._reset),
             "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
             "/stats": ("", "everything measured on the last answer", self._stats),
+            "/set": (
+                "NAME VALUE",
+                "change how tokens are chosen; alone: list",
+                self._set,
+            ),
+            "/temp": ("T", "change the temperature", partial(self._change, temp)),
+            "/model": ("NAME", "go on with another model; alone: which it is", self._model),
             "/policy": ("NAME", "change the policy, live", self._policy),
             **self._live_settings(),
             "/save": ("FILE", "write the conversation as JSON lines", self._save),
+            "/load": ("FILE", "go on with a conversation that /save wrote, or a model", self._load),
             "/quit": ("", "leave (so does Ctrl-D)", self._quit),
         }
         self._running = True
@@ -196,14 +107,7 @@ class Chat:
 
     def run(self) -> None:
         """Talk until /quit or the end of the input."""
-        engine, model = self.session.engine, self.session.engine.model
-        tiers = " ".join(tier.name for tier in model.tiers)
-        self.console.note(
-            f"{model.name or model.hparams.arch}:"
-            f" {model.n_layers} layers of {model.n_expert} experts, "
-            f"{model.n_expert_used} a token, in {tiers}"
-        )
-        self.console.note(engine.mode)
+        self._introduce()
         self.console.note("/help lists the commands, Ctrl-C stops an answer, /quit leaves\n")
         words = [name + " " if usage else name for name, (usage, _, _) in self.commands.items()]
         self.console.open_history(words)
@@ -222,7 +126,8 @@ class Chat:
             if not line.strip():
                 continue
             try:
-                if line.startswith("/"):
+                # What was pasted in several lines is text, whatever it begins with.
+                if line.startswith("/") and "\n" not in line.strip():
                     self._command(line)
                 else:
                     self._message(line.strip())
@@ -231,6 +136,17 @@ class Chat:
             except KeyboardInterrupt:
                 interrupts.forget()
                 self.console.note("\nstopped")
+
+    def _introduce(self) -> None:
+        """Say which model answers, and how."""
+        model = self.session.engine.model
+        tiers = " ".join(tier.name for tier in model.tiers)
+        self.console.note(
+            f"{model.name or model.hparams.arch}:"
+            f" {model.n_layers} layers of {model.n_expert} experts, "
+            f"{model.n_expert_used} a token, in {tiers}"
+        )
+        self.console.note(self.session.engine.mode)
 
     def _rest_of(self, line: str) -> str | None:
         """The message that began with QUOTES and `line`, up to the next QUOTES; None at the end of
@@ -257,7 +173,7 @@ class Chat:
         length = 0
         last = ""
         try:
-            with interrupts.calling(session.stop):
+            with interrupts.calling(session.stop), console.quiet_keys():
                 for piece in answer:
                     console.end_bar()
                     console.answer(piece)
@@ -265,8 +181,9 @@ class Chat:
                     last = piece or last
         finally:
             console.end_bar()
+            console.end_answer()
             if length and not last.endswith("\n"):
-                console.answer("\n")
+                console.write("\n")
         stats = session.engine.last_stats
         if not length or stats is None:
             console.note("stopped\n" if session.stopped else "(no answer)\n")
@@ -277,6 +194,8 @@ class Chat:
                 f"the first {session.left_out} messages are no longer seen."
             )
         console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
+        for note in session.engine.prompt_notes():
+            console.note(note)
         console.note("")
 
     def _command(self, line: str) -> None:
@@ -345,6 +264,39 @@ class Chat:
         if not argument:
             self.console.note(f"Known policies: {', '.join(known_policies())}")
 
+    def _model(self, argument: str) -> None:
+        if argument:
+            with self.console.quiet_keys():
+                self._change_model(argument)
+        else:
+            self.console.note(str(self.session.engine.config.model))
+        self._introduce()
+
+    def _set(self, argument: str) -> None:
+        name, _, text = argument.partition(" ")
+        known = self._settings | _live()
+        if not name:
+            rows = [(f"{each.name} {self._value_of(each)}", each.help) for each in known.values()]
+            width = max(len(row[0]) for row in rows)
+            self.console.note("\n".join(f"{now:<{width}}  {help}" for now, help in rows))
+            return
+        name = name.lower().replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            hint = f"did you mean {near[0]}?" if near else "/set alone lists them"
+            raise ConfigError(f"no setting {name} can be changed here: {hint}")
+        self._change(known[name], text.strip())
+
+    def _value_of(self, declared: Setting) -> str:
+        """A setting's value as /set takes it; - for none."""
+        if declared.name in self._settings:
+            value = self.session.value(declared.name)
+        else:
+            value = self.session.engine.config.given(declared.name)
+        if declared.repeated:
+            return shlex.join(value) or "-"
+        return "-" if value is None else str(value)
+
     def _live_settings(self) -> dict[str, tuple[str, str, Callable[[str], None]]]:
         """A command for each setting of a policy that may change between two tokens."""
         return {
@@ -353,11 +305,16 @@ class Chat:
                 f"change, live: {declared.help.rstrip('.')}",
                 partial(self._change, declared),
             )
-            for name, declared in policy_settings().items()
-            if declared.live
+            for name, declared in _live().items()
         }
 
     def _change(self, declared: Setting, argument: str) -> None:
+        """Change a setting, where there is an argument, and say what it is."""
+        if declared.name in self._settings:
+            if argument:
+                self.session.set(declared.name, _read(declared, argument))
+            self.console.note(f"{declared.name} {self._value_of(declared)}")
+            return
         if argument:
             value = declared.parse(argument)
             if not self.session.engine.change(declared.name, value):
@@ -381,5 +338,26 @@ class Chat:
         self._saved.add(path)
         self.console.note(f"{len(self.session.messages)} messages written to {path}")
 
+    def _load(self, argument: str) -> None:
+        if not argument:
+            self.console.error("/load needs a file name")
+            return
+        path = Path(argument).expanduser()
+        if path.suffix == ".gguf" or not path.is_file():
+            self._model(argument)
+            return
+        self.session.load(read_conversation(path))
+        self.console.note(f"{len(self.session.messages)} messages read from {path}")
+
     def _quit(self, _argument: str) -> None:
         self._running = False
+
+
+def _live() -> dict[str, Setting]:
+    """The settings of policies that may change between two tokens."""
+    return {name: declared for name, declared in policy_settings().items() if declared.live}
+
+
+def _read(declared: Setting, text: str) -> Any:
+    """The value that `text` means; - for none, where a setting may have none."""
+    return None if text == "-" and declared.optional else declared.parse(text)

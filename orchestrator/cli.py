@@ -33,6 +33,12 @@ COMMANDS = {
         "cli_files", "inspect", "Show what a model file holds, and what fits which budget."
     ),
     "pull": Where("cli_files", "pull", "Download a model from the Hugging Face Hub."),
+    "architectures": Where(
+        "cli_files", "architectures", "List the architectures whose experts can be managed."
+    ),
+    "list": Where("cli_cache", "list_models", "List the models that were pulled."),
+    "rm": Where("cli_cache", "remove_models", "Remove models that were pulled."),
+    "cache": Where("cli_cache", "cache", "List or delete what lies in the user cache."),
     "pack": Where(
         "cli_pack", "pack", "Write a GGUF's experts in several precisions into one file."
     ),

@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from orchestrator.cli_files import NamedPath, note
+from orchestrator.cli_files import FORCE, NamedPath, note, refuse_taken
 from orchestrator.cli_options import bad_option, option_of
 from orchestrator.errors import SettingError
 from orchestrator.lab.registry import BENCHMARKS, load_benchmark
@@ -40,7 +40,10 @@ class Measurement(click.Command):
             for declared in experiment.options.declared().values():
                 if declared.option:
                     option_of(declared)(self)
-            self.params += [_JSON, *([_OUT] if experiment.draws else [])]
+            self.params.append(_JSON)
+            if experiment.draws:
+                self.params.append(_OUT)
+                FORCE(self)
         return super().get_params(ctx)
 
 
@@ -59,6 +62,8 @@ def _measure(name: str, as_json: bool, out: Path | None = None, **options: Any) 
         from orchestrator.plotting import require_matplotlib
 
         require_matplotlib("--out")
+        for path in out.glob(f"{name}*.png"):
+            refuse_taken(path, click.get_current_context())
         out.mkdir(parents=True, exist_ok=True)
     report = experiment.run(asked, note)
     if out is not None:

@@ -8,8 +8,16 @@ from typing import Any
 import click
 
 from gguf_tools import interrupts
-from orchestrator.cli_files import FILE, THREADS, names_of, print_notes
-from orchestrator.cli_options import CALIB_TOKENS, chosen_method
+from orchestrator.cli_files import (
+    FILE,
+    FORCE,
+    NEW_FILE,
+    THREADS,
+    names_of,
+    print_notes,
+    refuse_taken,
+)
+from orchestrator.cli_options import CALIB_TOKENS, RAM, chosen_method
 from orchestrator.console import Console, progress_bar, strip_controls
 
 TYPES = "q4_k,q3_k,q2_k,q1_0"
@@ -37,15 +45,19 @@ TYPES = "q4_k,q3_k,q2_k,q1_0"
     metavar="NAME",
     help="How those are quantized: rtn, imatrix, gptq.  [default: rtn]",
 )
-@click.option("--out", type=FILE, metavar="FILE", help="The table.  [default: FILE.calib.json]")
+@click.option("--out", type=NEW_FILE, metavar="FILE", help="The table.  [default: FILE.calib.json]")
 @click.option(
     "--save-imatrix",
-    type=FILE,
+    type=NEW_FILE,
     metavar="FILE",
     help="Write an importance matrix of the text, and no table.",
 )
+@RAM
 @THREADS
+@FORCE
+@click.pass_context
 def calibrate(
+    ctx: click.Context,
     file: Path,
     reference: Path | None,
     types: str,
@@ -68,6 +80,7 @@ def calibrate(
         raise click.UsageError(f"{unused} is for the table, which --save-imatrix leaves out")
     method = chosen_method(threads, options)
     target = save_imatrix or out or default_path(file)
+    refuse_taken(target, ctx)
     check_target(target)
     interrupts.ends_with(target)
     if save_imatrix is not None:

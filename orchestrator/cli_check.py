@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from orchestrator.cli_files import AT_LEAST_1, FILE
+from orchestrator.cli_files import AT_LEAST_1, FORCE, NEW_FILE
 from orchestrator.cli_options import make_config, model_options
 from orchestrator.console import Console, strip_controls
 
@@ -29,7 +29,8 @@ from orchestrator.console import Console, strip_controls
     "of temporary files first.",
 )
 @click.option("--no-verify", is_flag=True, help="Do not read every block of the file first.")
-@click.option("--out", type=FILE, metavar="FILE", help="Write the report there, too.")
+@click.option("--out", type=NEW_FILE, metavar="FILE", help="Write the report there, too.")
+@FORCE
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     tokens: int,

@@ -7,14 +7,23 @@ from pathlib import Path
 import click
 
 from gguf_tools import interrupts
-from orchestrator.cli_files import FILE, THREADS, TIERS, note, print_report, tier_names
+from orchestrator.cli_files import (
+    FILE,
+    FORCE,
+    NEW_FILE,
+    THREADS,
+    TIERS,
+    note,
+    print_report,
+    tier_names,
+)
 from orchestrator.cli_options import quantizer
 from orchestrator.console import progress_bar
 
 
 @click.command()
 @click.argument("source", metavar="SRC")
-@click.argument("target", metavar="OUT", type=FILE)
+@click.argument("target", metavar="OUT", type=NEW_FILE)
 @TIERS
 @click.option(
     "--dense",
@@ -33,6 +42,7 @@ from orchestrator.console import progress_bar
     help="Run code that the checkpoint brings for its tokenizer.",
 )
 @THREADS
+@FORCE
 def convert(
     source: str,
     target: Path,
@@ -52,7 +62,6 @@ def convert(
     from gguf_tools.convert.converting import check_arguments
     from gguf_tools.hub import PREFIX, resolve_checkpoint
     from gguf_tools.pack import pack
-    from orchestrator.llama import Bindings
 
     names = tier_names(tiers)
     interrupts.ends_with(target)
@@ -82,8 +91,22 @@ def convert(
                 dense=dense,
                 imatrix=imatrix,
                 trust_remote_code=trust_remote_code,
-                managed=Bindings.load().library().managed_architectures(),
+                on_header=say_support,
                 progress=progress,
                 threads=threads,
             )
     print_report(report)
+
+
+def say_support(header: Path, architecture: str) -> None:
+    """Says how a model of this header will run, before its weights are computed. Raises
+    ConvertError where it will not."""
+    from gguf_tools.errors import ConvertError
+    from orchestrator.support import NOT, support_of
+
+    found = support_of(header, architecture)
+    if found is None or not found.reason:
+        return
+    if found.runs == NOT:
+        raise ConvertError(f"what llama.cpp's converter makes of it cannot run: {found.reason}")
+    note(f"Note: {found.sentence}")

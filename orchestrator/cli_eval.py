@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from orchestrator.cli_files import AT_LEAST_1, FILE
+from orchestrator.cli_files import AT_LEAST_1, FILE, FORCE, refuse_taken
 from orchestrator.cli_options import given, make_config, model_options
 from orchestrator.console import Console, strip_controls
 from orchestrator.lab.registry import load_study, studies_by_paper
@@ -64,6 +64,7 @@ from orchestrator.lab.registry import load_study, studies_by_paper
     help="Text for an importance matrix: each of --uniform is then made with one as well.",
 )
 @click.option("--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots.")
+@FORCE
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any) -> None:
     """Measure quality: perplexity, distance from the best tier, multiple choice.
@@ -80,6 +81,8 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     if chosen["uniform"] is not None:
         chosen["uniform"] = tuple(name.strip() for name in chosen["uniform"].split(","))
     config, wanted = make_config(options), EvalOptions(**given(chosen))
+    if study is not None and out is not None:
+        refuse_taken(out / f"{study}.md", click.get_current_context())
     console = Console()
     try:
         if study is None:

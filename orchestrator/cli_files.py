@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import math
+import os
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +19,10 @@ from orchestrator.errors import GGUFError
 
 if TYPE_CHECKING:
     from gguf_tools.pack import PackReport
+    from orchestrator.support import Support
 
+# Where a context keeps whether outputs may be replaced.
+_FORCE = "moe-edge.force"
 AT_LEAST_1 = click.IntRange(min=1)
 
 
@@ -29,6 +33,35 @@ class NamedPath(click.Path):
         if value == "":
             self.fail("the name is empty", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class NewPath(NamedPath):
+    """The name of an output. What has it already is replaced where FORCE was given, alone."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        path = super().convert(value, param, ctx)
+        complaint = taken(path, ctx)
+        if complaint:
+            self.fail(complaint, param, ctx)
+        return path
+
+
+def taken(path: Path, ctx: click.Context) -> str | None:
+    """Why an output of this name is not to be written, or None. Nobody writes over a folder."""
+    if ctx.meta.get(_FORCE) or not os.path.lexists(path) or path.is_dir():
+        return None
+    return f"{path} exists: choose another name, or replace it with --force"
+
+
+def refuse_taken(path: Path, ctx: click.Context) -> None:
+    """Raises UsageError where an output of this name is not to be written."""
+    complaint = taken(path, ctx)
+    if complaint:
+        raise click.UsageError(complaint, ctx)
+
+
+def _remember_force(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
+    ctx.meta[_FORCE] = given
 
 
 class Number(click.FloatRange):
@@ -42,6 +75,16 @@ class Number(click.FloatRange):
 
 
 FILE = NamedPath(path_type=Path)
+NEW_FILE = NewPath(path_type=Path)
+# Of every command with an output. It is read before the output's name is.
+FORCE = click.option(
+    "--force",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_remember_force,
+    help="Replace an output that exists.",
+)
 MODEL = click.argument(
     "file", metavar="FILE", type=FILE, callback=lambda _ctx, _param, value: model_path(str(value))
 )
@@ -66,10 +109,11 @@ LOW = click.option(
 @click.option(
     "--plot",
     "picture",
-    type=FILE,
+    type=NEW_FILE,
     metavar="OUT.png",
     help="Draw the bytes of each layer and tier there (or .svg); needs the extra `plot`.",
 )
+@FORCE
 def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -> None:
     """Show what a model file holds, and what fits which budget."""
     from gguf_tools.experts import ExpertModel
@@ -77,15 +121,20 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
     from orchestrator import layer_plot
     from orchestrator.config import Config
     from orchestrator.footprint import scratch_bytes
+    from orchestrator.support import support_of
 
     if picture is not None:
         layer_plot.prepare(picture)
     with ExpertModel.open(file, low) as model:
         facts = describe(model, scratch_bytes(model, Config.build(model=file)))
+    found = support_of(file, facts["architecture"])
+    facts["support"] = None if found is None else {"runs": found.runs, "reason": found.reason}
     if picture is not None:
         layer_plot.draw(facts, picture)
         note(str(picture))
     click.echo(json.dumps(facts) if as_json else strip_controls(render(facts)))
+    if found is not None and not as_json:
+        click.echo(strip_controls(f"  {found.sentence}"))
 
 
 @click.command()
@@ -102,8 +151,10 @@ def verify(
 
     with progress_bar("Verifying") as progress:
         report = run(file, low, progress=progress, threads=threads)
+    found = None if report.problems else _support(file)
     if as_json:
-        click.echo(json.dumps(report.as_dict()))
+        support = None if found is None else {"runs": found.runs, "reason": found.reason}
+        click.echo(json.dumps(report.as_dict() | {"support": support}))
     elif report.problems:
         for problem in report.problems:
             click.echo(strip_controls(problem.text))
@@ -121,8 +172,31 @@ def verify(
             f"wrote or `moe-edge pull` fetched: damage that leaves every number finite was not "
             f"looked for"
         )
+    if found is not None and found.reason and not as_json:
+        note(f"Note: {file}: {found.sentence}")
     if report.problems:
         ctx.exit(1)
+
+
+def _support(file: Path) -> Support | None:
+    from gguf_tools.experts import ExpertModel
+    from orchestrator.support import support_of
+
+    with ExpertModel.open(file) as model:
+        return support_of(file, model.hparams.arch)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def architectures(as_json: bool) -> None:
+    """List the architectures whose experts can be managed, as GGUF files name them.
+
+    Any other one that llama.cpp loads runs where all of it fits the memory. `moe-edge inspect` says
+    of a file how it can run."""
+    from orchestrator.llama import Bindings
+
+    names = sorted(Bindings.load().library().managed_architectures())
+    click.echo(json.dumps({"managed": names}) if as_json else "\n".join(names))
 
 
 @click.command()
@@ -195,14 +269,23 @@ def tier_names(text: str) -> list[str]:
 
 
 def model_path(text: str) -> Path:
-    """The path that an option names: hf:OWNER/NAME and hf:OWNER/NAME/FILE are fetched."""
+    """The path that an option names: hf:OWNER/NAME and hf:OWNER/NAME/FILE are fetched; where no
+    file has the name, a model that was pulled may (`moe-edge list`)."""
     from gguf_tools.hub import PREFIX
 
     if not text.startswith(PREFIX):
-        return _local(Path(text))
+        return _local(Path(text)) if os.path.lexists(text) else _pulled(text) or _local(Path(text))
     from gguf_tools.hub import resolve
 
     return resolve(text, note, lambda: progress_bar("Downloading"))
+
+
+def _pulled(name: str) -> Path | None:
+    """The model of that name that was pulled. Raises HubError where several have it."""
+    from gguf_tools.hub import find_pulled
+
+    found = find_pulled(name)
+    return None if found is None else found.paths[0]
 
 
 def _local(path: Path) -> Path:

@@ -70,6 +70,8 @@ def option_of(declared: Setting, default: str | None = None) -> Callable[[F], F]
         more["type"] = float if float in declared.kinds else int
     elif Path in declared.kinds:
         more["type"] = FILE
+    elif declared.repeated:
+        more |= {"multiple": True, "callback": lambda _ctx, _param, texts: texts or None}
     short = ["-m"] if declared.name == "model" else []
     return click.option(*short, declared.flag, metavar=declared.metavar, **more)
 
@@ -87,7 +89,7 @@ def policy_options(default: str | None = None, recorded: bool = False) -> list[C
 
 
 _OWN = [each for each in Config.declared().values() if each.option]
-_MODEL = [each for each in _OWN if not each.answer]
+_MODEL = [each for each in _OWN if not (each.answer or each.conversation)]
 _BESIDE_POLICY = [each.name for each in _MODEL].index("policy") + 1
 
 model_options = together(
@@ -96,6 +98,7 @@ model_options = together(
     *map(option_of, _MODEL[_BESIDE_POLICY:]),
 )
 answer_options = together(*(option_of(each) for each in _OWN if each.answer))
+conversation_options = together(*(option_of(each) for each in _OWN if each.conversation))
 
 
 CALIB_TOKENS = click.option(
@@ -103,6 +106,14 @@ CALIB_TOKENS = click.option(
     type=AT_LEAST_1,
     metavar="N",
     help="Use N tokens of it at most.  [default: 65536]",
+)
+RAM = option_of(
+    replace(
+        Config.declared()["ram"],
+        help="Cap on everything that reading a text takes, as 6GiB (6G means the same) or 500MB: "
+        "the experts of the model that reads then come from the file as they are needed.",
+        shown="none",
+    )
 )
 method_options = together(
     click.option(
@@ -125,6 +136,7 @@ method_options = together(
         metavar="FILE",
         help="An importance matrix of llama.cpp, in the place of a text.",
     ),
+    RAM,
 )
 
 
@@ -185,8 +197,11 @@ def chosen_method(threads: int | None, options: dict[str, Any]) -> Method:
 
     if options.get("calib_tokens") and not options.get("calib"):
         raise click.UsageError("--calib-tokens is for a text: give --calib TEXT, or leave it out")
-    renamed = {"name": "method", "calib": "calib", "imatrix": "imatrix", "tokens": "calib_tokens"}
-    chosen = given({name: options.get(option) for name, option in renamed.items()})
+    if options.get("ram") and not options.get("calib"):
+        raise click.UsageError("--ram is for reading a text: give --calib TEXT, or leave it out")
+    renamed = {"name": "method", "tokens": "calib_tokens"}
+    names = ("calib", "imatrix", "ram")
+    chosen = given({name: options.get(renamed.get(name, name)) for name in (*names, *renamed)})
     return Method(**chosen, threads=threads)
 
 

@@ -12,7 +12,7 @@ import click
 
 from gguf_tools import interrupts
 from gguf_tools.units import format_size
-from orchestrator.cli_files import AT_LEAST_1, FILE, Number
+from orchestrator.cli_files import AT_LEAST_1, FILE, FORCE, NEW_FILE, Number, refuse_taken
 from orchestrator.cli_options import (
     bad_option,
     given,
@@ -45,7 +45,8 @@ NEAR_DATA = (Machine, Workload, Generated, PlacementSettings)
 
 @click.command()
 @model_options
-@click.option("--out", required=True, type=FILE, metavar="FILE", help="The trace, as T.npz.")
+@click.option("--out", required=True, type=NEW_FILE, metavar="FILE", help="The trace, as T.npz.")
+@FORCE
 @click.option(
     "--text", type=FILE, metavar="FILE", help="Evaluate this text, token by token, as decoding."
 )
@@ -79,7 +80,6 @@ def trace(
     from orchestrator.eval.text import read_text
     from orchestrator.replay.file import check_trace_target, write_trace
     from orchestrator.replay.record import record_answer, record_text
-    from orchestrator.sampling import Sampling
 
     if (text is None) == (prompt is None):
         raise click.UsageError("what to evaluate: give either --text FILE or -p TEXT")
@@ -96,8 +96,7 @@ def trace(
         if words is not None:
             recorded = record_text(engine, words, tokens, prefill)
         else:
-            sampling = Sampling(config.temp, config.top_p, config.seed)
-            recorded = record_answer(engine, prompt or "", sampling, tokens or 512)
+            recorded = record_answer(engine, prompt or "", config.sampling, tokens or 512)
     write_trace(out, recorded)
     steps, nbytes = len(recorded.arrays["step_phase"]), out.stat().st_size
     click.echo(f"{out}: {steps} steps of {recorded.header.model}, {format_size(nbytes)}")
@@ -176,6 +175,7 @@ def _near_options() -> list[Callable[..., Any]]:
     help=f"A figure of the papers, from this trace: {', '.join(REPLAY_STUDIES)}.",
 )
 @click.option("--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots.")
+@FORCE
 @click.option(
     "--near-data",
     is_flag=True,
@@ -184,7 +184,9 @@ def _near_options() -> list[Callable[..., Any]]:
 )
 @together(*_near_options())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
 def replay(
+    ctx: click.Context,
     file: Path | None,
     near_data: bool,
     study: str | None,
@@ -222,6 +224,8 @@ def replay(
         raise bad_option(error) from error
     recorded = read_trace(file)
     if study is not None:
+        if out is not None:
+            refuse_taken(out / f"{study}.md", ctx)
         library = Bindings.load().library()
         tables = load_replay_study(study).publish(library, recorded, asked, out)
         found = {"study": study, "tables": [table.as_dict() for table in tables]}

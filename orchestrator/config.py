@@ -13,7 +13,8 @@ from gguf_tools.experts import DEFAULT_KV, KV_TYPES
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import POLICIES, Policy, known_policies, policy_settings
-from orchestrator.settings import FROM_0, FROM_1, RATE, SIZE, Settings, setting
+from orchestrator.sampling import Sampling
+from orchestrator.settings import FROM_0, FROM_1, RATE, SIZE, Settings, again, setting
 
 MISSES = ("auto", "copy", "read", "compute")
 # llama.cpp takes 256 sequences, one of them the conversation.
@@ -106,23 +107,12 @@ class Config(Settings):
         shown="what the context has room for",
         answer=True,
     )
-    temp: float = setting(
-        0.7, "Temperature; 0 takes the likeliest.", metavar="T", within=(0.0, 100.0), answer=True
-    )
-    top_p: float = setting(0.95, "Nucleus sampling.", metavar="P", within=(0.0, 1.0), answer=True)
-    top_k: int = setting(
-        40, "The likeliest tokens that one is drawn from; 0 for all.", within=FROM_0, answer=True
-    )
-    min_p: float = setting(
-        0.0,
-        "Leaves out tokens less likely than this share of the likeliest one.",
-        metavar="P",
-        within=(0.0, 1.0),
-        answer=True,
-    )
-    seed: int | None = setting(
-        None, "Makes the sampling repeatable.", within=(0, 2**32 - 1), answer=True
-    )
+    temp: float = again(Sampling, "temp")
+    top_k: int = again(Sampling, "top_k")
+    top_p: float = again(Sampling, "top_p")
+    min_p: float = again(Sampling, "min_p")
+    seed: int | None = again(Sampling, "seed")
+    stop: tuple[str, ...] = again(Sampling, "stop")
     cache_ram: int | None = setting(
         None,
         "Memory for prompts that were read before, within --ram; 0 for none.",
@@ -130,13 +120,13 @@ class Config(Settings):
         unit=RATE,
         metavar="SIZE",
         shown="by memory",
-        answer=True,
+        conversation=True,
     )
     prompt_cache: Path | None = setting(
         None,
         "Keeps prompts that were read in this folder, for later runs.",
         metavar="DIR",
-        answer=True,
+        conversation=True,
     )
     prompt_cache_limit: int = setting(
         8 * 2**30,
@@ -144,7 +134,7 @@ class Config(Settings):
         within=FROM_1,
         unit=SIZE,
         shown="8GiB",
-        answer=True,
+        conversation=True,
     )
     system: str | None = setting(None, "System prompt.", metavar="TEXT", answer=True)
     n_ubatch: int = setting(
@@ -241,6 +231,11 @@ class Config(Settings):
     def given(self, name: str) -> Any:
         """A setting's value, or None where nothing was asked for."""
         return getattr(self, name) if name in self.declared() else self.of_policies.get(name)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How an answer's tokens are chosen where nothing else is asked for."""
+        return Sampling(**{name: getattr(self, name) for name in Sampling.declared()})
 
     def settings_of(self, policy: type[Policy]) -> Settings:
         """The settings of one policy: those given, the rest as it declares them."""

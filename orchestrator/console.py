@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from gguf_tools.units import format_size
 from orchestrator.files import user_folder
+from orchestrator.wrapping import WordWrap
 
 BAR_CELLS = 24
 # A bar that would be gone before it can be read only flickers.
@@ -55,6 +56,8 @@ class Console:
         smart = os.environ.get("TERM", "dumb") != "dumb"
         self._bars = self.err_tty and smart
         self._color = smart and not os.environ.get("NO_COLOR") and (self.err_tty or self.out_tty)
+        self._smart = smart
+        self._wrap = WordWrap(lambda: shutil.get_terminal_size().columns)
         self._between = " · " if _can_say("·", self.notes) else " | "
         self._history: Path | None = None
         self._bar_shown = False
@@ -63,9 +66,51 @@ class Console:
         self._bar_next_s = 0.0
 
     def answer(self, text: str) -> None:
-        """Write a piece of the answer to stdout, without control characters on a terminal."""
+        """Write a piece of the answer to stdout; on a terminal without control characters, and
+        with lines that end between words."""
+        self.write(self._wrap.feed(strip_controls(text)) if self.out_tty else text)
+
+    def end_answer(self) -> None:
+        """Write what answer held back of the last word."""
+        self.write(self._wrap.end())
+
+    def write(self, text: str) -> None:
+        """Write to stdout as it is, without control characters on a terminal."""
         sys.stdout.write(strip_controls(text) if self.out_tty else text)
         sys.stdout.flush()
+
+    @contextmanager
+    def quiet_keys(self) -> Iterator[None]:
+        """In the block the terminal does not show what is typed, and keeps it for the next
+        question. Ctrl-C still arrives."""
+        before = self._tty_state()
+        if before is None:
+            yield
+            return
+        import termios
+
+        quiet = list(before)
+        # Without ICANON the keys arrive as they were pressed, for the next line's editing.
+        quiet[3] = before[3] & ~(termios.ECHO | termios.ICANON)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+    def _tty_state(self) -> list[Any] | None:
+        """The modes of the terminal that is spoken on; None where there is none, or where it is
+        another process's turn, whose changes would stop this one."""
+        if not (self.in_tty and self.out_tty):
+            return None
+        import termios
+
+        try:
+            if os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
+                return None
+            return termios.tcgetattr(sys.stdin)
+        except (OSError, termios.error):
+            return None
 
     def note(self, text: str) -> None:
         """Write a dim line for the person at the terminal."""
@@ -104,7 +149,8 @@ class Console:
     def bar(self, label: str, fraction: float, total_bytes: int = 0) -> None:
         """Show on a terminal how much of something is done, 0 to 1; end_bar takes it away.
 
-        total_bytes: of how many bytes; then they and the time left are shown as well.
+        The time left is shown once it can be told. total_bytes: of how many bytes; then they are
+        shown as well.
         """
         if not self._bars:
             return
@@ -120,7 +166,7 @@ class Console:
         text = f"{label} [{bar}] {100 * fraction:3.0f} %"
         if total_bytes:
             text += f", {format_size(fraction * total_bytes)} of {format_size(total_bytes)}"
-            text += _time_left(now - self._bar_start_s, fraction)
+        text += _time_left(now - self._bar_start_s, fraction)
         width = shutil.get_terminal_size().columns
         sys.stderr.write("\r\x1b[K" + self._style("2", text[: width - 1]))
         sys.stderr.flush()
@@ -188,6 +234,10 @@ class Console:
         readline.set_completer_delims(" \t\n")
         libedit = "libedit" in (readline.__doc__ or "")
         readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
+        if self._smart and not libedit:
+            # What is pasted is one message, however many lines it has.
+            readline.parse_and_bind("set enable-bracketed-paste on")
+            readline.parse_and_bind("set enable-active-region off")
 
     def _keep_history(self) -> None:
         if self._history is None:

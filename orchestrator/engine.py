@@ -26,7 +26,7 @@ from orchestrator.plan import MemoryPlan
 from orchestrator.policy import Policy
 from orchestrator.prompts import PromptCache, PromptFolder, Shelf
 from orchestrator.prompts.key import state_key
-from orchestrator.sampling import Sampling
+from orchestrator.sampling import Sampling, StopTexts
 from orchestrator.steps import Steps
 from orchestrator.store_layout import importance_window
 
@@ -78,10 +78,10 @@ class Engine:
 
         What the cache holds of the prompt already is not evaluated again. on_prefill gets
         (tokens done, tokens to do). changes: other values of the policy's live settings, for
-        this answer alone. Ends at the model's end token, after max_tokens, when
-        the context is full, or after cancel; last_stats.finish says which: "end", "length",
-        "context" or "cancelled". Afterwards, closed early included, the engine is ready for
-        the next call and last_stats is set.
+        this answer alone. Ends at the model's end token, before a stop text of sampling, after
+        max_tokens, when the context is full, or after cancel; last_stats.finish says which:
+        "end", "stop", "length", "context" or "cancelled". Afterwards, closed early included, the
+        engine is ready for the next call and last_stats is set.
 
         Raises ConfigError for a prompt that leaves no room for an answer and for a setting out of
         its range, NativeError for a failed step, and whatever a policy raised.
@@ -102,6 +102,7 @@ class Engine:
         meter = Meter(store, len(tokens), plan.tier_names, plan.skip)
         chain = SamplerChain(self._loaded.context, sampling)
         text = codecs.getincrementaldecoder("utf-8")("replace")
+        stop = StopTexts(sampling.stop)
         try:
             driver.change(asked)
             if not self._prefill(list(tokens), meter, on_prefill):
@@ -115,9 +116,12 @@ class Engine:
                 if is_end:
                     meter.finish = "end"
                     break
-                piece = text.decode(self._loaded.model.piece(token))
+                piece = stop.feed(text.decode(self._loaded.model.piece(token)))
                 if piece:
                     yield piece
+                if stop.found:
+                    meter.finish = "stop"
+                    return
                 if steps.cancelled:
                     return
                 if len(steps.cached) >= self.n_ctx:
@@ -125,7 +129,7 @@ class Engine:
                     break
             else:
                 meter.finish = "length"
-            rest = text.decode(b"", final=True)
+            rest = stop.feed(text.decode(b"", final=True)) + stop.rest()
             if rest:
                 yield rest
             self._prompts.answered()
@@ -157,7 +161,7 @@ class Engine:
     def _prompt_cache(self) -> PromptCache:
         """The prompt cache of the model as it is loaded."""
         config, loaded, shelf = self.config, self._loaded, self._shelf
-        shelf.budget_bytes = loaded.plan.prompt_bytes
+        shelf.budget_bytes = loaded.plan.prompt_bytes - loaded.plan.copying_bytes
         shelf.make_room(0)
         flash = importance_window(config, loaded.plan) >= 0
         key = ""

@@ -119,21 +119,32 @@ def part_bytes(model: ExpertModel, config: Config) -> int:
     return 4 * recurrent * model.hparams.block_count + window
 
 
+def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
+    """What llama.cpp takes while it writes a sequence to a file or reads it: the keys or values of
+    one layer, at most."""
+    if config.prompt_cache is None:
+        return 0
+    return model.kv_bytes(n_ctx, config.kv) // len(model.hparams.n_head_kv)
+
+
 def prompt_bytes(
     model: ExpertModel, config: Config, n_ctx: int, left_bytes: int, spare_bytes: int
 ) -> int:
     """What prompts that were read before may take of the host's memory: what was asked for, or, for
-    conversations, one more context and some marks, as far as that costs little.
+    conversations, one more context and some marks, as far as that costs little. What copying them
+    to a file takes comes on top.
 
     left_bytes: what is left for experts. spare_bytes: what may be taken without a change of how the
     model lies in memory.
     """
+    copying = copying_bytes(model, config, n_ctx)
     if config.cache_ram is not None:
-        return config.cache_ram
+        return config.cache_ram + copying
     if not config.conversations:
-        return 0
+        return copying
     wanted = model.kv_bytes(n_ctx, config.kv) + PROMPT_MARKS * part_bytes(model, config)
-    return max(0, min(wanted, int(left_bytes * PROMPT_SHARE), spare_bytes))
+    share = int(left_bytes * PROMPT_SHARE)
+    return copying + max(0, min(wanted, share, spare_bytes - copying))
 
 
 def attention_weights(model: ExpertModel, config: Config, n_ctx: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 from gguf_tools.experts import ExpertModel
@@ -10,6 +11,7 @@ from gguf_tools.process import default_threads, usable_cores
 from orchestrator import hardware
 from orchestrator.accelerator import check_misses, find_gpu, one_of_several, serve_misses
 from orchestrator.config import Config
+from orchestrator.damage import DataCheck, managed_places, with_checksums
 from orchestrator.driver import Driver, PlainDriver
 from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings, Context, Model
@@ -124,6 +126,8 @@ class Loader:
         self.losses = LossKeeper(config, model)
         self._config = config
         self._model = model
+        # What llama.cpp reads was found to be what was written, for plans that are managed or not.
+        self._sound: set[bool] = set()
         self._machine = hardware.probe(self.gpu.device if self.gpu else None)
 
     @property
@@ -184,13 +188,13 @@ class Loader:
         try:
             driver = PlainDriver()
             if plan.policy is not None:
-                store = Store.create(
-                    self.bindings.library(), store_spec(config, self._model, plan, self.misses)
-                )
+                spec = store_spec(config, self._model, plan, self.misses)
+                store = Store.create(self.bindings.library(), with_checksums(spec, self._model))
                 parts.append(store)
                 driver = Driver(plan.policy, store)
-            model = self._weights(config, plan, _part_of(progress, 0.0, share))
-            parts.append(model)
+            with self._checked(plan):
+                model = self._weights(config, plan, _part_of(progress, 0.0, share))
+                parts.append(model)
             driver.prepare(first, _part_of(progress, share, 1.0))
             context = Context(
                 self.bindings,
@@ -216,6 +220,21 @@ class Loader:
         except BaseException:
             _close(parts)
             raise
+
+    @contextmanager
+    def _checked(self, plan: MemoryPlan) -> Iterator[None]:
+        """Compares what llama.cpp reads in the block with the checksums of the files, once."""
+        if plan.managed in self._sound:
+            yield
+            return
+        without = managed_places(self._model) if plan.managed else ()
+        check = DataCheck(self.bindings.library(), self._model, without)
+        try:
+            yield
+            check.finish()
+        finally:
+            check.stop()
+        self._sound.add(plan.managed)
 
     def _first(self, plan: MemoryPlan) -> Sequence[Transition]:
         """What the policy wants in memory before the first token, by what earlier runs learned."""

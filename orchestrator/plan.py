@@ -18,6 +18,7 @@ from orchestrator.footprint import (
     attention_weights,
     compute_bytes,
     context_tokens,
+    copying_bytes,
     device_shape,
     embedding_bytes,
     kernel_bytes,
@@ -42,7 +43,8 @@ class MemoryPlan:
     tiers: the file's tier indices in use, best first; skip: experts may be skipped; policy, shape
     and slots are None in plain mode. ram_bytes is the cap over all that the host's memory takes.
 
-    prompt_bytes: of the host's memory, for prompts that were read before.
+    prompt_bytes: of the host's memory, for prompts that were read before; copying_bytes: the part
+    of it that copying them takes.
 
     On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, capped by
     vram_bytes; host_bytes is then the cache of experts in the host's memory behind it, and
@@ -70,6 +72,7 @@ class MemoryPlan:
     host_bytes: int = 0
     llama_bytes: int = 0
     prompt_bytes: int = 0
+    copying_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -139,11 +142,12 @@ def plan_memory(
 
     n_ctx = least if config.ctx else _affordable_context(config, model, machine, graph(least))
     prompts = _prompt_bytes(config, model, machine, graph(n_ctx), n_ctx)
-    fewest = config.cache_ram or 0
-    for tokens, kept in dict.fromkeys([(n_ctx, prompts), (n_ctx, fewest)]):
+    asked = config.cache_ram or 0
+    for kept in (prompts, asked + copying_bytes(model, config, n_ctx)):
         with suppress(BudgetError):
-            return _plan_memory(config, model, machine, graph(tokens), tokens, kept)
-    return _plan_memory(config, model, machine, graph(least), least, fewest)
+            return _plan_memory(config, model, machine, graph(n_ctx), n_ctx, kept)
+    kept = asked + copying_bytes(model, config, least)
+    return _plan_memory(config, model, machine, graph(least), least, kept)
 
 
 def _check_kv(config: Config, model: ExpertModel) -> None:
@@ -237,6 +241,7 @@ def _plan_memory(
             vram_bytes=room.cap if device else 0,
             llama_bytes=room.dense + room.kv + room.compute,
             prompt_bytes=prompts,
+            copying_bytes=copying_bytes(model, config, n_ctx),
             **fields,
         )
 

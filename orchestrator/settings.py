@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -62,8 +63,9 @@ class Setting:
     nothing was asked for. within: the least and the most, both allowed. unit: SIZE, bytes that an
     option writes as 6GiB; RATE, the same or 0. notation: how an option writes what has no unit and
     is no number or word. option: whether the command line has it; hidden: its help is in the
-    documents only. answer: it is of an answer, not of how the model runs. live: it may be changed
-    between two tokens. recorded: it says how a policy
+    documents only. answer: it is of an answer, not of how the model runs. conversation: it is of a
+    program that holds conversations. repeated: its value is a tuple of texts, and its option may be
+    given several times. live: it may be changed between two tokens. recorded: it says how a policy
     decides, so that a trace keeps it and a replay may change it; timing: it only changes when that
     takes effect."""
 
@@ -81,6 +83,8 @@ class Setting:
     option: bool
     hidden: bool
     answer: bool
+    conversation: bool
+    repeated: bool
     live: bool
     recorded: bool
     timing: bool
@@ -95,7 +99,7 @@ class Setting:
         """What stands for the default in a help text; empty where there is none to name."""
         if self.shown is not None:
             return self.shown
-        if self.default is None or self.default is False:
+        if self.default is None or self.default is False or self.repeated:
             return ""
         return self.notation.write(self.default) if self.notation else str(self.default)
 
@@ -112,6 +116,8 @@ class Setting:
             if not (low <= value <= high and math.isfinite(value)):
                 upper = f" to {high}" if high != math.inf else " or more"
                 raise SettingError(self.name, f"must be {low}{upper}, not {value}")
+        if self.repeated and not all(isinstance(each, str) and each for each in value):
+            raise SettingError(self.name, f"must be texts that are not empty, not {value!r}")
         if self.choices and value not in self.choices:
             raise SettingError(self.name, f"must be {_listed(self.choices)}, not '{value}'")
 
@@ -119,6 +125,10 @@ class Setting:
         """The value that a user writes as this text. Raises SettingError, ConfigError."""
         if self.notation is not None:
             return self.notation.read(text)
+        if self.repeated:
+            texts = _words(self.name, text)
+            self.check(texts)
+            return texts
         if self.unit is not None:
             return 0 if self.unit == RATE and text.strip() == "0" else parse_size(text)
         kind = self.kinds[0]
@@ -151,6 +161,8 @@ def setting(
     option: bool = True,
     hidden: bool = False,
     answer: bool = False,
+    conversation: bool = False,
+    repeated: bool = False,
     live: bool = False,
     recorded: bool = True,
     timing: bool = False,
@@ -168,6 +180,8 @@ def setting(
         "option": option,
         "hidden": hidden,
         "answer": answer,
+        "conversation": conversation,
+        "repeated": repeated,
         "live": live,
         "recorded": recorded,
         "timing": timing,
@@ -235,6 +249,14 @@ def _metavar(kind: type, unit: str | None) -> str:
     if unit is not None:
         return "SIZE"
     return {int: "N", float: "X", Path: "FILE", tuple: "LIST"}.get(kind, "NAME")
+
+
+def _words(name: str, text: str) -> tuple[str, ...]:
+    """Texts as a shell separates them; - for none. Raises SettingError."""
+    try:
+        return () if text.strip() == "-" else tuple(shlex.split(text))
+    except ValueError:
+        raise SettingError(name, f"has a quotation mark without its other one: {text}") from None
 
 
 def flag_of(name: str) -> str:

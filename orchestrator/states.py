@@ -14,6 +14,9 @@ import numpy as np
 from orchestrator.errors import NativeError
 from orchestrator.llama import Context
 
+# A copy in memory begins with a magic and the sequence's number, which a file lacks.
+COPY_HEAD_BYTES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:

@@ -6,10 +6,12 @@ as if they stood in a GGUF, a run of rows of one expert at a time.
 """
 
 import os
+import tempfile
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -68,7 +70,7 @@ def convert(
     dense: str | None = None,
     imatrix: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
-    managed: Collection[str] | None = None,
+    on_header: Callable[[Path, str], None] | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> PackReport:
@@ -79,8 +81,9 @@ def convert(
     upstream's converter gives them in a model of the checkpoint's type; ``dense`` names
     another one for matrices among them. ``imatrix``: an importance matrix of llama.cpp that
     weighs the columns of experts. ``title`` names the model, where the folder's name and
-    its README do not. ``managed`` names the architectures whose experts the caller can run
-    from disk: the report warns of another one. ``progress`` gets the finished share, 0 to 1.
+    its README do not. ``on_header`` gets a file with the header that ``dst`` will have, and no
+    data, and the architecture, before anything is computed; what it raises ends the conversion.
+    ``progress`` gets the finished share, 0 to 1.
 
     Raises CheckpointError, ConvertError and GGUFError, each one sentence; on any exception,
     Ctrl-C included, nothing is left behind.
@@ -94,6 +97,9 @@ def convert(
         description = run_converter(checkpoint, title=title, trust_remote_code=trust_remote_code)
         with CheckpointFile(checkpoint, description, ggml) as file:
             model = _opened(file, checkpoint)
+            if on_header is not None:
+                with file.header_alone() as path:
+                    on_header(path, str(file.metadata[KEY_ARCHITECTURE]))
             by = None if imatrix is None else ByImportance.of_file(imatrix, model, ggml)
             report = pack(
                 model,
@@ -105,12 +111,6 @@ def convert(
                 threads=threads,
                 ggml=ggml,
             )
-            architecture = file.metadata[KEY_ARCHITECTURE]
-            if managed is not None and architecture not in managed:
-                report.warnings.append(
-                    f"moe-edge does not manage experts of {checkpoint.architecture}: such a model"
-                    " runs only where all of it fits the memory"
-                )
     weak = by.note() if by else None
     report.warnings += [weak] if weak else []
     report.seconds = time.monotonic() - started
@@ -146,12 +146,22 @@ class CheckpointFile(GGUFFile):
             self._values[each.name] = each.values
         header = writer.header()
         size = len(header) + writer.alignment + writer.data_bytes
+        self._header_bytes, self._whole_bytes = header, size
         super().__init__(checkpoint.folder, header, size)
         self._ggml = ggml
         self._infos = sorted(self.tensors.values(), key=lambda info: info.offset)
         self._offsets = [info.offset for info in self._infos]
         self._whole: OrderedDict[str, Any] = OrderedDict()
         self._lock = Lock()
+
+    @contextmanager
+    def header_alone(self) -> Iterator[Path]:
+        """A temporary file of this header and size whose data are a hole."""
+        with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
+            file.write(self._header_bytes)
+            file.flush()
+            os.truncate(file.fileno(), self._whole_bytes)
+            yield Path(file.name)
 
     def bytes_at(self, offset: int, nbytes: int) -> Bytes:
         """Bytes [nbytes] from a file offset, which lie in one tensor or in the header."""

@@ -9,7 +9,7 @@ import mmap
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -208,7 +208,7 @@ class GGUFFile:
         """Let go of the mapping; it stays mapped while a view of it lives."""
         self._buffer = None
 
-    def __enter__(self) -> "GGUFFile":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,7 +3,21 @@ endpoint (HF_HOME, HF_TOKEN, HF_ENDPOINT)."""
 
 from gguf_tools.hub.contents import Download, HubFile, prepare
 from gguf_tools.hub.download import fetch
+from gguf_tools.hub.pulled import Pulled, find_pulled, pulled, remove, short_name
 from gguf_tools.hub.resolve import resolve, resolve_checkpoint
 from gguf_tools.hub.selection import PREFIX
 
-__all__ = ["PREFIX", "Download", "HubFile", "fetch", "prepare", "resolve", "resolve_checkpoint"]
+__all__ = [
+    "PREFIX",
+    "Download",
+    "HubFile",
+    "Pulled",
+    "fetch",
+    "find_pulled",
+    "prepare",
+    "pulled",
+    "remove",
+    "resolve",
+    "resolve_checkpoint",
+    "short_name",
+]

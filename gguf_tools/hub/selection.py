@@ -45,8 +45,8 @@ def select_files(
     own = {first: parts for first, parts in models.items() if is_language_model(first)}
     if len(own) > 1:
         raise HubError(
-            f"{repo} holds {len(own)} models: choose one with --include PATTERN, or"
-            f" {PREFIX}{repo}/FILE: {_listed(sizes, own)}"
+            f"{repo} holds {len(own)} models: choose one as {PREFIX}{repo}/FILE, or by `moe-edge"
+            f" pull {repo} --include PATTERN`: {_listed(sizes, own)}"
         )
     if own:
         parts = next(iter(own.values()))

@@ -2,10 +2,12 @@
 
 import os
 import time
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file import layout
-from gguf_tools.file.chunks import chunks
+from gguf_tools.file.chunks import CHUNK_BYTES, chunks
 from gguf_tools.file.layout import GGMLType, expert_tensor_name
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.file.writer import GGUFWriter
@@ -13,6 +15,20 @@ from gguf_tools.pack.metadata import copy_metadata, write_quantization
 from gguf_tools.pack.report import PackReport
 from gguf_tools.pack.targets import refuse_same_file
 from gguf_tools.progress import Progress, ProgressMeter
+from gguf_tools.quantize.older import OLDER, growth, q2_0_as_q4_0
+
+
+class _Copy(NamedTuple):
+    """A tensor of the new file, and where its bytes are. older: its type there, where that is
+    another one."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    file: GGUFFile
+    offset: int
+    nbytes: int
+    older: GGMLType | None
 
 
 def export(
@@ -20,13 +36,15 @@ def export(
     dst: str | os.PathLike[str],
     tier: str | None = None,
     *,
+    older: bool = False,
     progress: Progress | None = None,
     alignment: int = layout.DEFAULT_ALIGNMENT,
 ) -> PackReport:
     """Write one tier (None: the best) of a packed model as a stock GGUF.
 
-    Bytes are copied; other tiers and all ``moe_edge.*`` metadata are left out. Raises
-    GGUFError (MissingTierError for an unknown tier); nothing is left behind on an exception.
+    Bytes are copied; other tiers and all ``moe_edge.*`` metadata are left out. older: what has a
+    type that released readers do not know gets an older one, without loss (``quantize.older``).
+    Raises GGUFError (MissingTierError for an unknown tier); nothing is left behind on an exception.
     """
     started = time.monotonic()
     with ExpertModel.open(src) as model:
@@ -34,36 +52,68 @@ def export(
         writer = GGUFWriter(dst, alignment)
         refuse_same_file(model, writer.path)
         copy_metadata(model, writer)
-        chosen = {
-            expert_tensor_name(il, kind): (slices[index], model.shapes[layer][kind])
-            for layer, il in enumerate(model.layer_ids)
-            for kind, slices in enumerate(model.slices[layer])
-        }
-        copies: list[tuple[str, GGUFFile, int, int]] = []
-        for part in model.parts:
-            for info in part.tensors.values():
-                each, shape = chosen.get(info.name, (None, None))
-                if each is not None and shape is not None:
-                    file = model.parts[each.file_index]
-                    nbytes = each.expert_bytes * model.n_expert
-                    writer.declare(info.name, (*shape, model.n_expert), each.type)
-                    copies.append((info.name, file, each.offset, nbytes))
-                elif layout.TIER_MARK not in info.name:
-                    writer.declare(info.name, info.shape, info.type)
-                    copies.append((info.name, part, info.offset, info.nbytes))
+        copies = list(_copies(model, index, older))
+        for each in copies:
+            writer.declare(each.name, each.shape, each.older or each.type)
+        dominant = _dominant(model, index)
         if layout.KEY_TIERS in model.metadata:
-            write_quantization(writer, _dominant(model, index))
+            write_quantization(writer, OLDER.get(dominant, dominant) if older else dominant)
         with writer:
             writer.begin()
-            meter = ProgressMeter(progress, sum(nbytes for *_, nbytes in copies))
-            for name, file, offset, nbytes in copies:
-                for start, run in chunks(file, offset, nbytes):
-                    writer.write_at(name, start, run)
-                    meter.add(run.nbytes)
+            meter = ProgressMeter(progress, sum(each.nbytes for each in copies))
+            for each in copies:
+                _copy(writer, each, meter)
         found = model.tiers[index]
         tiers = [(found.name, found.bpw, model.tier_bytes[index])]
-    nbytes = writer.path.stat().st_size
-    return PackReport(writer.path, nbytes, tiers, seconds=time.monotonic() - started)
+    report = PackReport(writer.path, writer.path.stat().st_size, tiers)
+    for new in {each.type for each in copies if each.older}:
+        report.fallbacks.append(
+            f"{new.tier_name} is written as {OLDER[new].tier_name}, which is the same numbers in "
+            f"{growth(new)} times the bytes: released readers do not know {new.tier_name} "
+            f"(--keep-types leaves it)"
+        )
+    for new in {each.type for each in copies if not each.older} & OLDER.keys():
+        report.warnings.append(f"only recent builds of llama.cpp read {new.tier_name}")
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _copies(model: ExpertModel, index: int, older: bool) -> Iterator[_Copy]:
+    """What the exported file holds, in the order of the source."""
+    chosen = {
+        expert_tensor_name(il, kind): (slices[index], model.shapes[layer][kind])
+        for layer, il in enumerate(model.layer_ids)
+        for kind, slices in enumerate(model.slices[layer])
+    }
+    for part in model.parts:
+        for info in part.tensors.values():
+            each, shape = chosen.get(info.name, (None, None))
+            if each is not None and shape is not None:
+                yield _Copy(
+                    info.name,
+                    (*shape, model.n_expert),
+                    each.type,
+                    model.parts[each.file_index],
+                    each.offset,
+                    each.expert_bytes * model.n_expert,
+                    OLDER.get(each.type) if older else None,
+                )
+            elif layout.TIER_MARK not in info.name:
+                new = OLDER.get(info.type) if older else None
+                yield _Copy(info.name, info.shape, info.type, part, info.offset, info.nbytes, new)
+
+
+def _copy(writer: GGUFWriter, each: _Copy, meter: ProgressMeter) -> None:
+    if each.older is None:
+        for start, run in chunks(each.file, each.offset, each.nbytes):
+            writer.write_at(each.name, start, run)
+            meter.add(run.nbytes)
+        return
+    step = CHUNK_BYTES - CHUNK_BYTES % layout.BLOCK[each.type].bytes
+    for start in range(0, each.nbytes, step):
+        run = each.file.bytes_at(each.offset + start, min(step, each.nbytes - start))
+        writer.write_at(each.name, start * growth(each.type), q2_0_as_q4_0(run))
+        meter.add(run.nbytes)
 
 
 def _dominant(model: ExpertModel, index: int) -> GGMLType:

@@ -22,8 +22,9 @@ def unusable(name: str) -> str:
         return f"unknown tier {name}: known tiers are {known}"
     if found in IMPORTANCE_TYPES:
         return (
-            f"tier {name} needs an importance matrix (--method imatrix or gptq with --calib TEXT,"
-            f" or --imatrix FILE); without one, the tiers are {known}"
+            f"tier {name} needs an importance matrix: `moe-edge pack` makes one (--method imatrix"
+            f" or gptq with --calib TEXT) or reads one (--imatrix FILE); without one, the tiers"
+            f" are {known}"
         )
     return f"tier {name} is for special models only; known tiers are {known}"
 

@@ -24,7 +24,9 @@ from gguf_tools.file.layout import DOWN, parse_expert_name
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator.calibrate.spill import Rows, spill_folder
+from orchestrator.calibrate.within import Room, check_step, load_within
 from orchestrator.errors import ConfigError, NativeError
+from orchestrator.load import Loaded
 from orchestrator.observe import Node, Observer
 
 WINDOW = 512
@@ -104,8 +106,16 @@ class LayerActivations:
 class Capture:
     """A loaded model whose experts are watched. Free it with close."""
 
-    def __init__(self, path: Path, n_ctx: int = WINDOW, threads: int | None = None) -> None:
-        """n_ctx: the longest window in tokens. Raises GGUFError or NativeError."""
+    def __init__(
+        self,
+        path: Path,
+        n_ctx: int = WINDOW,
+        threads: int | None = None,
+        room: Room | None = None,
+    ) -> None:
+        """n_ctx: the longest window in tokens. room: the memory to stay within, with experts read
+        from the file as they are needed; None for all that there is. Raises GGUFError, NativeError
+        or BudgetError."""
         with ExpertModel.open(path) as model:
             self.layer_ids = list(model.layer_ids)
             self.n_expert, self.n_expert_used = model.n_expert, model.n_expert_used
@@ -117,14 +127,23 @@ class Capture:
         self._sink: Sink = lambda *_: None
         self._number = 0
         self._parts: dict[int, dict[str, np.ndarray]] = {}
-        self._observer = Observer(
-            path,
-            n_ctx,
-            threads or default_threads(),
-            self._is_wanted,
-            self._keep,
-            use_mmap=True,
-        )
+        threads = threads or default_threads()
+        self._within: tuple[ExpertModel, Loaded] | None = None
+        if room is not None:
+            self._within = load_within(path, n_ctx, threads, room)
+        try:
+            self._observer = Observer(
+                path,
+                n_ctx,
+                threads,
+                self._is_wanted,
+                self._keep,
+                use_mmap=True,
+                model=self._within[1].model if self._within else None,
+            )
+        except BaseException:
+            self._close_within()
+            raise
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, the begin token that the model wants first."""
@@ -147,7 +166,7 @@ class Capture:
         for number, window in enumerate(windows):
             self._parts = {}
             self._number = number
-            self._observer.read(window)
+            self._read_window(window)
             missing = self._only - {layer for layer, parts in self._parts.items() if not parts}
             if missing:
                 raise NativeError(
@@ -156,6 +175,14 @@ class Capture:
                 )
             if progress is not None:
                 progress((number + 1) / len(windows))
+
+    def _read_window(self, window: Sequence[int]) -> None:
+        try:
+            self._observer.read(window)
+        except NativeError:
+            if self._within is not None:
+                check_step(self._within[1])
+            raise
 
     def layers(
         self,
@@ -283,6 +310,14 @@ class Capture:
     def close(self) -> None:
         """Frees the model; safe to call twice."""
         self._observer.close()
+        self._close_within()
+
+    def _close_within(self) -> None:
+        if self._within is not None:
+            model, loaded = self._within
+            self._within = None
+            loaded.close()
+            model.close()
 
     def __enter__(self) -> Capture:
         return self

@@ -43,10 +43,17 @@ class Gptq:
     has_importance = True
 
     def __init__(
-        self, ggml: Ggml, layers: Iterator[LayerActivations], calibration: str, device: str
+        self,
+        ggml: Ggml,
+        layers: Iterator[LayerActivations],
+        calibration: str,
+        device: str,
+        kept_bytes: int | None = None,
     ) -> None:
-        """layers: what a capture gives, one at a time, when pack has come to the next."""
+        """layers: what a capture gives, one at a time, when pack has come to the next. kept_bytes:
+        of factors; None for KEPT_BYTES."""
         self.calibration = calibration
+        self._kept_bytes = KEPT_BYTES if kept_bytes is None else kept_bytes
         self._ggml, self._layers, self._device = ggml, layers, device
         self._lock = threading.Lock()
         self._current: _Layer | None = None
@@ -82,7 +89,7 @@ class Gptq:
                 seen = next(self._layers, None)
                 if seen is None:
                     break
-                self._current = _Layer(seen, self._device)
+                self._current = _Layer(seen, self._device, self._kept_bytes)
                 self._seen.append((seen.counts(), len(self._current.shared)))
             if self._current is None or self._current.number != layer:
                 raise QuantizeError(f"layer {layer} was not asked for in its turn")
@@ -99,8 +106,9 @@ class _Entry:
 class _Layer:
     """The factors of one layer, each made when it is first asked for, the last ones kept."""
 
-    def __init__(self, seen: LayerActivations, device: str) -> None:
+    def __init__(self, seen: LayerActivations, device: str, kept_bytes: int) -> None:
         self.number = seen.layer
+        self._kept_bytes = kept_bytes
         self._seen, self._device = seen, device
         self._counts = seen.counts()
         self._lock = threading.Lock()
@@ -121,11 +129,11 @@ class _Layer:
         return entry.factor
 
     def _forget(self, key: tuple[bool, int]) -> None:
-        """Drops the oldest factors beyond KEPT_BYTES, but not this one."""
+        """Drops the oldest factors beyond what may be kept, but not this one."""
         with self._lock:
             kept = sum(each.factor.nbytes for each in self._entries.values() if each.factor)
             for other, entry in list(self._entries.items()):
-                if kept <= KEPT_BYTES:
+                if kept <= self._kept_bytes:
                     return
                 if other != key and entry.made:
                     del self._entries[other]

@@ -72,7 +72,7 @@ class Run:
         layers = self.capture.layers(
             self.calibration.windows, progress=lambda share: report(0, share)
         )
-        n_workers = max(1, min(self.threads, WORK_BYTES // self._expert_bytes()))
+        n_workers = max(1, min(self.threads, WORK_BYTES // expert_bytes(model)))
         with workers(n_workers, "losses") as pool:
             for done, seen in enumerate(layers, 1):
                 counts[seen.layer] = seen.counts()
@@ -115,11 +115,6 @@ class Run:
         )
         return 8 * n_bytes / sum(n * rows for n, rows in shapes)
 
-    def _expert_bytes(self) -> int:
-        """What one expert takes in float32, twice: in full precision and in another."""
-        shapes = (shape for shape in self.model.shapes[0] if shape is not None)
-        return 2 * 4 * sum(n * rows for n, rows in shapes)
-
     def _row(
         self,
         seen: LayerActivations,
@@ -156,6 +151,19 @@ class Run:
                     blocks = self.quantizer.quantize(layer, kind, expert, values, fitting)
                     made[kind, candidate.name] = (fitting, blocks)
         return made
+
+
+def expert_bytes(model: ExpertModel) -> int:
+    """What one expert takes in float32, twice: in full precision and in another."""
+    shapes = (shape for shape in model.shapes[0] if shape is not None)
+    return 2 * 4 * sum(n * rows for n, rows in shapes)
+
+
+def rows_bytes(model: ExpertModel) -> int:
+    """What one expert's losses take beside its matrices: the encodings of all candidates, and the
+    rows of its inputs, of its inner values and of two outputs."""
+    widths = [max(shape) for shape in model.shapes[0] if shape is not None]
+    return expert_bytes(model) // 2 + 4 * MAX_ROWS * 8 * max(widths)
 
 
 def _mean_square(values: np.ndarray) -> float:

@@ -9,34 +9,46 @@ from itertools import chain
 from pathlib import Path
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.pack.jobs import RUN_WEIGHTS
 from gguf_tools.process import default_threads
 from gguf_tools.quantize.ggml import load_ggml
 from gguf_tools.quantize.imatrix import ExpertImportance, Imatrix, write_imatrix
 from gguf_tools.quantize.methods import ByImportance, ExpertQuantizer, Rtn
 from gguf_tools.quantize.tiers import parse_types
-from orchestrator.calibrate.capture import Capture, Progress
+from orchestrator.calibrate.capture import WINDOW, Capture, Progress
 from orchestrator.calibrate.gather import gather
-from orchestrator.calibrate.gptq import Gptq, computing
-from orchestrator.calibrate.measure import Run
+from orchestrator.calibrate.gptq import KEPT_BYTES, Gptq, computing
+from orchestrator.calibrate.measure import WORK_BYTES, Run, expert_bytes, rows_bytes
 from orchestrator.calibrate.text import MAX_TOKENS, Calibration, read_calibration
+from orchestrator.calibrate.within import (
+    TORCH_BYTES,
+    Room,
+    share_of,
+    squares_bytes,
+    sums_bytes,
+    window_bytes,
+)
 from orchestrator.errors import ConfigError
 from orchestrator.losses import LossTable, save
 
 RTN, IMATRIX, GPTQ = "rtn", "imatrix", "gptq"
 METHODS = (RTN, IMATRIX, GPTQ)
+# GPTQ's copies of the run of rows that it rounds.
+_RUN_COPIES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
     """What the options of a command ask for. name None: imatrix where one is given, else rtn.
     calib: the text to calibrate on, its first `tokens` tokens. imatrix: a file that has the
-    statistics already."""
+    statistics already. ram: the cap on the model that reads the text, and on what is kept of it."""
 
     name: str | None = None
     calib: Path | None = None
     imatrix: Path | None = None
     tokens: int = MAX_TOKENS
     threads: int | None = None
+    ram: int | None = None
 
     @property
     def chosen(self) -> str:
@@ -54,6 +66,10 @@ class Method:
             raise ConfigError("--method imatrix needs either --calib TEXT or --imatrix FILE")
         if name == GPTQ and (self.calib is None or self.imatrix is not None):
             raise ConfigError("--method gptq needs --calib TEXT, and takes no --imatrix")
+
+    def room(self, own_bytes: int) -> Room | None:
+        """The cap, where there is one, and what the calibration takes of it."""
+        return None if self.ram is None else Room(self.ram, own_bytes)
 
 
 @contextmanager
@@ -86,30 +102,43 @@ def open_quantizer(
 
 
 @contextmanager
-def _reading(method: Method, source: Path) -> Iterator[tuple[Capture, Calibration]]:
-    """A model that reads, and the text that it is to read."""
+def _reading(method: Method, source: Path, own_bytes: int) -> Iterator[tuple[Capture, Calibration]]:
+    """A model that reads, and the text that it is to read. own_bytes: what else is in memory
+    meanwhile."""
     if method.calib is None:
         raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
-    with Capture(source, threads=method.threads) as capture:
+    room = method.room(own_bytes)
+    with Capture(source, threads=method.threads, room=room) as capture:
         yield capture, read_calibration(capture, method.calib, method.tokens)
 
 
 @contextmanager
 def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
     """GPTQ over the text of a method's calibration, read while layers are asked for."""
+    kept = share_of(method.ram, KEPT_BYTES)
+    with ExpertModel.open(source) as model:
+        own = window_bytes(model, WINDOW) + squares_bytes(model) + kept + TORCH_BYTES
+        own += _packing_bytes(method)
     with (
         computing() as device,
-        _reading(method, source) as (capture, calibration),
+        _reading(method, source, own) as (capture, calibration),
         closing(capture.layers(calibration.windows, progress=progress)) as layers,
     ):
         # The first pass over the text, while its progress is shown.
         first = next(layers)
-        yield Gptq(load_ggml(), chain([first], layers), calibration.summary(), device)
+        yield Gptq(load_ggml(), chain([first], layers), calibration.summary(), device, kept)
+
+
+def _packing_bytes(method: Method) -> int:
+    """What pack's threads hold: a run of rows each, in float32, its encodings, and what is chosen
+    among."""
+    return (method.threads or default_threads()) * _RUN_COPIES * 4 * RUN_WEIGHTS
 
 
 def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:
     """The importance matrix of a calibration run, and a line on its text."""
-    with _reading(method, model.path) as (capture, calibration):
+    own = window_bytes(model, WINDOW) + sums_bytes(model)
+    with _reading(method, model.path, own) as (capture, calibration):
         return gather(capture, model, calibration, progress), calibration.summary()
 
 
@@ -120,6 +149,17 @@ def save_imatrix(method: Method, source: Path, out: Path, progress: Progress) ->
         imatrix, _ = calibrated(method, model, progress)
         write_imatrix(out, imatrix)
         return ExpertImportance(imatrix, model).note()
+
+
+def _losses_threads(method: Method, model: ExpertModel) -> int:
+    """Threads that measure losses: each holds an expert's matrices in float32."""
+    most = method.threads or default_threads()
+    return max(1, min(most, share_of(method.ram, WORK_BYTES) // expert_bytes(model)))
+
+
+def _losses_bytes(method: Method, model: ExpertModel) -> int:
+    windows = window_bytes(model, WINDOW)
+    return windows + _losses_threads(method, model) * (expert_bytes(model) + rows_bytes(model))
 
 
 def measure_losses(
@@ -143,11 +183,11 @@ def measure_losses(
         open_quantizer(
             quantizing, path, lambda share: progress("Calibrating", share), note
         ) as quantizer,
-        _reading(method, path) as (capture, calibration),
+        _reading(method, path, _losses_bytes(method, full)) as (capture, calibration),
     ):
         by = quantizer or Rtn(load_ggml())
         wanted = parse_types(types, by.has_importance)
-        threads = method.threads or default_threads()
+        threads = _losses_threads(method, full)
         run = Run(model, full, capture, calibration, wanted, by, load_ggml(), threads)
         table = run.measure(lambda share: progress("Measuring losses", share))
         save(out, model, table)

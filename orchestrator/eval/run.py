@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gguf_tools.experts import ExpertModel
+from gguf_tools.experts import DEFAULT_KV, ExpertModel
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
@@ -27,6 +27,8 @@ from orchestrator.policy import BASELINE
 # (what is being done, how much of it, 0 to 1)
 Report = Callable[[str, float], None]
 
+# What is being done while an engine opens.
+LOADING = "Loading"
 WINDOW = 512
 LEAST_WINDOW = 8
 
@@ -82,7 +84,8 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
 
 
 def best_config(config: Config, best: str) -> Config:
-    """The same model in its best tier alone, where nothing is decided. With few slots it is slower
+    """The same model in its best tier alone, where nothing is decided, with keys and values as they
+    are. With few slots it is slower
     and says the same, so the cap on memory stays; that on slots alone is for what decides."""
     return config.compared(
         policy=BASELINE,
@@ -91,6 +94,7 @@ def best_config(config: Config, best: str) -> Config:
         low_tier=None,
         renormalize=False,
         expert_ram=None,
+        kv=DEFAULT_KV,
     )
 
 
@@ -181,7 +185,7 @@ def read_reference(
 
 def loading(report: Report) -> Callable[[float], None]:
     """The progress of an engine that opens."""
-    return lambda share: report("Loading", share)
+    return lambda share: report(LOADING, share)
 
 
 def _choices(judge: Judge, questions: list[Question], report: Report) -> dict[str, Any]:

@@ -81,6 +81,7 @@ STUDIES = {
     "equal": Place("study.equal:EqualMemory", paper="ours"),
     "votes": Place("study.votes:VotesStudy", paper="FIRM-MoE"),
     "context": Place("study.context:PromptContext", paper="near-data"),
+    "near-bits": Place("study.near_bits:NearBits", paper="near-data"),
 }
 
 # Studies of a recorded run.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -28,6 +28,7 @@ class CSlices(ctypes.Structure):
         ("type", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
+        ("checksums", ctypes.POINTER(ctypes.c_uint32)),
     ]
 
 
@@ -202,9 +203,9 @@ class CMemory(ctypes.Structure):
 # What the header's structs measure on a 64-bit machine. The library is built from the
 # same header and checked by its ABI version; these catch a mirror that went astray.
 STRUCT_BYTES = {
-    CSlices: 32,
+    CSlices: 40,
     CGroup: 16,
-    CLayer: 8 + N_KINDS * MAX_TIERS * 32,
+    CLayer: 8 + N_KINDS * MAX_TIERS * 40,
     CConfig: 136,
     CEvent: 104,
     CStep: 64,
@@ -232,6 +233,7 @@ VISIT_CB = ctypes.CFUNCTYPE(
 _STORE = ctypes.c_void_p
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_abi_version": (ctypes.c_int32, []),
+    "moe_edge_crc32": (ctypes.c_uint32, [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64]),
     "moe_edge_architecture": (ctypes.c_char_p, [ctypes.c_int32]),
     "moe_edge_slot_bytes": (ctypes.c_uint64, [ctypes.c_uint64, ctypes.c_uint64]),
     "moe_edge_device_slot_bytes": (

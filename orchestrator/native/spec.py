@@ -21,13 +21,15 @@ from orchestrator.native.abi import (
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Where the experts of one (layer, kind, tier) lie; see struct moe_edge_slices."""
+    """Where the experts of one (layer, kind, tier) lie; see struct moe_edge_slices. checksums: a
+    CRC-32 for each expert, none where the file has none."""
 
     file: int
     offset: int
     expert_bytes: int
     type: int
     group: int
+    checksums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
     """The C configuration and what must live as long as it is read."""
     files = (ctypes.c_char_p * len(spec.files))(*(bytes(path) for path in spec.files))
     layers = (CLayer * len(spec.layers))()
+    checksums = []
     for c_layer, (il, slices) in zip(layers, spec.layers, strict=True):
         c_layer.il = il
         for (kind, tier), piece in slices.items():
@@ -94,6 +97,9 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
             target.file = piece.file
             target.type = piece.type
             target.group = piece.group
+            if piece.checksums:
+                checksums.append((ctypes.c_uint32 * spec.n_expert)(*piece.checksums))
+                target.checksums = checksums[-1]
     groups = (CGroup * len(spec.groups))()
     for c_group, (slot_bytes, n_slots) in zip(groups, spec.groups, strict=True):
         c_group.slot_bytes, c_group.n_slots = slot_bytes, n_slots
@@ -127,4 +133,4 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
         | RIGID * spec.rigid,
         importance_window=spec.importance_window,
     )
-    return config, [files, layers, groups]
+    return config, [files, layers, groups, checksums]

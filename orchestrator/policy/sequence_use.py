@@ -55,7 +55,8 @@ class SequenceUse:
         return self._sum([each.gates for each in self._of.values()])
 
     def _sum(self, parts: list[np.ndarray]) -> np.ndarray:
-        return parts[0].copy() if len(parts) == 1 else np.sum([self._zeros(), *parts], axis=0)
+        total: np.ndarray = np.sum([self._zeros(), *parts], axis=0)
+        return total
 
     def begin(self, step: int) -> bool:
         """A layer of this step follows: whether it is the step's first one. What a failed step

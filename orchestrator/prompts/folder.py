@@ -24,7 +24,7 @@ from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError
 from orchestrator.prompts.matching import common_prefix
 from orchestrator.prompts.shelf import Copy, usable
-from orchestrator.states import Mark
+from orchestrator.states import COPY_HEAD_BYTES, Mark
 
 ENDING = ".prompt"
 _NAME = re.compile(r"([0-9a-f]{24})-[0-9a-f]{24}\.prompt")
@@ -131,7 +131,7 @@ class PromptFolder:
             with open(path, "r+b") as file:
                 file.write(_HEAD.pack(*_LLAMA, len(copy.tokens)))
                 file.write(copy.tokens.astype("<i4").tobytes())
-                file.write(copy.state.data)
+                file.write(copy.state[COPY_HEAD_BYTES:].data)
                 return file.tell()
 
         self.save(copy.key, copy.tokens, copy.has_part, copy.marks, write)

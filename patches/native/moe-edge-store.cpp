@@ -1,4 +1,5 @@
 #include "moe-edge-store.h"
+#include "moe-edge-crc32.h"
 #include "moe-edge-util.h"
 
 #include "ggml.h"
@@ -33,6 +34,19 @@ const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release, ops_wait, ops
 
 // First field of moe_edge_read_key.
 constexpr int32_t DEMAND = 0, AHEAD = 1, TRANSITION = 2;
+
+// Where a slice lies in its file, and which blocks of it a part of its read takes: direct reads take
+// whole ones, which the slot has room for. The slot begins with block0.
+struct slice_span {
+    uint64_t first, last, block0, begin, end;
+
+    slice_span(const moe_edge_slices & s, int32_t expert, int32_t part, int32_t parts)
+        : first(s.offset + expert * s.expert_bytes), last(first + s.expert_bytes), block0(block_floor(first)) {
+        const uint64_t step = block_ceil((block_ceil(last) - block0 + parts - 1) / parts);
+        begin = block0 + part * step;
+        end   = std::min(begin + step, block_ceil(last));
+    }
+};
 
 // Whether this file can be read with O_DIRECT at block granularity.
 bool direct_works(int fd) {
@@ -107,6 +121,7 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     device = static_cast<moe_edge_device *>(config.device);
     try {
         open_files(config);
+        keep_checksums();
         make_pools(config);
         if (device) {
             open_device(config);
@@ -200,6 +215,29 @@ void moe_edge_store::open_files(const moe_edge_config & config) {
                         files[s.file].path.c_str(), il[l], KIND_NAMES[k], t,
                         (unsigned long long) (s.offset + s.expert_bytes * n_expert), (unsigned long long) size);
                 }
+            }
+        }
+    }
+}
+
+// The configuration and what it points to may go when the store has been made.
+void moe_edge_store::keep_checksums() {
+    for (int32_t cell = 0; cell < (int32_t) cells.size(); cell++) {
+        for (int32_t t = 0; t < n_tiers; t++) {
+            const auto & s = slice_of(cell, t);
+            if (!s.checksums || s.expert_bytes == 0) {
+                continue;
+            }
+            checksums.resize(cells.size() * n_tiers);
+            unchecked.resize(cells.size() * n_tiers);
+            checksums[slice_id(cell, t)] = s.checksums[expert_of(cell)];
+            unchecked[slice_id(cell, t)] = 1;
+        }
+    }
+    for (auto & of_layer : slices) {
+        for (auto & of_kind : of_layer) {
+            for (auto & s : of_kind) {
+                s.checksums = nullptr;
             }
         }
     }
@@ -552,6 +590,8 @@ void moe_edge_store::start_load(int32_t cell, int32_t tier, int32_t slot, bool a
     c.ticket       = 0;
     c.host_slot    = host ? host->find(slice_id(cell, tier), passing) : -1;
     c.cached       = c.host_slot >= 0;
+    c.checks       = !c.cached && !simulation && !unchecked.empty() && unchecked[slice_id(cell, tier)];
+    c.crc          = 0;
     c.parts        = c.cached ? 1 : std::max<uint64_t>(1, (slice_of(cell, tier).expert_bytes + MOE_EDGE_PART / 2) / MOE_EDGE_PART);
     c.started      = 0;
     c.finished     = 0;
@@ -670,13 +710,7 @@ std::string moe_edge_store::name_of(int32_t cell, int32_t tier) const {
 
 std::string moe_edge_store::read_part(const moe_edge_slices & s, int32_t expert, char * slot, int32_t part, int32_t parts) const {
     const auto & file = files[s.file];
-    const uint64_t first = s.offset + expert * s.expert_bytes;
-    const uint64_t last  = first + s.expert_bytes;
-    // direct reads take whole blocks; the slot has room for them
-    const uint64_t block0 = block_floor(first);
-    const uint64_t step   = block_ceil((block_ceil(last) - block0 + parts - 1) / parts);
-    const uint64_t begin  = block0 + part * step;
-    const uint64_t end    = std::min(begin + step, block_ceil(last));
+    const auto [first, last, block0, begin, end] = slice_span(s, expert, part, parts);
     const uint64_t needed = std::min(end, last);
 
     uint64_t at = file.direct ? begin : std::max(begin, first);
@@ -699,12 +733,19 @@ std::string moe_edge_store::read_part(const moe_edge_slices & s, int32_t expert,
     return {};
 }
 
+// What a part that was read brings to the CRC-32 of its slice. Without the mutex.
+uint32_t moe_edge_store::part_crc(const moe_edge_slices & s, int32_t expert, const char * slot, int32_t part, int32_t parts) const {
+    const slice_span span(s, expert, part, parts);
+    const uint64_t begin = std::max(span.begin, span.first), end = std::min(span.end, span.last);
+    return begin >= end ? 0 : moe_edge_crc32_before(moe_edge_crc32(0, slot + (begin - span.block0), end - begin), span.last - end);
+}
+
 // Takes the next part of a read off the queue.
 moe_edge_read moe_edge_store::start_read(int32_t cell) {
     auto & c = cells[cell];
     auto & pool = pool_of(cell, c.loading);
     char * to = host ? host->data(c.host_slot) : pool.memory + c.loading_slot * pool.slot_bytes;
-    const moe_edge_read read = { cell, c.loading, c.started++, c.parts, c.background, to };
+    const moe_edge_read read = { cell, c.loading, c.started++, c.parts, c.background, to, c.checks };
     const uint64_t bytes = slice_of(cell, read.tier).expert_bytes;
     if (read.part == 0) {
         (c.background ? stats.transition_bytes : c.ahead ? stats.prefetch_bytes[phase] : stats.demand_bytes[phase]) += bytes;
@@ -719,17 +760,44 @@ moe_edge_read moe_edge_store::start_read(int32_t cell) {
     return read;
 }
 
-void moe_edge_store::finish_read(const moe_edge_read & read, const std::string & why, uint64_t took_us) {
+// A part of a load failed: the rest is not worth reading.
+void moe_edge_store::break_load(const moe_edge_read & read, const std::string & sentence) {
+    auto & c = cells[read.cell];
+    if (!c.broken) {
+        c.broken    = true;
+        failed_read = sentence;
+        drop_rest(read.cell);
+    }
+}
+
+// A slice that was read as a whole, against its checksum. Each one is compared until it fits, once in a
+// process: what was written wrong is found then, and what is read again costs nothing more.
+void moe_edge_store::compare(const moe_edge_read & read) {
+    const int32_t id = slice_id(read.cell, read.tier);
+    if (cells[read.cell].crc == checksums[id]) {
+        unchecked[id] = 0;
+        return;
+    }
+    const auto & s = slice_of(read.cell, read.tier);
+    const int32_t expert = expert_of(read.cell);
+    break_load(read, format("%s: tensor blk.%d.ffn_%s_exps.weight (%s): offset %llu: expert %d is damaged: its checksum differs",
+        files[s.file].path.c_str(), il[layer_of(read.cell)], KIND_NAMES[kind_of(read.cell)], ggml_type_name((ggml_type) s.type),
+        (unsigned long long) (s.offset + expert * s.expert_bytes), expert));
+}
+
+void moe_edge_store::finish_read(const moe_edge_read & read, const std::string & why, uint64_t took_us, uint32_t crc) {
     auto & c = cells[read.cell];
     transiting &= !read.background;
     stats.read_us += took_us;
     c.finished++;
-    if (!why.empty() && !c.broken) {
-        c.broken    = true;
-        failed_read = name_of(read.cell, read.tier) + ": " + why;
-        drop_rest(read.cell);
+    c.crc ^= crc;
+    if (!why.empty()) {
+        break_load(read, name_of(read.cell, read.tier) + ": " + why);
     }
     if (c.arrived()) {
+        if (c.checks && !c.broken && !c.cut) {
+            compare(read);
+        }
         if (host && !c.broken && !c.cut) {
             const bool passes = c.in_place() ? c.passing : c.slotless() ? c.passes
                 : pool_of(read.cell, c.loading).slots[c.loading_slot].passing;
@@ -766,9 +834,11 @@ void moe_edge_store::io_loop() {
         const uint64_t t0 = now_us();
         const std::string why = read_part(slice_of(read.cell, read.tier), expert_of(read.cell), read.slot, read.part, read.parts);
         const uint64_t t1 = now_us();
+        const uint32_t crc = read.checks && why.empty()
+            ? part_crc(slice_of(read.cell, read.tier), expert_of(read.cell), read.slot, read.part, read.parts) : 0;
         lock.lock();
 
-        finish_read(read, why, t1 - t0);
+        finish_read(read, why, t1 - t0, crc);
         wake();
     }
 }
@@ -1326,7 +1396,7 @@ int32_t moe_edge_store::warm(const moe_edge_prefetch_item * list, int32_t n,
     }
     const bool complete = std::all_of(asked.begin(), asked.end(), [&](int32_t cell) { return cells[cell].tier != NO_TIER; });
     if (!complete && !aborted()) {
-        fail_locked("warm start: an expert could not be read");
+        fail_locked(failed_read.empty() ? "warm start: an expert could not be read" : failed_read);
     }
     return complete ? loaded : -1;
 }

@@ -76,6 +76,7 @@ struct moe_edge_cell {
     bool     cached       = false;    // the host tier has the bytes: there is only a copy to make
     bool     copied       = false;    // on a device: its copy is enqueued
     bool     after_use    = false;    // its copy is for the next time: this time it was used in place
+    bool     checks       = false;    // its read is compared with the slice's checksum
     bool     passes       = false;    // its load, as long as it has no slot, is for passing requests alone
     int8_t   place        = MOE_EDGE_MISS_COPY;  // of its load: else that is for this step, without a slot
     uint16_t parts        = 0;        // of its read; each is one call to the disk
@@ -84,6 +85,7 @@ struct moe_edge_cell {
     int32_t  slot         = -1;
     int32_t  loading_slot = -1;
     int32_t  host_slot    = -1;       // held by the load
+    uint32_t crc          = 0;        // of the parts that were read so far
     moe_edge_ticket ticket = 0;       // of the load's copy
     int32_t  ahead_seq    = 0;        // order of prefetch reads, of transitions, and of all on a rigid link
     uint64_t asked_at     = 0;        // of a load without a slot: used_at of the slot that it takes
@@ -250,6 +252,8 @@ struct moe_edge_store {
     void    simulate_until(uint64_t ns);
     // Reads one part of a slice into its slot; empty, or why it failed. Without the mutex.
     std::string read_part(const moe_edge_slices & s, int32_t expert, char * slot, int32_t part, int32_t parts) const;
+    uint32_t part_crc(const moe_edge_slices & s, int32_t expert, const char * slot, int32_t part, int32_t parts) const;
+    void    keep_checksums();
     std::string name_of(int32_t cell, int32_t tier) const;
 
     // Whether a policy decides in the steps of this phase.
@@ -283,7 +287,9 @@ struct moe_edge_store {
 
     moe_edge_read start_read(int32_t cell);
     int32_t most_urgent() const { return std::get<3>(*reads.begin()); }
-    void    finish_read(const moe_edge_read & read, const std::string & why, uint64_t took_us);
+    void    finish_read(const moe_edge_read & read, const std::string & why, uint64_t took_us, uint32_t crc = 0);
+    void    break_load(const moe_edge_read & read, const std::string & sentence);
+    void    compare(const moe_edge_read & read);
     void    wake();  // there may be reads to start
     // Until a read is done, or ms passed; returns the microseconds that it took.
     uint64_t wait_done(std::unique_lock<std::mutex> & lock, int ms);
@@ -342,6 +348,8 @@ struct moe_edge_store {
     std::vector<moe_edge_file>  files;
     std::vector<moe_edge_pool>  pools;
     std::vector<moe_edge_cell>  cells;
+    std::vector<uint32_t>       checksums;  // [slice_id], empty where no file has any
+    std::vector<uint8_t>        unchecked;  // [slice_id] 1: its next complete read is compared with its checksum
     std::vector<op_state>       ops;   // [n_layers * N_KINDS]
     std::set<moe_edge_read_key> reads;   // with parts that are not started
     std::vector<std::thread>    threads;

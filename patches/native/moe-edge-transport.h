@@ -23,6 +23,7 @@ struct moe_edge_read {
     int32_t  parts;
     bool     background;  // of a transition
     char *   slot;
+    bool     checks;      // its bytes count for the checksum of its slice
 };
 
 class moe_edge_simulation {

@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 9
+#define MOE_EDGE_ABI_VERSION 10
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -95,6 +95,8 @@ struct moe_edge_slices {
     int32_t  type;          // enum ggml_type
     int32_t  group;         // the slot group that holds it
     int32_t  reserved;
+    const uint32_t * checksums;  // [n_expert] CRC-32 of each expert, or NULL. One that is read with another,
+                            // when it is first read as a whole, is as one that could not be read
 };
 
 // A slot group: slots of one size that evict each other in least-recently-used
@@ -262,6 +264,9 @@ struct moe_edge_stats {
 };
 
 MOE_EDGE_API int32_t moe_edge_abi_version(void);
+
+// The CRC-32 of n bytes behind those that crc is of; 0 is that of none. As zlib's.
+MOE_EDGE_API uint32_t moe_edge_crc32(uint32_t crc, const void * data, uint64_t n);
 
 // The architectures whose experts a store can manage, as GGUF names them; NULL behind the last one.
 MOE_EDGE_API const char * moe_edge_architecture(int32_t i);

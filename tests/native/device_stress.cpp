@@ -50,6 +50,7 @@ struct expert_file {
     std::string path;
     moe_edge_layer layers[LAYERS] = {};
     uint64_t rows[LAYERS][MOE_EDGE_N_KINDS][TIERS][EXPERTS];
+    uint32_t checksums[LAYERS][MOE_EDGE_N_KINDS][TIERS][EXPERTS];
 
     explicit expert_file(const std::string & dir) : path(dir + "/device.bin") {
         FILE * f = fopen(path.c_str(), "wb");
@@ -62,13 +63,14 @@ struct expert_file {
             layers[l].il = l;
             for (const int32_t k : KINDS) {
                 for (int32_t t = 0; t < TIERS; t++) {
-                    layers[l].slices[k][t] = { (uint64_t) ftell(f), BYTES[t], 0, TYPES[t], k * TIERS + t, 0 };
+                    layers[l].slices[k][t] = { (uint64_t) ftell(f), BYTES[t], 0, TYPES[t], k * TIERS + t, 0, checksums[l][k][t] };
                     for (int32_t e = 0; e < EXPERTS; e++) {
                         bytes.resize(BYTES[t]);
                         for (uint64_t i = 0; i < BYTES[t]; i++) {
                             bytes[i] = byte_at(slice_seed(l, k, t, e), i);
                         }
                         rows[l][k][t][e] = row_of(bytes.data(), bytes.size());
+                        checksums[l][k][t][e] = moe_edge_crc32(0, bytes.data(), bytes.size());
                         fwrite(bytes.data(), 1, bytes.size(), f);
                     }
                 }

@@ -64,7 +64,7 @@ struct weights {
         uint64_t offset = 0, total = 0;
         for (size_t t = 0; t < types.size(); t++) {
             const uint64_t expert_bytes = bytes[t].size() / EXPERTS;
-            layer.slices[MOE_EDGE_UP][t] = { offset, expert_bytes, 0, types[t], (int32_t) t, 0 };
+            layer.slices[MOE_EDGE_UP][t] = { offset, expert_bytes, 0, types[t], (int32_t) t, 0, nullptr };
             groups.push_back({ moe_edge_slot_bytes(4095, expert_bytes), slots, 0 });
             offset += bytes[t].size();
             total += groups.back().slot_bytes * slots;

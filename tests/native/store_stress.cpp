@@ -13,11 +13,13 @@
 #include "moe-edge.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -53,6 +55,7 @@ unsigned char byte_at(int32_t layer, int32_t kind, int32_t tier, int32_t expert,
 struct model_file {
     std::string path;
     std::vector<moe_edge_layer> layers;
+    std::deque<std::array<uint32_t, EXPERTS>> checksums;
     bool mixed;  // one group a kind, for both tiers
 
     explicit model_file(const std::string & dir, int32_t n_groups_per_kind, bool mixed = false)
@@ -70,10 +73,13 @@ struct model_file {
             for (const int32_t k : KINDS) {
                 for (int32_t t = 0; t < TIERS; t++) {
                     const int32_t group = mixed ? k : n_groups_per_kind == 1 ? k * TIERS + t : (l * MOE_EDGE_N_KINDS + k) * TIERS + t;
-                    layers[l].slices[k][t] = { (uint64_t) ftell(f), BYTES[t], 0, t == 0 ? TYPE_Q4_K : TYPE_Q2_K, group, 0 };
+                    layers[l].slices[k][t] = { (uint64_t) ftell(f), BYTES[t], 0, t == 0 ? TYPE_Q4_K : TYPE_Q2_K, group, 0,
+                        checksums.emplace_back().data() };
                     for (int32_t e = 0; e < EXPERTS; e++) {
                         for (uint64_t i = 0; i < BYTES[t]; i++) {
-                            fputc(byte_at(l, k, t, e, i), f);
+                            const unsigned char byte = byte_at(l, k, t, e, i);
+                            checksums.back()[e] = moe_edge_crc32(checksums.back()[e], &byte, 1);
+                            fputc(byte, f);
                         }
                     }
                 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +25,30 @@ HANG_S = 600
 
 
 class ExpertFile:
-    """Random bytes in some tiers, and where each slice lies in them."""
+    """Random bytes in some tiers, where each slice lies in them, and its checksum."""
 
-    def __init__(self, path: Path, n_tiers: int = 2) -> None:
+    def __init__(
+        self, path: Path, n_tiers: int = 2, expert_bytes: tuple[int, ...] = EXPERT_BYTES
+    ) -> None:
         self.path = path
         self.tiers = range(n_tiers)
+        self.expert_bytes = expert_bytes
         self.offset: dict[tuple[int, int, int], int] = {}
         at = 100  # slices do not start on a block
         for layer in range(N_LAYERS):
             for kind in KINDS:
                 for tier in self.tiers:
                     self.offset[layer, kind, tier] = at
-                    at += EXPERT_BYTES[tier] * N_EXPERT
+                    at += expert_bytes[tier] * N_EXPERT
         self.data = np.random.default_rng(0).integers(0, 256, at, np.uint8).tobytes()
         path.write_bytes(self.data)
 
     def slice(self, layer: int, kind: int, tier: int, expert: int) -> bytes:
-        start = self.offset[layer, kind, tier] + EXPERT_BYTES[tier] * expert
-        return self.data[start : start + EXPERT_BYTES[tier]]
+        start = self.start(layer, kind, tier, expert)
+        return self.data[start : start + self.expert_bytes[tier]]
+
+    def start(self, layer: int, kind: int, tier: int, expert: int) -> int:
+        return self.offset[layer, kind, tier] + self.expert_bytes[tier] * expert
 
     def spec(
         self, slots: tuple[int, ...], device: str | None, pools: tuple[int, ...] | None = None
@@ -49,10 +56,10 @@ class ExpertFile:
         """Pools that both layers share, of each kind as many as there are slots, which says how
         many each has. pools: which of them holds each tier; None: each tier has its own."""
         pool_of = tuple(self.tiers) if pools is None else pools
-        sizes = [pad(n, 4096) + 4096 for n in EXPERT_BYTES]
+        sizes = [pad(n, 4096) + 4096 for n in self.expert_bytes]
         if device is not None:
             blocks = [BLOCK[GGMLType(each)].bytes for each in TYPES]
-            sizes = [pad(n, block) for n, block in zip(EXPERT_BYTES, blocks, strict=True)]
+            sizes = [pad(n, block) for n, block in zip(self.expert_bytes, blocks, strict=True)]
         largest = [
             max(sizes[tier] for tier in self.tiers if pool_of[tier] == pool)
             for pool in range(len(slots))
@@ -64,9 +71,13 @@ class ExpertFile:
                 (kind, tier): Slices(
                     0,
                     self.offset[layer, kind, tier],
-                    EXPERT_BYTES[tier],
+                    self.expert_bytes[tier],
                     TYPES[tier],
                     len(slots) * KINDS.index(kind) + pool_of[tier],
+                    tuple(
+                        zlib.crc32(self.slice(layer, kind, tier, expert))
+                        for expert in range(N_EXPERT)
+                    ),
                 )
                 for kind in KINDS
                 for tier in self.tiers

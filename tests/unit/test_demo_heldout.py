@@ -104,3 +104,13 @@ def test_it_runs_without_torch_and_says_what_is_missing(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "openstax_glossary.jsonl.xz not found" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_without_data_there_is_our_own_text(tmp_path: Path) -> None:
+    text, choices, calibration = (tmp_path / f"{name}.jsonl" for name in "abc")
+    words = ["--out", str(text), "--choices", str(choices), "--calibration", str(calibration)]
+    assert heldout.main([*words, "--chats", "6", "--questions", "8"]) == 0
+    assert len(read_documents(text)) >= 6
+    assert len(read_questions(choices)) == 4
+    own = {each.text for each in read_documents(text)}
+    assert not own & {each.text for each in read_documents(calibration)}

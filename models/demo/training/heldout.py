@@ -1,13 +1,15 @@
 """Text and questions that the demo model never saw, for `moe-edge eval`, and text to calibrate on.
 
-`python -m models.demo.training.heldout --data DIR --out FILE.jsonl [--choices FILE.jsonl]
+`python -m models.demo.training.heldout --out FILE.jsonl [--data DIR] [--choices FILE.jsonl]
 [--calibration FILE.jsonl]` writes JSON lines. In the text: answers of new conversations, each
 behind its conversation as context, since the model has not learned to write questions; and
 children's stories of the collection's held-out part. In the choices: the model's own facts and
 definitions in phrasings that training never showed, each with three answers to the same question
 about something else; and new stories of the kind that it tells, each to go on with one of four
 sentences. In the calibration text: other conversations of the kind that it learned, and stories
-that it learned from; none of the first text.
+that it learned from; none of the first text. Without --data, which names the collection of the
+model's card, the conversations are those of our own grammar alone (stories, small talk, who the
+model is), and all questions are about stories.
 """
 
 from __future__ import annotations
@@ -42,15 +44,20 @@ def chat_records(sources: Sources, count: int) -> Iterator[Record]:
             before += text
 
 
-def story_records(data: Path, count: int) -> Iterator[Record]:
+def story_records(data: Path | None, count: int) -> Iterator[Record]:
+    if data is None:
+        return iter(())
     found = itertools.islice(records(data, "valid/stories_ccby"), count)
     return ({"text": each["text"], "domain": "stories"} for each in found)
 
 
-def calibration_records(sources: Sources, data: Path, chats: int, stories: int) -> list[Record]:
+def calibration_records(
+    sources: Sources, data: Path | None, chats: int, stories: int
+) -> list[Record]:
     """Whole conversations, and stories of the training's part of the collection."""
     talk = chat_documents(sources, CALIBRATION_SEED, chats, FINAL_WEIGHTS, 0.5)
-    tell = itertools.islice(records(data, "train/stories_ccby"), stories)
+    known = iter(()) if data is None else records(data, "train/stories_ccby")
+    tell = itertools.islice(known, stories)
     return [
         *mixed(
             ({"text": "".join(text for text, _ in pieces), "domain": "chat"} for pieces in talk),
@@ -146,7 +153,7 @@ def write(path: Path, found: Iterable[Record]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m models.demo.training.heldout", description=__doc__)
-    p.add_argument("--data", type=Path, required=True)
+    p.add_argument("--data", type=Path, help="the collection of the model's card")
     p.add_argument("--out", type=Path, required=True, help="the text, for --text")
     p.add_argument("--choices", type=Path, help="also write questions, for --choices")
     p.add_argument("--calibration", type=Path, help="also write text to calibrate on")
@@ -155,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--questions", type=int, default=400, help="half of them facts")
     args = p.parse_args(argv)
     try:
-        sources = load_sources(args.data)
+        sources = Sources() if args.data is None else load_sources(args.data)
     except DataError as error:
         sys.exit(f"Error: {error}")
     text = mixed(chat_records(sources, args.chats), story_records(args.data, args.stories))

@@ -138,12 +138,17 @@ class Ablation(Benchmark[Loop[AblationOptions]]):
         ]
 
     def tables(self, report: Result) -> list[Table]:
+        quick = report["options"]["quick"]
         return [
             Table(
                 title,
                 COLUMNS,
                 rows,
-                [*memory_notes(rows), *_paper_notes(rows), *_look_ahead_notes(rows)],
+                [
+                    *memory_notes(rows),
+                    *([] if quick else _paper_notes(rows)),
+                    *_look_ahead_notes(rows),
+                ],
             )
             for title, rows in by_cap(report)
         ]

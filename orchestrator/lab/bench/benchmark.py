@@ -29,6 +29,12 @@ def only(cases: list[Case], words: Sequence[str]) -> list[Case]:
     return found
 
 
+# Said before anything else.
+QUICK_NOTE = (
+    "--quick: a tiny model and few tokens show that the benchmark runs. Its figures mean nothing."
+)
+
+
 class Benchmark(Experiment[L, Result]):
     """A benchmark is measured on a loop, which holds its options and its model. The report is one
     JSON-ready object, whose rows are under "cases"."""
@@ -62,14 +68,19 @@ class Benchmark(Experiment[L, Result]):
         measured = on.run(only(self.cases(on), on.options.rows))
         report = on.describe(measured) | self.figures(on, measured)
         goals = self.goals(on, report["cases"])
-        return report if goals is None else report | {"goals": goals}
+        if goals is None:
+            return report
+        return report | {"goals": [] if on.options.quick else goals}
 
     def run(self, options: BenchOptions, note: Note = lambda text: None) -> Result:
         """Makes the model, measures everything and returns the report; note gets progress lines.
         Raises MoeEdgeError where no model can be made or read."""
+        if options.quick:
+            note(QUICK_NOTE)
         return self.measure(self.prepare(options, note))
 
     def text(self, report: Result) -> str:
         """The report for a terminal."""
-        head = [*heading(report), *self.intro(report)]
+        quick = [QUICK_NOTE] if report["options"]["quick"] else []
+        head = [*quick, *heading(report), *self.intro(report)]
         return document(head, self.tables(report), report["skipped"])

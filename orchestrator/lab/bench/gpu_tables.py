@@ -68,16 +68,17 @@ def gpu_tables(report: Result) -> list[Table]:
     for title, rows in by_cap(report):
         good = [row for row in rows if "error" not in row]
         found += [Table(title, SPEED_COLUMNS, rows), Table("", BOUND_COLUMNS, good)]
-    found.append(
-        goal_table(
-            "goals",
-            report["goals"],
-            Column("", at_cap("goal"), left=True),
-            Column("measured", "measured", fixed(2)),
-            Column("goal", "least", lambda least: f">= {least:.2f}"),
-            Column("by", "row", left=True),
+    if report["goals"]:
+        found.append(
+            goal_table(
+                "goals",
+                report["goals"],
+                Column("", at_cap("goal"), left=True),
+                Column("measured", "measured", fixed(2)),
+                Column("goal", "least", lambda least: f">= {least:.2f}"),
+                Column("by", "row", left=True),
+            )
         )
-    )
     return found
 
 

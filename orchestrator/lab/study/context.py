@@ -4,7 +4,7 @@ beside what other texts say."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -127,25 +127,8 @@ class PromptContext(Study[Found]):
         """Reads the text once with the best tier. A record's context is the prompt; of a window
         without one, its first half. The last layer's part of a prompt is predicted from the layer
         before, as the policy does it. Raises ConfigError where no window is long enough."""
-        config = on.config
-        usages: list[Usage] = []
-        with ExpertModel.open(config.model) as model:
-            k, n_expert, layers = model.n_expert_used, model.n_expert, model.layer_ids
-            router = dense(model, f"blk.{layers[-1]}.ffn_gate_inp.weight")
-            longest = max(len(window.tokens) for window in on.windows)
-            threads = config.threads or default_threads()
-            with ActivationRecorder(config.model, longest, threads) as recorder:
-                for number, window in enumerate(on.windows, 1):
-                    n_prompt = prompt_tokens(window)
-                    if min(n_prompt, len(window.tokens) - n_prompt) >= LEAST:
-                        read = recorder.read(window.tokens)
-                        usages.append(usage_of(read, window, layers, router, n_expert, k))
-                    on.report("Reading", number / len(on.windows))
-        if not usages:
-            raise ConfigError(
-                f"no window has {LEAST} tokens of a prompt and {LEAST} of an answer: give a longer "
-                f"text, or a larger --window"
-            )
+        usages = read_usages(on)
+        k, n_expert, layers = on.n_expert_used, usages[0].counts.shape[1], on.layer_ids
         n_hot = max(1, n_expert // 4)
         every = [choices(usages, at, k) for at in range(len(usages))]
         return Found(
@@ -229,6 +212,39 @@ class PromptContext(Study[Found]):
 def prompt_tokens(window: Window) -> int:
     """Tokens of a window that count as its prompt."""
     return window.first if window.first >= LEAST else len(window.tokens) // 2
+
+
+def with_prompts(windows: Sequence[Window]) -> list[Window]:
+    """Those windows that are long enough, each with its prompt. Raises ConfigError without any."""
+    found = [
+        replace(window, first=n_prompt, prompt=True)
+        for window in windows
+        if min(n_prompt := prompt_tokens(window), len(window.tokens) - n_prompt) >= LEAST
+    ]
+    if not found:
+        raise ConfigError(
+            f"no window has {LEAST} tokens of a prompt and {LEAST} of an answer: give a longer "
+            f"text, or a larger --window"
+        )
+    return found
+
+
+def read_usages(on: Subject) -> list[Usage]:
+    """What each window of with_prompts used, by one pass over the text in the best tier."""
+    config, windows, found = on.config, with_prompts(on.windows), []
+    with ExpertModel.open(config.model) as model:
+        layers = model.layer_ids
+        router = dense(model, f"blk.{layers[-1]}.ffn_gate_inp.weight")
+        longest = max(len(window.tokens) for window in windows)
+        threads = config.threads or default_threads()
+        with ActivationRecorder(config.model, longest, threads) as recorder:
+            for number, window in enumerate(windows, 1):
+                read = recorder.read(window.tokens)
+                found.append(
+                    usage_of(read, window, layers, router, model.n_expert, on.n_expert_used)
+                )
+                on.report("Reading", number / len(windows))
+    return found
 
 
 def usage_of(

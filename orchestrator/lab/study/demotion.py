@@ -38,10 +38,14 @@ class Demotion(Study[Demoted]):
 
     name = "demotion"
 
+    def n_passes(self, on: Subject) -> int:
+        inner = len(_levels(Residency.of_second_half(on)[0].n_expert)) - 2
+        return 2 + 2 + inner * sum(len(SEEDS) if order == RANDOM else 1 for order in ORDERS)
+
     def measure(self, on: Subject) -> Demoted:
         residency, first = Residency.of_second_half(on)
         n, hotness = residency.n_expert, residency.hotness(first)
-        levels = sorted({round(n * step / STEPS) for step in range(STEPS + 1)})
+        levels = _levels(n)
         found = Demoted(residency.subject, n, on.on(first).n_tokens, levels, [], {})
         with residency.subject.reference() as reference:
             # Where none or all are demoted, the order does not matter.
@@ -100,6 +104,11 @@ class Demotion(Study[Demoted]):
             axis.set_title(scored.basis, fontsize=9)
             axis.legend()
         return plot.files(folder, self.name)
+
+
+def _levels(n_expert: int) -> list[int]:
+    """How many experts are demoted, from none to all."""
+    return sorted({round(n_expert * step / STEPS) for step in range(STEPS + 1)})
 
 
 def _hot_sets(residency: Residency, order: str, hotness: np.ndarray) -> list[np.ndarray]:

@@ -70,6 +70,12 @@ class EqualMemory(Study[Compared]):
     name = "equal"
     rivals = True
 
+    def n_passes(self, on: Subject) -> int:
+        residency, _ = Residency.of_second_half(on)
+        streamed = len(_streaming(residency.subject))
+        mixes = len(_high_counts(residency)) * (1 + streamed)
+        return 2 + len(on.tiers) + on.uniform_types.n_files + mixes
+
     def measure(self, on: Subject) -> Compared:
         residency, first = Residency.of_second_half(on)
         scored, hotness = residency.subject, residency.hotness(first)
@@ -204,16 +210,20 @@ def _place(
 def _stream(subject: Subject, n_bytes: int, reference: Reference) -> Iterator[tuple[str, Score]]:
     """(name, score) of what reads while it decodes. It computes as in a chat: a low request may
     use a high copy in memory."""
-    settings: dict[str, dict[str, Any]] = {
+    for name, each in _streaming(subject).items():
+        own = {**each, "ram": None, "expert_ram": n_bytes, "exact_tiers": False}
+        yield name, subject.score(f"{name}, {format_size(n_bytes)}", own, against=reference)
+
+
+def _streaming(subject: Subject) -> dict[str, dict[str, Any]]:
+    """Settings of what reads while it decodes, by name."""
+    return {
         f"lru, {subject.high}": subject.uniform(subject.high),
         **{
             f"dymoe, {subject.high} / {low}, r = {RETENTION:g}": subject.mixed(low, RETENTION)
             for low in (subject.low, SKIP)
         },
     }
-    for name, each in settings.items():
-        own = {**each, "ram": None, "expert_ram": n_bytes, "exact_tiers": False}
-        yield name, subject.score(f"{name}, {format_size(n_bytes)}", own, against=reference)
 
 
 def _rows(found: Compared, memory: Memory) -> Iterator[Row]:

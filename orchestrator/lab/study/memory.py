@@ -40,7 +40,7 @@ from orchestrator.policy.versions import HIGH, LOW
 
 HELD = (0.25, 0.5, 0.75)  # shares of the experts that a budget holds high
 GOAL = 1.3
-EMPTY, STARTED, FIXED, NULL = (
+STARTS = EMPTY, STARTED, FIXED, NULL = (
     "cold start",
     "started with the first half's hotness",
     "the same, never adapting",
@@ -112,6 +112,15 @@ class HotMemory(Study[SameMemory]):
 
     name = "memory"
     rivals = True
+    policies = ("dynaexq", "context")
+
+    def n_passes(self, on: Subject) -> int:
+        """Those of a domain are shorter than those of all of the text."""
+        residency, _ = Residency.of_second_half(on)
+        n_domains = len({window.domain for window in residency.subject.windows})
+        n_works = 1 + n_domains if n_domains > 1 else 1
+        started = n_works * len(STARTS) * len(_high_counts(residency))
+        return n_domains + 1 + 3 + on.uniform_types.n_files + started
 
     def measure(self, on: Subject) -> SameMemory:
         residency, first = Residency.of_second_half(on)

@@ -21,18 +21,26 @@ from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.lab.study.uniform import NONE, UniformFile
 from orchestrator.lab.table import Table
-from orchestrator.policy import Policy
+from orchestrator.policy import DEFAULT, Policy, owners
+from orchestrator.settings import flag_of
 
 Found = TypeVar("Found")
+# With fewer, standard errors are larger than what studies look for.
+LEAST_TOKENS = 512
 
 
 class Study(Experiment[Subject, Found]):
     """A study, by its name; its picture is NAME.png and NAME.svg. rivals: uniform types that fit
-    whole are rows of it."""
+    whole are rows of it. policies: those whose settings it takes, beside the default one."""
 
     name: ClassVar[str]
     draws = True
+    policies: ClassVar[tuple[str, ...]] = ()
     rivals: ClassVar[bool] = False
+
+    def n_passes(self, on: Subject) -> int:
+        """How many passes over the text it makes; 0 for one alone, whose bar says all."""
+        return 0
 
     @abstractmethod
     def draw(self, found: Found, folder: Path) -> list[Path]:
@@ -54,14 +62,29 @@ class Study(Experiment[Subject, Found]):
         if folder is None:
             raise ConfigError("a study writes tables and plots: give --out DIR")
         plot.require()
+        for setting in config.of_policies:
+            having = owners(setting)
+            if not {DEFAULT, *self.policies} & set(having):
+                raise ConfigError(
+                    f"{flag_of(setting)} is for {' and '.join(having)}: the study {self.name} has "
+                    f"no use for it"
+                )
         if not self.rivals:
             if options.uniform is not None or options.calib is not None:
                 raise ConfigError(f"the study {self.name} has no use for --uniform and --calib")
             options = replace(options, uniform=(NONE,))
-        subject = Subject(config, options, report)
+        subject = Subject(config, options, report, note)
+        if subject.n_tokens < LEAST_TOKENS:
+            raise ConfigError(
+                f"{options.text}: {subject.n_tokens} tokens are too few for a study, whose figures "
+                f"would be noise: {LEAST_TOKENS} are the least (a longer --text, or more --tokens)"
+            )
         cost = subject.uniform_types.cost()
         if cost:
             note(cost)
+        n_passes = self.n_passes(subject)
+        if n_passes:
+            subject.passes.expect(n_passes, subject.n_tokens)
         folder.mkdir(parents=True, exist_ok=True)
         found = self.measure(subject)
         tables = self.tables(found)
@@ -126,6 +149,10 @@ class ScoredStudy(Study[Scores]):
     def cases(self, subject: Subject) -> list[Configuration]:
         """What is compared, in the order of the tables. Neighbours with the same settings share
         an engine."""
+
+    def n_passes(self, on: Subject) -> int:
+        own = sum(len(each.deciders or (None,)) for each in self.cases(on))
+        return 1 + own + (on.uniform_types.n_files if self.rivals else 0)
 
     def measure(self, on: Subject) -> Scores:
         found = Scores(on)

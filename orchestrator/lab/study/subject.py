@@ -20,10 +20,18 @@ from orchestrator.eval.choices import ChoiceScores, Question, read_questions, sc
 from orchestrator.eval.compare import Reference, ReferencePart
 from orchestrator.eval.judge import Judge
 from orchestrator.eval.perplexity import TextScores, score_text
-from orchestrator.eval.run import EvalOptions, Report, best_config, best_reference, eval_config
+from orchestrator.eval.run import (
+    LOADING,
+    EvalOptions,
+    Report,
+    best_config,
+    best_reference,
+    eval_config,
+)
 from orchestrator.eval.text import Window, cut_windows, read_documents
 from orchestrator.eval.usage import Usage, counters, usage_between
 from orchestrator.events import Phase
+from orchestrator.lab.study.passes import Passes
 from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.uniform import UniformFile, UniformTypes
 from orchestrator.policy import Policy
@@ -64,8 +72,15 @@ class Subject:
     high, low: the tiers of a two-tier plan; tiers: all of the file, best first.
     """
 
-    def __init__(self, config: Config, options: EvalOptions, report: Report) -> None:
-        """Raises ConfigError where the text, the questions or the tiers do not do."""
+    def __init__(
+        self,
+        config: Config,
+        options: EvalOptions,
+        report: Report,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """note gets what the passes over the text say. Raises ConfigError where the text, the
+        questions or the tiers do not do."""
         if options.text is None:
             raise ConfigError("a study needs a text: give --text FILE")
         if options.prefill or options.reuse or options.kl:
@@ -78,6 +93,7 @@ class Subject:
         documents = read_documents(options.text)
         self.questions: list[Question] = read_questions(options.choices) if options.choices else []
         self.report = report
+        self.passes = Passes(report, note)
         self._low_tiers = _tier_names(config.low) if config.low else ()
         self.config = eval_config(config, options)
         # Any configuration tokenizes alike; the settings are for the policies that a study names.
@@ -120,9 +136,15 @@ class Subject:
 
     def reference(self) -> Reference:
         """What the best tier says, decided token by token. The caller closes it."""
-        return best_reference(
-            best_config(self.config, self.tiers[0]), self.windows, False, self.report
-        )
+        step = self.passes.begin("Reading with the best tier")
+
+        def report(label: str, share: float) -> None:
+            if label == LOADING:
+                self.report(label, share)
+            else:
+                step(share)
+
+        return best_reference(best_config(self.config, self.tiers[0]), self.windows, False, report)
 
     def uniform(self, tier: str) -> dict[str, Any]:
         """Settings: every expert in one tier."""
@@ -191,9 +213,8 @@ class Subject:
         try:
             judge = Judge(engine, prefill)
             before = counters(engine)
-            text = score_text(
-                judge, self.windows, against=against, progress=lambda x: self.report(label, x)
-            )
+            step = self.passes.begin(label)
+            text = score_text(judge, self.windows, against=against, progress=step)
             phase = Phase.PREFILL if prefill else Phase.DECODE
             usage = usage_between(before, counters(engine), phase)
             asked: Sequence[Question] = self.questions if ask else ()

@@ -109,6 +109,11 @@ class UniformTypes:
             and not (method == IMATRIX and self._calib is None)
         ]
 
+    @property
+    def n_files(self) -> int:
+        """How many there will be."""
+        return len(self._files) + len(self._kinds())
+
     def cost(self) -> str | None:
         """What making them takes, in a sentence; None where nothing is made."""
         kinds = self._kinds()

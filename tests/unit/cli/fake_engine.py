@@ -45,6 +45,10 @@ STATS = GenerationStats(
 )
 
 
+# An answer longer than a line, in pieces that are no words.
+WORDS = ["some le", "ngthy w", "ords of an ans", "wer "] * 12
+
+
 def mark(event: str) -> None:
     """Tells a test that waits for it, through a file, what has begun."""
     path = os.environ.get("FAKE_ENGINE_LOG")
@@ -65,7 +69,7 @@ class FakeEngine:
         )
         self.plan = types.SimpleNamespace(ram_bytes=config.ram or 2**30)
         self.model = types.SimpleNamespace(
-            name="fake",
+            name=f"fake {config.model.stem}" if config.model.is_absolute() else "fake",
             hparams=types.SimpleNamespace(arch="qwen3moe"),
             n_layers=8,
             n_expert=16,
@@ -95,6 +99,9 @@ class FakeEngine:
         return self
 
     def __exit__(self, *_error):
+        self.close()
+
+    def close(self):
         self.closed = True
 
     def render_chat(self, messages):
@@ -132,6 +139,10 @@ class FakeEngine:
         elif prompt == "fail":
             yield "half an"
             raise GGUFError("model.gguf: read error at offset 4096")
+        elif prompt == "sampling":
+            yield f"{self.samplings[-1].temp} {self.samplings[-1].stop}"
+        elif prompt == "words":
+            yield from WORDS
         elif prompt == "silence":
             return
         elif prompt == "long":
@@ -146,6 +157,9 @@ class FakeEngine:
             yield "read"
         else:
             yield f"<{prompt}>"
+
+    def prompt_notes(self):
+        return []
 
     def set_policy(self, name):
         if name not in ("lru", "dymoe"):

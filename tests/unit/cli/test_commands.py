@@ -50,7 +50,10 @@ RUNS = [
     (["-p", "hello"], None, 0, "Hi there!\n", ""),
     (["--prompt", " hello "], None, 0, "Hi there!\n", ""),
     ([], "hello\n", 0, "Hi there!\n", ""),
-    (["-p", "hello"], "ignored", 0, "Hi there!\n", ""),
+    (["-p", "what is it?"], "a text\n", 0, "<a text\n\nwhat is it?>\n", ""),
+    (["-p", "hello"], " \n", 0, "Hi there!\n", ""),
+    (["-p", "x", "--stop", ""], None, 2, "", "'--stop': must be texts that are not empty"),
+    (["-p", "sampling", "--stop", "a", "--stop", "b"], None, 0, "0.7 ('a', 'b')\n", ""),
     (["-p", "two\nlines"], None, 0, "<two\nlines>\n", ""),
     (["-p", "silence"], None, 0, "\n", ""),
     (["-p", "fail"], None, 1, "half an", "Error: model.gguf: read error at offset 4096\n"),
@@ -99,7 +102,9 @@ def test_options_reach_the_config(opened):
         "--ctx": "1024",
         "--max-tokens": "9",
         "--temp": "0",
+        "--top-k": "3",
         "--top-p": "0.5",
+        "--min-p": "0.25",
         "--seed": "7",
         "--threads": "3",
         "--system": "Be brief.",
@@ -120,7 +125,9 @@ def test_options_reach_the_config(opened):
         ctx=1024,
         max_tokens=9,
         temp=0.0,
+        top_k=3,
         top_p=0.5,
+        min_p=0.25,
         seed=7,
         threads=3,
         system="Be brief.",
@@ -231,15 +238,18 @@ def test_without_a_model_it_is_the_demo(opened, monkeypatch, tmp_path):
 
 
 def test_a_context_beyond_the_model_is_noted(opened, monkeypatch):
-    real = fake_engine.FakeEngine.__enter__
+    real = fake_engine.FakeEngine.__init__
 
-    def enter(engine):
+    def short(engine, config):
+        real(engine, config)
         engine.n_ctx = 256
-        return real(engine)
 
-    monkeypatch.setattr(fake_engine.FakeEngine, "__enter__", enter)
+    monkeypatch.setattr(fake_engine.FakeEngine, "__init__", short)
     said = "--ctx 1000: it gets 256, which the model was made for."
     assert said in run("chat", "-m", "x.gguf", "-p", "x", "--ctx", "1000").stderr
+    said = "--ctx 8: it gets 256, the next size."
+    assert said in run("chat", "-m", "x.gguf", "-p", "x", "--ctx", "8").stderr
+    assert run("chat", "-m", "x.gguf", "-p", "x", "--ctx", "256").stderr == ""
     assert run("chat", "-m", "x.gguf", "-p", "x").stderr == ""
 
 

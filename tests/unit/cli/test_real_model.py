@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from gguf_tools import interrupts
-from orchestrator.chat import Session
 from orchestrator.cli import cli
 from orchestrator.config import Config
 from orchestrator.engine import Engine
+from orchestrator.session import Session
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 
@@ -73,6 +73,15 @@ def test_a_managed_answer_and_its_statistics(model, options, mix, mode):
         # a low request computes in high where that is in memory
         assert stats["computed"]["q4_k"] >= stats["mix"]["q4_k"]
     assert sum(stats["computed"].values()) == pytest.approx(1.0)
+
+
+def test_a_stop_text_ends_the_answer(model):
+    options = ("--policy", "lru", "--high-tier", "q4_k", "--expert-ram", "1MiB", "--max-tokens=24")
+    whole = ask(model, *options)["text"]
+    stop = whole[len(whole) // 2 :][:3]
+    cut = ask(model, *options, "--stop", "never said", "--stop", stop)
+    assert cut["text"] == whole[: whole.index(stop)]
+    assert cut["stats"]["finish"] == "stop" and cut["stats"]["tokens"] < 24
 
 
 def test_hotness_is_kept_between_chats(model, tmp_path, user_folder):

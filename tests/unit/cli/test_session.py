@@ -15,9 +15,9 @@ import pytest
 from fake_engine import STATS, FakeEngine
 
 from gguf_tools import interrupts
-from orchestrator.chat import Session
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
+from orchestrator.session import Session
 from orchestrator.stats_text import stats_fields, stats_table
 
 

@@ -2,110 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
-import select
-import struct
-import subprocess
-import sys
-import termios
 import time
 
 import fake_engine
-import pytest
-
-UP = "\x1b[A"
-CTRL_C = "\x03"
-CTRL_D = "\x04"
-PROMPT = re.compile(r"> \Z")
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-TIMEOUT_S = 600.0  # only what hangs takes so long
-
-
-class Terminal:
-    """`moe-edge chat` with the fake engine on a pseudo-terminal of 100 columns."""
-
-    def __init__(self, *args: str, home, stderr=None, **environment: str) -> None:
-        self._master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-        env = {**os.environ, "TERM": "xterm", "HOME": str(home), **environment}
-        for name in ("NO_COLOR", "XDG_STATE_HOME", "COLUMNS", "LINES"):
-            if name not in environment:
-                env.pop(name, None)
-        self._process = subprocess.Popen(
-            [sys.executable, fake_engine.__file__, "chat", *(args or ("-m", "x.gguf"))],
-            stdin=slave,
-            stdout=slave,
-            stderr=stderr or slave,
-            env=env,
-            start_new_session=True,
-            # Ctrl-C only signals a process whose controlling terminal this is.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(slave)
-        self.raw = ""
-        self._seen = 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_error):
-        self._process.kill()
-        self._process.wait()
-        os.close(self._master)
-
-    def send(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
-
-    def wait(self, pattern: str | re.Pattern[str]) -> str:
-        """Read until `pattern` matches what came since the last wait; that text, plain."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            new = ESCAPES.sub("", self.raw[self._seen :]).replace("\r\n", "\n")
-            if re.search(pattern, new):
-                self._seen = len(self.raw)
-                return new
-            ready, _, _ = select.select([self._master], [], [], deadline - time.monotonic())
-            assert ready, f"waited for {pattern!r}, got {new!r}"
-            try:
-                data = os.read(self._master, 65536)
-            except OSError:  # the other end is closed
-                data = b""
-            assert data, f"it ended before {pattern!r}: {new!r}"
-            self.raw += data.decode()
-
-    def ask(self, line: str) -> str:
-        """Type a line, and wait for the next prompt."""
-        self.send(line + "\n")
-        return self.wait(PROMPT)
-
-    def finish(self) -> int:
-        while True:
-            try:
-                data = os.read(self._master, 65536)
-            except OSError:
-                data = b""
-            if not data:
-                return self._process.wait(timeout=TIMEOUT_S)
-            self.raw += data.decode()
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Opens a Terminal at its first prompt."""
-    opened = []
-
-    def open_terminal(*args: str, **environment: str) -> Terminal:
-        terminal = Terminal(*args, home=tmp_path, **environment)
-        opened.append(terminal)
-        terminal.greeting = terminal.wait(PROMPT)
-        return terminal
-
-    yield open_terminal
-    for terminal in opened:
-        terminal.__exit__()
+from pseudo_terminal import CTRL_C, CTRL_D, ESCAPES, PROMPT, UP, Terminal
 
 
 def test_a_conversation(start):
@@ -218,6 +120,9 @@ COMMANDS = [
             "/reset",
             "/system TEXT",
             "/stats",
+            "/set NAME VALUE",
+            "/temp T",
+            "/model NAME",
             "/policy NAME",
             "/retention R",
             "/save FILE",
@@ -241,6 +146,25 @@ COMMANDS = [
     ("/policy dymoe", ["managed: dymoe"]),
     ("/retention 0.25", ["managed: dymoe r=0.25"]),
     ("/retention much", ["must be a number from 0 to 1, not 'much'"]),
+    ("/temp", ["temp 0.7"]),
+    ("/temp 0.25", ["temp 0.25"]),
+    ("/set stop 'the end' User:", ["stop 'the end' User:"]),
+    ("sampling", ["0.25 ('the end', 'User:')"]),
+    ("/set stop -", ["stop -\n"]),
+    ("sampling", ["0.25 ()"]),
+    ("/set min-p 0.5", ["min_p 0.5"]),
+    ("/set seed 7", ["seed 7"]),
+    ("/set seed -", ["seed -\n"]),
+    ("/set max-tokens 100", ["max_tokens 100"]),
+    ("/set retention 0.75", ["managed: dymoe r=0.75"]),
+    ("/set", ["min_p 0.5 ", "retention ", "max_tokens 100 ", "Temperature; 0 takes"]),
+    ("/set temp hot", ["Error: the setting 'temp' must be a number from 0 to 100, not 'hot'"]),
+    ("/set temp 101", ["must be 0.0 to 100.0, not 101.0"]),
+    ("/set temp -", ["must be a number from 0 to 100, not '-'"]),
+    ("/set tmp 1", ["Error: no setting tmp can be changed here: did you mean temp?"]),
+    ("/set stop 'a", ["has a quotation mark without its other one"]),
+    ("/model", ["x.gguf", "fake: 8 layers"]),
+    ("/model nowhere.gguf", ["Error: ", "nowhere.gguf"]),
     ("/read", ["Error: /read needs a file name"]),
     ("/read /nowhere", ["Error: /nowhere: No such file or directory"]),
     ("/read /dev/null", ["Error: /dev/null: not a regular file"]),

@@ -91,6 +91,7 @@ def test_a_run_of_dynaexq_is_replayed_as_it_was(model: Path, tmp_path: Path) -> 
     for _ in range(2):  # the second run starts from what the first one learned
         result = run(
             *("trace", "-m", model, "--text", text, "--tokens=100", "--prefill=16", "--out", out),
+            "--force",
             *("--ctx=128", "--threads=1", "--expert-ram=2MiB", "--policy=dynaexq"),
             *("--profile", profile, "--transition-rate=64MiB"),
         )

@@ -21,6 +21,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from gguf_tools.convert import convert
+from gguf_tools.errors import ConvertError
+from gguf_tools.file.reader import GGUFFile
 from orchestrator.cli import cli
 
 from . import checkpoints, families
@@ -326,12 +328,24 @@ def test_a_folder_that_is_read_only(folder: Path, tmp_path: Path) -> None:
     assert "cannot be written" in said(folder, out=tmp_path / "locked" / "out.gguf")
 
 
-@pytest.mark.parametrize(
-    "managed, warns", [(["qwen3moe"], False), (["olmoe"], True), (None, False)]
-)
-def test_an_architecture_that_is_not_managed(
-    folder: Path, tmp_path: Path, managed: list[str] | None, warns: bool
-) -> None:
-    report = convert(folder, tmp_path / "out.gguf", ["f16"], managed=managed, threads=1)
-    found = any("does not manage experts of Qwen3Moe" in text for text in report.warnings)
-    assert found == warns
+def test_the_header_is_shown_before_anything_is_computed(folder: Path, tmp_path: Path) -> None:
+    seen = []
+
+    def refuse(path: Path, architecture: str) -> None:
+        with GGUFFile.open(path) as file:
+            seen.append((architecture, len(file.tensors)))
+        raise ConvertError("it cannot run")
+
+    shares: list[float] = []
+    with pytest.raises(ConvertError, match="it cannot run"):
+        convert(
+            folder,
+            tmp_path / "out.gguf",
+            ["f16"],
+            on_header=refuse,
+            progress=shares.append,
+            threads=1,
+        )
+    [(architecture, n_tensors)] = seen
+    assert architecture == "qwen3moe" and n_tensors > 10
+    assert shares == [] and not (tmp_path / "out.gguf").exists()

@@ -148,6 +148,35 @@ def test_rows_that_k_quants_cannot_hold(tmp_path, ggml):
         assert model.tiers[1].bpw == pytest.approx((2 * 2.625 + 2.25) / 3)
 
 
+def test_an_older_type_holds_the_same_numbers(tmp_path, ggml):
+    """Released readers do not know Q2_0."""
+    packed = pack(
+        source(tmp_path / "src.gguf", n_ff=192), tmp_path / "p.gguf", ["q4_k", "q2_k"], ggml=ggml
+    ).path
+    kept = export(packed, tmp_path / "kept.gguf", "q2_k")
+    assert kept.warnings == ["only recent builds of llama.cpp read q2_0"]
+    made = export(packed, tmp_path / "made.gguf", "q2_k", older=True)
+    assert made.warnings == []
+    [note] = made.fallbacks
+    assert note.startswith("q2_0 is written as q4_0, which is the same numbers in 2 times the")
+    with GGUFFile.open(kept.path) as new, GGUFFile.open(made.path) as old:
+        assert list(new.tensors) == list(old.tensors)
+        changed = 0
+        for name, info in new.tensors.items():
+            data = old.array(name)
+            if info.type is not GGMLType.Q2_0:
+                assert data.tobytes() == new.array(name).tobytes()
+                continue
+            changed += 1
+            assert old.tensors[name].type is GGMLType.Q4_0
+            values = [
+                ggml.dequantize(kind, file.array(name), 192)
+                for kind, file in ((GGMLType.Q2_0, new), (GGMLType.Q4_0, old))
+            ]
+            assert values[0].any() and (values[0] == values[1]).all()
+        assert changed == 2
+
+
 def test_tiers_that_fall_back_to_one_size_are_refused(tmp_path, ggml):
     src = source(tmp_path / "src.gguf", n_ff=96, n_embd=96)
     with pytest.raises(errors.QuantizeError, match=r"tier q2_k takes 4\.50 bits per weight"):

@@ -50,8 +50,8 @@ def test_the_choice_among_models(server):
     server.repos["o/n"] = Repo({f"m-{quant}.gguf": noise(3, 2000) for quant in ("Q2_K", "Q4_K_M")})
     said = refused("o/n")
     assert said == (
-        "o/n holds 2 models: choose one with --include PATTERN, or hf:o/n/FILE:"
-        " m-Q2_K.gguf (1.95 KiB), m-Q4_K_M.gguf (1.95 KiB)"
+        "o/n holds 2 models: choose one as hf:o/n/FILE, or by `moe-edge pull o/n --include PATTERN`"
+        ": m-Q2_K.gguf (1.95 KiB), m-Q4_K_M.gguf (1.95 KiB)"
     )
     assert server.data_requests() == []
     result = pull("o/n", "--include", "*Q4_K*")

@@ -49,6 +49,7 @@ static int live;
 int stub_live(void) { return live; }
 
 int32_t moe_edge_abi_version(void) { return STUB_ABI; }
+uint32_t moe_edge_crc32(uint32_t crc, const void * data, uint64_t n) { (void) data; (void) n; return crc; }
 const char * moe_edge_architecture(int32_t i) { (void) i; return 0; }
 uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t bytes) {
     return (offset + bytes + 4095) / 4096 * 4096 - offset / 4096 * 4096;

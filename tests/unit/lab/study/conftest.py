@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from judged import choices, model, text
 
 from orchestrator.cli import cli
+from orchestrator.lab.study import study
+from orchestrator.lab.study.passes import Passes
 
 __all__ = ["choices", "domains", "model", "published", "text"]
 
@@ -31,8 +34,16 @@ def domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_texts() -> Iterator[None]:
+    """The tests look at tables, not at what stands in them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "LEAST_TOKENS", 16)
+        yield
+
+
 # Studies of halves need all of the text; the others do with little.
-WHOLE = ("demotion", "memory")
+WHOLE = ("demotion", "memory", "near-bits")
 
 
 @pytest.fixture(scope="session")
@@ -58,9 +69,20 @@ def published(
         options += ["--choices", str(asked)]
         if name not in WHOLE:
             options += ["--tokens", "48"]
-        result = CliRunner().invoke(cli, ["eval", *options])
+        passes: list[Passes] = []
+        begin = Passes.__init__
+
+        def counted(self: Passes, *args: Any) -> None:
+            begin(self, *args)
+            passes.append(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Passes, "__init__", counted)
+            result = CliRunner().invoke(cli, ["eval", *options])
         assert result.exit_code == 0, result.output
         data = json.loads((folder / f"{name}.json").read_text())
-        return SimpleNamespace(data=data, shown=result.stdout, folder=folder)
+        return SimpleNamespace(
+            data=data, shown=result.stdout, folder=folder, passes=passes[0], said=result.stderr
+        )
 
     return run

@@ -129,11 +129,25 @@ def context(rows: Rows, lengths: Rows, layers: Rows) -> None:
     assert lengths and layers
 
 
+def near_bits(judged: Rows, asked: Rows) -> None:
+    names = {row["domain"] for row in judged}
+    found = by(judged, "domain", "bits", "hot", "configuration")
+    for name in names:
+        assert found[name, None, None, f"all in {BEST}"]["kl"][0] == pytest.approx(0.0, abs=1e-6)
+        for hot in (2, 4):
+            uniform = found[name, 2, hot, "prompt and profile, uniform bits"]
+            assert 0 < uniform["kl"][0] < found[name, 2, None, f"all in {LOW}"]["kl"][0]
+            assert uniform["above"] is None
+            for form in ("prompt and profile", "profile alone", "random"):
+                assert found[name, 3, hot, form]["kl"][0] < found[name, 2, hot, form]["kl"][0]
+    assert len(asked) == 1 + 4 + 3 and all(0 <= row["acc"][0] <= 1 for row in asked)
+
+
 KNOWN: dict[str, Callable[..., None]] = {
-    each.__name__: each
+    each.__name__.replace("_", "-"): each
     for each in (
         *(accuracy, retention, critical, tokens, schedule, depth, similarity),
-        *(demotion, memory, equal, context),
+        *(demotion, memory, equal, context, near_bits),
     )
 }
 
@@ -150,6 +164,11 @@ def test_a_study_runs_and_its_figures_are_possible(published, name: str) -> None
         assert " layers, " in table["title"] and table["title"].endswith("one run")
         for row in table["rows"]:
             check_quality(row)
+    if found.passes.total:
+        assert found.passes.begun == found.passes.total
+        assert f"{found.passes.total} passes over up to {found.data['tokens']} tokens" in found.said
+    else:
+        assert found.passes.begun <= 1
     if name in KNOWN:
         KNOWN[name](*(table["rows"] for table in found.data["tables"]))
 

@@ -1,0 +1,107 @@
+"""A model that reads within a memory cap: its experts come through the store, as in any run with
+``--ram``, in the best precision and without a loss. What the calibration itself keeps comes first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import DOWN
+from gguf_tools.units import format_size
+from orchestrator.config import Config
+from orchestrator.driver import Driver
+from orchestrator.errors import BudgetError
+from orchestrator.load import Loaded, Loader
+from orchestrator.policy import BASELINE
+
+# Copies of a window's activations that live at once: as they come, in half precision, scaled.
+_COPIES = 4
+# Square matrices in float64 that factorizing a Hessian takes at once.
+_SQUARES = 6
+# torch and its threads.
+TORCH_BYTES = 256 << 20
+# The parts of the cap that matrices in float32, or factors of Hessians, may fill.
+_SHARE = 4
+
+
+class Room(NamedTuple):
+    """A cap, and what of it the calibration takes beside the model that reads. In bytes."""
+
+    ram: int
+    own: int
+
+    def model_bytes(self) -> int:
+        """What is left for the model: a byte at least, so that the plan says what it needs."""
+        return max(1, self.ram - self.own)
+
+
+def window_bytes(model: ExpertModel, n_ctx: int) -> int:
+    """What one layer's activations of a window take while they are handled."""
+    embd = model.hparams.embedding_length
+    n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
+    return _COPIES * 4 * n_ctx * (embd + model.n_expert_used * n_ff)
+
+
+def sums_bytes(model: ExpertModel) -> int:
+    """The sums of an importance matrix."""
+    columns = sum(shape[0] for layer in model.shapes for shape in layer if shape is not None)
+    return 4 * model.n_expert * columns
+
+
+def squares_bytes(model: ExpertModel) -> int:
+    """What the largest Hessian takes while it is factorized."""
+    widest = max(shape[0] for layer in model.shapes for shape in layer if shape is not None)
+    return _SQUARES * 8 * widest**2
+
+
+def share_of(ram: int | None, most: int) -> int:
+    """How much of something may be kept that more of makes only quicker: ``most`` without a cap."""
+    return most if ram is None else min(most, ram // _SHARE)
+
+
+def load_within(path: Path, n_ctx: int, threads: int, room: Room) -> tuple[ExpertModel, Loaded]:
+    """The model for windows of n_ctx tokens, without its context. Close both.
+
+    Raises BudgetError naming the smallest cap that works.
+    """
+    ram = room.model_bytes()
+    model = ExpertModel.open(path)
+    try:
+        config = Config.build(
+            model=path,
+            ctx=n_ctx,
+            n_ubatch=n_ctx,
+            threads=threads,
+            policy=BASELINE,
+            high_tier=model.tiers[0].name,
+            ram=ram,
+            logits_all=True,
+        )
+        loader = Loader(config, model)
+        try:
+            loaded = loader.load(config, loader.plan(config))
+        except BudgetError as error:
+            raise _too_small(room, error.needed_bytes + room.own) from error
+    except BaseException:
+        model.close()
+        raise
+    # Whoever watches makes one of its own.
+    loaded.context.close()
+    return model, loaded
+
+
+def check_step(loaded: Loaded) -> None:
+    """Raises NativeError with the store's own reason, where the last step failed for one."""
+    if isinstance(loaded.driver, Driver):
+        loaded.driver.store.check_step()
+
+
+def _too_small(room: Room, needed: int) -> BudgetError:
+    return BudgetError(
+        f"--ram {format_size(room.ram)} is too little: the smallest that works here is {needed}"
+        f" bytes ({format_size(needed)}), {format_size(room.own)} of them for the calibration"
+        " itself",
+        needed,
+    )

@@ -1,0 +1,156 @@
+"""Whether a packed model's files hold what was written: their checksums, while the model loads.
+
+The store compares each slice of an expert where it is read. What llama.cpp reads itself is read a
+second time here, beside it and through the same page cache, and compared before the first token.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gguf_tools import interrupts
+from gguf_tools.errors import DamagedError, GGUFError
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.checksums import header_checksum, n_slices, stored
+from gguf_tools.file.layout import TIER_MARK
+from gguf_tools.file.parse import TensorInfo
+from gguf_tools.file.reader import GGUFFile
+from orchestrator.native import Library, StoreSpec
+
+_CHUNK_BYTES = 1 << 20
+
+# (number of the file, offset of the tensor in it)
+Place = tuple[int, int]
+
+
+class _Told(NamedTuple):
+    """A tensor, and what the file says of its slices."""
+
+    file: int
+    part: GGUFFile
+    info: TensorInfo
+    checksums: Sequence[int]
+
+
+def _told(model: ExpertModel) -> Iterator[_Told]:
+    """All tensors of files that have checksums. Raises MetadataError where those do not fit."""
+    for number, part in enumerate(model.parts):
+        of_file = stored(part)
+        if of_file is not None:
+            for name, info in part.tensors.items():
+                yield _Told(number, part, info, of_file[name])
+
+
+def with_checksums(spec: StoreSpec, model: ExpertModel) -> StoreSpec:
+    """The store that also compares what it reads, as far as the model's files have checksums."""
+    known = {(each.file, each.info.offset): tuple(each.checksums) for each in _told(model)}
+    layers = tuple(
+        (
+            il,
+            {
+                key: replace(each, checksums=known.get((each.file, each.offset), ()))
+                for key, each in slices.items()
+            },
+        )
+        for il, slices in spec.layers
+    )
+    return replace(spec, layers=layers)
+
+
+def managed_places(model: ExpertModel) -> set[Place]:
+    """Where the experts lie that a store reads: llama.cpp does not."""
+    return {
+        (each.file_index, each.offset)
+        for layer in model.slices
+        for kind in layer
+        for each in kind
+        if each is not None
+    }
+
+
+class DataCheck:
+    """Compares what llama.cpp reads of a model's files, in a thread of its own. End it with
+    ``finish`` or ``stop``."""
+
+    def __init__(
+        self, library: Library, model: ExpertModel, without: Collection[Place] = ()
+    ) -> None:
+        """without: tensors that somebody else compares. Raises MetadataError where the checksums
+        do not fit the tensors."""
+        self._crc32 = library.crc32
+        # Lower tiers are none of llama.cpp's tensors, nor is what a second file has once more.
+        tensors = {each.info.name: each for each in reversed([*_told(model)])}
+        self._todo = [
+            each
+            for name, each in tensors.items()
+            if TIER_MARK not in name and (each.file, each.info.offset) not in without
+        ]
+        self._error: Exception | None = None
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="checksums", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Waits for the end. Raises DamagedError for the first tensor that differs, GGUFError for
+        a file that cannot be read."""
+        while self._thread.is_alive():
+            interrupts.check()
+            self._thread.join(timeout=0.1)
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Ends it early; what it found does not matter any more."""
+        self._stopped = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for part in {id(each.part): each.part for each in self._todo}.values():
+                _check_header(part)
+                self._check_data(part, [each for each in self._todo if each.part is part])
+        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+            self._error = error
+
+    def _check_data(self, part: GGUFFile, tensors: Sequence[_Told]) -> None:
+        buffer = np.empty(_CHUNK_BYTES, np.uint8)
+        try:
+            with part.path.open("rb", buffering=0) as file:
+                for each in sorted(tensors, key=lambda told: told.info.offset):
+                    self._check_tensor(file.fileno(), each, buffer)
+        except OSError as error:
+            raise GGUFError(f"{part.path}: {error.strerror or error}") from error
+
+    def _check_tensor(self, fd: int, told: _Told, buffer: np.ndarray[Any, Any]) -> None:
+        info = told.info
+        slice_bytes = info.nbytes // n_slices(info.shape)
+        for number, expected in enumerate(told.checksums):
+            start = info.offset + number * slice_bytes
+            crc, at = 0, start
+            while at < start + slice_bytes and not self._stopped:
+                view = memoryview(buffer)[: min(_CHUNK_BYTES, start + slice_bytes - at)]
+                n = os.preadv(fd, [view], at)
+                if n == 0:
+                    raise GGUFError(f"{told.part.path}: the file ends at offset {at}: it was cut")
+                crc = self._crc32(crc, buffer.ctypes.data, n)
+                at += n
+            if self._stopped:
+                return
+            if crc != expected:
+                what = f"expert {number} is damaged" if len(told.checksums) > 1 else "damaged"
+                raise DamagedError(
+                    f"{told.part.path}: tensor {info.name}: offset {start}: {what}: its checksum"
+                    " differs"
+                )
+
+
+def _check_header(part: GGUFFile) -> None:
+    of_file = stored(part)
+    if of_file is not None and header_checksum(part) != of_file[""][0]:
+        raise DamagedError(f"{part.path}: the header is damaged: its checksum differs")

@@ -1,0 +1,130 @@
+"""What a placement of experts loses in expectation: a loss table times what an answer uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from orchestrator.lab.study.context import Usage
+from orchestrator.losses import LossTable
+from orchestrator.policy.placement import (
+    IMPORTANCE,
+    PLAIN,
+    PlacementSettings,
+    importance,
+    nominal_bits,
+    place,
+    shares,
+)
+from orchestrator.policy.prefix_split import MAX_WIDTHS
+
+PAPER, NO_PRIOR, OURS = "prompt, losses alone (the paper)", "prompt, weighted", "prompt and profile"
+STATIC, RANDOM, ORACLE = "profile alone", "random", "the answer itself"
+FORMS = (PAPER, NO_PRIOR, OURS, STATIC, RANDOM, ORACLE)
+
+_SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NearTiers:
+    """The near tiers of a file, the widest first: names, and nominal bits, all different."""
+
+    names: tuple[str, ...]
+    bits: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tiers: Sequence[str]) -> NearTiers:
+        """Of a file's tiers, best first: the best one of each width below the best tier."""
+        by_bits = {nominal_bits(name): name for name in reversed(tiers[1:])}
+        widths = sorted(by_bits, reverse=True)[-MAX_WIDTHS:]
+        return cls(tuple(by_bits[bits] for bits in widths), tuple(widths))
+
+    def uniform(self, bits: float) -> str | None:
+        """The tier in which every expert has so many bits; None where the file has none."""
+        return self.names[self.bits.index(int(bits))] if bits in self.bits else None
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """What each expert loses: near float64 [n_layers, n_expert, n_near], best [n_layers, n_expert]
+    in the file's best tier; power [n_layers, n_expert], the mean square of its output."""
+
+    near: np.ndarray
+    best: np.ndarray
+    power: np.ndarray
+
+    @classmethod
+    def of(cls, table: LossTable, best: str, near: NearTiers) -> Losses | None:
+        """Out of a loss table; None where it lacks one of the near tiers. A best tier that it lacks
+        is what it was measured against."""
+        found, of_best = table.of_tiers(near.names), table.of_tiers([best])
+        if found is None:
+            return None
+        none = np.zeros(found.shape[:2])
+        return cls(found, none if of_best is None else of_best[..., 0], np.nan_to_num(table.power))
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Squared errors of the answers' expert outputs, as shares of these outputs' squares: chosen,
+    with bits by the prefix split; uniform, with the same hot experts and the same bits in all
+    others, None where no tier has so many."""
+
+    chosen: float
+    uniform: float | None
+
+    @property
+    def gain(self) -> float | None:
+        """The share of the loss that choosing bits takes away."""
+        return 1 - self.chosen / self.uniform if self.uniform else None
+
+
+def scores_of(
+    form: str, usage: Usage, profile: np.ndarray, settings: PlacementSettings, k: int, at: int
+) -> np.ndarray:
+    """The importance of each expert [n_layers, n_expert] by one of FORMS. profile: what the others
+    used; at: which of the windows it is, for the seed of RANDOM."""
+    if form == ORACLE:
+        return shares(usage.answer)
+    if form == STATIC:
+        return shares(profile)
+    if form == RANDOM:
+        return shares(np.random.default_rng((_SEED, at)).random(usage.counts.shape))
+    asked = settings if form == OURS else replace(settings, prior_tokens=0.0)
+    return importance(usage.counts, usage.gates, profile, asked, k)
+
+
+def expected_loss(
+    form: str,
+    usages: Sequence[Usage],
+    profile: np.ndarray,
+    near: NearTiers,
+    losses: Losses,
+    n_hot: int,
+    settings: PlacementSettings,
+    k: int,
+) -> Expected:
+    """Of one form over several prompts and answers. The prefix split is that of each layer, with no
+    limit by slots."""
+    weights = PLAIN if form == PAPER else IMPORTANCE if form != OURS else settings.near_weights
+    asked = replace(settings, near_weights=weights)
+    every = np.concatenate([losses.best[:, :, None], losses.near], axis=2)
+    name = near.uniform(settings.near_bits)
+    column = None if name is None else 1 + near.names.index(name)
+    chosen = uniform = power = 0.0
+    for at, usage in enumerate(usages):
+        scores = scores_of(form, usage, profile, settings, k, at)
+        tiers = place(scores, n_hot, losses.near, near.bits, asked)
+        chosen += _lost(usage.answer, every, tiers)
+        if column is not None:
+            uniform += _lost(usage.answer, every, np.where(tiers == 0, 0, column))
+        power += float((usage.answer * losses.power).sum())
+    return Expected(chosen / power, uniform / power if column is not None else None)
+
+
+def _lost(used: np.ndarray, every: np.ndarray, tiers: np.ndarray) -> float:
+    """Sum of used [n_layers, n_expert] times the losses [..., n_tiers] in these tiers."""
+    lost = np.take_along_axis(every, tiers[:, :, None].astype(np.int64), axis=2)[:, :, 0]
+    return float((used * lost).sum())

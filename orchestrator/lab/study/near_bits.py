@@ -1,0 +1,369 @@
+"""Table 3 of the near-data paper: few bits for the experts that are not hot, given by the prompt or
+alike to all of them, on texts and on questions behind a prompt."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.units import format_size
+from orchestrator import losses, profile
+from orchestrator.engine import Engine
+from orchestrator.errors import ConfigError
+from orchestrator.eval import arithmetic
+from orchestrator.eval.compare import Reference, ReferencePart
+from orchestrator.eval.report import with_error
+from orchestrator.eval.run import pair
+from orchestrator.events import StepReport
+from orchestrator.lab.study import plot
+from orchestrator.lab.study.context import Usage, read_usages, with_prompts
+from orchestrator.lab.study.expected_loss import (
+    FORMS,
+    OURS,
+    PAPER,
+    RANDOM,
+    STATIC,
+    Losses,
+    NearTiers,
+    expected_loss,
+)
+from orchestrator.lab.study.figures import ANSWERS, answers_of, distances, quality, quality_of
+from orchestrator.lab.study.policies import Wrapper
+from orchestrator.lab.study.residency import halves
+from orchestrator.lab.study.study import Study
+from orchestrator.lab.study.subject import Score, Subject
+from orchestrator.lab.table import Column, Row, Table, percent
+from orchestrator.policy.base import Transition
+from orchestrator.policy.context import OWN, SHARED, ContextSettings
+from orchestrator.policy.placement import PLAIN, shares
+
+BITS = (3.0, 2.0)
+HOT = (0.25, 0.5)  # shares of the experts of a layer; the paper's is one half
+UNIFORM = "prompt and profile, uniform bits"
+FIXED = "prompt and profile, so many experts of each width"
+_SEED = 1
+
+
+class Placed(Wrapper):
+    """A policy that keeps every expert where it started."""
+
+    def step_done(self, report: StepReport) -> Sequence[Transition]:
+        """No transitions."""
+        return ()
+
+    def before_answer(self, resident: np.ndarray, target: np.ndarray) -> Sequence[Transition]:
+        """None behind a prompt either."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The second half of a domain, to be judged: places int [m] of its tokens among all that are
+    scored; profile [n_layers, n_expert]: how much its first half used each expert."""
+
+    name: str
+    subject: Subject
+    places: np.ndarray
+    usages: list[Usage]
+    profile: np.ndarray
+
+
+@dataclass(slots=True)
+class Found:
+    """expected: losses by the table, for each text; judged: what was computed."""
+
+    subject: Subject
+    losses_from: str | None
+    expected: list[Row] = field(default_factory=list)
+    judged: list[Row] = field(default_factory=list)
+    asked: list[Row] = field(default_factory=list)
+
+
+class NearBits(Study[Found]):
+    """What choosing bits by the prompt wins over the same bits for all."""
+
+    name = "near-bits"
+    policies = ("context",)
+
+    def measure(self, on: Subject) -> Found:
+        """Each domain's first half says how its experts are used, and its second half is judged.
+        Raises ConfigError where the file has no precision of so few bits."""
+        on = on.on(with_prompts(on.windows))
+        near, asked = NearTiers.of(on.tiers), _settings(on)
+        texts = list(_texts(on))
+        scored = on.on([window for text in texts for window in text.subject.windows])
+        table = _losses(on, near)
+        found = Found(scored, None if table is None else table[1])
+        n_expert = texts[0].profile.shape[1]
+        with scored.reference() as reference:
+            for text in texts:
+                part = ReferencePart(reference, text.places)
+                best = text.subject.score(on.tiers[0], on.uniform(on.tiers[0]), against=part)
+                found.judged.append(
+                    _row(text, f"all in {on.tiers[0]}", None, None, None, best, best)
+                )
+                for n_hot in _hot_counts(on, n_expert):
+                    for bits in _bits(on, near):
+                        of = replace(asked, hot_experts=n_hot, near_bits=bits)
+                        if table is not None:
+                            found.expected += _expected(text, near, table[0], of)
+                        found.judged += _judged(text, near, of, part, best)
+            if on.questions:
+                everything = np.mean([text.profile for text in texts], axis=0)
+                found.asked += _asked(scored, near, asked, everything, reference, n_expert)
+        return found
+
+    def tables(self, found: Found) -> list[Table]:
+        subject = found.subject
+        tier = subject.tiers[0]
+        head = (
+            Column("text", "domain", left=True),
+            Column("bits", "bits", "{:g}".format),
+            Column("hot", "hot"),
+            Column("bits chosen by", "configuration", left=True),
+        )
+        tables = []
+        if found.expected:
+            columns = (
+                *head,
+                Column("expected loss", "loss", percent(3, " %")),
+                Column("uniform bits", "uniform", percent(3, " %")),
+                Column("less by choosing", "gain", percent(1, " %")),
+            )
+            note = (
+                f"Squared error of the experts' outputs as a share of their squares, by "
+                f"{found.losses_from} and what the answers use. Uniform bits: with the same hot "
+                f"experts."
+            )
+            title = f"Expected loss of near experts: {subject.basis}"
+            tables.append(Table(title, columns, found.expected, [note]))
+        columns = (
+            *head,
+            Column("slots", "bytes", format_size),
+            *quality(tier, tier),
+            Column("KL above uniform bits", "above", lambda each: with_error(each, digits=4)),
+        )
+        notes = [
+            f"Hot experts are in {tier}. Each domain is judged on its second half; the profile is "
+            f"its first half. {STATIC} and {RANDOM}: placed before the first prompt, and never "
+            f"again. Near experts share slots of the widest tier, so that each prompt has its own "
+            f"bits; where so many of each width are fixed, each has slots of its own. KL above "
+            f"uniform bits: paired, of the same hot experts; below 0 is better."
+        ]
+        if not found.expected:
+            notes.append(
+                f"Expected losses need a loss table: run `moe-edge calibrate {subject.name}`."
+            )
+        tables.append(
+            Table(
+                f"Near experts in few bits (Table 3): {subject.basis}", columns, found.judged, notes
+            )
+        )
+        if found.asked:
+            title = f"Multiple choice (Table 3): {subject.basis}"
+            tables.append(Table(title, (*head[1:], *ANSWERS), found.asked))
+        return tables
+
+    def draw(self, found: Found, folder: Path) -> list[Path]:
+        names = list(dict.fromkeys(row["domain"] for row in found.judged))
+        with plot.figure(folder, self.name, len(names)) as axes:
+            for axis, name in zip(axes, names, strict=True):
+                rows = [row for row in found.judged if row["domain"] == name and row["hot"]]
+                lines = dict.fromkeys((row["configuration"], row["hot"]) for row in rows)
+                for number, key in enumerate(lines):
+                    mine = [row for row in rows if (row["configuration"], row["hot"]) == key]
+                    x = [row["bits"] for row in mine]
+                    kl = [row["kl"] for row in mine]
+                    label = f"{key[0]}, {key[1]} hot"
+                    errors = [each[1] for each in kl]
+                    plot.line(axis, x, [each[0] for each in kl], label, number, errors)
+                axis.set_xlabel("nominal bits of the near experts")
+                axis.set_ylabel(f"KL from {found.subject.tiers[0]}, nats")
+                axis.set_title(name or found.subject.basis, fontsize=9)
+                axis.legend(fontsize=6)
+        return plot.files(folder, self.name)
+
+
+def _settings(on: Subject) -> ContextSettings:
+    """The policy's settings as the user has them."""
+    return ContextSettings.of(on.config.of_policies)
+
+
+def _bits(on: Subject, near: NearTiers) -> list[float]:
+    """Mean nominal bits that are looked at: those asked for, else the paper's that the file allows.
+    Raises ConfigError where there are none."""
+    asked = on.config.given("near_bits")
+    wanted = BITS if asked is None else (float(asked),)
+    found = [bits for bits in wanted if bits >= near.bits[-1]]
+    if not found:
+        raise ConfigError(
+            f"{on.name} holds nothing below {near.names[-1]}: pack it with a tier of "
+            f"{min(wanted):g} bits or less"
+        )
+    return found
+
+
+def _hot_counts(on: Subject, n_expert: int) -> list[int]:
+    asked = on.config.given("hot_experts")
+    return [asked] if asked else sorted({max(1, round(share * n_expert)) for share in HOT})
+
+
+def _losses(on: Subject, near: NearTiers) -> tuple[Losses, str] | None:
+    """The loss table that the policy has, if it has all tiers, and what it was measured on."""
+    path = on.config.given("losses") or losses.default_path(on.config.model)
+    if not path.exists():
+        return None
+    with ExpertModel.open(on.config.model) as model:
+        table = losses.load(path, model)
+    found = Losses.of(table, on.tiers[0], near)
+    return None if found is None else (found, f"{path.name} ({table.calibration})")
+
+
+def _texts(on: Subject) -> Iterator[Text]:
+    """Each domain, with what its first half used. The second halves are scored one after the
+    other."""
+    first, second = halves(on.windows)
+    used = dict(zip(map(id, on.windows), read_usages(on), strict=True))
+    at = 0
+    for name in dict.fromkeys(window.domain for window in second):
+        windows = [window for window in second if window.domain == name]
+        part = on.on(windows)
+        before = [used[id(window)] for window in first if window.domain == name]
+        profile = np.mean([shares(each.all) for each in before], axis=0)
+        places = np.arange(at, at + part.n_tokens)
+        at += part.n_tokens
+        yield Text(name, part, places, [used[id(window)] for window in windows], profile)
+
+
+def _expected(text: Text, near: NearTiers, of: Losses, asked: ContextSettings) -> Iterator[Row]:
+    n_hot = asked.hot_experts or 0
+    k = text.subject.n_expert_used
+    for form in FORMS:
+        found = expected_loss(form, text.usages, text.profile, near, of, n_hot, asked, k)
+        yield {
+            "domain": text.name,
+            "bits": asked.near_bits,
+            "hot": n_hot,
+            "configuration": form,
+            "loss": found.chosen,
+            "uniform": found.uniform,
+            "gain": found.gain,
+        }
+
+
+def _cases(near: NearTiers, bits: float) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """(name, settings beside those asked for, whether experts stay where they start)."""
+    name = near.uniform(bits)
+    if name is not None:
+        yield UNIFORM, {"near_tiers": name}, False
+    by_prompt = {"near_slots": SHARED}
+    yield PAPER, {"near_weights": PLAIN, "prior_tokens": 0.0, **by_prompt}, False
+    yield OURS, by_prompt, False
+    yield FIXED, {"near_slots": OWN}, False
+    yield STATIC, by_prompt, True
+    yield RANDOM, by_prompt, True
+
+
+@contextmanager
+def _open(subject: Subject, settings: dict[str, Any], used: np.ndarray) -> Iterator[Engine]:
+    """An engine of the policy that has this profile, used [n_layers, n_expert]."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        with ExpertModel.open(subject.config.model) as model:
+            profile.save(path, model, used)
+        wanted = {"policy": "context", "high_tier": None, "low_tier": None, "profile": path}
+        memory = {"ram": None, "expert_ram": None}
+        with subject.open(wanted | memory | settings) as engine:
+            yield engine
+
+
+def _judged(
+    text: Text,
+    near: NearTiers,
+    asked: ContextSettings,
+    reference: ReferencePart,
+    best: Score,
+) -> Iterator[Row]:
+    """What was computed with so many hot experts and bits; and of all experts in one tier."""
+    subject, bits, uniform = text.subject, asked.near_bits, None
+    name = near.uniform(bits)
+    if name is not None:
+        label = f"all in {name}"
+        score = subject.score(f"{text.name}: {label}", subject.uniform(name), against=reference)
+        yield _row(text, label, bits, None, None, score, best)
+    for label, more, stays in _cases(near, bits):
+        used = text.profile if label != RANDOM else _random(text.profile)
+        own = {"hot_experts": asked.hot_experts, "near_bits": bits, **more}
+        with _open(subject, own, used) as engine:
+            what = f"{text.name}: {label}, {bits:g} bits"
+            score = subject.score_open(engine, what, Placed if stays else None, against=reference)
+            slots = engine.plan.slots
+        uniform = score if label == UNIFORM else uniform
+        n_bytes = slots.total_bytes if slots else None
+        yield _row(text, label, bits, asked.hot_experts, n_bytes, score, best, uniform)
+
+
+def _row(
+    text: Text,
+    label: str,
+    bits: float | None,
+    n_hot: int | None,
+    n_bytes: int | None,
+    score: Score,
+    best: Score,
+    uniform: Score | None = None,
+) -> Row:
+    above = None
+    if uniform is not None and uniform is not score:
+        above = pair(arithmetic.mean(distances(score) - distances(uniform)))
+    return {
+        "domain": text.name,
+        "bits": bits,
+        "hot": n_hot,
+        "configuration": label,
+        "bytes": n_bytes,
+        **quality_of(score, best),
+        "above": above,
+    }
+
+
+def _random(used: np.ndarray) -> np.ndarray:
+    """A profile that says nothing."""
+    rng = np.random.default_rng(_SEED)
+    return np.stack([rng.permutation(used.shape[1]) + 1.0 for _ in used])
+
+
+def _asked(
+    subject: Subject,
+    near: NearTiers,
+    asked: ContextSettings,
+    used: np.ndarray,
+    reference: Reference,
+    n_expert: int,
+) -> Iterator[Row]:
+    """Questions, as many experts hot as the paper has, their text the prompt."""
+    n_hot = asked.hot_experts or max(1, n_expert // 2)
+    whole = subject.on(subject.windows[:1])
+
+    def row(label: str, bits: float | None, hot: int | None, score: Score) -> Row:
+        return {"bits": bits, "hot": hot, "configuration": label, **answers_of(score)}
+
+    best = subject.tiers[0]
+    part = ReferencePart(reference, np.arange(whole.n_tokens))
+    score = whole.score(best, subject.uniform(best), against=part, ask=True)
+    yield row(f"all in {best}", None, None, score)
+    for bits in _bits(subject, near):
+        for label, more, stays in _cases(near, bits):
+            if stays:
+                continue
+            own = {"hot_experts": n_hot, "near_bits": bits, **more}
+            with _open(whole, own, used) as engine:
+                score = whole.score_open(engine, label, against=part, ask=True)
+            yield row(label, bits, n_hot, score)

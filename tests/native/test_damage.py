@@ -1,0 +1,218 @@
+"""Slices that are not what was written: found where they are read, and never computed with."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import DOWN, GATE
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.pack import pack
+from gguf_tools.verify import verify
+from orchestrator.cli import cli
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.errors import MoeEdgeError, NativeError
+from orchestrator.events import Phase
+from orchestrator.native import Library
+
+from .conftest import DEVICES
+from .transition_driver import HANG_S, HIGH, LOW, N_EXPERT, N_LAYERS, Driver, ExpertFile
+
+DAMAGES = 100 if os.environ.get("MOE_EDGE_SLOW") else 9
+PAGE_BYTES = 4096
+TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 250, 24)]
+# How a model may run: slots that the store fills while it computes, in one tier and in two, all of
+# it filled at the start, and llama.cpp alone.
+SLOTS: dict[str, object] = {"expert_ram": 3 << 20}
+RUNS: dict[str, dict[str, object]] = {
+    "lru": {"policy": "lru", **SLOTS},
+    "dymoe": {"policy": "dymoe", "low_tier": "q2_k", **SLOTS},
+    "resident": {"policy": "lru"},
+    "plain": {"policy": "plain"},
+}
+
+
+def flip(path: Path, at: int) -> None:
+    """One bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_the_checksum_is_zlibs(library: Library) -> None:
+    data = np.random.default_rng(1).integers(0, 256, 5000, np.uint8)
+    for start, n in ((0, 0), (0, 1), (3, 15), (1, 64), (7, 63), (5, 128), (2, 4000), (0, 5000)):
+        piece = data[start : start + n]
+        for before in (0, 123456789):
+            found = library.crc32(before, piece.ctypes.data, n)
+            assert found == zlib.crc32(piece.tobytes(), before), (start, n)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str | None:
+    name: str | None = request.param
+    return name
+
+
+def use(driver: Driver, experts: list[int]) -> str | None:
+    """One step that uses these experts of layer 1; why it failed, if it did."""
+    driver.store.begin_step(Phase.DECODE)
+    try:
+        driver.apply(1, experts)
+        driver.use(1, experts)
+    except AssertionError:
+        with pytest.raises(NativeError) as failed:
+            driver.store.check_step()
+        return str(failed.value)
+    return None
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_slice_of_several_parts(library: Library, tmp_path: Path, part: int) -> None:
+    """Whichever part the damage is in; the others arrive in any order."""
+    file = ExpertFile(tmp_path / "experts.bin", 1, (1_900_001,))
+    at = file.start(1, GATE, HIGH, 2) + part * 600_000
+    flip(file.path, at)
+    driver = Driver(file, library, slots=(4,))
+    with driver.store as store:
+        assert use(driver, [0, 1]) is None
+        for _ in range(2):  # it does not count as seen
+            sentence = use(driver, [2])
+            assert sentence is not None and sentence.endswith(
+                f"experts.bin: tensor blk.1.ffn_gate_exps.weight (q4_K): offset "
+                f"{file.start(1, GATE, HIGH, 2)}: expert 2 is damaged: its checksum differs"
+            )
+        store.check()
+        file.path.write_bytes(file.data)
+        assert use(driver, [2, 3]) is None
+
+
+def test_behind_a_device(library: Library, tmp_path: Path, device: str | None) -> None:
+    """What the host tier holds was compared before."""
+    file = ExpertFile(tmp_path / "experts.bin")
+    flip(file.path, file.start(1, DOWN, LOW, 0) + 8_000)
+    driver = Driver(file, library, slots=(2, 3), device=device)
+    with driver.store as store:
+        for _ in range(2):
+            assert "expert 0 is damaged" in str(use(driver, [0, 1]))
+        assert use(driver, [2, 1]) is None
+        store.check()
+
+
+def test_a_transition_to_a_damaged_version_leaves_the_old_one(
+    library: Library, tmp_path: Path, device: str | None
+) -> None:
+    file = ExpertFile(tmp_path / "experts.bin")
+    driver = Driver(file, library, slots=(4, 8), device=device)
+    driver.warm({(layer, expert) for layer in range(N_LAYERS) for expert in (0, 1)})
+    with driver.store as store:
+        flip(file.path, file.start(1, GATE, LOW, 0))
+        assert store.transition([(1, 0, LOW)]) == 1
+        end = time.monotonic() + HANG_S
+        while not store.stats().transitions_failed:
+            assert time.monotonic() < end
+            store.begin_step(Phase.DECODE)
+            driver.apply(1, list(range(N_EXPERT)))
+            assert driver.use(1, list(range(N_EXPERT)))[0] == {HIGH}
+        store.check_step()
+        store.check()
+
+
+@pytest.fixture(scope="module")
+def sound(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from gguf_tools import synthetic
+
+    folder = tmp_path_factory.mktemp("damage")
+    source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("q8_0",))
+    return pack(source, folder / "packed.gguf", ["q8_0", "q2_k"], threads=2).path
+
+
+def logits(model: Path, how: str) -> np.ndarray:
+    """Those behind a prompt. Raises MoeEdgeError."""
+    config = Config.build(model=model, ctx=256, n_ubatch=32, threads=1, **RUNS[how])
+    with Engine.open(config) as engine:
+        return np.array(engine.eval(TOKENS, 0))
+
+
+@pytest.fixture(scope="module")
+def right(sound: Path) -> Iterator[dict[str, np.ndarray]]:
+    yield {how: logits(sound, how) for how in RUNS}
+
+
+def damage(data: bytearray, number: int) -> str:
+    """A bit, a page of zeros, or a cut, anywhere."""
+    rng = random.Random(f"damage {number}")
+    how = ("bit", "page", "cut")[number % 3]
+    if how == "bit":
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif how == "page":
+        pages = range(0, len(data), PAGE_BYTES)
+        at = rng.choice([at for at in pages if any(data[at : at + PAGE_BYTES])])
+        data[at : at + PAGE_BYTES] = bytes(len(data[at : at + PAGE_BYTES]))
+    else:
+        del data[rng.randrange(len(data)) :]
+    return how
+
+
+@pytest.mark.parametrize("number", range(DAMAGES))
+def test_random_damage_is_found_or_not_read(
+    sound: Path, right: dict[str, np.ndarray], tmp_path: Path, number: int
+) -> None:
+    """verify finds all of it. A run names the file, or never read what is damaged: then its logits
+    are those of the sound file to the bit."""
+    data = bytearray(sound.read_bytes())
+    how = damage(data, number)
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(data)
+    assert verify(path, threads=1).problems, how
+    for run in RUNS:
+        try:
+            found = logits(path, run)
+        except MoeEdgeError as error:
+            assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
+        else:
+            assert np.array_equal(found, right[run]), f"{how}, {run}: a wrong result"
+
+
+@pytest.mark.parametrize("how", RUNS)
+def test_a_damaged_slice_that_is_read_is_an_error(sound: Path, tmp_path: Path, how: str) -> None:
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(sound.read_bytes())
+    with ExpertModel.open(sound) as model:
+        for kind in model.slices[1]:  # every expert of a layer: a prompt reads some of them
+            if kind[0] is not None:
+                for expert in range(model.n_expert):
+                    flip(path, kind[0].offset + expert * kind[0].expert_bytes + 9)
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in RUNS[how].items()]
+    result = CliRunner().invoke(cli, ["chat", "-m", str(path), "-p", "a b c d e", *options])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    sentence = result.stderr.strip().splitlines()[-1]
+    assert sentence.startswith(f"Error: {path}: tensor blk.1.ffn_")
+    assert ": offset " in sentence and sentence.endswith("is damaged: its checksum differs")
+
+
+@pytest.mark.parametrize("how", ["lru", "plain"])
+def test_a_damaged_tensor_that_is_no_expert_is_an_error(
+    sound: Path, tmp_path: Path, how: str
+) -> None:
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(sound.read_bytes())
+    with GGUFFile.open(sound) as file:
+        info = file.tensors["blk.2.attn_q.weight"]
+    flip(path, info.offset + info.nbytes - 1)
+    with pytest.raises(MoeEdgeError) as caught:
+        logits(path, how)
+    assert str(caught.value) == (
+        f"{path}: tensor {info.name}: offset {info.offset}: damaged: its checksum differs"
+    )

@@ -1,0 +1,191 @@
+"""No prompt is read twice: turns, other conversations in between, a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine, Sampling
+
+GREEDY = Sampling(temp=0.0)
+DRAWN = np.random.default_rng(0).integers(10, 300, (6, 200)).tolist()
+FIRST, OTHER, THIRD, QUESTION, ANOTHER, SYSTEM = DRAWN
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def path(library, tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k", seed=1)
+
+
+def open_engine(path: Path, **settings) -> Engine:
+    usual = {"policy": "lru", "expert_ram": 2 * MIB, "ctx": 1024, "cache_ram": 8 * MIB}
+    return Engine.open(Config.build(model=path, threads=1, **{**usual, **settings}))
+
+
+@pytest.fixture
+def engine(path: Path) -> Iterator[Engine]:
+    with open_engine(path) as opened:
+        yield opened
+
+
+def evaluated(engine: Engine, prompt: list[int], n: int = 8) -> int:
+    """How many tokens of a prompt are read for its answer."""
+    list(engine.generate(prompt, GREEDY, n))
+    assert engine.last_stats is not None
+    return engine.last_stats.evaluated_tokens
+
+
+def first_logits(engine: Engine, prompt: list[int]) -> np.ndarray:
+    """What an answer's first token is chosen from."""
+    list(engine.generate(prompt, GREEDY, 1))
+    return engine._loaded.context.logits().copy()
+
+
+def said(engine: Engine, prompt: list[int]) -> list[int]:
+    """The conversation so far, with an answer to the prompt, all of it read."""
+    evaluated(engine, prompt)
+    return list(engine._steps.cached)
+
+
+def test_a_further_turn_the_same_again_and_an_edited_message(engine: Engine) -> None:
+    before = said(engine, FIRST)
+    assert evaluated(engine, before + QUESTION[:30]) == 30
+    assert evaluated(engine, before + QUESTION[:30]) == 1
+    assert evaluated(engine, before + ANOTHER[:20]) == 20
+    assert not engine._shelf.all()  # nothing but answers and a message was taken back
+
+
+@pytest.mark.parametrize("policy", ["lru", "dymoe", "plain"])
+def test_another_conversation_in_between(path: Path, policy: str) -> None:
+    memory = {"expert_ram": None} if policy == "plain" else {}
+    with open_engine(path, policy=policy, **memory) as engine:
+        first = said(engine, FIRST)
+        assert evaluated(engine, OTHER) == 200
+        wanted = first + QUESTION[:30]
+        assert evaluated(engine, wanted) == 30
+        assert evaluated(engine, [*OTHER, 11, 12]) == 2
+        assert engine._shelf.used_bytes <= engine.plan.prompt_bytes
+
+
+def test_what_comes_back_gives_the_same_logits(path: Path) -> None:
+    with open_engine(path) as engine:
+        prompt = said(engine, FIRST) + QUESTION[:30]
+        expected = first_logits(engine, prompt)
+    with open_engine(path) as engine:
+        assert said(engine, FIRST) + QUESTION[:30] == prompt
+        evaluated(engine, OTHER)
+        np.testing.assert_array_equal(first_logits(engine, prompt), expected)
+        assert engine.last_stats.evaluated_tokens == 30
+
+
+def test_a_prefix_that_many_share_is_read_once(engine: Engine) -> None:
+    for text in (FIRST, OTHER, THIRD):
+        evaluated(engine, SYSTEM + text)
+    assert evaluated(engine, SYSTEM + QUESTION) == 200
+    assert evaluated(engine, SYSTEM + FIRST + [9]) == 1
+
+
+def test_conversations_stay_within_the_memory_that_is_set_aside(path: Path) -> None:
+    with open_engine(path, cache_ram=600 * 2**10) as engine:
+        for text in (FIRST, OTHER, THIRD, ANOTHER):
+            evaluated(engine, text)
+            assert engine._shelf.used_bytes <= 600 * 2**10
+        assert len(engine._shelf.all()) == 1
+        assert evaluated(engine, THIRD) == 1
+        assert evaluated(engine, FIRST) == 200
+
+
+def test_without_memory_nothing_is_kept(path: Path) -> None:
+    with open_engine(path, cache_ram=None) as engine:
+        assert engine.plan.prompt_bytes == 0
+        evaluated(engine, FIRST)
+        evaluated(engine, OTHER)
+        assert evaluated(engine, FIRST) == 200
+
+
+def test_a_restart_goes_on_from_the_disk(path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "prompts"
+    with open_engine(path) as engine:
+        first = said(engine, FIRST)
+        expected = first_logits(engine, first + QUESTION[:30])
+    with open_engine(path, prompt_cache=folder) as engine:
+        evaluated(engine, FIRST)
+        evaluated(engine, OTHER)
+    assert len(list(folder.iterdir())) == 2
+    with open_engine(path, prompt_cache=folder, cache_ram=0) as engine:
+        logits = first_logits(engine, first + QUESTION[:30])
+        np.testing.assert_array_equal(logits, expected)
+        assert engine.last_stats.evaluated_tokens == 30
+        assert evaluated(engine, [*OTHER, 11, 12]) == 2
+        assert engine.prompt_notes() == []
+    # The first one in the place of what it goes on from; the other went apart from its answer.
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"kv": "q8_0"}, {"high_tier": "q8_0"}, {"policy": "dymoe", "low_tier": "skip"}],
+    ids=str,
+)
+def test_other_settings_have_other_prompts(path: Path, tmp_path: Path, settings: dict) -> None:
+    with open_engine(path, prompt_cache=tmp_path) as engine:
+        evaluated(engine, FIRST)
+    with open_engine(path, prompt_cache=tmp_path, **settings) as engine:
+        assert evaluated(engine, FIRST) == 200
+        assert engine.prompt_notes() == []
+    with open_engine(path, prompt_cache=tmp_path, expert_ram=3 * MIB) as engine:
+        assert evaluated(engine, FIRST) == 1  # a budget changes nothing
+
+
+def test_a_damaged_file_is_dropped_and_said(path: Path, tmp_path: Path) -> None:
+    with open_engine(path, prompt_cache=tmp_path) as engine:
+        evaluated(engine, FIRST)
+    (kept,) = tmp_path.iterdir()
+    data = bytearray(kept.read_bytes())
+    data[len(data) // 2] ^= 1
+    kept.write_bytes(data)
+    with open_engine(path, prompt_cache=tmp_path) as engine:
+        assert evaluated(engine, FIRST) == 200
+        (note,) = engine.prompt_notes()
+        assert str(kept) in note and "damaged" in note
+        assert not kept.exists()
+
+
+def test_a_shorter_context_leaves_long_prompts_alone(path: Path, tmp_path: Path) -> None:
+    with open_engine(path, prompt_cache=tmp_path) as engine:
+        evaluated(engine, SYSTEM + FIRST)
+    with open_engine(path, prompt_cache=tmp_path, ctx=256) as engine:
+        assert evaluated(engine, FIRST) == 200
+        assert engine.prompt_notes() == []
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_a_policy_learned_of_a_prompt_comes_back_with_it(path: Path, tmp_path: Path) -> None:
+    settings = {"policy": "context", "expert_ram": 4 * MIB, "prompt_cache": tmp_path}
+    with open_engine(path, **settings) as engine:
+        evaluated(engine, FIRST)
+        first = engine.driver.save_sequence(0)
+        evaluated(engine, OTHER)
+        other = engine.driver.save_sequence(0)
+        assert first != other
+        assert evaluated(engine, FIRST, 0) == 1
+        np.testing.assert_allclose(counts(engine.driver.save_sequence(0)), counts(first), atol=20)
+    with open_engine(path, **settings) as engine:
+        assert evaluated(engine, OTHER, 0) == 1
+        np.testing.assert_allclose(counts(engine.driver.save_sequence(0)), counts(other), atol=20)
+
+
+def counts(state: bytes | None) -> np.ndarray:
+    assert state is not None
+    return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
+
+
+def test_a_change_of_the_policy_keeps_what_it_does_not_change(engine: Engine) -> None:
+    first = said(engine, FIRST)
+    engine.set_policy("lru")
+    assert evaluated(engine, first + QUESTION[:30]) == 30

@@ -1,0 +1,105 @@
+"""Five precisions in one file, down to one bit, from packing to an answer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from orchestrator.cli import cli
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.events import Phase
+from orchestrator.native import Library
+
+# By method: tiers, the bits of the last one, and experts of the model. Of one bit q1_0 keeps a sign
+# a weight, which GPTQ makes usable; iq1_s is a codebook, and needs an importance matrix.
+TIERS = {
+    "rtn": (("q8_0", "q4_k", "q3_k", "q2_k", "q1_0"), 1.125, 5),
+    "gptq": (("q8_0", "q1_0"), 1.125, 2),
+    "imatrix": (("q8_0", "iq1_s"), 1.5625, 2),
+}
+TEXT = "The fox sat by the river and looked at the stars. It was late, and nobody came. " * 8
+
+
+@pytest.fixture(scope="module", params=TIERS)
+def packed(
+    request: pytest.FixtureRequest, library: Library, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, tuple[str, ...], str]:
+    """A file, its tiers, and the method of the lower ones."""
+    if request.param == "gptq":
+        pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
+    folder = tmp_path_factory.mktemp(request.param)
+    tiers, _, n_expert = TIERS[request.param]
+    shape = replace(synthetic.preset("tiny-qwen3moe"), n_layer=1, n_expert=n_expert)
+    source = synthetic.write(folder / "f16.gguf", shape, tiers=("f16",), seed=3)
+    (folder / "calib.txt").write_text(TEXT)
+    options = ["--tiers", ",".join(tiers), "--method", request.param, "--threads", "1"]
+    if request.param != "rtn":
+        options += ["--calib", str(folder / "calib.txt")]
+    out = folder / "packed.gguf"
+    result = CliRunner().invoke(cli, ["pack", str(source), str(out), *options])
+    assert result.exit_code == 0, result.output
+    return out, tiers, request.param
+
+
+def decode(model: Path, **options: object) -> np.ndarray:
+    config = Config.build(model=model, ctx=128, threads=1, use_extra_bufts=False, **options)
+    with Engine.open(config) as engine:
+        tokens = engine.tokenize(TEXT)[:12]
+        return np.stack(
+            [engine.eval([t], at, phase=Phase.DECODE)[-1] for at, t in enumerate(tokens)]
+        )
+
+
+def test_it_is_sound_and_says_its_bits(packed: tuple[Path, tuple[str, ...], str]) -> None:
+    path, tiers, method = packed
+    assert CliRunner().invoke(cli, ["verify", str(path)]).exit_code == 0
+    shown = CliRunner().invoke(cli, ["inspect", str(path)]).output
+    assert f"quantized by {method}; calibration: " in shown
+    with ExpertModel.open(path) as model:
+        assert tuple(tier.name for tier in model.tiers) == tiers
+        assert model.tiers[-1].bpw == TIERS[method][1]
+    assert all(f" {tier}  " in shown for tier in tiers)
+
+
+def test_each_tier_is_exported_and_computes_the_same(
+    packed: tuple[Path, tuple[str, ...], str], tmp_path: Path
+) -> None:
+    path, tiers, _ = packed
+    seen = []
+    for tier in tiers:
+        out = tmp_path / f"{tier}.gguf"
+        result = CliRunner().invoke(cli, ["export", str(path), str(out), "--tier", tier])
+        assert result.exit_code == 0, result.output
+        alone = decode(out, policy="plain")
+        managed = decode(path, policy="lru", high_tier=tier, expert_ram=1 << 26)
+        np.testing.assert_array_equal(managed, alone)
+        seen.append(alone)
+    # The fewer bits, the further from the best.
+    errors = [float(np.square(each - seen[0]).mean()) for each in seen]
+    assert errors == sorted(errors) and errors[0] == 0 < errors[1]
+
+
+def test_a_layer_computes_in_all_tiers_at_once(packed: tuple[Path, tuple[str, ...], str]) -> None:
+    path, tiers, _ = packed
+    config = Config.build(model=path, ctx=128, threads=1, policy="context", hot_experts=1)
+    with Engine.open(config.with_changes(near_bits=2.0, logits_all=True)) as engine:
+        store, tokens = engine.store, engine.tokenize(TEXT)[:64]
+        resident = store.resident()[0]
+        if 1 not in resident:  # two bits on average for four experts leave out q4_k
+            expert = int(np.flatnonzero(resident == tiers.index("q2_k"))[0])
+            assert store.transition([(0, expert, 1)]) == 1
+            while not store.landed().any():
+                time.sleep(0.001)
+        logits = engine.eval(tokens, 0, want_all_logits=True)
+        assert set(store.resident()[0]) == set(range(len(tiers)))
+        computed = list(store.stats().computed[Phase.PREFILL])
+    assert min(computed[: len(tiers)]) > 0 and not any(computed[len(tiers) :])
+    assert np.isfinite(logits).all()

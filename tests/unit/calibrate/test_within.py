@@ -1,0 +1,95 @@
+"""Reading a text within a memory cap: the same numbers, with experts from the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import DOWN
+from gguf_tools.pack import pack
+from orchestrator.calibrate import Capture
+from orchestrator.calibrate.capture import WindowActivations
+from orchestrator.calibrate.within import Room
+from orchestrator.cli import cli
+from orchestrator.errors import BudgetError, MoeEdgeError
+
+TEXT = "Once upon a time an owl lived in an oak, and it was never at home. " * 40
+OWN = 1 << 20
+WINDOWS = [[int(t) for t in row] for row in np.random.default_rng(2).integers(0, 250, (2, 96))]
+
+
+def seen_in(path: Path, room: Room | None) -> dict[tuple[int, int], WindowActivations]:
+    found = {}
+
+    def keep(layer: int, number: int, seen: WindowActivations) -> None:
+        found[layer, number] = seen
+
+    with Capture(path, 96, threads=1, room=room) as capture:
+        capture.read(WINDOWS, range(3), keep)
+    return found
+
+
+def least(path: Path) -> int:
+    """The smallest cap that works."""
+    with pytest.raises(BudgetError) as caught:
+        seen_in(path, Room(OWN + 1, OWN))
+    return caught.value.needed_bytes
+
+
+def test_what_is_seen_is_the_same(model: Path) -> None:
+    """To the bit, in the smallest memory that works, which the error names."""
+    small = least(model)
+    with pytest.raises(BudgetError, match="1 MiB of them for the calibration itself"):
+        seen_in(model, Room(small - 1, OWN))
+    plain, within = seen_in(model, None), seen_in(model, Room(small, OWN))
+    assert plain.keys() == within.keys()
+    for key, whole in plain.items():
+        for one, other in zip(whole, within[key], strict=True):
+            assert np.array_equal(one, other), key
+
+
+def test_a_damaged_expert_is_named(model: Path, tmp_path: Path) -> None:
+    path = pack(model, tmp_path / "packed.gguf", ["q8_0"], threads=1).path
+    with ExpertModel.open(path) as facts:
+        down = facts.slices[1][DOWN][0]
+        n = facts.n_expert
+    assert down is not None
+    small = least(path)
+    data = bytearray(path.read_bytes())
+    for expert in range(n):
+        data[down.offset + expert * down.expert_bytes] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(MoeEdgeError, match=r"blk\.1\.ffn_down_exps.*damaged"):
+        seen_in(path, Room(small, OWN))
+
+
+@pytest.mark.parametrize("more", [("calibrate",), ("calibrate", "--save-imatrix", "i.gguf")])
+def test_a_cap_that_is_too_small_is_said(
+    model: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text(TEXT)
+    command, *rest = more
+    out = [*rest[:1], str(tmp_path / rest[1])] if rest else ["--out", str(tmp_path / "c.json")]
+    result = CliRunner().invoke(
+        cli, [command, str(model), "--calib", str(text), "--ram=20MiB", *out]
+    )
+    assert result.exit_code == 1
+    assert (
+        result.stderr.strip()
+        .splitlines()[-1]
+        .startswith("Error: --ram 20 MiB is too little: the smallest that works here is ")
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
+
+
+def test_a_cap_is_for_a_text(model: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        cli, ["pack", str(model), str(tmp_path / "p.gguf"), "--tiers=q4_k", "--ram=1GiB"]
+    )
+    assert result.exit_code == 2
+    assert "--ram is for reading a text: give --calib TEXT" in result.stderr

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+from pseudo_terminal import PROMPT, Terminal
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Opens a Terminal at its first prompt."""
+    opened = []
+
+    def open_terminal(*args: str, **environment: str) -> Terminal:
+        terminal = Terminal(*args, home=tmp_path, **environment)
+        opened.append(terminal)
+        terminal.greeting = terminal.wait(PROMPT)
+        return terminal
+
+    yield open_terminal
+    for terminal in opened:
+        terminal.__exit__()

@@ -1,0 +1,44 @@
+"""Commands in a memory cgroup of their --ram. The table of all of them is tests/capped.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from orchestrator.native import Library
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import capped
+
+RAM = 112 << 20
+
+
+@pytest.fixture(scope="module")
+def known(
+    library: Library, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[str]]:
+    try:
+        capped.Group.make(RAM).close()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    folder = tmp_path_factory.mktemp("capped")
+    (folder / "text.txt").write_text("Some words of a text that says the same again. " * 100)
+    return capped.commands(
+        tiny_model("qwen3moe", "q8_0", "q4_k"), folder / "text.txt", folder, tokens=512
+    )
+
+
+@pytest.mark.parametrize("name", ["chat", "eval --kl", "calibrate"])
+def test_a_command_stays_within_its_cap(known: dict[str, list[str]], name: str) -> None:
+    found = capped.run([*known[name], f"--ram={RAM}", "--threads=1"], RAM)
+    assert found.status == 0, found.err
+    assert 0 < found.peak_bytes <= RAM
+
+
+def test_who_takes_more_is_ended(known: dict[str, list[str]]) -> None:
+    """The cap is there: without --ram the same would take what it likes."""
+    found = capped.run(known["eval"], 24 << 20)
+    assert found.status == -9

@@ -1,0 +1,89 @@
+"""No command replaces an output that exists, unless it is told to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from gguf_tools import synthetic
+from orchestrator.cli import COMMANDS, cli
+from orchestrator.cli_files import NEW_FILE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("m") / "m.gguf"
+    return synthetic.write(path, "tiny-qwen3moe", tiers=("q4_k", "q2_k"))
+
+
+# Arguments with IN for a model, TEXT for a text and OUT for an output.
+CALLS = [
+    "pack --tiers q2_k IN OUT",
+    "export --tier q4_k IN OUT",
+    "convert --tiers q2_k IN OUT",
+    "inspect IN --plot OUT",
+    "check -m IN --out OUT",
+    "trace -m IN -p x --out OUT",
+    "calibrate IN --calib TEXT --out OUT",
+    "calibrate IN --calib TEXT --save-imatrix OUT",
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_output_that_exists_is_kept(call: str, model: Path, tmp_path: Path) -> None:
+    out, text = tmp_path / "out.png", tmp_path / "text.txt"
+    out.write_text("mine")
+    text.write_text("some words")
+    places = {"IN": str(model), "OUT": str(out), "TEXT": str(text)}
+    result = CliRunner().invoke(cli, [places.get(word, word) for word in call.split()])
+    assert result.exit_code == 2
+    assert f"{out} exists: choose another name, or replace it with --force" in result.stderr
+    assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_force_replaces_it(model: Path, tmp_path: Path, before: bool) -> None:
+    out = tmp_path / "out.gguf"
+    out.write_text("old")
+    words = ["--tier", "q4_k", str(model), str(out)]
+    words.insert(0 if before else len(words), "--force")
+    result = CliRunner().invoke(cli, ["export", *words])
+    assert result.exit_code == 0, result.output
+    assert out.read_bytes()[:4] == b"GGUF"
+
+
+def test_a_table_beside_the_model_is_kept(model: Path, tmp_path: Path) -> None:
+    copy, text = tmp_path / "m.gguf", tmp_path / "text.txt"
+    copy.symlink_to(model)
+    (tmp_path / "m.gguf.calib.json").write_text("mine")
+    text.write_text("some words")
+    result = CliRunner().invoke(cli, ["calibrate", str(copy), "--calib", str(text)])
+    assert result.exit_code == 2 and "calib.json exists" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "table"),
+    [("eval -m IN --text TEXT --study depth --out DIR", "depth.md")],
+)
+def test_tables_of_a_study_are_kept(model: Path, tmp_path: Path, call: str, table: str) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / table).write_text("mine")
+    places = {"IN": str(model), "DIR": str(folder), "TEXT": str(tmp_path / "text.txt")}
+    result = CliRunner().invoke(cli, [places.get(word, word) for word in call.split()])
+    assert result.exit_code == 2 and f"{folder / table} exists" in result.stderr
+
+
+def test_every_command_with_an_output_has_force() -> None:
+    with_output = set()
+    for name in COMMANDS:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        params = command.get_params(click.Context(command))
+        if any(param.type is NEW_FILE for param in params):
+            with_output.add(name)
+            assert any("--force" in param.opts for param in params), name
+    assert with_output == {word.split()[0] for word in CALLS}

@@ -1,0 +1,90 @@
+"""Models whose memory cannot be cut go back to marks, so that no prompt is read twice either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra `convert`")
+pytest.importorskip("transformers", reason="needs the extra `convert`")
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine, Sampling
+
+from .running import Case
+
+GREEDY = Sampling(temp=0.0)
+DRAWN = np.random.default_rng(3).integers(60, 300, (5, 100)).tolist()
+FIRST, OTHER, QUESTION, ANOTHER, SYSTEM = DRAWN
+RECURRENT = ("qwen3-next", "qwen3.5-moe")
+MIB = 2**20
+
+
+def open_engine(made: Case, **settings) -> Engine:
+    usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 16 * MIB}
+    return Engine.open(Config.build(model=made.packed, ctx=512, threads=1, **{**usual, **settings}))
+
+
+def evaluated(engine: Engine, prompt: list[int], n: int = 6) -> int:
+    list(engine.generate(prompt, GREEDY, n))
+    assert engine.last_stats is not None
+    return engine.last_stats.evaluated_tokens
+
+
+def logits_of(engine: Engine, prompt: list[int]) -> np.ndarray:
+    list(engine.generate(prompt, GREEDY, 1))
+    return engine._loaded.context.logits().copy()
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
+def test_turns_and_other_conversations(name: str, case: Callable[[str], Case]) -> None:
+    with open_engine(case(name)) as engine:
+        assert engine._steps.state.has_part
+        assert engine._steps.state.recurrent == (name in RECURRENT)
+        evaluated(engine, FIRST)
+        first = list(engine._steps.cached)
+        second = first + QUESTION[:30]
+        assert evaluated(engine, second) == 30
+        assert evaluated(engine, second) == 1
+        assert evaluated(engine, first + ANOTHER[:20]) == 20  # an edited last message
+        assert evaluated(engine, OTHER) == 100
+        assert evaluated(engine, first + ANOTHER[:20] + [70]) <= 2  # the mark is before the last
+        assert evaluated(engine, second) <= 30  # from the mark behind the first answer
+        assert engine._shelf.used_bytes <= engine.plan.prompt_bytes
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
+def test_going_back_gives_the_logits_of_a_straight_way(
+    name: str, case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    made = case(name)
+    with open_engine(made) as engine:
+        evaluated(engine, FIRST)
+        prompt = list(engine._steps.cached) + QUESTION[:30]
+        expected = logits_of(engine, prompt)
+    with open_engine(made, prompt_cache=tmp_path) as engine:
+        evaluated(engine, FIRST)
+        evaluated(engine, prompt[:-30] + ANOTHER)
+        evaluated(engine, OTHER)
+        assert np.array_equal(logits_of(engine, prompt), expected)
+        assert engine.last_stats.evaluated_tokens == 30
+    with open_engine(made, prompt_cache=tmp_path) as engine:
+        assert np.array_equal(logits_of(engine, prompt), expected)
+        assert engine.last_stats.evaluated_tokens <= 30
+
+
+def test_a_beginning_that_several_share_is_marked(case: Callable[[str], Case]) -> None:
+    with open_engine(case("qwen3-next")) as engine:
+        assert evaluated(engine, SYSTEM + FIRST) == 200
+        assert evaluated(engine, SYSTEM + OTHER) == 200  # nobody knew where they go apart
+        assert evaluated(engine, SYSTEM + QUESTION) == 100
+
+
+def test_without_memory_for_marks_all_is_read_again(case: Callable[[str], Case]) -> None:
+    with open_engine(case("qwen3-next"), cache_ram=None) as engine:
+        evaluated(engine, FIRST)
+        assert evaluated(engine, FIRST) == 100
+        assert engine._steps.marks == []

@@ -1,0 +1,73 @@
+"""How a model can run is said before anything long begins: managed, plain, or not at all."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from verify_files import repack
+
+from gguf_tools import synthetic
+from orchestrator.cli import cli
+from orchestrator.native import Library
+from orchestrator.support import MANAGED, NOT, PLAIN, support_of
+
+pytest.importorskip("llama_cpp.llama_cpp", reason="needs `make build`")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    path = tmp_path_factory.mktemp("support") / "sound.gguf"
+    return synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k"))
+
+
+def run(*words):
+    return CliRunner().invoke(cli, [str(word) for word in words])
+
+
+def test_a_packed_model_can_be_managed(sound):
+    assert support_of(sound, "olmoe").runs == MANAGED
+    assert json.loads(run("inspect", sound, "--json").stdout)["support"]["runs"] == MANAGED
+    assert "moe-edge can manage its experts" in run("inspect", sound).stdout
+
+
+def test_an_architecture_that_is_not_managed_runs_plain(sound, monkeypatch):
+    monkeypatch.setattr(Library, "managed_architectures", lambda self: ("another",))
+    result = run("verify", sound)
+    assert result.exit_code == 0
+    assert (
+        "on the plain path alone: moe-edge does not manage experts of the architecture olmoe"
+        in (result.stderr)
+    )
+    assert json.loads(run("verify", sound, "--json").stdout)["support"]["runs"] == PLAIN
+    assert run("architectures").stdout == "another\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"meta": {"olmoe.attention.head_count": 0}}, "has wrong shape"),
+        ({"drop": ["blk.0.attn_q.weight"]}, "tensor 'blk.0.attn_q.weight' not found"),
+        ({"meta": {"general.architecture": "olmoe2"}}, "unknown model architecture: 'olmoe2'"),
+    ],
+)
+def test_what_llama_does_not_load_cannot_run(sound, tmp_path, changes, reason):
+    path = repack(sound, tmp_path / "odd.gguf", **changes)
+    found = support_of(path, "olmoe")
+    assert found.runs == NOT and reason in found.reason
+    assert str(path) not in found.reason
+
+
+def test_a_header_that_ends_llamas_process_is_a_sentence(sound, tmp_path):
+    path = repack(sound, tmp_path / "odd.gguf", meta={"olmoe.expert_used_count": 99})
+    found = support_of(path, "olmoe")
+    assert found.runs == NOT
+    assert "llama.cpp ends the process over its header (" in found.reason
+    assert "GGML_ASSERT(" in found.reason
+
+
+def test_the_architectures_are_a_command():
+    names = run("architectures").stdout.split()
+    assert "qwen3moe" in names and names == sorted(names)
+    assert json.loads(run("architectures", "--json").stdout) == {"managed": names}

@@ -1,0 +1,171 @@
+"""Conversations on disk: whole files, checked before they are used, within a limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import prompt_writer
+import pytest
+from prompt_writer import KEY, made, state_of
+
+from orchestrator.errors import ConfigError
+from orchestrator.prompts.folder import Listed, PromptFolder
+from orchestrator.prompts.shelf import Copy
+from orchestrator.states import Mark
+
+ROOMY = 1 << 30
+
+
+def copy_of(tokens: list[int], *marks: Mark, key: str = KEY) -> Copy:
+    array = np.array(tokens, np.int32)
+    return Copy(key, array, state_of(array), any(m.part is not None for m in marks), marks)
+
+
+def read(folder: PromptFolder, listed: Listed, most: int = ROOMY) -> tuple | None:
+    """The state in a file, and the marks; None where it cannot be used."""
+    states = []
+
+    def take(path: Path) -> bool:
+        states.append(np.fromfile(path, np.uint8)[12 + 4 * len(listed.tokens) : listed.state_end])
+        return True
+
+    marks = folder.load(listed, most, take)
+    return None if marks is None else (states[0], marks)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    part = np.arange(200, dtype=np.uint8)
+    marks = Mark(2, part, None), Mark(3, None, b"policy"), Mark(5, part + 1, b"")
+    copy = copy_of([7, 8, 9, 10, 11, 12], *marks)
+    PromptFolder(tmp_path, ROOMY).save_copy(copy)
+    folder = PromptFolder(tmp_path, ROOMY)
+    (listed,) = folder.of(KEY)
+    assert listed.tokens.tolist() == [7, 8, 9, 10, 11, 12]
+    assert [listed.usable(n) for n in (6, 5, 4, 3, 2, 1)] == [6, 5, 2, 2, 2, 0]
+    state, found = read(folder, listed)
+    np.testing.assert_array_equal(state, copy.state[8:])
+    assert [(m.length, m.policy) for m in found] == [(2, None), (3, b"policy"), (5, b"")]
+    np.testing.assert_array_equal(found[2].part, part + 1)
+    assert [m.length for m in read(folder, listed, 250)[1]] == [3, 5]
+    assert listed.path.stat().st_mode & 0o777 == 0o600
+    assert folder.of("another key") == []
+    assert folder.notes == []
+
+
+@pytest.mark.parametrize("at", [0, 9, 14, 50_000, -1000, -300, -60, -45, -10, -1])
+def test_every_damage_is_found(tmp_path: Path, at: int) -> None:
+    folder = PromptFolder(tmp_path, ROOMY)
+    folder.save_copy(made(0, 1))
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+    assert all(read(folder, listed) is None for listed in folder.of(KEY))
+    assert not path.exists()
+    (note,) = folder.notes
+    assert note == f"{path}: this kept conversation is damaged, so it was removed."
+    assert folder.of(KEY) == []
+
+
+@pytest.mark.parametrize("size", [0, 10, 1000, 300_000])
+def test_a_file_that_ends_early_is_dropped(tmp_path: Path, size: int) -> None:
+    folder = PromptFolder(tmp_path, ROOMY)
+    folder.save_copy(made(0, 1))
+    (path,) = tmp_path.iterdir()
+    os.truncate(path, size)
+    assert folder.of(KEY) == []
+    assert not path.exists() and len(folder.notes) == 1
+
+
+def test_a_file_under_anothers_name_is_dropped(tmp_path: Path) -> None:
+    folder = PromptFolder(tmp_path, ROOMY)
+    folder.save_copy(copy_of([1, 2, 3], key="one"))
+    (path,) = tmp_path.iterdir()
+    folder.save_copy(copy_of([1, 2, 3], key="two"))
+    (other,) = set(tmp_path.iterdir()) - {path}
+    os.replace(path, other)
+    assert folder.of("two") == []
+    assert len(folder.notes) == 1
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "x.prompt").write_text("mine")
+    folder = PromptFolder(tmp_path, 1 << 20)
+    for number in range(3):
+        folder.save_copy(made(number, 0))
+    assert {"notes.txt", "x.prompt"} < {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_longer_turn_takes_the_place_of_a_shorter_one(tmp_path: Path) -> None:
+    folder = PromptFolder(tmp_path, ROOMY)
+    for conversation, turn in ((0, 0), (1, 3), (0, 1), (0, 2)):
+        folder.save_copy(made(conversation, turn))
+    assert sorted(len(each.tokens) for each in folder.of(KEY)) == [60, 80]
+
+
+def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    folder = PromptFolder(tmp_path, 2_000_000)  # three of 600 kB each
+    for number in range(3):
+        folder.save_copy(made(number, 0))
+        time.sleep(0.01)
+    oldest = folder.of(KEY)[-1]
+    assert oldest.tokens[0] == 0
+    assert read(folder, oldest) is not None
+    folder.save_copy(made(3, 0))
+    assert [int(each.tokens[0]) // 1000 for each in folder.of(KEY)] == [3, 0, 2]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2_000_000
+
+
+def test_what_is_larger_than_the_limit_is_not_kept(tmp_path: Path) -> None:
+    folder = PromptFolder(tmp_path, 100_000)
+    folder.save_copy(made(0, 0))
+    assert list(tmp_path.iterdir()) == []
+    (note,) = folder.notes
+    assert "--prompt-cache-limit" in note
+
+
+def test_a_folder_that_cannot_be_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--prompt-cache .*file.*exists"):
+        PromptFolder(tmp_path / "file", ROOMY)
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+    folder = PromptFolder(tmp_path, ROOMY)
+    folder.save(KEY, [1, 2, 3], False, (), lambda _path: 0)
+    (note,) = folder.notes
+    assert "llama.cpp cannot write it" in note
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_writer_leaves_nothing_that_is_wrong(tmp_path: Path) -> None:
+    """Twenty times, at random moments."""
+    chance = np.random.default_rng(5)
+    found = 0
+    for _ in range(20):
+        writer = subprocess.Popen(
+            [sys.executable, prompt_writer.__file__, str(tmp_path)], stdout=subprocess.PIPE
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        time.sleep(chance.uniform(0.0, 0.05))
+        writer.kill()
+        writer.communicate()
+        folder = PromptFolder(tmp_path, ROOMY)
+        for listed in folder.of(KEY):
+            conversation, turn = int(listed.tokens[0]) // 1000, len(listed.tokens) // 20 - 1
+            copy = made(conversation, turn)
+            state, marks = read(folder, listed)
+            np.testing.assert_array_equal(listed.tokens, copy.tokens)
+            np.testing.assert_array_equal(state, copy.state[8:])
+            np.testing.assert_array_equal(marks[0].part, copy.marks[0].part)
+            found += 1
+        assert folder.notes == []
+        assert all(path.suffix == ".prompt" for path in tmp_path.iterdir())
+    assert found > 10
