@@ -47,6 +47,7 @@ QUICK = {
 READ = {"/v1/models": ("/models",), "/props": ()}
 HEALTH = ("/health", "/v1/health")
 OPEN = (*HEALTH, "/")  # without a key
+PICTURE = "/experts"
 PAGE = Path(__file__).with_name("page.html")
 # The page has its style and its script in itself, and speaks to nobody but this server.
 PAGE_MAY = (
@@ -85,7 +86,7 @@ def application(state: State, log: Callable[[str], None]) -> Starlette:
     endpoints = Endpoints(state)
     routes = [Route(path, endpoints.health) for path in HEALTH]
     routes.append(Route("/metrics", endpoints.metrics))
-    routes.append(Route("/experts", endpoints.experts))
+    routes.append(Route(PICTURE, endpoints.experts))
     routes.append(Route("/", endpoints.page))
     for methods, endpoint, paths in (
         (["GET"], endpoints.read, READ),
@@ -306,7 +307,8 @@ class Log:
         finally:
             path = scope["path"][:80].encode("ascii", "replace").decode()
             took_s = monotonic() - begin_s
-            self._log(f"{scope['method']} {path} {status} {took_s:.1f} s")
+            if (path, status) != (PICTURE, 200):  # a page asks for it all the time
+                self._log(f"{scope['method']} {path} {status} {took_s:.1f} s")
 
 
 def _error(refusal: Refusal) -> JSONResponse:
