@@ -231,7 +231,8 @@ def with_prompts(windows: Sequence[Window]) -> list[Window]:
 
 def read_usages(on: Subject) -> list[Usage]:
     """What each window of with_prompts used, by one pass over the text in the best tier."""
-    config, windows, found = on.config, with_prompts(on.windows), []
+    config, windows = on.config, with_prompts(on.windows)
+    found: list[Usage] = []
     with ExpertModel.open(config.model) as model:
         layers = model.layer_ids
         router = dense(model, f"blk.{layers[-1]}.ffn_gate_inp.weight")

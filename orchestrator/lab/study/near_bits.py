@@ -131,7 +131,7 @@ class NearBits(Study[Found]):
         )
         tables = []
         if found.expected:
-            columns = (
+            of_losses = (
                 *head,
                 Column("expected loss", "loss", percent(3, " %")),
                 Column("uniform bits", "uniform", percent(3, " %")),
@@ -143,7 +143,7 @@ class NearBits(Study[Found]):
                 f"experts."
             )
             title = f"Expected loss of near experts: {subject.basis}"
-            tables.append(Table(title, columns, found.expected, [note]))
+            tables.append(Table(title, of_losses, found.expected, [note]))
         columns = (
             *head,
             Column("slots", "bytes", format_size),
@@ -292,7 +292,8 @@ def _judged(
     best: Score,
 ) -> Iterator[Row]:
     """What was computed with so many hot experts and bits; and of all experts in one tier."""
-    subject, bits, uniform = text.subject, asked.near_bits, None
+    subject, bits = text.subject, asked.near_bits
+    uniform: Score | None = None
     name = near.uniform(bits)
     if name is not None:
         label = f"all in {name}"

@@ -130,16 +130,14 @@ def context(rows: Rows, lengths: Rows, layers: Rows) -> None:
 
 
 def near_bits(judged: Rows, asked: Rows) -> None:
-    names = {row["domain"] for row in judged}
-    found = by(judged, "domain", "bits", "hot", "configuration")
-    for name in names:
-        assert found[name, None, None, f"all in {BEST}"]["kl"][0] == pytest.approx(0.0, abs=1e-6)
-        for hot in (2, 4):
-            uniform = found[name, 2, hot, "prompt and profile, uniform bits"]
-            assert 0 < uniform["kl"][0] < found[name, 2, None, f"all in {LOW}"]["kl"][0]
-            assert uniform["above"] is None
-            for form in ("prompt and profile", "profile alone", "random"):
-                assert found[name, 3, hot, form]["kl"][0] < found[name, 2, hot, form]["kl"][0]
+    found = by(judged, "domain", "bits", "configuration")
+    for name in {row["domain"] for row in judged}:
+        assert found[name, None, f"all in {BEST}"]["kl"][0] == pytest.approx(0.0, abs=1e-6)
+        uniform = found[name, 2, "prompt and profile, uniform bits"]
+        assert 0 < uniform["kl"][0] < found[name, 2, f"all in {LOW}"]["kl"][0]
+        assert uniform["above"] is None and uniform["hot"] == 2
+        for form in ("prompt and profile", "profile alone", "random"):
+            assert found[name, 3, form]["kl"][0] < found[name, 2, form]["kl"][0]
     assert len(asked) == 1 + 4 + 3 and all(0 <= row["acc"][0] <= 1 for row in asked)
 
 
