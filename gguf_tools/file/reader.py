@@ -9,7 +9,7 @@ import mmap
 import os
 import stat
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,8 @@ from gguf_tools.file.parse import (
 MAX_KEY_BYTES = 65535
 
 LFS_POINTER = b"version https://git-lfs."
+
+F = TypeVar("F", bound="GGUFFile")
 
 
 class GGUFFile:
@@ -208,7 +210,7 @@ class GGUFFile:
         """Let go of the mapping; it stays mapped while a view of it lives."""
         self._buffer = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self: F) -> F:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -388,8 +388,7 @@ class Cache:
         return out
 
     def release(self, layer: int, kind: int, experts: list[int]) -> None:
-        for expert in experts:
-            cell = (layer, kind, expert)
+        for cell in [(layer, kind, expert) for expert in experts]:
             del self.want[cell]
             self.passing.discard(cell)
             if cell in self.reads and self.reads[cell].stage == ARRIVED:

@@ -207,6 +207,7 @@ def test_every_case_runs_on_the_host_device(real_engine):
     assert rows["dynaexq 4/2", 0.6]["mix"]["low"] > 0
     assert rows[BASELINE, 0.6]["hit_rate"] == 0
     assert all(rows[name, 0.6]["bound_tpot_ms"] > 0 for name in ("lru", *PAPER))
-    assert {goal["cap"] for goal in report["goals"]} == {None, 0.6}
+    assert report["goals"] == []  # of a quick pass
+    assert {goal["cap"] for goal in gpu_goals(report["cases"], skewed=False)} == {None, 0.6}
     lines = Gpu().text(report).splitlines()
     assert max(map(len, lines)) <= 100
