@@ -42,8 +42,10 @@ class Job:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What Config.build makes the same config of, JSON-ready."""
-    found = {name: getattr(config, name) for name in config.declared()} | dict(config.of_policies)
+    """What Config.build makes the same config of, but for settings of an answer; JSON-ready."""
+    declared = config.declared().items()
+    found = {name: getattr(config, name) for name, each in declared if not each.answer}
+    found |= config.of_policies
     return {name: str(v) if isinstance(v, Path) else v for name, v in found.items()}
 
 

@@ -105,8 +105,10 @@ def test_it_is_the_attention_of_the_model(
 @pytest.mark.parametrize("shape", ["qwen3moe", "mixtral", "deepseek2"])
 def test_keys_in_8_bits_give_nearly_the_same(shape: str, tiny_model: Callable[..., Path]) -> None:
     model = tiny_model(shape, "q4_k")
-    usual = scores(model, [tokens()], importance="window", importance_window=8)
-    found = scores(model, [tokens()], importance="window", importance_window=8, kv="q8_0")
+    usual = scores(model, [tokens()], importance="window", importance_window=8, logits_all=True)
+    found = scores(
+        model, [tokens()], importance="window", importance_window=8, logits_all=True, kv="q8_0"
+    )
     for layer, expected in usual.items():
         assert found[layer] is not None and expected is not None
         assert np.corrcoef(found[layer], expected)[0, 1] > 0.99

@@ -69,11 +69,13 @@ class EqualMemory(Study[Compared]):
 
     name = "equal"
     rivals = True
+    policies = ("dynaexq", "context")
 
     def n_passes(self, on: Subject) -> int:
         residency, _ = Residency.of_second_half(on)
         streamed = len(_streaming(residency.subject))
-        mixes = len(_high_counts(residency)) * (1 + streamed)
+        placed = 2 * has_prompts(residency.subject)
+        mixes = len(_high_counts(residency)) * (1 + placed + streamed)
         return 2 + len(on.tiers) + on.uniform_types.n_files + mixes
 
     def measure(self, on: Subject) -> Compared:

@@ -46,7 +46,7 @@ STARTS = EMPTY, STARTED, FIXED, NULL = (
     "the same, never adapting",
     "random hot set, never adapting",
 )
-PLACED, PLACED_EMPTY = "context, with the first half's hotness", "context, cold start"
+PLACINGS = PLACED, PLACED_EMPTY = "context, with the first half's hotness", "context, cold start"
 NEVER = {"update_steps": 0}
 MIXED = "mixed"
 
@@ -119,7 +119,8 @@ class HotMemory(Study[SameMemory]):
         residency, _ = Residency.of_second_half(on)
         n_domains = len({window.domain for window in residency.subject.windows})
         n_works = 1 + n_domains if n_domains > 1 else 1
-        started = n_works * len(STARTS) * len(_high_counts(residency))
+        ways = len(STARTS) + len(PLACINGS) * has_prompts(residency.subject)
+        started = n_works * ways * len(_high_counts(residency))
         return n_domains + 1 + 3 + on.uniform_types.n_files + started
 
     def measure(self, on: Subject) -> SameMemory:
@@ -250,7 +251,7 @@ def _measure(residency: Residency, work: Workload, ends: Ends, reference: Refere
             found.rows.append(_row(label, share, held, score, ends, promoted))
             won.append(ends.won_back(score))
     if has_prompts(subject):
-        for label, hotness in ((PLACED, work.hotness), (PLACED_EMPTY, None)):
+        for label, hotness in zip(PLACINGS, (work.hotness, None), strict=True):
             won = found.won[label] = []
             for n_high in _high_counts(residency):
                 with residency.placed(n_high, hotness) as engine:

@@ -92,6 +92,19 @@ class NearBits(Study[Found]):
     name = "near-bits"
     policies = ("context",)
 
+    def n_passes(self, on: Subject) -> int:
+        """Those of a domain are shorter than those of all of the text."""
+        on = on.on(with_prompts(on.windows))
+        near, (_, second) = NearTiers.of(on.tiers), halves(on.windows)
+        each, answered = 0, 0
+        for bits in _bits(on, near):
+            stay = [stays for _, _, stays in _cases(near, bits)]
+            each += len(stay) + (near.uniform(bits) is not None)
+            answered += stay.count(False)
+        by_domain = 1 + len(_hot_counts(on, on.n_expert)) * each
+        of_questions = 1 + answered if on.questions else 0
+        return 1 + len({window.domain for window in second}) * by_domain + of_questions
+
     def measure(self, on: Subject) -> Found:
         """Each domain's first half says how its experts are used, and its second half is judged.
         Raises ConfigError where the file has no precision of so few bits."""

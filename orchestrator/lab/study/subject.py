@@ -104,6 +104,7 @@ class Subject:
             self.n_layers = engine.model.n_layers
             self.layer_ids = list(engine.model.layer_ids)
             self.n_expert_used = engine.model.n_expert_used
+            self.n_expert = engine.model.n_expert
             window = min(options.window, engine.n_ctx)
             self.windows = cut_windows(
                 engine, documents, window, options.tokens, options.text, options.prompt_tokens

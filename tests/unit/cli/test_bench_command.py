@@ -28,8 +28,8 @@ def test_help_shows_the_defaults_of_the_benchmark(name):
         default = field.default
         if field.name == "caps":
             default = ",".join(f"{100 * cap:.0f}" for cap in default)
-        if field.name in ("prompts", "updates", "batches"):
-            default = ",".join(map(str, default))
+        if field.name in ("prompts", "answers", "updates", "batches"):
+            default = ",".join(map(str, default)) or "no table"
         if field.name == "rows":
             default = "all"
         found = re.search(rf"--{field.name.replace('_', '-')} .*?(\[default: (.*?)\]|  -)", text)

@@ -133,13 +133,16 @@ def test_options_reach_the_config(opened):
         system="Be brief.",
         profile=Path("hot.json"),
         remember=True,
+        conversations=True,
     )
     assert opened[0].seen[0][0] == {"role": "system", "content": "Be brief."}
 
 
 def test_what_is_not_given_is_left_to_the_config(opened):
     run("chat", "-m", "a.gguf", "-p", "x")
-    assert opened[0].config == module.Config.build(model=Path("a.gguf"), remember=True)
+    assert opened[0].config == module.Config.build(
+        model=Path("a.gguf"), remember=True, conversations=True
+    )
 
 
 def test_a_note_of_the_engine_is_shown(opened):

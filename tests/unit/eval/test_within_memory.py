@@ -12,6 +12,7 @@ from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.eval import EvalOptions, evaluate
 from orchestrator.lab.registry import load_study
+from orchestrator.lab.study import study
 from orchestrator.native import Library
 
 RAM = 400 << 20
@@ -67,8 +68,12 @@ def test_the_best_tier_is_read_first_and_within_the_cap(
 
 
 def test_the_studies_keep_the_cap(
-    config: Config, text: Path, engines: list[tuple[Config, int]]
+    config: Config,
+    text: Path,
+    engines: list[tuple[Config, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(study, "LEAST_TOKENS", 16)
     options = EvalOptions(text=text, tokens=40, window=32)
     load_study("schedule").publish(
         config, options, text.parent / "out", lambda _what, _share: None, lambda _note: None

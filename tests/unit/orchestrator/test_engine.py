@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,7 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
     machine = Machine(2**34)
     monkeypatch.setattr(hardware, "probe", lambda _device: machine)
     monkeypatch.setattr(load_module.Probe, "_measured", lambda _self, _n_ctx: None)
+    monkeypatch.setattr(load_module.Loader, "_checked", lambda _self, _plan: nullcontext())
     config = Config.build(model=path, policy="plain", ctx=64, n_ubatch=8)
     with Engine.open(config) as engine:
         context = engine._loaded.context
