@@ -143,11 +143,13 @@ def plan_memory(
     n_ctx = least if config.ctx else _affordable_context(config, model, machine, graph(least))
     prompts = _prompt_bytes(config, model, machine, graph(n_ctx), n_ctx)
     asked = config.cache_ram or 0
-    for kept in (prompts, asked + copying_bytes(model, config, n_ctx)):
+    fewer = ((each, asked + copying_bytes(model, config, each)) for each in (n_ctx, least))
+    *wanted, last = dict.fromkeys([(n_ctx, prompts), *fewer])
+    for length, kept in wanted:
         with suppress(BudgetError):
-            return _plan_memory(config, model, machine, graph(n_ctx), n_ctx, kept)
-    kept = asked + copying_bytes(model, config, least)
-    return _plan_memory(config, model, machine, graph(least), least, kept)
+            return _plan_memory(config, model, machine, graph(length), length, kept)
+    length, kept = last
+    return _plan_memory(config, model, machine, graph(length), length, kept)
 
 
 def _check_kv(config: Config, model: ExpertModel) -> None:

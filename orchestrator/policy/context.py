@@ -26,6 +26,7 @@ from orchestrator.policy.dynaexq import DynaExqSettings
 from orchestrator.policy.placement import (
     IMPORTANCE,
     PlacementSettings,
+    best_of_each_width,
     bit_budget,
     importance,
     nominal_bits,
@@ -391,9 +392,7 @@ def near_tiers(shape: ModelShape, asked: str | None) -> list[int]:
             f"--near-tiers: {unknown[0]} is not below {shape.tiers[0]} in the file, which "
             f"holds {', '.join(names)} there"
         )
-    by_bits = {
-        nominal_bits(each): 1 + names.index(each) for each in reversed(names) if each in chosen
-    }
-    if len(by_bits) > MAX_WIDTHS:
-        raise PolicyError(f"--near-tiers: at most {MAX_WIDTHS} widths, not {len(by_bits)}")
-    return [by_bits[bits] for bits in sorted(by_bits, reverse=True)]
+    found = best_of_each_width([each for each in names if each in chosen])
+    if len(found) > MAX_WIDTHS:
+        raise PolicyError(f"--near-tiers: at most {MAX_WIDTHS} widths, not {len(found)}")
+    return [1 + names.index(each) for each in found]

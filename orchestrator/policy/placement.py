@@ -52,6 +52,12 @@ def nominal_bits(tier: str) -> int:
     return int(found.group()) if found else 1
 
 
+def best_of_each_width(tiers: Sequence[str]) -> list[str]:
+    """Of precisions, best first: one of each width in nominal bits, the widest first."""
+    by_bits = {nominal_bits(tier): tier for tier in reversed(tiers)}
+    return [by_bits[bits] for bits in sorted(by_bits, reverse=True)]
+
+
 def nominal_losses(bits: Sequence[int], n_layers: int, n_expert: int) -> np.ndarray:
     """What stands for a loss table where there is none, float64 [n_layers, n_expert, len(bits)]:
     each bit more divides the mean squared error by four, in all experts alike."""

@@ -14,7 +14,13 @@ PACKAGES = ("gguf_tools", "orchestrator", "models", "patches")
 # matching name decides.
 LAYERS = (
     ("gguf_tools.errors", "gguf_tools.interrupts"),
-    ("gguf_tools.file", "gguf_tools.process", "gguf_tools.progress", "gguf_tools.units"),
+    (
+        "gguf_tools.columns",
+        "gguf_tools.file",
+        "gguf_tools.process",
+        "gguf_tools.progress",
+        "gguf_tools.units",
+    ),
     ("gguf_tools.experts", "gguf_tools.workers"),
     ("gguf_tools.hub", "gguf_tools.inspect", "gguf_tools.quantize", "gguf_tools.synthetic"),
     ("gguf_tools.pack", "gguf_tools.verify"),

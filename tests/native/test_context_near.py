@@ -16,10 +16,12 @@ from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.llama import Bindings
 from orchestrator.policy.context import Context
-from orchestrator.replay import ReplayOptions, Trace, read_trace, replay, write_trace
+from orchestrator.replay import ReplayOptions, Trace, read_trace, write_trace
 from orchestrator.replay.record import Disk, Recorder
 from orchestrator.replay.report import set_up_for
 from orchestrator.replay.simulate import Compute, Transport, simulate
+
+from .replayed import replayed_exactly
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -159,13 +161,7 @@ def test_its_replay_is_exact_with_shared_slots(five: Path, tmp_path: Path, place
     assert n_changed > 0 and len(np.unique(trace.arrays["published"][:, 3])) > 2
     if placement == "wait":  # all of it before the two answers
         assert len(np.unique(trace.arrays["published"][:, 0])) == 2
-    result = replay(Bindings.load().library(), trace, ReplayOptions())
-    assert result["clock"] == "recorded"
-    rows = {row["name"]: row for row in result["agreement"]}
-    exact = ["hits", "of requests", "prompt: hits", "promoted", "demoted"]
-    exact += [name for name in rows if name.startswith(("routed in", "computed in"))]
-    for name in exact:
-        assert rows[name]["error"] == 0, name
+    replayed_exactly(trace)
 
 
 def test_it_adapts_within_64_steps(five: Path, tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from answering import evaluated, first_logits
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine, Sampling
+from orchestrator.engine import Engine
 
-GREEDY = Sampling(temp=0.0)
 DRAWN = np.random.default_rng(0).integers(10, 300, (6, 200)).tolist()
 FIRST, OTHER, THIRD, QUESTION, ANOTHER, SYSTEM = DRAWN
 MIB = 2**20
@@ -31,19 +31,6 @@ def open_engine(path: Path, **settings) -> Engine:
 def engine(path: Path) -> Iterator[Engine]:
     with open_engine(path) as opened:
         yield opened
-
-
-def evaluated(engine: Engine, prompt: list[int], n: int = 8) -> int:
-    """How many tokens of a prompt are read for its answer."""
-    list(engine.generate(prompt, GREEDY, n))
-    assert engine.last_stats is not None
-    return engine.last_stats.evaluated_tokens
-
-
-def first_logits(engine: Engine, prompt: list[int]) -> np.ndarray:
-    """What an answer's first token is chosen from."""
-    list(engine.generate(prompt, GREEDY, 1))
-    return engine._loaded.context.logits().copy()
 
 
 def said(engine: Engine, prompt: list[int]) -> list[int]:
