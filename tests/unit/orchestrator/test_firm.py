@@ -87,6 +87,18 @@ def test_one_token_of_four_is_compared_with_what_it_used(tune: str, wanted: int)
     assert policy._prediction._steps[1] == wanted
 
 
+@pytest.mark.parametrize("agree", ["mol", "rank", "margin"])
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+def test_a_token_that_is_not_compared_asks_for_the_same(agree: str, kinds: int) -> None:
+    policy = firm(agree=agree, prefetch_kinds=kinds, votes="3,2/2,1/3,2")
+    first = token(policy, 0)
+    assert all(first)
+    for step in range(1, 5):
+        policy.step_done(STEP_DONE)
+        assert policy.tuner.counts == (step == 4)
+        assert token(policy, step) == first
+
+
 def test_fewer_candidates_and_layers_by_group() -> None:
     """Layer 1 is shallow, 2 and 3 are middle ones: K, P are 1, 1 and 2, 2 there."""
     found = token(firm(votes="1,1/3,2/4,3"))
