@@ -77,14 +77,13 @@ def test_gates_come_before_ups(kinds: int, wanted: list[int]) -> None:
     assert found[2] == [(3, e, 0, mask) for mask in wanted for e in (2, 3, 1)]
 
 
-@pytest.mark.parametrize(("tune", "wanted"), [("all", 2), ("climb", 8), ("off", 2)])
-def test_one_token_of_four_is_compared_with_what_it_used(tune: str, wanted: int) -> None:
-    """All of them while climbing."""
+@pytest.mark.parametrize("tune", ["all", "climb", "off"])
+def test_one_token_of_four_is_compared_with_what_it_used(tune: str) -> None:
     policy = firm(votes=None, tune=tune)
     for step in range(8):
         token(policy, step)
         policy.step_done(STEP_DONE)
-    assert policy._prediction._steps[1] == wanted
+    assert policy._prediction._steps[1] == 2
 
 
 @pytest.mark.parametrize("agree", ["mol", "rank", "margin"])
