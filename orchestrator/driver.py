@@ -95,7 +95,8 @@ class Driver(PlainDriver):
         """pause: lets a little time pass, in which reads go on."""
         self.policy = policy
         self.store = store
-        self.restored = 0  # sequences that went on from kept tokens
+        # Hears of sequences that go on from kept tokens: (sequence, state).
+        self.on_restored: Callable[[int, bytes], None] | None = None
         self._pause = pause
         self._prompt_read = False
         self._cancelled = False
@@ -181,13 +182,15 @@ class Driver(PlainDriver):
             self.before_answer()
         self.store.set_phase(phase)
 
-    def before_answer(self) -> list[Transition]:
-        """Behind a prompt: what an answer's first token waits for, done. Returns it. After a
-        cancel, or where an expert cannot be read, the rest comes in the background."""
-        done: list[Transition] = []
+    def before_answer(self) -> None:
+        """Behind a prompt: what an answer's first token waits for, done. After a cancel, or where
+        an expert cannot be read, the rest comes in the background."""
         policy, store = self.policy, self.store
         failed = store.stats().transitions_failed
-        while policy.follows_tiers and (moves := policy.before_answer(*store.states())):
+        while policy.follows_tiers:
+            moves = policy.before_answer(*store.states())
+            if moves is None or not (moves or self._under_way()):
+                break
             admitted = store.transition(moves)
             while not self._cancelled and self._under_way():
                 self._pause()
@@ -198,8 +201,6 @@ class Driver(PlainDriver):
                 or store.stats().transitions_failed > failed
             ):
                 break
-            done += moves
-        return done
 
     def _under_way(self) -> bool:
         resident, target = self.store.states()
@@ -210,7 +211,8 @@ class Driver(PlainDriver):
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
         self.policy.restore_sequence(sequence, state)
-        self.restored += 1
+        if self.on_restored is not None:
+            self.on_restored(sequence, state)
 
     def check(self, status: int) -> None:
         if status == FAILED:

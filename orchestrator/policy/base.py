@@ -261,11 +261,14 @@ class Policy:
         """Writes a tier for the routed experts (0 where nothing is written) and what to
         prefetch. Mutates only `out`; keeps no reference to what it was given."""
 
-    def before_answer(self, resident: np.ndarray, target: np.ndarray) -> Sequence[Transition]:
+    def before_answer(
+        self, resident: np.ndarray, target: np.ndarray
+    ) -> Sequence[Transition] | None:
         """Transitions that an answer's first token waits for, by what is in memory between two
-        steps: resident, target uint8 [n_layers, n_expert] as of StepReport. It is asked again when
-        they are done, until there are none."""
-        return ()
+        steps: resident, target uint8 [n_layers, n_expert] as of StepReport. It waits for those that
+        are under way, too, and it is asked again when all are done, until there are none. None:
+        nothing is waited for."""
+        return None
 
     def save_sequence(self, sequence: int) -> bytes | None:
         """What it knows of one sequence, for whoever keeps the sequence's tokens; None where that

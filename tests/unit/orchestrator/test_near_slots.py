@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from moving import settle
 from shapes import make_decision, make_event, make_view
 
+from orchestrator.driver import Driver
 from orchestrator.errors import PolicyError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy import ModelShape
@@ -176,6 +178,29 @@ def test_only_a_policy_that_waits_settles():
     slow = Context(shape, Context.Settings(placement="wait", transition_rate=5))
     assert slow.transition_rate == 0
     assert Context(shape, Context.Settings(transition_rate=5)).transition_rate == 5
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_answer_waits_for_what_is_under_way_as_well(waits: bool):
+    """Of an earlier placement, say: nothing new has to be asked for."""
+    resident, left = np.zeros((1, 2), np.uint8), [3]
+    asked: list[Sequence[Transition]] = []
+
+    def states():
+        target = resident + np.array([[0, left[0] > 0]], np.uint8)
+        return resident, target
+
+    store = SimpleNamespace(
+        states=states,
+        stats=lambda: SimpleNamespace(transitions_failed=0),
+        transition=lambda moves: asked.append(moves) or len(moves),
+        begin_step=lambda phase: left.__setitem__(0, left[0] - 1),
+    )
+    policy = SimpleNamespace(
+        follows_tiers=True, before_answer=lambda *states: () if waits else None
+    )
+    Driver(policy, store, lambda: None).before_answer()
+    assert left == [0 if waits else 3] and not any(asked)
 
 
 def test_a_restored_sequence_is_placed_behind_what_follows():
