@@ -348,7 +348,7 @@ class Engine:
     @property
     def mode(self) -> str:
         """One line: what runs, and why or how."""
-        context = f", context {self.n_ctx}"
+        context = f", micro-batch {self.plan.n_ubatch}, context {self.n_ctx}"
         if self.config.kv != DEFAULT_KV:
             context += f" in {self.config.kv}"
         if not self.managed:

@@ -41,7 +41,7 @@ LAYERS = (
         "orchestrator.stats_text",
         "orchestrator.template",
     ),
-    ("orchestrator.config", "orchestrator.driver"),
+    ("orchestrator.config", "orchestrator.driver", "orchestrator.micro_batch"),
     (
         "orchestrator.user_cache",
         "orchestrator.context_length",
@@ -54,7 +54,7 @@ LAYERS = (
         "orchestrator.llama",
         "orchestrator.meter",
     ),
-    ("orchestrator.choice", "orchestrator.accelerator"),
+    ("orchestrator.choice", "orchestrator.accelerator", "orchestrator.room"),
     ("orchestrator.plan",),
     (
         "orchestrator.sequences",

@@ -66,7 +66,7 @@ def test_it_places_every_expert_and_no_token_waits(exact: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"n_ubatch": 8, "near_tiers": "q2_k", "near_bits": 2.0, "prior_tokens": 0.0}]
+    "options", [{}, {"ubatch": 8, "near_tiers": "q2_k", "near_bits": 2.0, "prior_tokens": 0.0}]
 )
 def test_its_replay_is_exact(tmp_path: Path, options: dict[str, object]) -> None:
     """Hits, mix and moves on the recorded clock, also where a prompt comes in parts."""

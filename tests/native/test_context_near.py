@@ -166,7 +166,7 @@ def recorded(
 def test_its_replay_is_exact_with_shared_slots(five: Path, tmp_path: Path, placement: str) -> None:
     table = tmp_path / "losses.json"
     expected = save_table(table, five)
-    config = build(five, placement=placement, losses=table, n_ubatch=16)
+    config = build(five, placement=placement, losses=table, ubatch=16)
     trace, n_changed = recorded(config, tmp_path / "t.npz")
     assert np.array_equal(trace.arrays["losses"], expected)
     assert n_changed > 0 and len(np.unique(trace.arrays["published"][:, 3])) > 2

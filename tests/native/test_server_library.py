@@ -27,7 +27,7 @@ def native(library: object) -> ServerLibrary:
 
 
 def config_of(policy: str, **more: object) -> Config:
-    settings: dict[str, object] = {"ctx": 512, "threads": 1, "policy": policy, "n_ubatch": 64}
+    settings: dict[str, object] = {"ctx": 512, "threads": 1, "policy": policy, "ubatch": 64}
     if policy != "plain":
         settings["expert_ram"] = 12 << 20
     if policy in ("lru", "firm"):
