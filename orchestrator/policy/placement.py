@@ -53,6 +53,12 @@ def nominal_bits(tier: str) -> int:
     return int(found.group()) if found else 1
 
 
+def best_of_each_width(tiers: Sequence[str]) -> list[str]:
+    """Of precisions, best first: one of each width in nominal bits, the widest first."""
+    by_bits = {nominal_bits(tier): tier for tier in reversed(tiers)}
+    return [by_bits[bits] for bits in sorted(by_bits, reverse=True)]
+
+
 def nominal_losses(bits: Sequence[int], n_layers: int, n_expert: int) -> np.ndarray:
     """What stands for a loss table where there is none, float64 [n_layers, n_expert, len(bits)]:
     each bit more divides the mean squared error by four, in all experts alike."""
@@ -139,9 +145,7 @@ def near_tiers(tiers: Sequence[str], asked: str | None) -> list[int]:
             f"--near-tiers: {unknown[0]} is not below {tiers[0]} in the file, which "
             f"holds {', '.join(names)} there"
         )
-    by_bits = {
-        nominal_bits(each): 1 + names.index(each) for each in reversed(names) if each in chosen
-    }
-    if len(by_bits) > MAX_WIDTHS:
-        raise PolicyError(f"--near-tiers: at most {MAX_WIDTHS} widths, not {len(by_bits)}")
-    return [by_bits[bits] for bits in sorted(by_bits, reverse=True)]
+    found = best_of_each_width([each for each in names if each in chosen])
+    if len(found) > MAX_WIDTHS:
+        raise PolicyError(f"--near-tiers: at most {MAX_WIDTHS} widths, not {len(found)}")
+    return [1 + names.index(each) for each in found]

@@ -22,6 +22,8 @@ from orchestrator.replay.record import Disk, Recorder
 from orchestrator.replay.report import set_up_for
 from orchestrator.replay.simulate import Compute, Transport, simulate
 
+from .replayed import replayed_exactly
+
 pytestmark = pytest.mark.usefixtures("library_folder")
 
 FIVE = ("q8_0", "q4_k", "q3_k", "q2_k", "q1_0")
@@ -164,23 +166,13 @@ def recorded(
 def test_its_replay_is_exact_with_shared_slots(five: Path, tmp_path: Path, placement: str) -> None:
     table = tmp_path / "losses.json"
     expected = save_table(table, five)
-    config = build(five, placement=placement, losses=table, n_ubatch=16)
+    config = build(five, placement=placement, losses=table, ubatch=16)
     trace, n_changed = recorded(config, tmp_path / "t.npz")
     assert np.array_equal(trace.arrays["losses"], expected)
     assert n_changed > 0 and len(np.unique(trace.arrays["published"][:, 3])) > 2
     if placement == "wait":  # all of it before the two answers
         assert len(np.unique(trace.arrays["published"][:, 0])) == 2
-    assert_exact(trace)
-
-
-def assert_exact(trace: Trace) -> None:
-    result = replay(Bindings.load().library(), trace, ReplayOptions())
-    assert result["clock"] == "recorded"
-    rows = {row["name"]: row for row in result["agreement"]}
-    exact = ["hits", "of requests", "prompt: hits", "promoted", "demoted"]
-    exact += [name for name in rows if name.startswith(("routed in", "computed in"))]
-    for name in exact:
-        assert rows[name]["error"] == 0, name
+    replayed_exactly(trace)
 
 
 @pytest.mark.parametrize("placement", ["async", "wait"])
@@ -216,7 +208,7 @@ def test_its_replay_knows_sequences_and_kept_tokens(
     trace, n_changed = recorded(config, tmp_path / "t.npz", talk)
     assert n_changed > 0 and set(trace.arrays["sequences"].tolist()) == {0, 1, 2}
     assert len(trace.restored()) == 3  # the two forks together, the third, the copy
-    assert_exact(trace)
+    replayed_exactly(trace)
     setup = set_up_for(trace, ReplayOptions(), Context, Transport(0, 0, 4))
     clock = Transport(10**9, 50, 4), Compute(1000.0, 1000.0)
     simulate(Bindings.load().library(), trace, setup, *clock, as_recorded=True)

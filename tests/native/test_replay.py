@@ -96,7 +96,7 @@ def test_on_demand_it_agrees_exactly(
     model = tiny_model(shape, "q4_k", "q2_k")
     with Engine.open(Config.build(model=model, policy="lru", ctx=256, threads=1)) as engine:
         budget = int(share * engine.plan.slots.total_bytes)
-    shared = {"ctx": 256, "threads": 1, "n_ubatch": n_ubatch, "expert_ram": budget}
+    shared = {"ctx": 256, "threads": 1, "ubatch": n_ubatch, "expert_ram": budget}
     config = Config.build(model=model, **shared, **options)
     trace, stats, logits = recorded(config, prompt=True)
     assert stats.hits[Phase.DECODE] < stats.requests[Phase.DECODE]
@@ -194,7 +194,7 @@ def test_texts_and_answers(policy: str, tiny_model: Callable[..., Path]) -> None
     """What a step, its phase, its events and its times are; nothing lasts in the engine."""
     model = tiny_model("qwen3moe", "q4_k")
     config = Config.build(
-        model=model, policy=policy, expert_ram=2 << 20, ctx=64, n_ubatch=8, threads=1
+        model=model, policy=policy, expert_ram=2 << 20, ctx=64, ubatch=8, threads=1
     )
     with Engine.open(config) as engine:
         text = record_text(engine, "one two three four " * 20, 40, prefill=20)

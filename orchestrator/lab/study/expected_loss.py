@@ -15,6 +15,7 @@ from orchestrator.policy.placement import (
     IMPORTANCE,
     PLAIN,
     PlacementSettings,
+    best_of_each_width,
     bit_budget,
     importance,
     nominal_bits,
@@ -41,9 +42,8 @@ class NearTiers:
     @classmethod
     def of(cls, tiers: Sequence[str]) -> NearTiers:
         """Of a file's tiers, best first: the best one of each width below the best tier."""
-        by_bits = {nominal_bits(name): name for name in reversed(tiers[1:])}
-        widths = sorted(by_bits, reverse=True)[-MAX_WIDTHS:]
-        return cls(tuple(by_bits[bits] for bits in widths), tuple(widths))
+        names = best_of_each_width(tiers[1:])[-MAX_WIDTHS:]
+        return cls(tuple(names), tuple(map(nominal_bits, names)))
 
     def uniform(self, bits: float) -> str | None:
         """The tier in which every expert has so many bits; None where the file has none."""

@@ -30,7 +30,7 @@ POLICIES = {
 
 
 def open_engine(model: Path, **settings) -> Engine:
-    settings = {"ctx": 256, "threads": 1, "n_ubatch": 64, "exact_tiers": True} | settings
+    settings = {"ctx": 256, "threads": 1, "ubatch": 64, "exact_tiers": True} | settings
     return Engine.open(Config.build(model=model, **settings))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moving import settle
 from shapes import make_decision, make_event, make_view
 
 from orchestrator.driver import Driver
@@ -149,35 +150,16 @@ def test_every_expert_moves_once_in_shared_slots(
     policy.set_losses(np.sort(rng.random((N_LAYERS, N_EXPERT, 5)) ** 3, axis=2))
     resident = placed(policy)
     for number in range(3):
-        before, moved = resident.copy(), np.zeros((N_LAYERS, N_EXPERT), int)
+        before = resident.copy()
         prefill(policy, rng, number, resident)
-        under_way: dict[tuple[int, int], tuple[int, int]] = {}
         told(policy, Phase.PREFILL, resident, resident, starts=(number,), ends=(number - 1,))
-        for _ in range(400):
-            target = resident.copy()
-            for at, (tier, _) in under_way.items():
-                target[at] = tier
-            used = [0] * len(plan.groups)
-            for (layer, _, tier), group in plan.group_of.items():
-                used[group] += int((resident[layer] == tier).sum())
-                used[group] += int(((target == tier) & (resident != tier))[layer].sum())
-            assert all(n <= group.n_slots for n, group in zip(used, plan.groups, strict=True))
+
+        def moves_for(target: np.ndarray) -> Sequence[Transition]:
             if waits:
-                moves = policy.before_answer(resident, target)
-            else:
-                moves = told(policy, Phase.DECODE, resident, target)
-            for layer, expert, tier in moves:
-                assert (layer, expert) not in under_way and tier != resident[layer, expert]
-                under_way[layer, expert] = tier, int(rng.integers(1, 4))
-                moved[layer, expert] += 1
-            if not under_way:
-                break
-            for at, (tier, left) in list(under_way.items()):
-                if left > 1:
-                    under_way[at] = tier, left - 1
-                else:
-                    resident[at] = tier
-                    del under_way[at]
+                return policy.before_answer(resident, target)
+            return told(policy, Phase.DECODE, resident, target)
+
+        moved = settle(plan, resident, rng, moves_for)
         assert policy.updates == number + 1
         assert (resident == policy._latest).all()
         assert (moved == (resident != before)).all()
