@@ -110,8 +110,8 @@ def restart(job: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 def first(job: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """One process: the first prompt, some seconds after the start."""
-    settings = {"policy": job["policy"], "ram": job["ram"], "ctx": 4096, "remember": True}
+    """One process: the first prompt, some seconds after the start, without a profile of use."""
+    settings = {"policy": job["policy"], "ram": job["ram"], "ctx": 4096}
     with Engine.open(Config.build(**config, **settings)) as engine:
         start = time.perf_counter()
         if job["idle"]:
