@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import groupby
 from typing import Any
 
+from gguf_tools.columns import aligned
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import KEY_CALIBRATION, KEY_QUANTIZATION, KINDS, slot_bytes
 from gguf_tools.units import format_size
@@ -224,6 +225,4 @@ def _short_types(types: dict[str, str]) -> str:
 
 
 def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    cells = [[text.rjust(width) for text, width in zip(row, widths, strict=True)] for row in rows]
-    return ["  " + "  ".join(row).rstrip() for row in cells]
+    return [f"  {line}" for line in aligned(rows, str.rjust)]

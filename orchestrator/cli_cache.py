@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
 from orchestrator.cli_files import note
 from orchestrator.console import strip_controls
@@ -42,9 +43,12 @@ def list_models(as_json: bool) -> None:
         note("No model was pulled: `moe-edge pull OWNER/NAME` fetches one.")
         return
     shown = [
-        (row["name"], format_size(row["bytes"]), row["used"], row["repo"])
-        if row["file"]
-        else (row["name"], format_size(row["bytes"]), row["used"], "a checkpoint, for convert")
+        (
+            row["name"],
+            format_size(row["bytes"]),
+            row["used"],
+            row["repo"] if row["file"] else "a checkpoint, for convert",
+        )
         for row in rows
     ]
     _print_table(("name", "size", "used", "from"), shown)
@@ -102,7 +106,5 @@ def cache(clear: tuple[str, ...], as_json: bool) -> None:
 
 
 def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        click.echo(strip_controls("  ".join(cells).rstrip()))
+    for line in aligned([head, *rows]):
+        click.echo(strip_controls(line))

@@ -99,6 +99,13 @@ class Config(Settings):
         metavar="TYPE",
         choices=tuple(KV_TYPES),
     )
+    ubatch: int | None = setting(
+        None,
+        "Tokens of a prompt that are computed at once: with more of them, experts that are not in "
+        "memory are read less often, and scratch takes more.",
+        within=(1, 65536),
+        shown="by memory",
+    )
     threads: int | None = setting(None, "Compute threads.", within=(1, 1024), shown="the cores")
     max_tokens: int | None = setting(
         None,
@@ -137,9 +144,6 @@ class Config(Settings):
         conversation=True,
     )
     system: str | None = setting(None, "System prompt.", metavar="TEXT", answer=True)
-    n_ubatch: int = setting(
-        512, "Tokens that are evaluated at once.", within=(1, 65536), option=False
-    )
     importance: str = setting(
         "window",
         "Where a prompt's token scores come from: the attention of the last queries (window), of "

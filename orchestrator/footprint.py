@@ -10,6 +10,7 @@ from gguf_tools.experts import ExpertModel, Slice, Tier
 from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
 from gguf_tools.file.reader import metadata_value
 from orchestrator.config import Config
+from orchestrator.micro_batch import SIZES
 from orchestrator.policy import PLAIN, Policy, policy_class
 from orchestrator.policy.base import ModelShape
 
@@ -32,6 +33,11 @@ POOL_GROWTH = 1.05
 PROMPT_SHARE = 1 / 32
 PROMPT_MARKS = 6
 
+# Of a row that a product of experts multiplies: a number in 8 bits with its block's scales and
+# sums, and the row's place.
+ROW_WEIGHT_BYTES = 292 / 256
+ROW_PLACE_BYTES = 16
+
 # The context where none is asked for and memory is short; orchestrator.context_length has the rest.
 LEAST_CONTEXT = 4096
 
@@ -44,6 +50,11 @@ def context_tokens(model: ExpertModel, config: Config) -> int:
     return min(asked, most) if most else asked
 
 
+def step_tokens(config: Config, n_ctx: int) -> int:
+    """The most tokens of a step in a context of so many: what was asked for, or else the least."""
+    return min(config.ubatch or SIZES[0], n_ctx)
+
+
 def vocabulary_size(model: ExpertModel) -> int:
     """Tokens that the model's vocabulary lists; MetadataError where it is no list."""
     return len(metadata_value(model.parts[0], "tokenizer.ggml.tokens", list, []))
@@ -52,17 +63,30 @@ def vocabulary_size(model: ExpertModel) -> int:
 def compute_bytes(
     model: ExpertModel, config: Config, n_ctx: int, graph_bytes: int | None = None
 ) -> int:
-    """What one batch of n_ubatch tokens takes: llama.cpp's scratch, and the logits beside it.
+    """What one micro-batch takes: llama.cpp's scratch, the logits beside it, and what products
+    take of the CPU.
 
     graph_bytes: the scratch as llama.cpp itself counts it, without token importance; None for an
     upper estimate.
     """
-    tokens = min(config.n_ubatch, n_ctx)
+    tokens = step_tokens(config, n_ctx)
     outputs = max(tokens if config.logits_all else 1, 1 + config.sequences)
     logits = 4 * outputs * vocabulary_size(model)
     if graph_bytes is None:
         graph_bytes = _graph_bytes(model, config, n_ctx) + logits
+    else:
+        graph_bytes += _row_bytes(model, config, n_ctx)
     return graph_bytes + logits + _importance_bytes(model, config, n_ctx)
+
+
+def _row_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
+    """What the widest product of experts keeps of its inputs in the CPU's work buffer, which
+    llama.cpp does not count: rows in blocks of 8 bits, in two layouts where precisions differ in
+    what they multiply with, and the places of the rows."""
+    widths = [shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None]
+    layouts = min(2, len(model.tiers))
+    row = layouts * max(widths) * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
+    return int(step_tokens(config, n_ctx) * model.n_expert_used * row)
 
 
 def _graph_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
@@ -72,7 +96,7 @@ def _graph_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     is flash, else in two precisions; the residual stream; the larger of attention's rows and the
     two sets of rows of the k experts that live at once, and their quantized copies.
     """
-    hparams, tokens = model.hparams, min(config.n_ubatch, n_ctx)
+    hparams, tokens = model.hparams, step_tokens(config, n_ctx)
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
     heads = max(hparams.n_head) + 2 * max(hparams.n_head_kv)
     attention = 3 * heads * max(hparams.key_length, hparams.value_length)
@@ -88,7 +112,7 @@ def _importance_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     stream, which live longer for it."""
     if config.importance == "load" or not _may_want_importance(config.policy):
         return 0
-    hparams, tokens = model.hparams, min(config.n_ubatch, n_ctx)
+    hparams, tokens = model.hparams, step_tokens(config, n_ctx)
     queries = min(config.importance_window, tokens) if config.importance == "window" else 2 * tokens
     weights = queries * n_ctx * max(hparams.n_head)
     heads = max(hparams.n_head) + max(hparams.n_head_kv)
@@ -148,7 +172,7 @@ def prompt_bytes(
 
 def attention_weights(model: ExpertModel, config: Config, n_ctx: int) -> int:
     """How many weights the attention of one batch has over the whole context."""
-    return max(model.hparams.n_head) * min(config.n_ubatch, n_ctx) * n_ctx
+    return max(model.hparams.n_head) * step_tokens(config, n_ctx) * n_ctx
 
 
 def kernel_bytes(model: ExpertModel, config: Config, n_ctx: int, piles: bool = False) -> int:
@@ -158,7 +182,7 @@ def kernel_bytes(model: ExpertModel, config: Config, n_ctx: int, piles: bool = F
     two lengths; and the weights of attention in half precision. Those grow with the cache, and
     what was taken for shorter ones stays: piles says so; our executor takes the longest at once.
     """
-    tokens = min(config.n_ubatch, n_ctx)
+    tokens = step_tokens(config, n_ctx)
     widths = {shape[i] for layer in model.shapes for shape in layer if shape for i in (0, 1)}
     rows = tokens * model.n_expert_used
     activations = sum(rows * (width + 512) * 36 // 32 for width in sorted(widths)[-2:])

@@ -19,7 +19,7 @@ from orchestrator.losses import LossKeeper
 from orchestrator.native import Misses, Store, context_memory, host_scratch
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy.base import Transition
-from orchestrator.profile import HotnessKeeper, TunedKeeper
+from orchestrator.profile import HotnessKeeper, TunedKeeper, UsageKeeper
 from orchestrator.sequences import Sequences
 from orchestrator.steps import Steps
 from orchestrator.store_layout import importance_window, store_spec
@@ -54,6 +54,7 @@ class Loaded:
 
     def close(self) -> None:
         """Frees everything; safe to call twice."""
+        self.driver.attend()
         _close(self._parts)
         self._parts = ()
 
@@ -64,7 +65,7 @@ class Probe:
 
     def __init__(self, bindings: Bindings, config: Config) -> None:
         self._bindings, self._config = bindings, config
-        self._known: dict[int, int | None] = {}
+        self._known: dict[tuple[int, int], int | None] = {}
 
     @cached_property
     def _model(self) -> Model:
@@ -77,21 +78,22 @@ class Probe:
             no_data=True,
         )
 
-    def scratch(self, n_ctx: int) -> int | None:
-        """Bytes for a context of so many tokens, without token importance, which needs a store.
-        None for a model that llama.cpp does not load: loading says why."""
-        if n_ctx not in self._known:
-            self._known[n_ctx] = self._measured(n_ctx)
-        return self._known[n_ctx]
+    def scratch(self, n_ctx: int, n_ubatch: int) -> int | None:
+        """Bytes for a context of so many tokens and so many of them at once, without token
+        importance, which needs a store. None for a model that llama.cpp does not load: loading
+        says why."""
+        if (n_ctx, n_ubatch) not in self._known:
+            self._known[n_ctx, n_ubatch] = self._measured(n_ctx, n_ubatch)
+        return self._known[n_ctx, n_ubatch]
 
-    def _measured(self, n_ctx: int) -> int | None:
+    def _measured(self, n_ctx: int, n_ubatch: int) -> int | None:
         config = self._config
         try:
             context = Context(
                 self._bindings,
                 self._model,
                 n_ctx=n_ctx,
-                n_ubatch=min(config.n_ubatch, n_ctx),
+                n_ubatch=n_ubatch,
                 threads=1,
                 all_logits=config.logits_all,
                 flash_attention=config.importance != "exact",
@@ -123,6 +125,7 @@ class Loader:
         check_misses(self.gpu, config)
         self.hotness = HotnessKeeper(config, model)
         self.tuned = TunedKeeper(config, model)
+        self.usage = UsageKeeper(config, model)
         self.losses = LossKeeper(config, model)
         self._config = config
         self._model = model
@@ -182,7 +185,8 @@ class Loader:
         if beyond <= 0:
             return loaded
         loaded.close()
-        return self._load(config, self.plan(config, beyond), progress)
+        settled = config.with_changes(ubatch=plan.n_ubatch)
+        return self._load(config, self.plan(settled, beyond), progress)
 
     def _load(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Loaded:
         first = self._first(plan)
@@ -204,7 +208,7 @@ class Loader:
                 self.bindings,
                 model,
                 n_ctx=plan.n_ctx,
-                n_ubatch=min(config.n_ubatch, plan.n_ctx),
+                n_ubatch=plan.n_ubatch,
                 threads=config.threads or default_threads(),
                 all_logits=config.logits_all,
                 flash_attention=importance_window(config, plan) >= 0,

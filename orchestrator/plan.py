@@ -4,44 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gguf_tools.experts import KV_TYPES, ExpertModel
-from gguf_tools.file.layout import BLOCK, KINDS, POOL_ALIGNMENT
+from gguf_tools.file.layout import BLOCK
 from gguf_tools.units import format_size
 from orchestrator.choice import choose, make_policy, wants_plain
 from orchestrator.config import Config
 from orchestrator.context_length import longest_affordable
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import (
-    attention_weights,
-    compute_bytes,
     context_tokens,
     copying_bytes,
     device_shape,
-    embedding_bytes,
-    kernel_bytes,
-    look_ahead_bytes,
     model_shape,
     process_bytes,
     prompt_bytes,
+    step_tokens,
 )
 from orchestrator.hardware import Device, Machine
-from orchestrator.policy import BASELINE, DEFAULT, PLAIN, ModelShape, Policy, policy_class
-from orchestrator.policy.base import Callback, SlotPlan
+from orchestrator.micro_batch import SIZES, best_plan
+from orchestrator.policy import BASELINE, PLAIN, ModelShape, Policy, policy_class
+from orchestrator.policy.base import SlotPlan
+from orchestrator.room import Graph, Room, host_bytes, room_of
 
-# Bytes of scratch for a context of so many tokens; and _room's part of it.
-GraphBytes = Callable[[int], int | None]
-_Graph = tuple[int, int | None]
+# Bytes of scratch for a context of so many tokens and so many at once.
+GraphBytes = Callable[[int, int], int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Where everything goes. Sizes in bytes.
 
-    tiers: the file's tier indices in use, best first; skip: experts may be skipped; policy, shape
-    and slots are None in plain mode. ram_bytes is the cap over all that the host's memory takes.
+    n_ubatch: tokens of a prompt that are computed at once. tiers: the file's tier indices in use,
+    best first; skip: experts may be skipped; policy, shape and slots are None in plain mode.
+    ram_bytes is the cap over all that the host's memory takes.
 
     prompt_bytes: of the host's memory, for prompts that were read before; copying_bytes: the part
     of it that copying them takes.
@@ -55,6 +53,7 @@ class MemoryPlan:
     managed: bool
     reason: str
     n_ctx: int
+    n_ubatch: int
     tiers: tuple[int, ...]
     skip: bool
     tier_names: tuple[str, ...]
@@ -81,30 +80,12 @@ class MemoryPlan:
         prompts = 0 if self.device else self.prompt_bytes
         return self.dense_bytes + self.kv_bytes + self.scratch_bytes + prompts + experts
 
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """The memory that experts live in, and what else of the model lies there."""
-
-    option: str  # that caps it
-    free: str  # what it is called without that option
-    asked: int | None
-    cap: int
-    dense: int
-    kv: int
-    scratch: int
-    compute: int  # the part of scratch that graphs take
-    prompts: int = 0
-
     @property
-    def fixed(self) -> int:
-        return self.dense + self.kv + self.scratch + self.prompts
-
-    @property
-    def given(self) -> str:
-        """The cap that binds, for a message."""
-        what = self.option if self.asked == self.cap else self.free
-        return f"{what} {format_size(self.cap)}"
+    def absent_bytes(self) -> int:
+        """Experts in the best tier in use that have no slot; 0 where each is in memory."""
+        if self.slots is None or self.shape is None or (self.policy and self.policy.all_resident):
+            return 0
+        return max(0, self.shape.all_slot_bytes() - self.slots.total_bytes)
 
 
 def plan_memory(
@@ -123,11 +104,12 @@ def plan_memory(
     tier and none is skipped.
 
     Where no context was asked for, it is the longest one that costs little, and the least one
-    where the policy has no room beside that.
+    where the policy has no room beside that. Where no micro-batch was asked for, and no cap on
+    slots alone, the experts that are absent decide it (orchestrator.micro_batch).
 
     more_scratch: bytes that llama.cpp was seen to take beyond the estimate. graph_bytes: scratch
-    in the host's memory as llama.cpp counts it for a context of so many tokens, in the place of an
-    estimate; None where it cannot say.
+    in the host's memory as llama.cpp counts it for a context of so many tokens and so many at once,
+    in the place of an estimate; None where it cannot say.
 
     Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
     for a policy or tiers that do not go with the model.
@@ -135,19 +117,48 @@ def plan_memory(
     _check_kv(config, model)
     if config.policy not in (None, PLAIN):
         policy_class(config.policy or "")  # raises for an unknown one
+
+    def graph(n_ctx: int, n_ubatch: int) -> Graph:
+        return more_scratch, graph_bytes(n_ctx, n_ubatch) if graph_bytes else None
+
+    def with_micro_batch(n_ubatch: int) -> MemoryPlan | None:
+        """As `smallest`, and nothing else of it changes."""
+        if n_ubatch > smallest.n_ctx:
+            return None
+        changed = replace(config, ubatch=n_ubatch)
+        scratch, n_ctx = graph(smallest.n_ctx, n_ubatch), smallest.n_ctx
+        try:
+            return _plan_memory(changed, model, machine, scratch, n_ctx, smallest.prompt_bytes)
+        except BudgetError:
+            return None
+
+    asked_for = config.ubatch is not None or config.expert_ram is not None
+    config = replace(config, ubatch=config.ubatch or SIZES[0])
+    smallest = _plan_with_context(config, model, machine, graph)
+    if asked_for:
+        return smallest
+    return best_plan(smallest, with_micro_batch, model.n_expert_used / model.n_expert)
+
+
+def _plan_with_context(
+    config: Config, model: ExpertModel, machine: Machine, graph: Callable[[int, int], Graph]
+) -> MemoryPlan:
+    """The plan of a config that says its micro-batch."""
     least = context_tokens(model, config)
 
-    def graph(n_ctx: int) -> _Graph:
-        return more_scratch, graph_bytes(n_ctx) if graph_bytes else None
+    def scratch(n_ctx: int) -> Graph:
+        return graph(n_ctx, step_tokens(config, n_ctx))
 
-    n_ctx = least if config.ctx else _affordable_context(config, model, machine, graph(least))
-    prompts = _prompt_bytes(config, model, machine, graph(n_ctx), n_ctx)
+    n_ctx = least if config.ctx else _affordable_context(config, model, machine, scratch(least))
+    prompts = _prompt_bytes(config, model, machine, scratch(n_ctx), n_ctx)
     asked = config.cache_ram or 0
-    for kept in (prompts, asked + copying_bytes(model, config, n_ctx)):
+    fewer = ((each, asked + copying_bytes(model, config, each)) for each in (n_ctx, least))
+    *wanted, last = dict.fromkeys([(n_ctx, prompts), *fewer])
+    for length, kept in wanted:
         with suppress(BudgetError):
-            return _plan_memory(config, model, machine, graph(n_ctx), n_ctx, kept)
-    kept = asked + copying_bytes(model, config, least)
-    return _plan_memory(config, model, machine, graph(least), least, kept)
+            return _plan_memory(config, model, machine, scratch(length), length, kept)
+    length, kept = last
+    return _plan_memory(config, model, machine, scratch(length), length, kept)
 
 
 def _check_kv(config: Config, model: ExpertModel) -> None:
@@ -169,12 +180,12 @@ def _check_kv(config: Config, model: ExpertModel) -> None:
 
 
 def _prompt_bytes(
-    config: Config, model: ExpertModel, machine: Machine, graph: _Graph, n_ctx: int
+    config: Config, model: ExpertModel, machine: Machine, graph: Graph, n_ctx: int
 ) -> int:
     """The memory for prompts beside a context of this many tokens. What fits whole without them
     still does."""
     plain = wants_plain(config, model)
-    room = _room(config, model, machine, n_ctx, _ram_cap(config, machine), graph, plain)
+    room = room_of(config, model, machine, n_ctx, _ram_cap(config, machine), graph, plain)
     left = room.cap - room.fixed
     if machine.device:
         left = spare = _ram_cap(config, machine) - process_bytes(model, on_gpu=True)
@@ -185,7 +196,7 @@ def _prompt_bytes(
     return prompt_bytes(model, config, n_ctx, left, spare)
 
 
-def _affordable_context(config: Config, model: ExpertModel, machine: Machine, graph: _Graph) -> int:
+def _affordable_context(config: Config, model: ExpertModel, machine: Machine, graph: Graph) -> int:
     """The context where none was asked for. Where everything fits beside the least one, it still
     does beside this one."""
     ram = _ram_cap(config, machine)
@@ -194,9 +205,9 @@ def _affordable_context(config: Config, model: ExpertModel, machine: Machine, gr
     most = model.hparams.context_length * (1 + config.sequences)
 
     def estimated(n_ctx: int) -> int:
-        return _room(config, model, machine, n_ctx, ram, (graph[0], None), plain).fixed
+        return room_of(config, model, machine, n_ctx, ram, (graph[0], None), plain).fixed
 
-    room, at_least = _room(config, model, machine, least, ram, graph, plain), estimated(least)
+    room, at_least = room_of(config, model, machine, least, ram, graph, plain), estimated(least)
     other = room.fixed - room.kv
     left = room.cap - other
     spare = left - room.kv - model.tier_bytes[0]
@@ -210,13 +221,13 @@ def _ram_cap(config: Config, machine: Machine) -> int:
 
 
 def _plan_memory(
-    config: Config, model: ExpertModel, machine: Machine, graph: _Graph, n_ctx: int, prompts: int
+    config: Config, model: ExpertModel, machine: Machine, graph: Graph, n_ctx: int, prompts: int
 ) -> MemoryPlan:
     """As plan_memory, with a context of this many tokens, and so many bytes for prompts."""
     device = machine.device
     ram = _ram_cap(config, machine)
     plain = wants_plain(config, model)
-    room = _room(config, model, machine, n_ctx, ram, graph, plain, prompts)
+    room = room_of(config, model, machine, n_ctx, ram, graph, plain, prompts)
     rest = room.cap - room.fixed
 
     def shape_of(tiers: tuple[int, ...]) -> ModelShape:
@@ -229,6 +240,7 @@ def _plan_memory(
             managed=managed,
             reason=reason,
             n_ctx=n_ctx,
+            n_ubatch=step_tokens(config, n_ctx),
             tiers=tiers,
             skip=skip,
             tier_names=tuple(model.tiers[tier].name for tier in tiers),
@@ -259,7 +271,7 @@ def _plan_memory(
             amounts = f"{format_size(needed)} of {format_size(room.cap)}"
             reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
             return plan(False, reason, (0,), budget_bytes=0, policy=None, shape=None, slots=None)
-        room = _room(config, model, machine, n_ctx, ram, graph, prompts=prompts)
+        room = room_of(config, model, machine, n_ctx, ram, graph, prompts=prompts)
         rest = room.cap - room.fixed
 
     budget = (
@@ -275,7 +287,7 @@ def _plan_memory(
     except BudgetError as error:
         # The baseline takes no token importance.
         usual = config.compared(policy=BASELINE)
-        fixed = _room(usual, model, machine, n_ctx, ram, graph, prompts=prompts).fixed
+        fixed = room_of(usual, model, machine, n_ctx, ram, graph, prompts=prompts).fixed
         raise _too_small(config, policy.name, shape, error.needed_bytes, room, fixed) from None
     asked = config.expert_ram or room.asked
     return plan(
@@ -287,69 +299,12 @@ def _plan_memory(
         policy=policy,
         shape=shape,
         slots=slots,
-        host_bytes=_host_bytes(config, model, choice.tiers, ram - prompts) if device else 0,
+        host_bytes=host_bytes(config, model, choice.tiers, ram - prompts) if device else 0,
     )
 
 
-def _room(
-    config: Config,
-    model: ExpertModel,
-    machine: Machine,
-    n_ctx: int,
-    ram: int,
-    graph: _Graph,
-    plain: bool = False,
-    prompts: int = 0,
-) -> _Room:
-    """graph: plan_memory's more_scratch, and what its graph_bytes says. plain: as upstream runs it,
-    without our executor on a device."""
-    dense, kv = model.dense_bytes, model.kv_bytes(n_ctx, config.kv)
-    more_scratch, graph_bytes = graph
-    compute = compute_bytes(model, config, n_ctx, graph_bytes) + more_scratch
-    device = machine.device
-    may_look = not plain and policy_class(config.policy or DEFAULT).callback is not Callback.NEVER
-    ahead = look_ahead_bytes(model) if may_look else 0
-    if device is None:
-        scratch = process_bytes(model) + config.beside + compute + ahead
-        free = "free memory,"
-        return _Room("--ram", free, config.ram, ram, dense, kv, scratch, compute, prompts)
-    asked = config.vram
-    cap = min(asked, device.memory_bytes) if asked else device.usable_bytes
-    # on a device the mask is there in two precisions
-    compute += 4 * (attention_weights(model, config, n_ctx) + min(config.n_ubatch, n_ctx) * n_ctx)
-    # without a cap, ggml's pool makes room for itself where the device is full
-    kernels = kernel_bytes(model, config, n_ctx, piles=plain and asked is not None)
-    scratch = compute + kernels + _alignment(model) + ahead
-    free = f"free memory of {device.name},"
-    return _Room("--vram", free, asked, cap, dense, kv, scratch, compute)
-
-
-def _alignment(model: ExpertModel) -> int:
-    """What starting each pool of slots at a boundary costs at most."""
-    return POOL_ALIGNMENT * len(model.slices) * len(KINDS) * len(model.tiers)
-
-
-def _host_bytes(config: Config, model: ExpertModel, tiers: tuple[int, ...], ram: int) -> int:
-    """The cache of experts in the host's memory behind a device: what is left there, as far as
-    there are experts. Raises BudgetError where not even reads in flight find room."""
-    fixed = process_bytes(model, on_gpu=True) + config.beside + embedding_bytes(model)
-    shape = model_shape(model, tiers)
-    slots = {size for layer in shape.slots for sizes in layer for size in sizes.values()}
-    # every size has slots of its own, two at least
-    in_flight = max(2 * config.io_threads * max(slots), 2 * sum(slots))
-    every = sum(model_shape(model, (tier,)).all_slot_bytes() for tier in tiers)
-    if ram - fixed < in_flight:
-        needed = fixed + in_flight
-        raise BudgetError(
-            f"--ram {format_size(ram)} is too little beside a GPU: the smallest that works is "
-            f"{needed} bytes ({format_size(needed)})",
-            needed,
-        )
-    return min(ram - fixed, every + in_flight)
-
-
 def _too_small(
-    config: Config, name: str, shape: ModelShape, slots: int, room: _Room, usual_fixed: int
+    config: Config, name: str, shape: ModelShape, slots: int, room: Room, usual_fixed: int
 ) -> BudgetError:
     """slots: what the named policy needs at least. usual_fixed: bytes beside the slots with the
     baseline."""

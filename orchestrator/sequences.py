@@ -37,7 +37,7 @@ class Sequences:
         if len(sequences) > self._context.n_ubatch:
             raise ConfigError(
                 f"{len(sequences)} sequences are more than the {self._context.n_ubatch} tokens of "
-                f"one step: raise the setting 'n_ubatch'"
+                f"one step: raise --ubatch"
             )
 
     def fork(self, number: int, length: int) -> None:

@@ -27,7 +27,7 @@ def store_spec(config: Config, model: ExpertModel, plan: MemoryPlan, misses: Mis
         store_layers(model.layer_ids, model.slices, plan.tiers, plan.slots),
         files=tuple(model.files),
         budget_bytes=plan.budget_bytes,
-        max_tokens=min(config.n_ubatch, plan.n_ctx),
+        max_tokens=plan.n_ubatch,
         n_io_threads=config.io_threads,
         direct_io=config.direct_io,
         importance_window=importance_window(config, plan),

@@ -23,6 +23,7 @@ KINDS = {
     "servers": "llama.cpp's server, as `moe-edge serve` compiled it",
     "source": "the source of llama.cpp with our patches",
     "tuned": "what policies tuned, of each model",
+    "usage": "how often earlier chats and servers used each expert, of each model",
     "wheels": "llama.cpp as it was built, for other environments",
 }
 

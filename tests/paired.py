@@ -154,14 +154,19 @@ def main() -> None:
     from orchestrator.settings import parse_size
 
     settings: dict[str, Any] = {"model": str(asked.model.resolve()), "policy": asked.policy}
-    settings |= {"ctx": 4096, "n_ubatch": max(64, asked.prompt), "force_managed": True}
+    settings |= {"ctx": 4096, "force_managed": True}
+    if asked.prompt:
+        settings["ubatch"] = asked.prompt
     if asked.expert_ram:
         settings["expert_ram"] = parse_size(asked.expert_ram)
     ours, theirs = (settings | dict(map(setting, each)) for each in (asked.ours, asked.theirs))
     if asked.upstream:
-        both = {"n_ubatch": settings["n_ubatch"], "threads": default_threads()}
-        ours = {"model": settings["model"], "policy": "plain", "ctx": 4096, **both}
-        theirs = {"path": settings["model"], "upstream": True, "n_ctx": 4096, **both}
+        both = {"threads": default_threads()}
+        at_once = max(64, asked.prompt)
+        plain = {"model": settings["model"], "policy": "plain", "ctx": 4096}
+        ours = plain | both | {"ubatch": at_once}
+        theirs = {"path": settings["model"], "upstream": True, "n_ctx": 4096} | both
+        theirs["n_ubatch"] = at_once
     sides = {
         "other": (asked.other, asked.python, theirs),
         "ours": (HERE, sys.executable, ours),

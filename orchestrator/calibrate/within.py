@@ -72,7 +72,7 @@ def load_within(path: Path, n_ctx: int, threads: int, room: Room) -> tuple[Exper
         config = Config.build(
             model=path,
             ctx=n_ctx,
-            n_ubatch=n_ctx,
+            ubatch=n_ctx,
             threads=threads,
             policy=BASELINE,
             high_tier=model.tiers[0].name,

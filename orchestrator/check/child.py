@@ -114,7 +114,7 @@ def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
         seen[node.name.removeprefix(_EXPERTS_OUT)] = node.array()
 
     config = engine.config
-    n = min(len(tokens), config.n_ubatch, engine.n_ctx)
+    n = min(len(tokens), engine.plan.n_ubatch)
     threads = config.threads or len(os.sched_getaffinity(0))
     with Observer(config.model, n, threads, wanted, keep, model=engine.llama) as observer:
         observer.read(tokens[:n])

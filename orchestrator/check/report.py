@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
 
 
@@ -97,7 +98,7 @@ def _tier(tier: dict[str, Any]) -> list[str]:
         f"{tier['tier']}: a prompt of {len(read['prompt'])} tokens and {len(read['answer'])} "
         f"decoded ones; speeds in tokens/s"
     )
-    return [title, *_columns(rows)]
+    return [title, *(f"  {line}" for line in aligned(rows))]
 
 
 def _bits(compared: dict[str, Any] | None) -> str:
@@ -120,12 +121,3 @@ def _memory(run: dict[str, Any]) -> str:
     if run["promised_bytes"] is None:
         return f"{taken}, the pages of a mapped file among them"
     return f"{taken} of {format_size(run['promised_bytes'])}"
-
-
-def _columns(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -22,6 +22,7 @@ from orchestrator.eval.text import Window, cut_windows, read_documents
 from orchestrator.eval.usage import counters, usage_between
 from orchestrator.events import Phase
 from orchestrator.footprint import LEAST_CONTEXT
+from orchestrator.micro_batch import SIZES
 from orchestrator.policy import BASELINE
 
 # (what is being done, how much of it, 0 to 1)
@@ -77,7 +78,7 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
     """The config that judges: logits of every token, and experts in exactly their tiers."""
     return config.with_changes(
         logits_all=True,
-        n_ubatch=min(config.n_ubatch, options.window),
+        ubatch=min(config.ubatch or SIZES[0], options.window),
         ctx=max(config.ctx or LEAST_CONTEXT, options.window),
         exact_tiers=not options.reuse,
     )

@@ -34,6 +34,7 @@ class Simulation:
         arrays = event_arrays(event, store.spec)
         self._ids, self._weights, self._tokens = arrays[:3]
         self._ahead_ids, self._ahead, self._importance = arrays[3:6]
+        self._sequences = arrays[7]
 
     def set_speed(self, bytes_per_s: int, latency_us: int) -> None:
         """What reads take from now on; bytes_per_s 0: their bytes take no time."""
@@ -56,11 +57,13 @@ class Simulation:
         ahead_ids: np.ndarray,
         ahead: np.ndarray,
         importance: np.ndarray | None = None,
+        sequences: np.ndarray | int = 0,
     ) -> None:
         """One route event: the store calls back as it does in a graph, and acts.
 
         ids, weights [T, k]; tokens [T]; ahead_ids, ahead [A, T, k] with A <= n_ahead;
-        importance [T] or None. Raises what the callback raised, or NativeError.
+        importance [T] or None; sequences [T], or one for all tokens. Raises what the callback
+        raised, or NativeError.
         """
         n, n_ahead = len(ids), len(ahead_ids)
         if n > self._store.spec.max_tokens or n_ahead > self._store.spec.n_ahead:
@@ -71,6 +74,7 @@ class Simulation:
         self._ids[:n] = ids
         self._weights[:n] = weights
         self._tokens[:n] = tokens
+        self._sequences[:n] = sequences
         if n_ahead:
             self._ahead_ids[:n_ahead, :n] = ahead_ids
             self._ahead[:n_ahead, :n] = ahead

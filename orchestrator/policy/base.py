@@ -14,7 +14,7 @@ import numpy as np
 
 from gguf_tools.file.layout import MAX_TIERS
 from orchestrator.errors import BudgetError, PolicyError
-from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
+from orchestrator.events import ABSENT, DecisionBuffer, RouteEvent, StepReport, StoreView
 from orchestrator.settings import Settings
 
 Transition = tuple[int, int, int]  # layer, expert, tier to bring it to
@@ -257,15 +257,37 @@ class Policy:
         """What to load before the first token; after plan."""
         return ()
 
+    def likely(self, resident: np.ndarray, used: np.ndarray) -> Sequence[Transition]:
+        """Experts to read into free slots while nothing is asked for, the likeliest first: those
+        that are absent, by the share of its layer's uses that each had. Where all are in memory,
+        none.
+
+        resident: uint8 [n_layers, n_expert] as of StepReport. used: how often tokens used each
+        expert, not negative, [n_layers, n_expert]; experts that nobody used come last, layer by
+        layer.
+        """
+        if self.all_resident:
+            return ()
+        share = used / np.maximum(used.sum(axis=1, keepdims=True), 1e-300)
+        order = np.argsort(-share, axis=None, kind="stable")
+        layers, experts = np.unravel_index(order, share.shape)
+        absent = resident[layers, experts] == ABSENT
+        tier = self.default_tier
+        pairs = zip(layers[absent].tolist(), experts[absent].tolist(), strict=True)
+        return [(layer, expert, tier) for layer, expert in pairs]
+
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Writes a tier for the routed experts (0 where nothing is written) and what to
         prefetch. Mutates only `out`; keeps no reference to what it was given."""
 
-    def before_answer(self, resident: np.ndarray, target: np.ndarray) -> Sequence[Transition]:
+    def before_answer(
+        self, resident: np.ndarray, target: np.ndarray
+    ) -> Sequence[Transition] | None:
         """Transitions that an answer's first token waits for, by what is in memory between two
-        steps: resident, target uint8 [n_layers, n_expert] as of StepReport. It is asked again when
-        they are done, until there are none."""
-        return ()
+        steps: resident, target uint8 [n_layers, n_expert] as of StepReport. It waits for those that
+        are under way, too, and it is asked again when all are done, until there are none. None:
+        nothing is waited for."""
+        return None
 
     def save_sequence(self, sequence: int) -> bytes | None:
         """What it knows of one sequence, for whoever keeps the sequence's tokens; None where that

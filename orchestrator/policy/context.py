@@ -28,12 +28,13 @@ from orchestrator.policy.placement import (
     PlacementSettings,
     bit_budget,
     importance,
+    near_tiers,
     nominal_bits,
     nominal_losses,
     place,
     shares,
 )
-from orchestrator.policy.prefix_split import MAX_WIDTHS, prefix_split
+from orchestrator.policy.prefix_split import prefix_split
 from orchestrator.policy.sequence_use import SequenceUse
 from orchestrator.policy.tier_pools import Places, TierPools
 from orchestrator.policy.versions import Background
@@ -122,7 +123,7 @@ class Context(Policy):
         """Raises PolicyError where the model has no second precision in use, for near tiers that it
         lacks or that are too many, and for shared slots on a device."""
         super().__init__(shape, settings, rules)
-        self._near = near_tiers(shape, self.settings.near_tiers)
+        self._near = near_tiers(shape.tiers, self.settings.near_tiers)
         self._bits = [nominal_bits(shape.tiers[tier]) for tier in self._near]
         if self._shares and not shape.shares_slots:
             raise PolicyError(
@@ -143,7 +144,10 @@ class Context(Policy):
         self._wanted: np.ndarray | None = None
         self._latest: np.ndarray | None = None  # wanted by the latest placement
         self._scores: np.ndarray = np.zeros(size)
-        self._moved = self._steps = 0
+        self._moved = self._steps = self._most_steps = self._changed_bytes = 0
+        layers, tiers = range(shape.n_layers), range(len(shape.tiers))
+        sizes = [[shape.expert_slot_bytes(layer, tier) for tier in tiers] for layer in layers]
+        self._expert_bytes = np.array(sizes, np.int64)  # [n_layers, n_tiers]
 
     @property
     def _shares(self) -> bool:
@@ -292,22 +296,34 @@ class Context(Policy):
             self._placed = False
         else:
             self._steps += self._wanted is not None
-            self._place_anew()
+            self._most_steps = max(self._most_steps, self._steps)
+            self._place_anew(report.target)
         return self._moves(report.resident, report.target)
 
-    def before_answer(self, resident: np.ndarray, target: np.ndarray) -> Sequence[Transition]:
+    def before_answer(
+        self, resident: np.ndarray, target: np.ndarray
+    ) -> Sequence[Transition] | None:
         if not self._waits:
-            return ()
-        self._place_anew()
+            return None
+        self._place_anew(target)
         return self._moves(resident, target)
 
-    def _place_anew(self) -> None:
-        """Behind a prompt, once."""
-        if not self._placed:
-            self._wanted = self._latest = self._place()
-            self._placed = True
-            self.updates += 1
-            self._steps = 0
+    def _place_anew(self, target: np.ndarray) -> None:
+        """Behind a prompt, once. target: as of StepReport."""
+        if self._placed:
+            return
+        if self._wanted is not None:  # what has not begun to move need not
+            self._changed_bytes -= self._bytes_to(self._wanted, target)
+        self._wanted = self._latest = self._place()
+        self._changed_bytes += self._bytes_to(self._wanted, target)
+        self._placed = True
+        self.updates += 1
+        self._steps = 0
+
+    def _bytes_to(self, wanted: np.ndarray, target: np.ndarray) -> int:
+        """What slots of the experts take that neither are where they should be nor go there."""
+        sizes = np.take_along_axis(self._expert_bytes, wanted.astype(np.int64), axis=1)
+        return int(sizes[wanted != target].sum())
 
     def _moves(self, resident: np.ndarray, target: np.ndarray) -> list[Transition]:
         """Experts at rest that are not where they should be, as far as slots are free: those to
@@ -333,14 +349,17 @@ class Context(Policy):
         return moves
 
     def report(self) -> Mapping[str, Any]:
-        """Since the engine started: placements, and experts that were asked to move for them;
-        decode steps that the latest one took; hot and near experts of a layer by tier, on average,
-        and the near ones' bits, nominal and as stored."""
+        """Since the engine started: placements, experts that were asked to move for them, and the
+        slot bytes of those that they changed; decode steps that the latest one took, and the
+        slowest; hot and near experts of a layer by tier, on average, and the near ones' bits,
+        nominal and as stored."""
         near = self._near_per_layer()
         found: dict[str, Any] = {
             "placements": self.updates,
             "moves": self._moved,
+            "changed_bytes": self._changed_bytes,
             "steps": self._steps,
+            "most_steps": self._most_steps,
             "hot_per_layer": self._n_hot,
             "near_per_layer": dict(zip(self._near_names, near, strict=True)),
         }
@@ -378,22 +397,3 @@ class Context(Policy):
             f"context, of {self.shape.n_expert} experts a layer {self._n_hot} hot in "
             f"{self.shape.tiers[0]}, {near}"
         )
-
-
-def near_tiers(shape: ModelShape, asked: str | None) -> list[int]:
-    """Tiers that experts may have which are not hot, best first, one of each width; asked: names
-    with commas between them, None for all below the best one. Raises PolicyError."""
-    names = list(shape.tiers[1:])
-    chosen = names if asked is None else [each.strip().lower() for each in asked.split(",")]
-    unknown = [each for each in chosen if each not in names]
-    if unknown:
-        raise PolicyError(
-            f"--near-tiers: {unknown[0]} is not below {shape.tiers[0]} in the file, which "
-            f"holds {', '.join(names)} there"
-        )
-    by_bits = {
-        nominal_bits(each): 1 + names.index(each) for each in reversed(names) if each in chosen
-    }
-    if len(by_bits) > MAX_WIDTHS:
-        raise PolicyError(f"--near-tiers: at most {MAX_WIDTHS} widths, not {len(by_bits)}")
-    return [by_bits[bits] for bits in sorted(by_bits, reverse=True)]

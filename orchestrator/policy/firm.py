@@ -230,8 +230,15 @@ class FIRM(Policy):
         if one and self._counts:
             self._observe(event.layer, event.ids.tolist(), view)
         if event.n_ahead and event.n_tokens <= _MOST_TOKENS and self._prefetches():
+            layer = event.layer + 1
+            if one and not self._counts and self.settings.agree == RANK:
+                # what _agree comes to, on the decisions that most tokens wait for
+                nearest = event.ahead_ids[0].tolist()[: self.tuner.of(layer)[0]]
+                for kinds in self._parts[layer]:
+                    out.prefetch_all(layer, nearest, 0, kinds)
+                return
             self._vote(event, one)
-            self._ask(event.layer + 1, self._agree(event, view, one), view, out)
+            self._ask(layer, self._agree(event, view, one), view, out)
 
     def _vote(self, event: RouteEvent, one: bool) -> None:
         """Takes what this layer predicts of the next ones."""

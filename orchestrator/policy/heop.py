@@ -12,7 +12,7 @@ expected, n_hit those of them that are in memory, so that the difference is what
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from orchestrator.policy.votes import mask_of
 
@@ -112,48 +112,50 @@ class Climb:
     """Algorithm 1 for one group, with what it leaves open or gets wrong put right.
 
     It starts with all of k candidates and the deepest vote, on the axis of P downwards, where the
-    loss is smooth. Where neither of `patience` updates beat the best mean so far, it goes back to
-    that, stays for one interval so that luck wears off, and turns round; after two turns it changes
-    the axis, so that the plane is explored in both directions (as printed, K or P only ever grow
-    while the other one falls). The history is one mean for each (K, P). A step beyond 1 .. k or
-    1 .. depth is a turn.
+    loss is smooth. At each update it goes one step on if the mean loss is lower there, and stays
+    otherwise. Both are counted on the same tokens, all since the start: as printed, intervals that
+    follow each other are compared, and their noise is larger than the difference of neighbours.
+    After `patience` updates without a step it turns round; after two turns it changes the axis, so
+    that the plane is explored in both directions (as printed, K or P only ever grow while the other
+    one falls). A step beyond 1 .. k or 1 .. depth is a turn.
     """
 
     k: int
     depth: int
     patience: int
-    weights: Weights
     at: Votes = (0, 0)
     axis: int = 1
     delta: int = -1
     _stale: int = 0
     _turns: int = 0
-    _seen: dict[Votes, Mean] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.at = (self.k, self.depth)
 
-    def update(self, unused: int, missed: int, n: int) -> None:
-        """One interval has passed with `at`; moves on. n: layers of tokens that were counted."""
-        if n == 0:
+    def update(self, means: Sequence[Sequence[float]]) -> None:
+        """An interval has passed. means [P - 1][K - 1]: of the loss, since the start."""
+        ahead = self._ahead()
+        for _ in range(3):  # both directions of both axes may be at their ends
+            if ahead is None:
+                self._turn()
+                ahead = self._ahead()
+        if ahead is None:
             return
-        mean = self._seen.setdefault(self.at, Mean(self.weights))
-        mean.unused, mean.missed, mean.n = mean.unused + unused, mean.missed + missed, mean.n + n
-        if self.best() == self.at:
-            self._stale, self._turns = 0, 0
-        else:
-            self._stale += 1
+        if means[ahead[1] - 1][ahead[0] - 1] < means[self.at[1] - 1][self.at[0] - 1]:
+            self.at, self._stale, self._turns = ahead, 0, 0
+            return
+        self._stale += 1
         if self._stale >= self.patience:
-            self.at = self.best()
             self._turn()
-            return
-        for _ in range(4):  # both directions of both axes may be at their ends
-            ahead = list(self.at)
-            ahead[self.axis] += self.delta
-            if 1 <= ahead[0] <= self.k and 1 <= ahead[1] <= self.depth:
-                self.at = (ahead[0], ahead[1])
-                return
-            self._turn()
+
+    def _ahead(self) -> Votes | None:
+        """The next step, where there is one."""
+        k, p = self.at
+        if self.axis == 0:
+            k += self.delta
+        else:
+            p += self.delta
+        return (k, p) if 1 <= k <= self.k and 1 <= p <= self.depth else None
 
     def _turn(self) -> None:
         self._stale = 0
@@ -162,14 +164,6 @@ class Climb:
         if self._turns == 2:
             self._turns = 0
             self.axis = 1 - self.axis
-
-    def best(self) -> Votes:
-        """The (K, P) of the least mean loss so far; of equals that with the fewest layers."""
-        losses = [(mean.value, at[1], at[0]) for at, mean in self._seen.items() if mean.n]
-        if not losses:
-            return self.at
-        _, layers, candidates = min(losses, key=lambda each: (each[0] or 0.0, *each[1:]))
-        return candidates, layers
 
 
 class Tuner:
@@ -196,13 +190,12 @@ class Tuner:
         self.tuned = way == OFF or start == (1, 1) or start[1] == 0
         self.tokens = 0
         self._steps, self.until = steps, tokens
-        self._running = [Mean(weights) for _ in GROUPS]  # since the start
-        self._since = [(0, 0, 0)] * len(GROUPS)  # of those, at the latest update
+        self._running = [Mean(weights) for _ in GROUPS]
         self.grids = [Grid(*start, weights) for _ in GROUPS]
         k, depth = start
         self._climbs = [
             # more layers than a group's last one has before it are no other vote
-            Climb(k, min(depth, self._last(group)), patience, weights)
+            Climb(k, min(depth, self._last(group)), patience)
             for group in range(len(GROUPS))
         ]
 
@@ -217,15 +210,13 @@ class Tuner:
     @property
     def counts(self) -> bool:
         """Whether what this token expected is compared with what it used: of one in `every`, so
-        that a decision stays short, and of all while climbing, which compares neighbours in
-        time."""
-        climbs = self.way == CLIMB and not self.tuned
-        return climbs or self.tokens % self.every == 0
+        that a decision stays short."""
+        return self.tokens % self.every == 0
 
     @property
     def counts_all(self) -> bool:
         """Whether every (K, P) is counted on this token, too."""
-        return self.counts and not self.tuned and self.way == ALL
+        return self.counts and not self.tuned
 
     def count(
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: int
@@ -243,16 +234,15 @@ class Tuner:
         if self.tuned or (self.tokens % self._steps and self.tokens < self.until):
             return
         self.tuned = self.tokens >= self.until
-        for group, mean in enumerate(self._running):
-            if self.way == ALL:
-                if self.grids[group].n:
-                    self.chosen[group] = self.grids[group].best()
+        for group, grid in enumerate(self.grids):
+            if not grid.n:
                 continue
-            before, now = self._since[group], (mean.unused, mean.missed, mean.n)
-            self._since[group] = now
-            climb = self._climbs[group]
-            climb.update(now[0] - before[0], now[1] - before[1], now[2] - before[2])
-            self.chosen[group] = climb.best() if self.tuned else climb.at
+            if self.way == ALL:
+                self.chosen[group] = grid.best()
+            else:
+                climb = self._climbs[group]
+                climb.update(grid.means())
+                self.chosen[group] = climb.at
 
     def by_group(self) -> dict[str, Votes]:
         """(K, P) of the groups that have a layer which can be predicted."""

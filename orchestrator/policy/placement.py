@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.policy.prefix_split import prefix_split
+from orchestrator.errors import PolicyError
+from orchestrator.policy.prefix_split import MAX_WIDTHS, prefix_split
 from orchestrator.settings import Settings, setting
 
 PLAIN, IMPORTANCE = "plain", "importance"
@@ -50,6 +51,12 @@ def nominal_bits(tier: str) -> int:
     """Bits a weight that a precision is named after: 4 of q4_k, 16 of bf16."""
     found = _DIGITS.search(tier)
     return int(found.group()) if found else 1
+
+
+def best_of_each_width(tiers: Sequence[str]) -> list[str]:
+    """Of precisions, best first: one of each width in nominal bits, the widest first."""
+    by_bits = {nominal_bits(tier): tier for tier in reversed(tiers)}
+    return [by_bits[bits] for bits in sorted(by_bits, reverse=True)]
 
 
 def nominal_losses(bits: Sequence[int], n_layers: int, n_expert: int) -> np.ndarray:
@@ -124,3 +131,21 @@ def place(
         counts = prefix_split(losses[layer, cold], bits, budget, weights, most)
         tiers[layer, cold] = np.repeat(names, counts)
     return tiers
+
+
+def near_tiers(tiers: Sequence[str], asked: str | None) -> list[int]:
+    """Tiers that experts may have which are not hot, best first, one of each width. tiers: all of
+    them, best first; asked: names with commas between them, None for all below the best one. Raises
+    PolicyError."""
+    names = list(tiers[1:])
+    chosen = names if asked is None else [each.strip().lower() for each in asked.split(",")]
+    unknown = [each for each in chosen if each not in names]
+    if unknown:
+        raise PolicyError(
+            f"--near-tiers: {unknown[0]} is not below {tiers[0]} in the file, which "
+            f"holds {', '.join(names)} there"
+        )
+    found = best_of_each_width([each for each in names if each in chosen])
+    if len(found) > MAX_WIDTHS:
+        raise PolicyError(f"--near-tiers: at most {MAX_WIDTHS} widths, not {len(found)}")
+    return [1 + names.index(each) for each in found]

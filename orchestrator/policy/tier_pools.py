@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from orchestrator.policy.base import ModelShape, SlotPlan
-from orchestrator.policy.versions import Pool, Tracker, pools_by_size, slot_plan
+from orchestrator.policy.versions import Pool, Pools, Tracker, pools_by_size, slot_plan
 
 # One slot beyond what is needed for each so many experts of a pool: as many may be under way.
 _EXPERTS_PER_MOVE = 64
@@ -25,7 +25,7 @@ class Places:
     reserve: bool = True
 
 
-class TierPools:
+class TierPools(Pools):
     """The pools of a plan of several places, each tier in one of them; the first has no slots in
     reserve.
 
@@ -37,35 +37,27 @@ class TierPools:
     """
 
     def __init__(self, shape: ModelShape, places: Sequence[Places]) -> None:
-        self._places = tuple(places)
         self._pools = [
             [_sized(pool, place, shape.n_expert) for pool in pools_by_size(shape, *place.tiers)]
             for place in places
         ]
-        self._pool_of = [np.zeros(shape.n_layers, np.int64) for _ in places]
-        for of_place, pool_of in zip(self._pools, self._pool_of, strict=True):
-            for index, pool in enumerate(of_place):
-                pool_of[list(pool.layers)] = index
+        super().__init__(self._pools, shape.n_layers, [place.tiers for place in places])
 
     @property
     def total_bytes(self) -> int:
         return sum(pool.unit_bytes * pool.n_slots for of_place in self._pools for pool in of_place)
 
     def plan(self) -> SlotPlan:
-        return slot_plan(self._pools, [place.tiers for place in self._places])
+        return slot_plan(self._pools, self._tiers)
 
     def track(self, resident: np.ndarray, target: np.ndarray) -> Tracker:
         """Free slots now. resident, target uint8 [n_layers, n_expert] as of StepReport: an expert
         between two tiers holds a slot of both, also where these are of one pool."""
-        by_tier: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        for place, pools, pool_of in zip(self._places, self._pools, self._pool_of, strict=True):
-            moving = np.isin(target, place.tiers) & (target != resident)
-            held = np.isin(resident, place.tiers).sum(axis=1) + moving.sum(axis=1)
-            slots = np.array([pool.n_slots for pool in pools])
-            free = slots - np.bincount(pool_of, held, len(slots)).astype(np.int64)
-            by_tier.update(dict.fromkeys(place.tiers, (free, pool_of)))
-        tiers = [by_tier[tier] for tier in sorted(by_tier)]
-        return Tracker([free for free, _ in tiers], [pool_of for _, pool_of in tiers])
+        moving = target != resident
+        return self.free(
+            np.isin(resident, tiers).sum(axis=1) + (np.isin(target, tiers) & moving).sum(axis=1)
+            for tiers in self._tiers
+        )
 
 
 def _sized(pool: Pool, place: Places, n_expert: int) -> Pool:

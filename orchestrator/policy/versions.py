@@ -121,21 +121,30 @@ class Tracker:
 class Pools:
     """The pools of a plan: how many slots each has, and which one a layer uses in each tier."""
 
-    def __init__(self, pools: Sequence[Sequence[Pool]], n_layers: int) -> None:
-        """pools[tier]"""
-        self._slots = [np.array([pool.n_slots for pool in of_tier]) for of_tier in pools]
+    def __init__(
+        self,
+        pools: Sequence[Sequence[Pool]],
+        n_layers: int,
+        tiers: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """pools[i], which hold experts in tiers[i]; None: in tier i."""
+        self._tiers = [(i,) for i in range(len(pools))] if tiers is None else tiers
+        self._slots = [np.array([pool.n_slots for pool in some]) for some in pools]
         self._pool_of = [np.zeros(n_layers, np.int64) for _ in pools]
-        for of_tier, pool_of in zip(pools, self._pool_of, strict=True):
-            for index, pool in enumerate(of_tier):
+        for some, pool_of in zip(pools, self._pool_of, strict=True):
+            for index, pool in enumerate(some):
                 pool_of[list(pool.layers)] = index
 
     def free(self, held: Iterable[np.ndarray]) -> Tracker:
-        """held[tier] bool [n_layers, n_expert]: whose slot of that tier is taken."""
-        free = [
-            slots - np.bincount(pool_of, taken.sum(axis=1), len(slots)).astype(np.int64)
-            for slots, pool_of, taken in zip(self._slots, self._pool_of, held, strict=True)
-        ]
-        return Tracker(free, self._pool_of)
+        """held[i] [n_layers]: slots of pools[i] that the layer has taken."""
+        by_tier: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for tiers, slots, pool_of, taken in zip(
+            self._tiers, self._slots, self._pool_of, held, strict=True
+        ):
+            free = slots - np.bincount(pool_of, taken, len(slots)).astype(np.int64)
+            by_tier.update(dict.fromkeys(tiers, (free, pool_of)))
+        ordered = [by_tier[tier] for tier in sorted(by_tier)]
+        return Tracker([free for free, _ in ordered], [pool_of for _, pool_of in ordered])
 
 
 class VersionPools(Pools):
@@ -161,9 +170,8 @@ class VersionPools(Pools):
     def track(self, states: np.ndarray) -> Tracker:
         """states uint8 [n_layers, n_expert]: an expert between two versions holds both."""
         present = states != ExpertState.ABSENT
-        return self.free(
-            (present & (states != ExpertState.LO), present & (states != ExpertState.HI))
-        )
+        without = ExpertState.LO, ExpertState.HI
+        return self.free((present & (states != other)).sum(axis=1) for other in without)
 
 
 def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:

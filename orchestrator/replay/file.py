@@ -21,7 +21,15 @@ from orchestrator.errors import PolicyError, SettingError, TraceError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.native import MAX_AHEAD
 from orchestrator.policy import Rules, policy_class
-from orchestrator.replay.trace import ARRAYS, COUNTERS, FORMAT, VERSION, Header, Trace
+from orchestrator.replay.trace import (
+    ARRAYS,
+    COUNTERS,
+    FORMAT,
+    SEQUENCE_MARKS,
+    VERSION,
+    Header,
+    Trace,
+)
 
 # How much larger than its file a trace may be: routing weights hardly compress.
 _UNPACKED_LEAST, _UNPACKED_MOST = 1 << 24, 64
@@ -222,9 +230,12 @@ def _check(trace: Trace) -> None:
         "losses": (n_layers, header.n_expert, len(header.tiers)),
         "counters": (len(Phase), len(COUNTERS)),
         "published": (len(a["published"]), 4),
+        "marks": (len(a["marks"]), 3),
+        "restored": (len(a["restored"]), 3),
         "ids": (n_rows, k),
         "weights": (n_rows, k),
         "tokens": (n_rows,),
+        "sequences": (n_rows,),
         "ahead_ids": (n_ahead, k),
         "ahead_scores": (n_ahead, k),
         "importance": (n_scored,),
@@ -233,6 +244,7 @@ def _check(trace: Trace) -> None:
     _check_slices(trace)
     _check_routing(trace)
     _check_versions(trace)
+    _check_sequences(trace)
 
 
 def _check_shapes(arrays: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -307,9 +319,8 @@ def _check_versions(trace: Trace) -> None:
         raise _Wrong("counters: a negative number")
     if not ((a["step_us"] >= 0) & (a["step_us"] <= 2**53 / 1000)).all():
         raise _Wrong("step_us: negative, months, or not a finite number")
-    for name in ("step_starts", "step_tick"):
-        if (a[name] > 1).any():
-            raise _Wrong(f"{name} is neither 0 nor 1")
+    if (a["step_tick"] > 1).any():
+        raise _Wrong("step_tick is neither 0 nor 1")
     step, layer, expert, tier = a["published"].T
     ends = len(a["step_phase"]), trace.n_layers, trace.n_expert, len(in_use)
     for name, column, end in zip(
@@ -319,3 +330,16 @@ def _check_versions(trace: Trace) -> None:
             raise _Wrong(f"published: {name} is out of range")
     if (np.diff(step) < 0).any():
         raise _Wrong("published: not in the order of the steps")
+
+
+def _check_sequences(trace: Trace) -> None:
+    a, n_steps = trace.arrays, len(trace.arrays["step_phase"])
+    for name in ("marks", "restored"):
+        step = a[name][:, 0]
+        if ((step < 0) | (step >= n_steps)).any() or (np.diff(step) < 0).any():
+            raise _Wrong(f"{name}: not in the order of the steps")
+    if not np.isin(a["marks"][:, 1], SEQUENCE_MARKS).all():
+        raise _Wrong("marks: neither an end nor a start")
+    sizes = a["restored"][:, 2].astype(np.int64)
+    if (sizes < 0).any() or sizes.sum() != len(a["restored_use"]):
+        raise _Wrong("restored: not of the size of restored_use")

@@ -68,8 +68,19 @@ class RecordedVersions:
 
     def before_answer(self, driver: Driver) -> None:
         """Behind a prompt, before step_done: what the run waited for there is in place."""
+        moves = self._policy.before_answer(*self.states())
+        if moves is None:
+            return
+        before = self._store.resident()
         with self._at_once():
-            self._settled = set(driver.before_answer())
+            self._store.transition([*self._under_way, *moves])
+            self._under_way.clear()
+            driver.before_answer()
+        after = self._store.resident()
+        self._settled = {
+            (layer, expert, int(after[layer, expert]))
+            for layer, expert in np.argwhere(before != after).tolist()
+        }
 
     def states(self) -> tuple[np.ndarray, np.ndarray]:
         """Store.states(), with what is under way."""
@@ -78,10 +89,13 @@ class RecordedVersions:
             target[layer, expert] = tier
         return resident, target
 
-    def step_done(self, step: Step, moves: Sequence[Transition]) -> None:
-        """After the policy's step_done, which returned moves. Raises TraceError where it renewed
-        its hot sets after another step than it did."""
+    def learned(self, moves: Sequence[Transition]) -> None:
+        """After the policy's step_done, which returned moves."""
         self._under_way.update(moves)
+
+    def step_done(self, step: Step) -> None:
+        """After all of a step. Raises TraceError where the policy renewed its hot sets after
+        another step than it did."""
         if step.ticks != (self._policy.updates > self._updates):
             raise self._astray("renews its hot sets after other steps")
         self._updates = self._policy.updates

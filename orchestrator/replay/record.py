@@ -18,7 +18,7 @@ from orchestrator.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
 from orchestrator.replay.agreement import counted
-from orchestrator.replay.trace import VERSION, Header, Trace
+from orchestrator.replay.trace import ENDS, PROMPT_ENDS, STARTS, VERSION, Header, Trace
 from orchestrator.sampling import Sampling
 
 # Steps from which the share of computing outside the experts is measured.
@@ -55,15 +55,22 @@ class Recorder:
             raise ConfigError(
                 f"the policy {policy.name} has decided already: record with a new engine"
             )
+        engine.attend()
+        if engine.driver.brought:
+            raise ConfigError(
+                "experts were read while nothing was asked for, in an order that a replay does not "
+                "know: record with a new engine"
+            )
         self._engine = engine
         self._policy = policy
         self._step = -1
         self._phases: list[int] = []
         self._tokens_of_step: list[int] = []
-        self._starts: list[bool] = []
+        self._marks: list[tuple[int, int, int]] = []
+        self._restored: list[tuple[int, int, bytes]] = []
         self._step_us: list[float] = []
         self._ticks: list[bool] = []
-        self._updates = self._restored = 0
+        self._updates = 0
         self._published: list[tuple[int, int, int, int]] = []
         self._events: list[tuple[int, int, int, int, bool]] = []
         self._computed: list[int] = []
@@ -73,6 +80,7 @@ class Recorder:
         self._ids: list[bytes] = []
         self._weights: list[bytes] = []
         self._tokens: list[bytes] = []
+        self._sequences: list[bytes] = []
         self._ahead_ids: list[bytes] = []
         self._ahead: list[bytes] = []
         self._importance: list[bytes] = []
@@ -88,7 +96,7 @@ class Recorder:
         self._start_hotness = np.zeros(shape) if hotness is None else hotness
         self._resident = self._start = store.resident()
         self._before = store.stats()
-        self._restored = engine.driver.restored
+        engine.driver.on_restored = self._on_restored
         self._waited_us = sum(self._before.wait_us)
         engine.driver.set_route(self._on_route)
         store.set_step_done(self._on_step_done)
@@ -100,13 +108,24 @@ class Recorder:
         self._after = self._engine.store.stats()
         driver = self._engine.driver
         driver.set_route()
+        driver.on_restored = None
         self._engine.store.set_step_done(driver.step_done)
 
     def _on_step_done(self, step: ComputedStep) -> None:
-        """The policy learns as always; what time it is told is recorded."""
+        """The policy learns as always; what it is told is recorded."""
         if self._step_us and step.number == self._step:
             self._step_us[-1] = step.us
+            named = {ENDS: step.ends, STARTS: step.starts, PROMPT_ENDS: step.prompt_ends}
+            self._marks += [
+                (len(self._phases) - 1, what, sequence)
+                for what, sequences in named.items()
+                for sequence in sequences
+            ]
         self._engine.driver.step_done(step)
+
+    def _on_restored(self, sequence: int, state: bytes) -> None:
+        """Before the step that comes next."""
+        self._restored.append((len(self._phases), sequence, state))
 
     def _end_event(self, now_ns: int) -> None:
         """The time of the event before, if there is one."""
@@ -126,7 +145,6 @@ class Recorder:
         self._phases.append(event.phase)
         self._tokens_of_step.append(event.n_tokens)
         self._ticks.append(False)
-        self._starts.append(self._engine.n_cached == 0)
         self._step_us.append(0.0)
         if not self._policy.all_resident:
             return
@@ -148,6 +166,7 @@ class Recorder:
         self._ids.append(event.ids_array.tobytes())
         self._weights.append(event.weights_array.tobytes())
         self._tokens.append(event.tokens_array.tobytes())
+        self._sequences.append(event.sequences_array.tobytes())
         if event.n_ahead:
             self._ahead_ids.append(event.ahead_ids_array.tobytes())
             self._ahead.append(event.ahead_array.tobytes())
@@ -183,14 +202,11 @@ class Recorder:
                     "an expert could not change its version in this run, which a replay does not "
                     "do: record again"
                 )
-        if self._engine.driver.restored > self._restored:
-            raise TraceError(
-                "a sequence went on from tokens that were kept in this run, which a replay does "
-                "not do: record again without"
-            )
         k = self._engine.model.n_expert_used
         events = np.array(self._events, np.int32)
         times = np.array(self._times, np.int64)
+        kept = [each for each in self._restored if each[0] < len(self._phases)]
+        restored = [(step, sequence, len(state)) for step, sequence, state in kept]
         arrays = {
             "slices": _slices(self._engine),
             "start_tier": self._start,
@@ -199,10 +215,12 @@ class Recorder:
             "counters": counted(after) - counted(before),
             "step_phase": np.array(self._phases, np.uint8),
             "step_tokens": np.array(self._tokens_of_step, np.int32),
-            "step_starts": np.array(self._starts, np.uint8),
             "step_us": np.array(self._step_us),
             "step_tick": np.array(self._ticks, np.uint8),
             "published": np.array(self._published, np.int32).reshape(-1, 4),
+            "marks": np.array(self._marks, np.int32).reshape(-1, 3),
+            "restored": np.array(restored, np.int32).reshape(-1, 3),
+            "restored_use": _joined([each[2] for each in kept], np.uint8),
             "event_step": events[:, 0].copy(),
             "event_layer": events[:, 1].astype(np.int16),
             "event_tokens": events[:, 2].copy(),
@@ -214,6 +232,7 @@ class Recorder:
             "ids": _joined(self._ids, np.int32).reshape(-1, k).astype(np.uint16),
             "weights": _joined(self._weights, np.float32).reshape(-1, k),
             "tokens": _joined(self._tokens, np.int32),
+            "sequences": _joined(self._sequences, np.int32),
             "ahead_ids": _joined(self._ahead_ids, np.int32).reshape(-1, k).astype(np.uint16),
             "ahead_scores": _joined(self._ahead, np.float32).reshape(-1, k),
             "importance": _joined(self._importance, np.float32),

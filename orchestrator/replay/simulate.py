@@ -7,6 +7,7 @@ experts change when the simulated reads are done, or where they changed in the r
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,6 +142,9 @@ def simulate(
         if as_recorded:
             follow = RecordedVersions(store, policy, clock, speed.bytes_per_s, speed.latency_us)
             follow.check_start(trace)
+        # Of another policy nobody knows what it would have known.
+        kept = trace.restored() if policy.name == trace.header.policy else {}
+        _restore(driver, kept.get(0, ()))
         for step in trace.steps():
             start_ns = clock.now_ns
             if follow is not None:
@@ -153,10 +157,12 @@ def simulate(
                 _computed(step, len(phases), step.us if told_recorded else step_us[-1]),
                 None if follow is None else follow.states(),
             )
+            _restore(driver, kept.get(len(phases), ()))
             if follow is not None:
+                follow.learned(moves)
                 if answered[len(phases) - 1]:
                     follow.before_answer(driver)
-                follow.step_done(step, moves)
+                follow.step_done(step)
             elif moves:
                 store.transition(moves)
             if follow is None and answered[len(phases) - 1]:
@@ -166,21 +172,25 @@ def simulate(
     return Outcome(stats, tuple(phases), np.array(step_us))
 
 
+def _restore(driver: Driver, kept: Iterable[tuple[int, bytes]]) -> None:
+    for sequence, state in kept:
+        driver.restore_sequence(sequence, state)
+
+
 def _pass(clock: Simulation) -> None:
     clock.advance(_PAUSE_NS)
 
 
 def _computed(step: Step, number: int, us: float) -> ComputedStep:
-    """What a store of a model would have said of the step. All of a trace is sequence 0."""
-    starts = (0,) if step.starts else ()
+    """What the store of the model said of the step."""
     return ComputedStep(
         number=number,
         phase=step.phase,
         n_tokens=step.n_tokens,
         us=us,
-        starts=starts,
-        prompt_ends=(0,) if step.ends_prompt else (),
-        ends=starts if number > 1 else (),
+        starts=step.starts,
+        prompt_ends=step.prompt_ends,
+        ends=step.ends,
     )
 
 
@@ -188,9 +198,9 @@ def _play(clock: Simulation, setup: Setup, step: Step, time: Compute) -> None:
     """One step, from its first route event to where the next one has its first."""
     n_ahead, dense = setup.spec.n_ahead, time.dense_share[step.phase]
     for event, event_ns in zip(step.events, time.events_ns(step), strict=True):
-        layer, ids, weights, tokens, ahead_ids, ahead, importance, n_computed, _ = event
+        layer, ids, weights, tokens, of, ahead_ids, ahead, importance, n_computed, _ = event
         seen = ahead_ids[:n_ahead], ahead[:n_ahead]
-        clock.route(layer, ids, weights, tokens, *seen, importance)
+        clock.route(layer, ids, weights, tokens, *seen, importance, of)
         experts = np.unique(ids).astype(np.int32)
         kinds = [kind for kind in COMPUTE_ORDER if kind in setup.shape.slots[layer][0]]
         expert_ns = event_ns * (1 - dense) / (len(kinds) * max(1, n_computed))

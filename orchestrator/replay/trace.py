@@ -1,8 +1,9 @@
 """A recorded run: what the routers chose, step by step, in one .npz file.
 
-Format, version 5. Numpy arrays by name; S steps, E route events in the order in which they
+Format, version 6. Numpy arrays by name; S steps, E route events in the order in which they
 came, N = sum of their tokens, A = sum of tokens times look-ahead layers, I = sum of the tokens
-that have an importance, P versions published, k experts a token:
+that have an importance, P versions published, M marks of sequences, R sequences that went on from
+kept tokens, k experts a token:
 
     header         uint8 [n]      a JSON object in UTF-8, the fields of Header and `format`
     slices         int64 [layers, 4 kinds, tiers, 4]  file, offset, bytes of one expert and
@@ -16,11 +17,15 @@ that have an importance, P versions published, k experts a token:
     counters       int64 [2 phases, COUNTERS]  what the run came to
     step_phase     uint8 [S]      orchestrator.events.Phase
     step_tokens    int32 [S]      tokens of the step
-    step_starts    uint8 [S]      1 where the step begins a sequence
     step_us        float64 [S]    microseconds of the step, as the policy was told them
     step_tick      uint8 [S]      1 where the policy renewed what it wants in memory after the step
     published      int32 [P, 4]   step, layer, expert, tier: versions that changed at the boundary
                                   before the step; only of a policy that has all in memory
+    marks          int32 [M, 3]   step, SEQUENCE_MARKS, sequence: what the step's report said
+    restored       int32 [R, 3]   step, sequence, bytes: before the step, and before what its first
+                                  token waits for, a sequence went on from kept tokens, with so
+                                  many bytes of what the policy knew of it
+    restored_use   uint8 [sum of them]  these bytes
     event_step     int32 [E]
     event_layer    int16 [E]      MoE layers only, counted from 0
     event_tokens   int32 [E]      T of the event; a last layer may see fewer than the step
@@ -33,6 +38,7 @@ that have an importance, P versions published, k experts a token:
     ids            uint16 [N, k]  chosen experts
     weights        float32 [N, k] their routing weights
     tokens         int32 [N]      position of each token in its batch
+    sequences      int32 [N]      the sequence of each token
     ahead_ids      uint16 [A, k]  predicted experts; an event's are [event_ahead, T, k]
     ahead_scores   float32 [A, k]
     importance     float32 [I]    attention that each token receives (DyMoE eq. 1)
@@ -55,7 +61,7 @@ from orchestrator.native import MAX_TIERS
 from orchestrator.policy import Rules
 
 FORMAT = "moe-edge-trace"
-VERSION = 5
+VERSION = 6
 
 # Columns of the counters: what was moved; routed experts by decided tier, the skipped ones last;
 # matrices by the tier that was computed.
@@ -63,6 +69,10 @@ MOVED = ("requests", "hits", "demand_bytes", "prefetch_bytes")
 ROUTED = tuple(f"routed_{tier}" for tier in (*range(MAX_TIERS), "skip"))
 COMPUTED = tuple(f"computed_{tier}" for tier in range(MAX_TIERS))
 COUNTERS = (*MOVED, *ROUTED, *COMPUTED)
+
+# What a mark says: dropped since the step before; a first token in the step; the last one of a
+# prompt in it.
+SEQUENCE_MARKS = ENDS, STARTS, PROMPT_ENDS = 0, 1, 2
 
 ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "slices": (np.int64, 4),
@@ -72,10 +82,12 @@ ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "counters": (np.int64, 2),
     "step_phase": (np.uint8, 1),
     "step_tokens": (np.int32, 1),
-    "step_starts": (np.uint8, 1),
     "step_us": (np.float64, 1),
     "step_tick": (np.uint8, 1),
     "published": (np.int32, 2),
+    "marks": (np.int32, 2),
+    "restored": (np.int32, 2),
+    "restored_use": (np.uint8, 1),
     "event_step": (np.int32, 1),
     "event_layer": (np.int16, 1),
     "event_tokens": (np.int32, 1),
@@ -87,6 +99,7 @@ ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "ids": (np.uint16, 2),
     "weights": (np.float32, 2),
     "tokens": (np.int32, 1),
+    "sequences": (np.int32, 1),
     "ahead_ids": (np.uint16, 2),
     "ahead_scores": (np.float32, 2),
     "importance": (np.float32, 1),
@@ -138,7 +151,7 @@ class PlacedSlices(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One route event. ids, weights [T, k]; tokens [T]; ahead_ids, ahead [A, T, k];
+    """One route event. ids, weights [T, k]; tokens, sequences [T]; ahead_ids, ahead [A, T, k];
     importance [T] or None; n_computed: different experts that were not skipped; compute_ns
     until the next event, without waits for reads."""
 
@@ -146,6 +159,7 @@ class Event(NamedTuple):
     ids: np.ndarray
     weights: np.ndarray
     tokens: np.ndarray
+    sequences: np.ndarray
     ahead_ids: np.ndarray
     ahead: np.ndarray
     importance: np.ndarray | None
@@ -154,15 +168,15 @@ class Event(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One llama_decode. starts: it begins a sequence; ends_prompt: no more of its prompt follows;
-    us: microseconds that the policy was told; published: (layer, expert, tier) of what changed
-    right before it."""
+    """One llama_decode. starts, prompt_ends, ends: as of ComputedStep; us: microseconds that the
+    policy was told; published: (layer, expert, tier) of what changed right before it."""
 
     phase: Phase
     n_tokens: int
     events: list[Event]
-    starts: bool
-    ends_prompt: bool
+    starts: tuple[int, ...]
+    prompt_ends: tuple[int, ...]
+    ends: tuple[int, ...]
     ticks: bool
     us: float
     published: list[tuple[int, int, int]]
@@ -241,14 +255,16 @@ class Trace:
         sums: np.ndarray = np.bincount(self.arrays["event_step"], values, n_steps)
         return sums
 
-    def _ends_prompt(self, step: int) -> bool:
-        """Whether a step is the last part of a prompt: no other part of it follows."""
-        phases, starts = self.arrays["step_phase"], self.arrays["step_starts"]
-        if phases[step] != Phase.PREFILL:
-            return False
-        following = step + 1
-        last = following == len(phases)
-        return last or bool(phases[following] != Phase.PREFILL or starts[following])
+    def restored(self) -> dict[int, list[tuple[int, bytes]]]:
+        """(sequence, what the policy knew of it) of those that went on from kept tokens, by the
+        step before which they did."""
+        found: dict[int, list[tuple[int, bytes]]] = {}
+        at = 0
+        for step, sequence, n_bytes in self.arrays["restored"].tolist():
+            state = self.arrays["restored_use"][at : at + n_bytes].tobytes()
+            found.setdefault(step, []).append((sequence, state))
+            at += n_bytes
+        return found
 
     def steps(self) -> Iterator[Step]:
         """The steps in order; arrays are views."""
@@ -259,6 +275,9 @@ class Trace:
         ends = np.searchsorted(a["event_step"], everyone, side="right")
         changes = np.searchsorted(a["published"][:, 0], np.append(everyone, len(everyone)))
         computed, compute = a["event_computed"].tolist(), self._compute_ns().tolist()
+        marked: dict[tuple[int, int], tuple[int, ...]] = {}
+        for step, what, sequence in a["marks"].tolist():
+            marked[step, what] = (*marked.get((step, what), ()), sequence)
         row = ahead_row = scored_row = first = 0
         for step, end in enumerate(ends.tolist()):
             events = []
@@ -271,6 +290,7 @@ class Trace:
                         a["ids"][row:to],
                         a["weights"][row:to],
                         a["tokens"][row:to],
+                        a["sequences"][row:to],
                         a["ahead_ids"][ahead_row:ahead_to].reshape(p, n, k),
                         a["ahead_scores"][ahead_row:ahead_to].reshape(p, n, k),
                         a["importance"][scored_row:scored_to] if scored[i] else None,
@@ -285,8 +305,9 @@ class Trace:
                 Phase(int(a["step_phase"][step])),
                 int(a["step_tokens"][step]),
                 events,
-                bool(a["step_starts"][step]),
-                self._ends_prompt(step),
+                marked.get((step, STARTS), ()),
+                marked.get((step, PROMPT_ENDS), ()),
+                marked.get((step, ENDS), ()),
                 bool(a["step_tick"][step]),
                 float(a["step_us"][step]),
                 [(layer, expert, tier) for layer, expert, tier in published],

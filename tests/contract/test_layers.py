@@ -14,7 +14,13 @@ PACKAGES = ("gguf_tools", "orchestrator", "models", "patches")
 # matching name decides.
 LAYERS = (
     ("gguf_tools.errors", "gguf_tools.interrupts"),
-    ("gguf_tools.file", "gguf_tools.process", "gguf_tools.progress", "gguf_tools.units"),
+    (
+        "gguf_tools.columns",
+        "gguf_tools.file",
+        "gguf_tools.process",
+        "gguf_tools.progress",
+        "gguf_tools.units",
+    ),
     ("gguf_tools.experts", "gguf_tools.workers"),
     ("gguf_tools.hub", "gguf_tools.inspect", "gguf_tools.quantize", "gguf_tools.synthetic"),
     ("gguf_tools.pack", "gguf_tools.verify"),
@@ -35,7 +41,8 @@ LAYERS = (
         "orchestrator.stats_text",
         "orchestrator.template",
     ),
-    ("orchestrator.config", "orchestrator.driver"),
+    ("orchestrator.config", "orchestrator.idle", "orchestrator.micro_batch"),
+    ("orchestrator.driver",),
     (
         "orchestrator.user_cache",
         "orchestrator.context_length",
@@ -48,7 +55,7 @@ LAYERS = (
         "orchestrator.llama",
         "orchestrator.meter",
     ),
-    ("orchestrator.choice", "orchestrator.accelerator"),
+    ("orchestrator.choice", "orchestrator.accelerator", "orchestrator.room"),
     ("orchestrator.plan",),
     (
         "orchestrator.sequences",
@@ -60,6 +67,7 @@ LAYERS = (
     ("orchestrator.steps",),
     ("orchestrator.prompts",),
     ("orchestrator.load",),
+    ("orchestrator.mode_line",),
     ("orchestrator.engine", "orchestrator.wrapping"),
     ("orchestrator.chat_files",),
     ("orchestrator.console", "orchestrator.session"),

@@ -11,10 +11,11 @@ from orchestrator.cli_options import DEMO
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.events import Phase
-from orchestrator.llama import Bindings
 from orchestrator.policy.context import Context
-from orchestrator.replay import ReplayOptions, read_trace, replay, write_trace
+from orchestrator.replay import read_trace, write_trace
 from orchestrator.replay.record import Disk, Recorder
+
+from .replayed import replayed_exactly
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -65,7 +66,7 @@ def test_it_places_every_expert_and_no_token_waits(exact: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"n_ubatch": 8, "near_tiers": "q2_k", "near_bits": 2.0, "prior_tokens": 0.0}]
+    "options", [{}, {"ubatch": 8, "near_tiers": "q2_k", "near_bits": 2.0, "prior_tokens": 0.0}]
 )
 def test_its_replay_is_exact(tmp_path: Path, options: dict[str, object]) -> None:
     """Hits, mix and moves on the recorded clock, also where a prompt comes in parts."""
@@ -77,11 +78,5 @@ def test_its_replay_is_exact(tmp_path: Path, options: dict[str, object]) -> None
     assert learned is not None and len(np.unique(trace.arrays["published"][:, 3])) > 1
     write_trace(tmp_path / "t.npz", trace)
     trace = read_trace(tmp_path / "t.npz")
-    result = replay(Bindings.load().library(), trace, ReplayOptions())
-    assert result["clock"] == "recorded"
-    rows = {row["name"]: row for row in result["agreement"]}
-    exact = ["hits", "of requests", "prompt: hits", "promoted", "demoted"]
-    exact += [name for name in rows if name.startswith(("routed in", "computed in"))]
-    for name in exact:
-        assert rows[name]["error"] == 0, name
+    rows = replayed_exactly(trace)
     assert rows["promoted"]["recorded"] == stats.experts_promoted > 0

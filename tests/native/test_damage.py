@@ -141,7 +141,7 @@ def logits(model: Path, how: str) -> np.ndarray:
     """Those behind a prompt. Raises MoeEdgeError."""
     # Without exact tiers the copy that dymoe computes with is whichever is there in time.
     exact = {"exact_tiers": True} if how == "dymoe" else {}
-    config = Config.build(model=model, ctx=256, n_ubatch=32, threads=1, **RUNS[how], **exact)
+    config = Config.build(model=model, ctx=256, ubatch=32, threads=1, **RUNS[how], **exact)
     with Engine.open(config) as engine:
         return np.array(engine.eval(TOKENS, 0))
 

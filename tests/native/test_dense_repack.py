@@ -38,7 +38,7 @@ def test_managed_beside_repacked_dense_weights_is_upstream_bit_for_bit(library, 
             of_upstream[repack] = read(model.eval)
     if np.array_equal(of_upstream[True], of_upstream[False]):
         pytest.skip("this CPU has no layout of its own for Q4_K")
-    settings = {"model": path, "ctx": 256, "n_ubatch": 32, "threads": 2, "policy": "lru"}
+    settings = {"model": path, "ctx": 256, "ubatch": 32, "threads": 2, "policy": "lru"}
     for repack, expected in of_upstream.items():
         config = Config.build(force_managed=True, use_extra_bufts=repack, **settings)
         with Engine.open(config) as engine:

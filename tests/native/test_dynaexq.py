@@ -27,7 +27,7 @@ PLENTY = 64 << 20
 
 
 def build(model: Path, **options: object) -> Config:
-    settings = {"ctx": 512, "n_ubatch": 32, "threads": 1, "use_extra_bufts": False} | options
+    settings = {"ctx": 512, "ubatch": 32, "threads": 1, "use_extra_bufts": False} | options
     return Config.build(model=model, **settings)
 
 
@@ -158,7 +158,7 @@ def test_no_token_waits_while_the_topic_changes() -> None:
         hot_experts=5,
         expert_ram=PLENTY,
         ctx=1024,
-        n_ubatch=128,
+        ubatch=128,
         update_steps=8,
     )
     with Engine.open(config) as engine:

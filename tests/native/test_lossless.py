@@ -35,7 +35,7 @@ PROMPT = [int(t) for t in np.random.default_rng(0).integers(0, 250, 40)]
 def run(model: Path, n_decode: int, **options: object) -> np.ndarray:
     """Logits [1 + n_decode, n_vocab] of a prompt in two chunks and of greedy decoding."""
     config = Config.build(
-        model=model, ctx=512, n_ubatch=32, threads=2, use_extra_bufts=False, **options
+        model=model, ctx=512, ubatch=32, threads=2, use_extra_bufts=False, **options
     )
     with Engine.open(config) as engine:
         rows = [engine.eval(PROMPT, 0)[-1]]

@@ -19,6 +19,7 @@ from orchestrator.replay import ReplayOptions, Trace, read_trace, replay, write_
 from orchestrator.replay.record import Disk, Recorder, record_answer, record_text
 from orchestrator.replay.report import set_up_for
 from orchestrator.replay.simulate import Compute, Outcome, Transport, simulate
+from orchestrator.replay.trace import PROMPT_ENDS, STARTS
 from orchestrator.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("library_folder")
@@ -95,7 +96,7 @@ def test_on_demand_it_agrees_exactly(
     model = tiny_model(shape, "q4_k", "q2_k")
     with Engine.open(Config.build(model=model, policy="lru", ctx=256, threads=1)) as engine:
         budget = int(share * engine.plan.slots.total_bytes)
-    shared = {"ctx": 256, "threads": 1, "n_ubatch": n_ubatch, "expert_ram": budget}
+    shared = {"ctx": 256, "threads": 1, "ubatch": n_ubatch, "expert_ram": budget}
     config = Config.build(model=model, **shared, **options)
     trace, stats, logits = recorded(config, prompt=True)
     assert stats.hits[Phase.DECODE] < stats.requests[Phase.DECODE]
@@ -193,7 +194,7 @@ def test_texts_and_answers(policy: str, tiny_model: Callable[..., Path]) -> None
     """What a step, its phase, its events and its times are; nothing lasts in the engine."""
     model = tiny_model("qwen3moe", "q4_k")
     config = Config.build(
-        model=model, policy=policy, expert_ram=2 << 20, ctx=64, n_ubatch=8, threads=1
+        model=model, policy=policy, expert_ram=2 << 20, ctx=64, ubatch=8, threads=1
     )
     with Engine.open(config) as engine:
         text = record_text(engine, "one two three four " * 20, 40, prefill=20)
@@ -204,7 +205,8 @@ def test_texts_and_answers(policy: str, tiny_model: Callable[..., Path]) -> None
         assert text.wait_ms.sum() > 0
         assert (text.compute_ms + text.wait_ms).sum() == pytest.approx(text.step_ms.sum())
         assert text.header.settings.get("n_ahead", 0) == (policy == "dymoe")
-        assert text.arrays["step_starts"].tolist() == [1] + 22 * [0]
+        parts = [[part, PROMPT_ENDS, 0] for part in range(3)]  # logits of each are asked for
+        assert text.arrays["marks"].tolist() == [[0, STARTS, 0], *parts]
         assert text.header.read_bytes_per_s > 0
         assert all(0 < share <= 1 for share in text.header.dense_share)
         answer = record_answer(engine, "Hello", Sampling(temp=0), 6)

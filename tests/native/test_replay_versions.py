@@ -36,7 +36,7 @@ def both(tiny_model: Callable[..., Path]) -> Path:
 
 
 def build(model: Path, **options: object) -> Config:
-    settings = {"policy": "dynaexq", "expert_ram": 2 << 20, "ctx": 256, "n_ubatch": 8} | options
+    settings = {"policy": "dynaexq", "expert_ram": 2 << 20, "ctx": 256, "ubatch": 8} | options
     return Config.build(model=model, threads=1, **settings)
 
 
@@ -75,8 +75,8 @@ def same(ours: CStats, theirs: CStats) -> None:
         {"transition_rate": 16 << 20, "update_steps": 8, "hysteresis": 0.0, "rank_slack": 1},
         {"hot_experts": 2, "hotness_decay": 0.5},
         {"update_ms": 20, "hysteresis": 0.0},
-        {"expert_ram": 700 << 10, "n_ubatch": 1},  # low copies do not fit: they are cached
-        {"expert_ram": 900 << 10, "n_ubatch": 1, "update_ms": 5},
+        {"expert_ram": 700 << 10, "ubatch": 1},  # low copies do not fit: they are cached
+        {"expert_ram": 900 << 10, "ubatch": 1, "update_ms": 5},
     ],
 )
 @pytest.mark.parametrize("warm", [False, True])

@@ -28,7 +28,7 @@ def both(tiny_model: Callable[..., Path]) -> Path:
 
 
 def build(model: Path, policy: str, **more: object) -> Config:
-    settings: dict[str, object] = {"ctx": 1024, "n_ubatch": 64, "threads": 1, "policy": policy}
+    settings: dict[str, object] = {"ctx": 1024, "ubatch": 64, "threads": 1, "policy": policy}
     if policy == "dynaexq":
         # fixed, so that a run alone and one together compute with the same experts
         settings |= {"update_steps": 0, "hot_experts": 3, "expert_ram": 64 << 20}
@@ -117,7 +117,7 @@ def test_every_sequence_looks_ahead(both: Path) -> None:
     """In a decode step the predictions of all tokens are asked for, and no token's importance is
     computed: not in the graph of a prompt with as many tokens, either."""
     two = {"retention": 0.5, "high_tier": "q4_k", "low_tier": "q2_k", "prefetch": "on"}
-    config = build(both, "dymoe", sequences=4, expert_ram=64 << 20, n_ubatch=4, **two)
+    config = build(both, "dymoe", sequences=4, expert_ram=64 << 20, ubatch=4, **two)
     with Engine.open(config) as engine:
         original = engine.driver.on_route
         seen: set[tuple[int, bool]] = set()

@@ -29,7 +29,7 @@ N_DECODE = 8
 def run(model: Path, **options: object) -> np.ndarray:
     """Logits [1 + N_DECODE, n_vocab] of a prompt in two chunks and of greedy decoding."""
     config = Config.build(
-        model=model, ctx=256, n_ubatch=32, threads=1, use_extra_bufts=False, **options
+        model=model, ctx=256, ubatch=32, threads=1, use_extra_bufts=False, **options
     )
     with Engine.open(config) as engine:
         assert engine.managed == bool(options)

@@ -29,7 +29,7 @@ class Watched:
 
     def __init__(self, model: Path) -> None:
         config = Config.build(
-            model=model, ctx=256, n_ubatch=64, threads=1, policy="lru", expert_ram=1 << 20
+            model=model, ctx=256, ubatch=64, threads=1, policy="lru", expert_ram=1 << 20
         )
         self.engine = Engine.open(config)
         self.store = self.engine.store

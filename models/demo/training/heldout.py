@@ -1,15 +1,16 @@
 """Text and questions that the demo model never saw, for `moe-edge eval`, and text to calibrate on.
 
 `python -m models.demo.training.heldout --out FILE.jsonl [--data DIR] [--choices FILE.jsonl]
-[--calibration FILE.jsonl]` writes JSON lines. In the text: answers of new conversations, each
-behind its conversation as context, since the model has not learned to write questions; and
-children's stories of the collection's held-out part. In the choices: the model's own facts and
-definitions in phrasings that training never showed, each with three answers to the same question
-about something else; and new stories of the kind that it tells, each to go on with one of four
-sentences. In the calibration text: other conversations of the kind that it learned, and stories
-that it learned from; none of the first text. Without --data, which names the collection of the
-model's card, the conversations are those of our own grammar alone (stories, small talk, who the
-model is), and all questions are about stories.
+[--documents FILE.jsonl] [--calibration FILE.jsonl]` writes JSON lines. In the text: answers of new
+conversations, each behind its conversation as context, since the model has not learned to write
+questions; and children's stories of the collection's held-out part. In the documents: how stories,
+tales, pages of a textbook and articles of an encyclopedia begin, of the same part. In the choices:
+the model's own facts and definitions in phrasings that training never showed, each with three
+answers to the same question about something else; and new stories of the kind that it tells, each
+to go on with one of four sentences. In the calibration text: other conversations of the kind that
+it learned, and stories that it learned from; none of the first text. Without --data, which names
+the collection of the model's card, the conversations are those of our own grammar alone (stories,
+small talk, who the model is), and all questions are about stories.
 """
 
 from __future__ import annotations
@@ -30,18 +31,28 @@ from models.demo.training.talk import FINAL_WEIGHTS, TERM_HELD_OUT, Sources, cha
 
 SEED, CALIBRATION_SEED = 990_001, 880_001  # never used in training
 N_CHOICES = 4
+DOCUMENTS = {
+    "stories": "valid/stories_ccby",
+    "tales": "valid/stories_fairytaleqa",
+    "textbook": "valid/textbooks_ccby",
+    "encyclopedia": "valid/enwiki_core",
+}
+_LETTERS = 1600  # of a document: about 400 tokens
 
 Record = dict[str, Any]
 
 
-def chat_records(sources: Sources, count: int) -> Iterator[Record]:
-    """One record for each answer of `count` conversations."""
+def chat_records(sources: Sources, count: int, last: bool = False) -> Iterator[Record]:
+    """One record for each answer of `count` conversations; last: for the last answer alone, so that
+    records are of different conversations."""
     for pieces in chat_documents(sources, SEED, count, FINAL_WEIGHTS, 0.5):
         before = ""
+        found: list[Record] = []
         for text, is_answer in pieces:
             if is_answer:
-                yield {"context": before, "text": text, "domain": "chat"}
+                found.append({"context": before, "text": text, "domain": "chat"})
             before += text
+        yield from found[-1:] if last else found
 
 
 def story_records(data: Path | None, count: int) -> Iterator[Record]:
@@ -49,6 +60,16 @@ def story_records(data: Path | None, count: int) -> Iterator[Record]:
         return iter(())
     found = itertools.islice(records(data, "valid/stories_ccby"), count)
     return ({"text": each["text"], "domain": "stories"} for each in found)
+
+
+def document_records(data: Path) -> Iterator[Record]:
+    """How each document begins, the kinds evenly mixed."""
+
+    def kind(name: str) -> Iterator[Record]:
+        for each in records(data, DOCUMENTS[name]):
+            yield {"text": each["text"][:_LETTERS], "domain": name}
+
+    return mixed(*map(kind, DOCUMENTS))
 
 
 def calibration_records(
@@ -156,17 +177,25 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--data", type=Path, help="the collection of the model's card")
     p.add_argument("--out", type=Path, required=True, help="the text, for --text")
     p.add_argument("--choices", type=Path, help="also write questions, for --choices")
+    p.add_argument("--documents", type=Path, help="also write documents, for --text")
     p.add_argument("--calibration", type=Path, help="also write text to calibrate on")
     p.add_argument("--chats", type=int, default=160, help="conversations of the text")
+    p.add_argument("--last-answers", action="store_true", help="one answer of each of them")
     p.add_argument("--stories", type=int, default=20, help="stories of the text")
     p.add_argument("--questions", type=int, default=400, help="half of them facts")
     args = p.parse_args(argv)
+    if args.documents and args.data is None:
+        p.error("--documents are of the collection: give --data")
     try:
         sources = Sources() if args.data is None else load_sources(args.data)
     except DataError as error:
         sys.exit(f"Error: {error}")
-    text = mixed(chat_records(sources, args.chats), story_records(args.data, args.stories))
+    text = mixed(
+        chat_records(sources, args.chats, args.last_answers), story_records(args.data, args.stories)
+    )
     print(f"{args.out}: {write(args.out, text)} texts")
+    if args.documents:
+        print(f"{args.documents}: {write(args.documents, document_records(args.data))} documents")
     if args.choices:
         rng = random.Random(SEED)
         kinds = (

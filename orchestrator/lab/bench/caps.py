@@ -53,7 +53,7 @@ def cap_cases(options: BenchOptions) -> list[Case]:
 def largest_whole(loop: Loop[BenchOptions], cap: float) -> str | None:
     """The largest uniform type of the experts with which the model fits under a cap as a whole."""
     model, options = loop.model, loop.options
-    config = Config.build(model=loop.high, ctx=options.n_ctx, n_ubatch=options.n_ubatch)
+    config = Config.build(model=loop.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
     fixed = model.dense_bytes + model.kv_bytes(options.n_ctx) + scratch_bytes(model, config)
     for tier in uniform_tiers(options):
         experts = tier_expert_bytes(model, tier)

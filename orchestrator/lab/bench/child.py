@@ -211,7 +211,7 @@ def run_engine(job: Job) -> dict[str, Any]:
         model=job.model,
         low=job.low,
         ctx=job.n_ctx,
-        n_ubatch=job.n_ubatch,
+        ubatch=job.n_ubatch,
         threads=job.threads,
         **job.settings,
     )

@@ -157,7 +157,7 @@ class GpuLoop(Loop[GpuOptions]):
             for kinds in self.model.slices
         )
         options = self.options
-        config = Config.build(model=self.high, ctx=options.n_ctx, n_ubatch=options.n_ubatch)
+        config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
         kernels = kernel_bytes(self.model, config, options.n_ctx)
         self.room = Room(memory[0]["fixed"], memory[1]["llama"] + kernels, layers)
 

@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from orchestrator.eval import arithmetic
+from orchestrator.eval.arithmetic import Estimate
 from orchestrator.lab.study.context import Usage
 from orchestrator.losses import LossTable
 from orchestrator.policy.placement import (
     IMPORTANCE,
     PLAIN,
     PlacementSettings,
+    best_of_each_width,
+    bit_budget,
     importance,
     nominal_bits,
     place,
@@ -21,8 +25,9 @@ from orchestrator.policy.placement import (
 from orchestrator.policy.prefix_split import MAX_WIDTHS
 
 PAPER, NO_PRIOR, OURS = "prompt, losses alone (the paper)", "prompt, weighted", "prompt and profile"
+ALIKE = "prompt and profile, losses alone"
 STATIC, RANDOM, ORACLE = "profile alone", "random", "the answer itself"
-FORMS = (PAPER, NO_PRIOR, OURS, STATIC, RANDOM, ORACLE)
+FORMS = (PAPER, NO_PRIOR, ALIKE, OURS, STATIC, RANDOM, ORACLE)
 
 _SEED = 1
 
@@ -37,9 +42,8 @@ class NearTiers:
     @classmethod
     def of(cls, tiers: Sequence[str]) -> NearTiers:
         """Of a file's tiers, best first: the best one of each width below the best tier."""
-        by_bits = {nominal_bits(name): name for name in reversed(tiers[1:])}
-        widths = sorted(by_bits, reverse=True)[-MAX_WIDTHS:]
-        return cls(tuple(by_bits[bits] for bits in widths), tuple(widths))
+        names = best_of_each_width(tiers[1:])[-MAX_WIDTHS:]
+        return cls(tuple(names), tuple(map(nominal_bits, names)))
 
     def uniform(self, bits: float) -> str | None:
         """The tier in which every expert has so many bits; None where the file has none."""
@@ -70,15 +74,24 @@ class Losses:
 class Expected:
     """Squared errors of the answers' expert outputs, as shares of these outputs' squares: chosen,
     with bits by the prefix split; uniform, with the same hot experts and the same bits in all
-    others, None where no tier has so many."""
+    others, None where no tier has so many; best, the least that any choice of bits has with the
+    same hot experts. gain: the share of the uniform loss that choosing takes away, its error by
+    text; None where there is nothing to compare with."""
 
     chosen: float
     uniform: float | None
+    best: float
+    gain: Estimate | None
 
     @property
-    def gain(self) -> float | None:
-        """The share of the loss that choosing bits takes away."""
-        return 1 - self.chosen / self.uniform if self.uniform else None
+    def possible(self) -> float | None:
+        """The share that the best choice takes away."""
+        return 1 - self.best / self.uniform if self.uniform else None
+
+    @property
+    def reached(self) -> float | None:
+        """The gain as a share of the possible one; None where nothing could be gained."""
+        return self.gain.value / self.possible if self.gain and self.possible else None
 
 
 def scores_of(
@@ -92,7 +105,7 @@ def scores_of(
         return shares(profile)
     if form == RANDOM:
         return shares(np.random.default_rng((_SEED, at)).random(usage.counts.shape))
-    asked = settings if form == OURS else replace(settings, prior_tokens=0.0)
+    asked = settings if form in (OURS, ALIKE) else replace(settings, prior_tokens=0.0)
     return importance(usage.counts, usage.gates, profile, asked, k)
 
 
@@ -108,20 +121,49 @@ def expected_loss(
 ) -> Expected:
     """Of one form over several prompts and answers. The prefix split is that of each layer, with no
     limit by slots."""
-    weights = PLAIN if form == PAPER else IMPORTANCE if form != OURS else settings.near_weights
-    asked = replace(settings, near_weights=weights)
+    weights = PLAIN if form in (PAPER, ALIKE) else IMPORTANCE
+    asked = settings if form == OURS else replace(settings, near_weights=weights)
     every = np.concatenate([losses.best[:, :, None], losses.near], axis=2)
     name = near.uniform(settings.near_bits)
     column = None if name is None else 1 + near.names.index(name)
-    chosen = uniform = power = 0.0
+    chosen, uniform, best, power = np.zeros((4, len(usages)))
     for at, usage in enumerate(usages):
         scores = scores_of(form, usage, profile, settings, k, at)
         tiers = place(scores, n_hot, losses.near, near.bits, asked)
-        chosen += _lost(usage.answer, every, tiers)
+        chosen[at] = _lost(usage.answer, every, tiers)
         if column is not None:
-            uniform += _lost(usage.answer, every, np.where(tiers == 0, 0, column))
-        power += float((usage.answer * losses.power).sum())
-    return Expected(chosen / power, uniform / power if column is not None else None)
+            uniform[at] = _lost(usage.answer, every, np.where(tiers == 0, 0, column))
+        power[at] = (usage.answer * losses.power).sum()
+        budget = bit_budget(scores.shape[1] - n_hot, settings)
+        for used, lost, in_best, of in zip(
+            usage.answer, losses.near, losses.best, tiers, strict=True
+        ):
+            cold = of > 0
+            best[at] += (used * in_best)[~cold].sum()
+            best[at] += least_loss((used[:, None] * lost)[cold], near.bits, budget)
+    total = power.sum()
+    return Expected(
+        chosen.sum() / total,
+        None if column is None else uniform.sum() / total,
+        best.sum() / total,
+        arithmetic.share(uniform - chosen, uniform) if uniform.any() else None,
+    )
+
+
+def least_loss(loss: np.ndarray, bits: Sequence[int], budget_bits: int) -> float:
+    """The least sum of losses of experts that take at most budget_bits together, whichever has how
+    many: what no prefix split can go below. loss: float64 [E_n, len(bits)]; bits: falling; the
+    budget is enough for all in the narrowest one."""
+    extra = [width - bits[-1] for width in bits]
+    spare = budget_bits - len(loss) * bits[-1]
+    least = np.zeros(spare + 1)  # of the experts so far, by the bits that they may take more
+    for of_expert in loss:
+        ways = np.full((len(bits), spare + 1), np.inf)
+        for way, more, lost in zip(ways, extra, of_expert, strict=True):
+            if more <= spare:
+                way[more:] = least[: spare + 1 - more] + lost
+        least = ways.min(axis=0)
+    return float(least[-1])
 
 
 def _lost(used: np.ndarray, every: np.ndarray, tiers: np.ndarray) -> float:

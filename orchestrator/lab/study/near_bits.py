@@ -19,7 +19,7 @@ from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.eval import arithmetic
 from orchestrator.eval.compare import Reference, ReferencePart
-from orchestrator.eval.report import with_error
+from orchestrator.eval.report import share_with_error, with_error
 from orchestrator.eval.run import pair
 from orchestrator.events import StepReport
 from orchestrator.lab.study import plot
@@ -58,9 +58,8 @@ class Placed(Wrapper):
         """No transitions."""
         return ()
 
-    def before_answer(self, resident: np.ndarray, target: np.ndarray) -> Sequence[Transition]:
-        """None behind a prompt either."""
-        return ()
+    def before_answer(self, resident: np.ndarray, target: np.ndarray) -> None:
+        """Nor behind a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +147,15 @@ class NearBits(Study[Found]):
                 *head,
                 Column("expected loss", "loss", percent(3, " %")),
                 Column("uniform bits", "uniform", percent(3, " %")),
-                Column("less by choosing", "gain", percent(1, " %")),
+                Column("less by choosing", "gain", share_with_error),
+                Column("at best", "possible", percent(1, " %")),
+                Column("of that", "reached", percent(0, " %")),
             )
             note = (
                 f"Squared error of the experts' outputs as a share of their squares, by "
-                f"{found.losses_from} and what the answers use. Uniform bits: with the same hot "
-                f"experts."
+                f"{found.losses_from} and what the answers use. Uniform bits, and at best: with "
+                f"the same hot experts; at best: the others' bits given by what the answer itself "
+                f"uses, to any expert. Less: with its standard error by text."
             )
             title = f"Expected loss of near experts: {subject.basis}"
             tables.append(Table(title, of_losses, found.expected, [note]))
@@ -267,7 +269,9 @@ def _expected(text: Text, near: NearTiers, of: Losses, asked: ContextSettings) -
             "configuration": form,
             "loss": found.chosen,
             "uniform": found.uniform,
-            "gain": found.gain,
+            "gain": pair(found.gain) if found.gain else None,
+            "possible": found.possible,
+            "reached": found.reached,
         }
 
 

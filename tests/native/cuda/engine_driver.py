@@ -62,7 +62,7 @@ def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
     prompt, tokens = job["prompt"], []
     with Engine.open(Config.build(**job["options"])) as engine:
         on_device = taken(library, engine) if engine.plan.device else lambda: 0
-        step = engine.config.n_ubatch
+        step = engine.plan.n_ubatch
         if job["warm"]:
             layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
             engine.store.warm([(layer, e, 0) for layer in layers for e in experts])

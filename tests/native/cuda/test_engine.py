@@ -161,7 +161,7 @@ def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> No
 def test_vram_is_a_cap(device: Device, tiny_model: Callable[..., Path], name: str) -> None:
     """The smallest --vram that a message names works, and what was really taken of the device,
     memory of kernels included, stays within it. One byte less is refused."""
-    options = {**POLICIES[name], "n_ubatch": 8}
+    options = {**POLICIES[name], "ubatch": 8}
     options.pop("expert_ram", None)
     library = device.library
     model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
@@ -179,7 +179,7 @@ def test_kernels_take_no_more_the_longer_a_prompt(
 ) -> None:
     """Without flash attention its weights grow with the prompt, and ggml keeps what each length
     took: the longest is taken at once."""
-    options: dict[str, Any] = {"policy": "lru", "ctx": 768, "n_ubatch": 64}
+    options: dict[str, Any] = {"policy": "lru", "ctx": 768, "ubatch": 64}
     model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
     prompt = [5 + i % 300 for i in range(320)]
     found = engine(device.library, 0, **options, model=model, device="cuda0", prompt=prompt)

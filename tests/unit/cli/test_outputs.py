@@ -82,7 +82,7 @@ def test_every_command_with_an_output_has_force() -> None:
     for name in COMMANDS:
         command = cli.get_command(click.Context(cli), name)
         assert command is not None
-        params = command.get_params(click.Context(command))
+        params = command.get_params(click.Context(command, help_option_names=[]))
         if any(param.type is NEW_FILE for param in params):
             with_output.add(name)
             assert any("--force" in param.opts for param in params), name

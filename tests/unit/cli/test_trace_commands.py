@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from orchestrator.cli import cli
 from orchestrator.native import Library
 from orchestrator.replay import read_trace
+from orchestrator.replay.trace import PROMPT_ENDS, STARTS
 
 
 def run(*args: object) -> Result:
@@ -45,7 +46,7 @@ def test_a_text_becomes_a_trace(recorded: Path) -> None:
     assert (header.policy, header.in_use) == ("dymoe", ("q4_k", "q2_k"))
     assert (header.settings["n_ahead"], header.expert_bytes) == (1, 2 << 20)
     assert header.settings["retention"] is None  # not asked for
-    assert trace.arrays["step_starts"].tolist() == [1] + 24 * [0]
+    assert trace.arrays["marks"].tolist() == [[0, STARTS, 0], [0, PROMPT_ENDS, 0]]
     assert header.tiers == ("q4_k", "q2_k")
     assert trace.arrays["step_tokens"].tolist() == [16] + 24 * [1]
 

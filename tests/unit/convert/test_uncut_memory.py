@@ -11,12 +11,13 @@ import pytest
 pytest.importorskip("torch", reason="needs the extra `convert`")
 pytest.importorskip("transformers", reason="needs the extra `convert`")
 
+from answering import evaluated, first_logits
+
 from orchestrator.config import Config
-from orchestrator.engine import Engine, Sampling
+from orchestrator.engine import Engine
 
 from .running import Case
 
-GREEDY = Sampling(temp=0.0)
 DRAWN = np.random.default_rng(3).integers(60, 300, (5, 100)).tolist()
 FIRST, OTHER, QUESTION, ANOTHER, SYSTEM = DRAWN
 RECURRENT = ("qwen3-next", "qwen3.5-moe")
@@ -26,17 +27,6 @@ MIB = 2**20
 def open_engine(made: Case, **settings) -> Engine:
     usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 16 * MIB}
     return Engine.open(Config.build(model=made.packed, ctx=512, threads=1, **{**usual, **settings}))
-
-
-def evaluated(engine: Engine, prompt: list[int], n: int = 6) -> int:
-    list(engine.generate(prompt, GREEDY, n))
-    assert engine.last_stats is not None
-    return engine.last_stats.evaluated_tokens
-
-
-def logits_of(engine: Engine, prompt: list[int]) -> np.ndarray:
-    list(engine.generate(prompt, GREEDY, 1))
-    return engine._loaded.context.logits().copy()
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
@@ -64,15 +54,15 @@ def test_going_back_gives_the_logits_of_a_straight_way(
     with open_engine(made) as engine:
         evaluated(engine, FIRST)
         prompt = list(engine._steps.cached) + QUESTION[:30]
-        expected = logits_of(engine, prompt)
+        expected = first_logits(engine, prompt)
     with open_engine(made, prompt_cache=tmp_path) as engine:
         evaluated(engine, FIRST)
         evaluated(engine, prompt[:-30] + ANOTHER)
         evaluated(engine, OTHER)
-        assert np.array_equal(logits_of(engine, prompt), expected)
+        assert np.array_equal(first_logits(engine, prompt), expected)
         assert engine.last_stats.evaluated_tokens == 30
     with open_engine(made, prompt_cache=tmp_path) as engine:
-        assert np.array_equal(logits_of(engine, prompt), expected)
+        assert np.array_equal(first_logits(engine, prompt), expected)
         assert engine.last_stats.evaluated_tokens <= 30
 
 

@@ -18,7 +18,7 @@ from orchestrator.events import Phase
 
 
 def open_engine(model: Path, **settings) -> Engine:
-    settings = {"ctx": 256, "threads": 1, "n_ubatch": 64, "logits_all": True} | settings
+    settings = {"ctx": 256, "threads": 1, "ubatch": 64, "logits_all": True} | settings
     return Engine.open(Config.build(model=model, **settings))
 
 

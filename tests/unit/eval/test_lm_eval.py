@@ -95,6 +95,30 @@ def test_multiple_choice_agrees_with_our_own(model: Path, engine: Engine, choice
     assert found["acc_norm,none"] == pytest.approx(ours.acc_norm.value)
 
 
+def test_contexts_count_for_what_is_placed_behind_them(model: Path) -> None:
+    """Each of them once, whatever is asked behind it; what a context used is part of what is usual
+    for the next one."""
+    settings = {"policy": "context", "hot_experts": 2, "threads": 1, "ctx": 256}
+    lm = MoeEdgeLM(model=model, **settings)
+    with lm.engine as engine:
+        policy, k = engine.policy, engine.model.n_expert_used
+        contexts = [engine.tokenize(text) for text in ("The fox sat by", "A star, they said, is")]
+        choices = [engine.tokenize(text) for text in (" the river", " hot", " far away")]
+        placed = []
+        for context in contexts:
+            lm._loglikelihood_tokens([(None, context, choice) for choice in choices])
+            placed.append(engine.store.resident())
+            # All tokens but the last one of the context, which is decoded; weights of the last
+            # layer are predictions.
+            gates = policy.use.gates.sum(axis=1)[:-1]
+            assert gates == pytest.approx([len(context) - 1] * len(gates), rel=1e-4)
+        assert policy.updates == len(contexts)
+        answered = sum(len(choice) - 1 for choice in choices)
+        assert set(policy.use.past.sum(axis=1)) == {k * (len(contexts[0]) + answered)}
+        assert set(policy.use.counts.sum(axis=1)) == {k * (len(contexts[1]) + answered)}
+        assert (placed[0] != placed[1]).any()
+
+
 def test_whole_texts_agree_with_our_own(model: Path, engine: Engine, tasks) -> None:
     text = "The fox sat by the river and looked at the stars. " * 2
     found = tasks(model, ROLLING, [{"text": text}])

@@ -30,7 +30,7 @@ POLICIES = {
 
 
 def open_engine(model: Path, **settings) -> Engine:
-    settings = {"ctx": 256, "threads": 1, "n_ubatch": 64, "exact_tiers": True} | settings
+    settings = {"ctx": 256, "threads": 1, "ubatch": 64, "exact_tiers": True} | settings
     return Engine.open(Config.build(model=model, **settings))
 
 
@@ -95,10 +95,25 @@ def test_contexts_of_questions_are_prompts(model: Path) -> None:
         context, choice = engine.tokenize(TEXT)[:20], engine.tokenize(" the river")
         logp, _ = Judge(engine).continuation(context, choice)
         assert engine.policy.updates == 1
+        assert_counted(engine, [(context, choice)])
     with open_engine(model, **POLICIES["context"]) as engine:
         rows = np.stack(list(Judge(engine).rows([*context, *choice], 20, prompt=True)))
     expected = arithmetic.log_softmax(rows)[np.arange(len(choice)), choice]
     assert logp == pytest.approx(expected, abs=1e-9)
+
+
+def assert_counted(engine: Engine, asked: list[tuple[list[int], list[int]]]) -> None:
+    """What the policy knows is what these contexts, each with its continuations' tokens but the
+    last, used: of the latest one as a sequence that is in memory, its prompt with routing
+    weights."""
+    use, k = engine.policy.use, engine.model.n_expert_used
+    *before, (context, behind) = [(len(c), len(t) - 1) for c, t in asked]
+    assert (use.past.sum(axis=1) == k * sum(map(sum, before))).all()
+    assert (use.counts.sum(axis=1) == k * (context + behind)).all()
+    # An answer's first token is the last one of its context, which is decoded; weights of the last
+    # layer are predictions.
+    gates = use.gates.sum(axis=1)[:-1]
+    assert gates == pytest.approx(np.full(len(gates), context - 1), rel=1e-4)
 
 
 def test_the_command_scores_what_is_behind_the_prompts(model: Path, text: Path) -> None:

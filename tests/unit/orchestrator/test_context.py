@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moving import settle
 from shapes import make_decision, make_event, make_shape, make_view
 
 from orchestrator.errors import BudgetError, PolicyError
@@ -223,32 +224,12 @@ def test_every_expert_moves_once_and_slots_suffice(seed: int, hot: int, bits: fl
     for layer, expert, tier in policy.start():
         resident[layer, expert] = tier
     for number in range(3):
-        before, moved = resident.copy(), np.zeros((4, 16), int)
+        before = resident.copy()
         prefill(policy, rng, number)
-        under_way: dict[tuple[int, int], tuple[int, int]] = {}
         told(policy, resident, starts=(number,), ends=(number - 1,))
-        for _ in range(400):
-            target = resident.copy()
-            for (layer, expert), (tier, _) in under_way.items():
-                target[layer, expert] = tier
-            used = [0] * len(plan.groups)
-            for (layer, _, tier), group in plan.group_of.items():
-                held = (resident[layer] == tier) | (target[layer] == tier)
-                used[group] += int(held.sum())
-            assert all(n <= group.n_slots for n, group in zip(used, plan.groups, strict=True))
-            moves = told(policy, resident, Phase.DECODE, target=target)
-            for layer, expert, tier in moves:
-                assert (layer, expert) not in under_way and tier != resident[layer, expert]
-                under_way[layer, expert] = tier, int(rng.integers(1, 4))
-                moved[layer, expert] += 1
-            if not under_way:
-                break
-            for at, (tier, left) in list(under_way.items()):
-                if left > 1:
-                    under_way[at] = tier, left - 1
-                else:
-                    resident[at] = tier
-                    del under_way[at]
+        moved = settle(
+            plan, resident, rng, lambda target: told(policy, resident, Phase.DECODE, target=target)
+        )
         assert policy._wanted is None
         assert (resident == policy._place()).all()
         assert (moved == (resident != before)).all()

@@ -64,15 +64,15 @@ def test_more_memory_gives_more_context_until_the_models_own(model):
 
 
 def test_what_fits_with_the_least_context_still_fits(model):
-    least = plan_in(model, 64 * 2**30, ctx=4096, n_ubatch=16).total_bytes
+    least = plan_in(model, 64 * 2**30, ctx=4096, ubatch=16).total_bytes
     for spare in (0, MIB // 4, 40 * MIB):
-        plan = plan_in(model, 64 * 2**30, ram=least + spare, n_ubatch=16)
+        plan = plan_in(model, 64 * 2**30, ram=least + spare, ubatch=16)
         assert not plan.managed
         assert plan.total_bytes <= least + spare
 
 
 def test_a_policy_without_room_beside_it_gets_the_least_context(model, monkeypatch):
-    settings = {"policy": "lru", "force_managed": True, "n_ubatch": 16}
+    settings = {"policy": "lru", "force_managed": True, "ubatch": 16}
     with pytest.raises(BudgetError) as too_little:
         plan_in(model, 64 * 2**30, ctx=4096, ram=MIB, **settings)
     monkeypatch.setattr(planning, "longest_affordable", lambda *_: 65536)

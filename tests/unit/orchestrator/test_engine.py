@@ -144,9 +144,9 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
         monkeypatch.setattr(module, name, fake)
     machine = Machine(2**34)
     monkeypatch.setattr(hardware, "probe", lambda _device: machine)
-    monkeypatch.setattr(load_module.Probe, "_measured", lambda _self, _n_ctx: None)
+    monkeypatch.setattr(load_module.Probe, "_measured", lambda *_: None)
     monkeypatch.setattr(load_module.Loader, "_checked", lambda _self, _plan: nullcontext())
-    config = Config.build(model=path, policy="plain", ctx=64, n_ubatch=8)
+    config = Config.build(model=path, policy="plain", ctx=64, ubatch=8)
     with Engine.open(config) as engine:
         context = engine._loaded.context
         assert isinstance(context, FakeContext)
@@ -382,7 +382,7 @@ def test_the_loop() -> None:
 
 def test_store_spec_renumbers_tiers(path: Path) -> None:
     model = ExpertModel.open(path)
-    config = Config.build(model=path, policy="dymoe", expert_ram=2 * 10**6, n_ubatch=128)
+    config = Config.build(model=path, policy="dymoe", expert_ram=2 * 10**6, ubatch=128)
     plan = plan_memory(config, model, Machine(2**34))
     spec = store_spec(config, model, plan, Misses())
     assert (spec.n_tiers, spec.max_tokens, spec.n_ahead) == (2, 128, 1)

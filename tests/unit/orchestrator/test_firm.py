@@ -77,14 +77,25 @@ def test_gates_come_before_ups(kinds: int, wanted: list[int]) -> None:
     assert found[2] == [(3, e, 0, mask) for mask in wanted for e in (2, 3, 1)]
 
 
-@pytest.mark.parametrize(("tune", "wanted"), [("all", 2), ("climb", 8), ("off", 2)])
-def test_one_token_of_four_is_compared_with_what_it_used(tune: str, wanted: int) -> None:
-    """All of them while climbing."""
+@pytest.mark.parametrize("tune", ["all", "climb", "off"])
+def test_one_token_of_four_is_compared_with_what_it_used(tune: str) -> None:
     policy = firm(votes=None, tune=tune)
     for step in range(8):
         token(policy, step)
         policy.step_done(STEP_DONE)
-    assert policy._prediction._steps[1] == wanted
+    assert policy._prediction._steps[1] == 2
+
+
+@pytest.mark.parametrize("agree", ["mol", "rank", "margin"])
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+def test_a_token_that_is_not_compared_asks_for_the_same(agree: str, kinds: int) -> None:
+    policy = firm(agree=agree, prefetch_kinds=kinds, votes="3,2/2,1/3,2")
+    first = token(policy, 0)
+    assert all(first)
+    for step in range(1, 5):
+        policy.step_done(STEP_DONE)
+        assert policy.tuner.counts == (step == 4)
+        assert token(policy, step) == first
 
 
 def test_fewer_candidates_and_layers_by_group() -> None:

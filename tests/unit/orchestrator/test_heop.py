@@ -41,33 +41,43 @@ def test_every_pair_is_counted_on_the_same_tokens() -> None:
     assert grid.best() == (1, 1)  # of equals that with the fewest layers and candidates
 
 
-def climbed(losses: dict[tuple[int, int], int], n: int, k: int = 4, depth: int = 3) -> list:
-    """Where a climb is after each of n updates, over losses in tenths."""
-    climb = Climb(k, depth, patience=1, weights=Weights(1.0, 1.0))
+def climbed(means: list[list[float]], n: int, patience: int = 1) -> list[tuple[int, int]]:
+    """Where a climb is after each of n updates. means [P - 1][K - 1]"""
+    climb = Climb(len(means[0]), len(means), patience)
     path = []
     for _ in range(n):
-        climb.update(losses[climb.at], 0, 10)
+        climb.update(means)
         path.append(climb.at)
-    return [*path, climb.best()]
+    return path
 
 
 def test_climbing_down_one_axis_and_then_the_other() -> None:
-    """P falls while that gains, turns at its end, and turns again where that does not gain: K has
-    its turn, from the best. So the plane is explored, of which Algorithm 1 as printed reaches one
-    direction of each axis."""
-    losses = {(k, p): abs(k - 3) + 2 * p for k in range(1, 5) for p in range(1, 4)}
-    path = climbed(losses, 7)
+    """P falls while that gains and turns at its end. Upwards it does not gain: K has its turn. So
+    the plane is explored, of which Algorithm 1 as printed reaches one direction of each axis."""
+    means = [[abs(k - 3) + 2.0 * p for k in range(1, 5)] for p in range(1, 4)]
+    path = climbed(means, 8)
     assert path[:2] == [(4, 2), (4, 1)]  # 7, 5 and 3
-    assert path[2:4] == [(4, 2), (4, 1)]  # up from the end of the axis, and back at the best
-    assert path[4:6] == [(3, 1), (2, 1)]  # which lose 2 and 3
-    assert path[6:] == [(3, 1), (3, 1)]  # back at the best, which is the result
+    assert path[2] == (4, 1)  # P = 0 is no step, and P = 2 loses 5
+    assert path[3:] == [(3, 1)] * 5  # 2, and neither K = 2 nor K = 4 is less
+
+
+def test_patience_delays_a_turn() -> None:
+    means = [[1.0, 0.5, 0.75], [1.0, 0.5, 0.75]]
+    assert climbed(means, 4, patience=1)[-1] == (2, 2)
+    assert climbed(means, 4, patience=4)[-1] == (3, 2)
+
+
+def test_a_climb_follows_what_it_has_learned_since() -> None:
+    """A start that misled it is made good once the means of all tokens say otherwise."""
+    climb = Climb(3, 1, patience=1)
+    for means in ([0.1, 0.2, 0.3], [0.1, 0.2, 0.3], *[[0.3, 0.2, 0.1]] * 4):
+        climb.update([means])
+    assert climb.at == (3, 1)
 
 
 def test_a_step_out_of_range_is_a_turn() -> None:
-    flat = {(1, 1): 5, (2, 1): 5}
-    path = climbed(flat, 6, k=2, depth=1)
-    assert set(path) <= {(1, 1), (2, 1)}
-    assert climbed({(1, 1): 1}, 3, k=1, depth=1) == [(1, 1)] * 4
+    assert climbed([[0.5, 0.5]], 6) == [(2, 1)] * 6
+    assert climbed([[0.1]], 3) == [(1, 1)] * 3
 
 
 def test_no_more_layers_vote_than_a_group_has_before_it() -> None:
@@ -95,14 +105,19 @@ def test_all_takes_the_best_of_each_group() -> None:
 
 
 def test_climb_moves_the_running_pair() -> None:
+    """One candidate is right in the layers 1 and 2, and both are in the last one."""
     made = tuner("climb", tokens=24)
+    sets = [[mask_of([1]), mask_of([1, 2])]]
     for _ in range(24):
-        for layer in (1, 2, 3):
-            made.observe(layer, 0 if made.of(layer) == (1, 1) else 1, 0)
+        for layer, used in ((1, [1]), (2, [1]), (3, [1, 2])):
+            if made.counts_all:
+                made.count(layer, sets, used, 0b110)
+            made.observe(layer, 0 if made.of(layer) == (1, 1) or layer == 3 else 1, 0)
         made.token()
-    assert set(made.by_group().values()) == {(1, 1)}
+    assert made.by_group() == {"shallow": (1, 1), "middle": (1, 1), "deep": (2, 1)}
     losses = made.losses()
-    assert losses["shallow"] == losses["deep"] and 0 < losses["deep"] < 0.5
+    assert losses["shallow"] == losses["middle"] and 0 < losses["shallow"] < 0.5
+    assert losses["deep"] == 0
 
 
 def test_what_is_fixed_stays() -> None:

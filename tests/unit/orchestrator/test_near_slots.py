@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moving import settle
 from shapes import make_decision, make_event, make_view
 
+from orchestrator.driver import Driver
 from orchestrator.errors import PolicyError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy import ModelShape
+from orchestrator.policy.base import Transition
 from orchestrator.policy.context import Context
 from orchestrator.policy.placement import PlacementSettings, place
 
@@ -145,38 +150,40 @@ def test_every_expert_moves_once_in_shared_slots(
     policy.set_losses(np.sort(rng.random((N_LAYERS, N_EXPERT, 5)) ** 3, axis=2))
     resident = placed(policy)
     for number in range(3):
-        before, moved = resident.copy(), np.zeros((N_LAYERS, N_EXPERT), int)
+        before = resident.copy()
         prefill(policy, rng, number, resident)
-        under_way: dict[tuple[int, int], tuple[int, int]] = {}
         told(policy, Phase.PREFILL, resident, resident, starts=(number,), ends=(number - 1,))
-        for _ in range(400):
-            target = resident.copy()
-            for at, (tier, _) in under_way.items():
-                target[at] = tier
-            used = [0] * len(plan.groups)
-            for (layer, _, tier), group in plan.group_of.items():
-                used[group] += int((resident[layer] == tier).sum())
-                used[group] += int(((target == tier) & (resident != tier))[layer].sum())
-            assert all(n <= group.n_slots for n, group in zip(used, plan.groups, strict=True))
+
+        def moves_for(target: np.ndarray) -> Sequence[Transition]:
             if waits:
-                moves = policy.before_answer(resident, target)
-            else:
-                moves = told(policy, Phase.DECODE, resident, target)
-            for layer, expert, tier in moves:
-                assert (layer, expert) not in under_way and tier != resident[layer, expert]
-                under_way[layer, expert] = tier, int(rng.integers(1, 4))
-                moved[layer, expert] += 1
-            if not under_way:
-                break
-            for at, (tier, left) in list(under_way.items()):
-                if left > 1:
-                    under_way[at] = tier, left - 1
-                else:
-                    resident[at] = tier
-                    del under_way[at]
+                return policy.before_answer(resident, target)
+            return told(policy, Phase.DECODE, resident, target)
+
+        moved = settle(plan, resident, rng, moves_for)
         assert policy.updates == number + 1
         assert (resident == policy._latest).all()
         assert (moved == (resident != before)).all()
+
+
+def test_better_slots_are_freed_first_and_the_most_important_experts_move_first():
+    rng, shape = np.random.default_rng(7), five_tiers()
+    policy = make(shape, hot_experts=4, placement="wait")
+    resident = placed(policy)
+    prefill(policy, rng, 1, resident)
+    told(policy, Phase.PREFILL, resident, resident, starts=(0,))
+    everywhere = SimpleNamespace(try_reserve=lambda *_: True)
+    policy._pools = SimpleNamespace(track=lambda *_: everywhere)
+    moves = policy.before_answer(resident, resident)
+    assert moves is not None
+    up = [tier < resident[layer, expert] for layer, expert, tier in moves]
+    assert sum(up) > 1 and up.count(False) > 1 and up == sorted(up)
+    for way in (False, True):
+        scores = [
+            policy._scores[layer, expert]
+            for (layer, expert, _), of in zip(moves, up, strict=True)
+            if of == way
+        ]
+        assert scores == sorted(scores, reverse=True)
 
 
 def test_only_a_policy_that_waits_settles():
@@ -192,6 +199,29 @@ def test_only_a_policy_that_waits_settles():
     slow = Context(shape, Context.Settings(placement="wait", transition_rate=5))
     assert slow.transition_rate == 0
     assert Context(shape, Context.Settings(transition_rate=5)).transition_rate == 5
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_answer_waits_for_what_is_under_way_as_well(waits: bool):
+    """Of an earlier placement, say: nothing new has to be asked for."""
+    resident, left = np.zeros((1, 2), np.uint8), [3]
+    asked: list[Sequence[Transition]] = []
+
+    def states():
+        target = resident + np.array([[0, left[0] > 0]], np.uint8)
+        return resident, target
+
+    store = SimpleNamespace(
+        states=states,
+        stats=lambda: SimpleNamespace(transitions_failed=0),
+        transition=lambda moves: asked.append(moves) or len(moves),
+        begin_step=lambda phase: left.__setitem__(0, left[0] - 1),
+    )
+    policy = SimpleNamespace(
+        follows_tiers=True, before_answer=lambda *states: () if waits else None
+    )
+    Driver(policy, store, lambda: None).before_answer()
+    assert left == [0 if waits else 3] and not any(asked)
 
 
 def test_a_restored_sequence_is_placed_behind_what_follows():

@@ -10,7 +10,7 @@ from gguf_tools.file.layout import DOWN, GATE, KINDS, UP
 from orchestrator.events import ABSENT, Phase
 from orchestrator.policy import Rules, policy_class
 from orchestrator.replay.simulate import Setup, set_up
-from orchestrator.replay.trace import COUNTERS, VERSION, Header, Trace
+from orchestrator.replay.trace import COUNTERS, STARTS, VERSION, Header, Trace
 
 Q4_K = 12
 EXPERT_BYTES = {UP: 4096, GATE: 4096, DOWN: 8192}
@@ -81,10 +81,12 @@ def make_trace(
         "counters": np.zeros((len(Phase), len(COUNTERS)), np.int64),
         "step_phase": np.array([phase for phase, _ in steps], np.uint8),
         "step_tokens": np.array([len(layers[0]) for _, layers in steps], np.int32),
-        "step_starts": (np.arange(len(steps)) == 0).astype(np.uint8),
         "step_us": np.array([1.0 * compute_us * len(layers[0]) for _, layers in steps]),
         "step_tick": np.zeros(len(steps), np.uint8),
         "published": np.zeros((0, 4), np.int32),
+        "marks": np.array([(0, STARTS, 0)], np.int32),
+        "restored": np.zeros((0, 3), np.int32),
+        "restored_use": np.zeros(0, np.uint8),
         "event_step": columns[:, 0].astype(np.int32),
         "event_layer": columns[:, 1].astype(np.int16),
         "event_tokens": columns[:, 2].astype(np.int32),
@@ -96,6 +98,7 @@ def make_trace(
         "ids": all_ids.astype(np.uint16),
         "weights": np.tile(falling, (len(all_ids), 1)),
         "tokens": np.concatenate(tokens).astype(np.int32),
+        "sequences": np.zeros(sum(map(len, tokens)), np.int32),
         "ahead_ids": all_ahead.astype(np.uint16),
         "ahead_scores": np.tile(falling, (len(all_ahead), 1)),
         "importance": np.linspace(1, 0, int(columns[scored, 2].sum()), dtype=np.float32),

@@ -174,6 +174,10 @@ def test_figures_follow_from_what_was_measured():
     assert row["p99_of_p50"] >= 1.0
     assert row["slowest"]["published"] == [3.0, pytest.approx(12 / (12 * WINDOW))]
     assert row["slowest"]["read us"] == [0.0, pytest.approx(7 * (1 - 4 / (12 * WINDOW)))]
+    assert "moved" not in row
+    said = [{"changed_bytes": 100, "most_steps": 7}, {"changed_bytes": 60, "most_steps": 9}]
+    found = topic_row(2, case, [{**measured_run(), "policy": each} for each in said], None)
+    assert (found["most_steps"], found["moved"]) == (9, 130 / 160)
     failed = topic_row(2, case, [{"error": "does not fit"}], None)
     assert failed["error"] == "does not fit"
 
@@ -213,14 +217,15 @@ def test_rows_are_compared_within_a_run():
     slow = {**row, "p99_of_p50": 1.6, "of_speed": 0.9, "of_mmap": 3.0, "waited_ms": 0.5}
     assert [goal["met"] for goal in topic_goals([slow], row["name"], RESTLESS)] == [False] * 4
     assert topic_goals([{**row, "error": "no"}], row["name"], RESTLESS) == []
-    mine = next(row for row in rows if row["name"] == CONTEXT) | {"policy": {"steps": 12}}
+    mine = next(row for row in rows if row["name"] == CONTEXT) | {"most_steps": 12, "moved": 1.05}
     still = next(row for row in rows if row["name"] == FIXED)
     good = placement_goals([mine, still], CONTEXT, FIXED)
-    assert [(goal["value"], goal["met"]) for goal in good] == [(1.0, True), (12, True), (0.0, True)]
-    slow = {"policy": {"steps": 65}, "tpot_ms_p50_runs": [2.2, 2.2], "waited_ms": 0.5}
-    assert [goal["met"] for goal in placement_goals([mine | slow, still], CONTEXT, FIXED)] == [
-        False
-    ] * 3
+    assert [goal["value"] for goal in good] == [1.0, 12, 0.0, 0, 1.05]
+    assert all(goal["met"] for goal in good)
+    slow = {"most_steps": 65, "moved": 1.11, "demand_bytes": 1}
+    slow |= {"tpot_ms_p50_runs": [2.2, 2.2], "waited_ms": 0.5}
+    missed = placement_goals([mine | slow, still], CONTEXT, FIXED)
+    assert [goal["met"] for goal in missed] == [False] * 5
     assert placement_goals([mine], CONTEXT, FIXED) == []
 
 
@@ -235,6 +240,7 @@ def test_quick_topics_end_to_end(real_engine):
         assert rows[name]["waited_ms"] == rows[name]["demand_bytes"] == 0, rows[name]["mode"]
     assert rows[ALL_LOW]["high"] == 0.0
     assert rows[FIXED]["transition_bytes"] == 0
+    assert 0 < rows[CONTEXT]["moved"] <= 1.1 and rows[CONTEXT]["policy"]["placements"] == 4
     assert 0 < rows["every 8 steps"]["high"] < 1
     text = Topics().text(report)
     assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith("note"))

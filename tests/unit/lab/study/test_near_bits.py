@@ -3,6 +3,7 @@ prompts from end to end."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -26,6 +27,7 @@ from orchestrator.lab.study.expected_loss import (
     Losses,
     NearTiers,
     expected_loss,
+    least_loss,
 )
 from orchestrator.lab.study.near_bits import UNIFORM
 from orchestrator.losses import Candidate, LossTable
@@ -82,7 +84,45 @@ def test_the_expected_loss_is_that_of_the_experts_that_are_used() -> None:
     asked = PlacementSettings(near_bits=2.0)
     found = expected_loss(PAPER, [usage, usage], profile, TWO, of, 1, asked, 1)
     assert found.chosen == found.uniform == pytest.approx((0.01 + 2 * 2.0 + 3 * 3.0) / 12)
-    assert found.gain == pytest.approx(0.0)
+    assert found.gain is not None and found.gain.value == pytest.approx(0.0)
+    assert found.possible == pytest.approx(0.0)
+
+
+def test_a_gain_is_stated_with_its_error_by_text_and_beside_the_best_one() -> None:
+    """Two near experts with 3 bits on average. The prompt gives 4 and 2 of them, which is right for
+    the first answer; with the second one 3 bits for both, or the other way round, lose half of
+    what it loses."""
+    counts = np.array([[9.0, 5.0, 1.0]])
+    answers = [np.array([[4.0, 3.0, 1.0]]), np.array([[4.0, 1.0, 2.0]])]
+    usages = [Usage("", 9, 6, counts, counts, answer) for answer in answers]
+    of = Losses(np.tile([0.0, 0.5, 1.5], (1, 3, 1)), np.zeros((1, 3)), np.ones((1, 3)))
+    near = NearTiers(("q4_k", "q3_k", "q2_k"), (4, 3, 2))
+    asked = PlacementSettings(near_bits=3.0, prior_tokens=0.0)
+    found = expected_loss(OURS, usages, counts, near, of, 1, asked, 1)
+    assert found.chosen == pytest.approx((1.5 + 3.0) / 15)
+    assert found.uniform == pytest.approx((2.0 + 1.5) / 15)
+    assert found.best == pytest.approx((1.5 + 1.5) / 15)
+    assert found.gain is not None and found.possible is not None
+    assert found.gain.value == pytest.approx(-1 / 3.5)
+    assert found.gain.error == pytest.approx(1.875 / 3.0625)
+    assert found.possible == pytest.approx(0.5 / 3.5)
+    assert found.reached == pytest.approx(-2.0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_choice_equals_brute_force(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    bits = (8, 4, 3, 1)[: rng.integers(1, 5)]
+    n = int(rng.integers(1, 6))
+    loss = rng.random((n, len(bits)))
+    budget = n * bits[-1] + int(rng.integers(0, 3 * n))
+    choices = itertools.product(range(len(bits)), repeat=n)
+    least = min(
+        loss[np.arange(n), list(each)].sum()
+        for each in choices
+        if sum(bits[way] for way in each) <= budget
+    )
+    assert least_loss(loss, bits, budget) == pytest.approx(least)
 
 
 def run(study: str, model: Path, text: Path, out: Path, *more: str) -> list[list[dict[str, Any]]]:

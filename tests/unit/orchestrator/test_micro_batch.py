@@ -1,0 +1,171 @@
+"""How many tokens of a prompt are computed at once where that was not asked for."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from orchestrator.config import Config
+from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.footprint import compute_bytes
+from orchestrator.hardware import Machine
+from orchestrator.micro_batch import SIZES, best_plan, read_per_prompt_token
+from orchestrator.plan import MemoryPlan, plan_memory
+
+MIB = 2**20
+
+
+class Laid(NamedTuple):
+    n_ubatch: int
+    absent_bytes: int
+
+
+def laid_out(absent: int, per_token: int, room: int = 10**15) -> tuple[Laid, list[int]]:
+    """What is chosen where each token takes so much scratch from slots, and the sizes tried."""
+    tried: list[int] = []
+
+    def plan_of(n: int) -> Laid | None:
+        tried.append(n)
+        return Laid(n, absent + n * per_token) if n * per_token <= room else None
+
+    return best_plan(Laid(512, absent + 512 * per_token), plan_of, 1 / 16), tried
+
+
+def test_what_is_read_for_a_token_of_a_prompt() -> None:
+    """A pass for each micro-batch; and an eighth of an answer's token, which uses the absent half
+    of a sixteenth."""
+    assert read_per_prompt_token(1000, 256_000, 1 / 16) == 256 + 256_000 / 8 / 2 / 16
+    assert read_per_prompt_token(2000, 256_000, 0) == 128
+
+
+@pytest.mark.parametrize("absent", [1, 10**8, 10**9, 3 * 10**9, 10**10, 10**11])
+@pytest.mark.parametrize("per_token", [1, 10**4, 10**5, 10**6])
+def test_the_best_of_all_sizes_is_found(absent: int, per_token: int) -> None:
+    def read(n: int) -> float:
+        return read_per_prompt_token(n, absent + n * per_token, 1 / 16)
+
+    best, _ = laid_out(absent, per_token)
+    assert best.n_ubatch == min(SIZES, key=read)
+
+
+def test_more_that_is_absent_makes_them_larger_and_more_scratch_smaller() -> None:
+    chosen = [laid_out(absent, 200_000)[0].n_ubatch for absent in (10**7, 10**9, 5 * 10**9, 10**11)]
+    assert chosen == [512, 1024, 2048, 4096]
+    chosen = [laid_out(10**9, per_token)[0].n_ubatch for per_token in (10**6, 10**5, 10**4)]
+    assert chosen == [512, 2048, 4096]
+
+
+def test_what_has_no_room_is_not_chosen() -> None:
+    assert laid_out(10**11, 200_000, room=1024 * 200_000) == (
+        Laid(1024, 10**11 + 204_800_000),
+        [1024, 2048],
+    )
+
+
+def test_nothing_is_tried_where_nothing_is_absent() -> None:
+    assert laid_out(0, 0) == (Laid(512, 0), [])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
+    """Many experts beside little scratch."""
+    tiny = replace(synthetic.preset("tiny-qwen3moe"), n_layer=8, n_expert=128, context=8192)
+    path = tmp_path_factory.mktemp("micro") / "many.gguf"
+    return ExpertModel.open(synthetic.write(path, tiny, tiers=("q4_k", "q2_k")))
+
+
+def plan_for(model: ExpertModel, **settings: Any) -> MemoryPlan:
+    usual = {"policy": "lru", "high_tier": "q4_k", "ctx": 8192}
+    config = Config.build(model=model.path, **(usual | settings))
+    return plan_memory(config, model, Machine(64 * 2**30))
+
+
+def cap(model: ExpertModel, share: float, **settings: Any) -> int:
+    """A cap that leaves slots for this share of the experts in micro-batches of 512."""
+    whole = plan_for(model, ubatch=512, **settings)
+    assert whole.slots is not None
+    return whole.total_bytes - int((1 - share) * whole.slots.total_bytes)
+
+
+@pytest.mark.parametrize("policy", ["lru", "dymoe", "firm"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_it_is_the_one_of_those_that_can_be_asked_for_that_reads_least(
+    model: ExpertModel, policy: str, share: float
+) -> None:
+    ram = cap(model, share, policy=policy)
+    asked = []
+    for n in SIZES:
+        with suppress(BudgetError):
+            asked.append(plan_for(model, policy=policy, ram=ram, ubatch=n))
+    used = model.n_expert_used / model.n_expert
+    best = min(asked, key=lambda p: read_per_prompt_token(p.n_ubatch, p.absent_bytes, used))
+    plan = plan_for(model, policy=policy, ram=ram)
+    assert (plan.n_ubatch, plan.slots) == (best.n_ubatch, best.slots)
+    assert plan.total_bytes <= ram
+    assert (plan.n_ubatch > 512) == (share < 0.9)
+    assert plan.n_ubatch == plan_for(model, policy=policy, ram=ram).n_ubatch
+
+
+def test_what_fits_whole_stays_at_the_least(model: ExpertModel) -> None:
+    ram = cap(model, 1.0)
+    assert plan_for(model, ram=ram).absent_bytes == 0
+    assert plan_for(model, ram=ram).n_ubatch == 512
+    assert plan_for(model, policy=None, high_tier=None).n_ubatch == 512  # the plain path
+
+
+def test_a_policy_that_keeps_every_expert_has_nothing_to_read(model: ExpertModel) -> None:
+    plan = plan_for(model, policy="dynaexq", high_tier=None, low_tier="q2_k", ram=200 * MIB)
+    assert plan.policy is not None and plan.policy.all_resident
+    assert plan.slots is not None and plan.shape is not None
+    assert plan.slots.total_bytes < plan.shape.all_slot_bytes()
+    assert (plan.absent_bytes, plan.n_ubatch) == (0, 512)
+
+
+def test_it_is_no_longer_than_the_context(model: ExpertModel) -> None:
+    ram = cap(model, 0.5)
+    assert plan_for(model, ram=ram).n_ubatch == 1024
+    assert plan_for(model, ram=ram, ctx=1000).n_ubatch == 512
+    assert plan_for(model, ram=ram, ctx=300).n_ubatch == 300
+    assert plan_for(model, ram=ram, ctx=300, ubatch=4096).n_ubatch == 300
+
+
+def test_the_context_and_the_kept_prompts_stay_as_they_are(model: ExpertModel) -> None:
+    ram = cap(model, 0.5)
+    least = plan_for(model, ram=ram, ctx=None, conversations=True, ubatch=512)
+    plan = plan_for(model, ram=ram, ctx=None, conversations=True)
+    assert plan.n_ubatch > 512
+    assert (plan.n_ctx, plan.prompt_bytes) == (least.n_ctx, least.prompt_bytes)
+
+
+def test_a_cap_on_slots_alone_leaves_it(model: ExpertModel) -> None:
+    """There the scratch costs no slots, so that nothing would bound it."""
+    assert plan_for(model, expert_ram=10 * MIB).n_ubatch == 512
+
+
+def test_the_least_budget_is_that_of_the_least_micro_batch(model: ExpertModel) -> None:
+    with pytest.raises(BudgetError) as refused:
+        plan_for(model, ram=MIB)
+    plan = plan_for(model, ram=refused.value.needed_bytes)
+    assert plan.n_ubatch == 512
+    with pytest.raises(BudgetError):
+        plan_for(model, ram=refused.value.needed_bytes, ubatch=1024)
+
+
+def test_the_rows_that_llama_does_not_count_are_counted(model: ExpertModel) -> None:
+    config = Config.build(model=model.path, policy="lru", ubatch=1024)
+    rows = compute_bytes(model, config, 4096, 0) - compute_bytes(
+        model, config.with_changes(ubatch=512), 4096, 0
+    )
+    # two layouts of 8-bit blocks for the k rows of n_ff numbers that a token's down product has
+    assert rows >= 512 * 2 * (2 * 256 * 292 / 256)
+
+
+def test_an_impossible_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ubatch"):
+        Config.build(model=tmp_path / "x.gguf", ubatch=0)
