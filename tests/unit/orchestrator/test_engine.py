@@ -329,7 +329,7 @@ def test_eval(opened: tuple[Engine, FakeContext]) -> None:
         with pytest.raises(ConfigError):
             engine.eval(tokens, pos)
     with pytest.raises(ConfigError, match="logits_all"):
-        engine.eval([1], 0, want_all_logits=True)
+        next(engine.eval_each([1], 0))
 
 
 def test_begin_token_stands_once(opened: tuple[Engine, FakeContext]) -> None:
