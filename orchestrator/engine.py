@@ -192,7 +192,8 @@ class Engine:
         single token, prefill for more. More than n_ubatch tokens take several steps."""
         for _ in self._evaluated(tokens, pos, phase):
             pass
-        return self._loaded.context.logits().copy()
+        logits: np.ndarray = self._loaded.context.logits().copy()
+        return logits
 
     def eval_each(
         self, tokens: Sequence[int], pos: int, phase: Phase | None = None
