@@ -208,7 +208,7 @@ def commands(
     from orchestrator.lab.registry import STUDIES
 
     reads = ["-m", str(model), "--ctx=1024"]
-    long = "Once upon a time there was a fox who had read every book. " * 45
+    long = "Once upon a time " * 40
     text_of = [f"--text={text}", f"--tokens={tokens}"]
     calib = [f"--calib={text}", f"--calib-tokens={tokens}"]
     packed = ["pack", str(model), str(out / "p.gguf"), f"--tiers={types},q2_k"]

@@ -12,7 +12,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.experts.pairing import check_same
 from gguf_tools.file import layout
-from gguf_tools.file.layout import UP, GGMLType
+from gguf_tools.file.layout import DOWN, UP, GGMLType
 from gguf_tools.quantize.ggml import Blocks, Ggml
 from gguf_tools.quantize.methods import ExpertQuantizer
 from gguf_tools.workers import in_order, workers
@@ -159,11 +159,15 @@ def expert_bytes(model: ExpertModel) -> int:
     return 2 * 4 * sum(n * rows for n, rows in shapes)
 
 
-def rows_bytes(model: ExpertModel) -> int:
-    """What one expert's losses take beside its matrices: the encodings of all candidates, and the
-    rows of its inputs, of its inner values and of two outputs."""
-    widths = [max(shape) for shape in model.shapes[0] if shape is not None]
-    return expert_bytes(model) // 2 + 4 * MAX_ROWS * 8 * max(widths)
+def rows_bytes(model: ExpertModel, tokens: int) -> int:
+    """What one expert's losses take beside its matrices, on a text of so many tokens: the encodings
+    of all candidates; and in float32, its inputs and its output in full precision, with either all
+    inner values of another output or that output's errors."""
+    down = model.shapes[0][DOWN]
+    assert down is not None
+    n_ff, n_embd = down
+    columns = 2 * n_embd + max(5 * n_ff + n_embd, 3 * n_embd)
+    return expert_bytes(model) // 2 + 4 * min(MAX_ROWS, tokens) * columns
 
 
 def _mean_square(values: np.ndarray) -> float:

@@ -161,7 +161,8 @@ def _losses_threads(method: Method, model: ExpertModel) -> int:
 
 def _losses_bytes(method: Method, model: ExpertModel) -> int:
     windows = window_bytes(model, WINDOW)
-    return windows + _losses_threads(method, model) * (expert_bytes(model) + rows_bytes(model))
+    of_one = expert_bytes(model) + rows_bytes(model, method.tokens)
+    return windows + _losses_threads(method, model) * of_one
 
 
 def measure_losses(
