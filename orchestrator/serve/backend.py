@@ -101,12 +101,14 @@ class Backend:
                 self._native.set_before_step(self._before_step)
         self._thread = threading.Thread(target=self._native.run, name="decode", daemon=True)
         self._thread.start()
+        engine.idle()  # until the first request
 
     def _before_step(self, is_answer: bool) -> None:
         self.engine.driver.follow(Phase.DECODE if is_answer else Phase.PREFILL)
 
     def request(self, route: str, body: bytes) -> NativeRequest:
         """A request that has not begun; any thread may run it."""
+        self.engine.attend()
         return self._native.request(route, body)
 
     def costs(self) -> Callable[[], dict[str, Any]]:
