@@ -223,8 +223,10 @@ def main() -> None:
         default="<|im_start|>user\nTell me a story about a brave "
         "rabbit.<|im_end|>\n<|im_start|>assistant\n",
     )
-    parser.add_argument("options", nargs="*", help="of moe-edge serve, behind --")
-    asked = parser.parse_args()
+    given = [*sys.argv[1:], "--"]
+    end = given.index("--")
+    asked = parser.parse_args(given[:end])
+    asked.options = given[end + 1 : -1]
     from gguf_tools.process import default_threads
 
     asked.model = asked.model.resolve()
