@@ -19,9 +19,13 @@ from orchestrator.errors import MoeEdgeError, SettingError
 from orchestrator.serve.settings import ServeSettings
 
 _OPTIONS = ServeSettings.declared()
-# A request brings its own system prompt, and prompts stay in the sequences that read them.
-_OF_CHAT = ("system", "prompt_cache", "prompt_cache_limit")
-_ANSWER = [each for name, each in Config.declared().items() if each.answer and name not in _OF_CHAT]
+# A request brings its own system prompt and its own stop texts.
+_ANSWER = [
+    each
+    for name, each in Config.declared().items()
+    if each.answer and name not in ("system", "stop")
+]
+_ANSWER.append(Config.declared()["cache_ram"])
 
 
 @click.command()

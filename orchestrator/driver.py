@@ -190,12 +190,22 @@ class Driver(PlainDriver):
             self.store.reset_stats()
 
     def begin(self, phase: Phase) -> None:
+        self.follow(phase)
+        self.store.set_phase(phase)
+
+    def follow(self, phase: Phase) -> None:
+        """Before a step of this phase, whose tokens' own phases their batch shows: where an answer
+        begins, what its first token waits for is done."""
         if phase is Phase.PREFILL:
             self._prompt_read = True
         elif self._prompt_read:
             self._prompt_read = False
             self.before_answer()
-        self.store.set_phase(phase)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the first token of an answer may wait for the policy."""
+        return type(self.policy).before_answer is not Policy.before_answer
 
     def before_answer(self) -> None:
         """Behind a prompt: what an answer's first token waits for, done. After a cancel, or where
@@ -260,6 +270,10 @@ class Driver(PlainDriver):
     def cancel(self, on: bool) -> None:
         self._cancelled = on
         self.store.cancel(on)
+
+    def stop_waiting(self) -> None:
+        """Lets no answer wait any more; from any thread."""
+        self._cancelled = True
 
     def sequence_end(self, sequence: int | None = None) -> None:
         self.store.sequence_end(sequence)

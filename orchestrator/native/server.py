@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
+from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
 
@@ -39,12 +40,14 @@ class CServerConfig(ctypes.Structure):
     ]
 
 
+_BEFORE_STEP = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 _POINTER, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_server_create": (
         _POINTER,
         [_POINTER, _POINTER, ctypes.POINTER(CServerConfig), _TEXT, _SIZE],
     ),
+    "moe_edge_server_set_before_step": (None, [_POINTER, _POINTER, _POINTER]),
     "moe_edge_server_run": (None, [_POINTER]),
     "moe_edge_server_stop": (None, [_POINTER]),
     "moe_edge_server_free": (None, [_POINTER]),
@@ -77,6 +80,8 @@ class ServerSpec:
     top_p: float
     min_p: float
     chat_template: str | None = None
+    cache_mib: int = 0
+    checkpoints: int = 0
     loud: bool = False
 
     def as_c(self) -> CServerConfig:
@@ -89,6 +94,8 @@ class ServerSpec:
             n_batch=self.n_batch,
             n_threads=self.threads,
             max_tokens=-1 if self.max_tokens is None else self.max_tokens,
+            cache_mib=self.cache_mib,
+            n_checkpoints=self.checkpoints,
             seed=_NO_SEED if self.seed is None else self.seed,
             temp=self.temp,
             top_k=self.top_k,
@@ -138,6 +145,27 @@ class NativeServer:
         )
         if not self._handle:
             raise NativeError(message.value.decode("utf-8", "replace"))
+        self._trampoline: Any = None
+        self.error: BaseException | None = None
+
+    def set_before_step(self, function: Callable[[bool], None]) -> None:
+        """Before run: function is called before each step, on the thread that is in run, with
+        whether every token of the step continues an answer. What it raises fails the step, and is
+        error until the next one."""
+
+        @interrupts.called_from_c
+        def before(_user: int | None, is_answer: int) -> int:
+            self.error = None
+            try:
+                function(bool(is_answer))
+            except BaseException as error:  # noqa: BLE001 - C would not get it
+                self.error = error
+                return 1
+            return 0
+
+        self._trampoline = _BEFORE_STEP(before)
+        address = ctypes.cast(self._trampoline, ctypes.c_void_p)
+        self.lib.moe_edge_server_set_before_step(self.handle, address, None)
 
     @property
     def handle(self) -> int:

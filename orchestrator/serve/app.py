@@ -27,9 +27,9 @@ from orchestrator.serve.metrics import metrics_text
 from orchestrator.serve.openapi import document
 from orchestrator.serve.page import page_response
 from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.tools import settle_tool_choice
 from orchestrator.serve.wire import Refusal, error_object, read_body, read_object
 
-BODY_S = 60.0  # within which a request has to be here
 # Paths that decode, and so take their turn; and other paths of the same.
 GENERATING = {
     "/v1/chat/completions": ("/chat/completions",),
@@ -112,7 +112,7 @@ class Endpoints:
         async def endpoint(request: Request) -> Any:
             state = self._state
             backend = state.ready()
-            body, data, changes = await self._body(request)
+            body, data, changes = await self._body(request, route)
             places = _places(data, state.settings.parallel)
             timeout = state.settings.timeout
             return Answer(
@@ -133,7 +133,7 @@ class Endpoints:
     def quick(self, route: str) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             backend = self._state.ready()
-            body, _, _ = await self._body(request)
+            body, _, _ = await self._body(request, route)
             return await self._ask(backend, route, body)
 
         return endpoint
@@ -163,14 +163,18 @@ class Endpoints:
         ours = metrics_text(backend, self._state.gate)
         return Response(text + ours.encode(), media_type="text/plain; version=0.0.4")
 
-    async def _body(self, request: Request) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
+    async def _body(
+        self, request: Request, route: str
+    ) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
         """A request's body for llama.cpp, its object, and what it has for the policy."""
+        settings = self._state.settings
         try:
             body = await asyncio.wait_for(
-                read_body(request, self._state.settings.body_limit), BODY_S
+                read_body(request, settings.body_limit), settings.patience
             )
         except asyncio.TimeoutError:
-            raise Refusal(408, f"the request was not here after {BODY_S:g} s") from None
+            late = f"the request was not here after --patience, {settings.patience} s"
+            raise Refusal(408, late) from None
         data = read_object(body)
         size = len(data)
         changes = data.pop(OURS, None) or {}
@@ -178,7 +182,8 @@ class Endpoints:
             raise Refusal(400, f"{OURS} must be an object of settings")
         for name in DROPPED:
             data.pop(name, None)
-        if len(data) != size:
+        settled = settle_tool_choice(route, data)
+        if settled or len(data) != size:
             body = json.dumps(data).encode()
         return body, data, changes
 

@@ -12,6 +12,8 @@ from gguf_tools.process import default_threads, peak_rss_bytes
 from orchestrator.config import Config, native_log_enabled
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.events import Phase
+from orchestrator.footprint import PROMPT_MARKS, part_bytes
 from orchestrator.meter import StoreCosts
 from orchestrator.native import FAILED, NativeRequest, NativeServer, ServerLibrary, ServerSpec
 from orchestrator.policy import policy_settings
@@ -23,12 +25,21 @@ PROCESS_BYTES = 32 * 2**20
 
 def server_config(config: Config, parallel: int) -> Config:
     """The model's config for so many conversations at once. They share the context, each with as
-    much of it as was asked for."""
+    much of it as was asked for, and the memory for prompts that were read before."""
     return config.with_changes(
         ctx=config.ctx and config.ctx * parallel,
         sequences=parallel - 1,
         beside=PROCESS_BYTES,
+        conversations=True,
     )
+
+
+def kept_prompts(n_bytes: int, part: int, parallel: int) -> tuple[int, int]:
+    """What llama.cpp may keep of prompts within so many bytes: (MiB of copies of conversations,
+    places of a running one to which its memory can go back). part: the bytes of such a place, 0 for
+    models whose memory can be cut anywhere."""
+    places = min(PROMPT_MARKS, n_bytes // 2 // (part * parallel)) if part else 0
+    return (n_bytes - places * part * parallel) >> 20, places
 
 
 class Stopped(Exception):
@@ -57,6 +68,10 @@ class Backend:
         try:
             engine = self.engine
             self.slot_context = engine.n_ctx // settings.parallel
+            plan = engine.plan
+            cache_mib, checkpoints = kept_prompts(
+                plan.prompt_bytes, part_bytes(engine.model, engine.config), settings.parallel
+            )
             spec = ServerSpec(
                 model_name=self.name,
                 n_parallel=settings.parallel,
@@ -70,6 +85,8 @@ class Backend:
                 top_p=config.top_p,
                 min_p=config.min_p,
                 chat_template=template.read_text(encoding="utf-8") if template else None,
+                cache_mib=cache_mib,
+                checkpoints=checkpoints,
                 loud=native_log_enabled(),
             )
             self._native = NativeServer(library, engine.llama.handle, engine.context.handle, spec)
@@ -80,9 +97,14 @@ class Backend:
             # the server has tried with two tokens what the context's memory can do
             engine.store.reset_stats()
             engine.store.sequence_end()
+            if engine.driver.may_wait:
+                self._native.set_before_step(self._before_step)
         self._thread = threading.Thread(target=self._native.run, name="decode", daemon=True)
         self._thread.start()
         engine.idle()  # until the first request
+
+    def _before_step(self, is_answer: bool) -> None:
+        self.engine.driver.follow(Phase.DECODE if is_answer else Phase.PREFILL)
 
     def request(self, route: str, body: bytes) -> NativeRequest:
         """A request that has not begun; any thread may run it."""
@@ -164,6 +186,8 @@ class Backend:
         if not self.engine.managed:
             return None
         try:
+            if self._native.error is not None:
+                raise self._native.error
             self.engine.driver.check(FAILED)
         except MoeEdgeError as error:
             return str(error)
@@ -174,6 +198,8 @@ class Backend:
     def stop(self) -> None:
         """Ends the running step and every request soon; from any thread."""
         self._native.stop()
+        if self.engine.managed:
+            self.engine.driver.stop_waiting()
 
     def close(self) -> None:
         """Frees everything, once each request is closed. Raises OSError where a named profile

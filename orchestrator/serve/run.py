@@ -21,21 +21,43 @@ from orchestrator.serve.backend import Backend, Stopped
 from orchestrator.serve.library import server_library
 from orchestrator.serve.settings import ServeSettings
 
-HEAD_S = 30.0  # within which the head of a request has to be here
 CLOSE_S = 1  # that open answers get at the end
 # Between two looks of uvicorn at whether it should end.
 SWITCH_S = 0.0005
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, which closes a connection whose first request does not come."""
+    """uvicorn's, which closes a connection on which the head of a request does not come.
+
+    uvicorn itself bounds the time between two requests, until the first byte of the next one.
+    """
+
+    patience_s = 30.0
+    _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.loop.call_later(HEAD_S, self._close_unused)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._awaits_head():
+            self._wait_for_head()
+        elif self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _awaits_head(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _wait_for_head(self) -> None:
+        """From the first byte on, however many follow."""
+        if self._waiting is None:
+            self._waiting = self.loop.call_later(self.patience_s, self._close_unused)
 
     def _close_unused(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+        self._waiting = None
+        if self._awaits_head() and not self.transport.is_closing():
             self.transport.close()
 
 
@@ -93,7 +115,7 @@ class Running:
         self._failure: BaseException | None = None
         options = uvicorn.Config(
             application(self._state, note),
-            http=Protocol,
+            http=type("Patient", (Protocol,), {"patience_s": settings.patience}),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -53,6 +53,11 @@ class ServeSettings(Settings):
     body_limit: int = setting(
         32 * 2**20, "The longest request.", within=FROM_1, unit=SIZE, shown="32MiB"
     )
+    patience: int = setting(
+        30,
+        "Seconds within which a request has to be here, its head and its body each.",
+        within=FROM_1,
+    )
     timeout: int = setting(
         3600, "Seconds after which a request is given up; 0 for never.", within=FROM_0
     )
@@ -70,8 +75,8 @@ class ServeSettings(Settings):
     @property
     def hosts(self) -> frozenset[str]:
         """Names that a Host header may have where the server is local."""
-        more = (self.allow_host or "").lower().split(",")
-        return frozenset({*LOCAL_NAMES, self.host.lower(), *(name.strip() for name in more)})
+        more = (name.strip() for name in (self.allow_host or "").lower().split(","))
+        return frozenset({*LOCAL_NAMES, self.host.lower(), *filter(None, more)})
 
     def keys(self) -> frozenset[str]:
         """The keys that a request may bring; none where it needs none. Raises ConfigError where

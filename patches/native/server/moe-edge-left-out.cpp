@@ -22,7 +22,7 @@ std::pair<long, std::vector<char>> common_remote_get_content(const std::string &
 }
 
 int          llama_build_number() { return 0; }
-const char * llama_build_info() { return "moe-edge"; }
+const char * llama_build_info() { return "b0-moe-edge"; }  // clients know the form
 const char * llama_build_target() { return ""; }
 const char * llama_commit() { return ""; }
 const char * llama_compiler() { return ""; }

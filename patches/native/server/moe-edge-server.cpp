@@ -1,6 +1,8 @@
 #include "moe-edge-server.h"
+#include "moe-edge-tools.h"
 
 #include "llama.h"
+#include "llama-batch.h"
 
 #include "common.h"
 #include "json.h"
@@ -19,6 +21,7 @@ extern "C" int32_t llama_process(llama_context * ctx, llama_process_type type, l
 #include <functional>
 #include <memory>
 #include <string>
+#include <unordered_set>
 
 namespace {
 
@@ -26,6 +29,9 @@ namespace {
 // creates a server.
 thread_local llama_model *   given_model   = nullptr;
 thread_local llama_context * given_context = nullptr;
+
+// The server whose steps this thread computes.
+thread_local moe_edge_server * running = nullptr;
 
 const int32_t ABORTED = 2, FAILED = -2;
 
@@ -86,6 +92,23 @@ common_params params_of(const moe_edge_server_config & config) {
     return params;
 }
 
+// Whether every token follows another one of an answer: a prompt has several tokens of one sequence, or
+// some whose output nobody wants.
+bool is_answer(const llama_batch_ext & batch) {
+    std::unordered_set<llama_seq_id> seen;
+    for (const auto & token : batch.tokens) {
+        if (!token.output) {
+            return false;
+        }
+        for (llama_seq_id sequence : token.seq_ids) {
+            if (!seen.insert(sequence).second) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
 bool should_abort(void * stopping) {
     return static_cast<std::atomic<bool> *>(stopping)->load();
 }
@@ -98,6 +121,8 @@ struct moe_edge_server {
     server_routes    routes;
     llama_context *  llama;
     std::atomic<bool> stopping{false};
+    moe_edge_server_before_step before_step = nullptr;
+    void *           before_step_user = nullptr;
 
     moe_edge_server(const moe_edge_server_config & config, llama_context * llama)
         : params(params_of(config)), routes(params, context), llama(llama) {
@@ -142,6 +167,9 @@ void moe_edge_server_context_free(llama_context *) {}
 
 // Upstream takes what is neither success nor a failure for a full cache, and tries again for ever.
 int32_t moe_edge_server_process(llama_context * ctx, llama_process_type type, llama_batch_ext * batch) {
+    if (running && running->before_step && running->before_step(running->before_step_user, is_answer(*batch)) != 0) {
+        return FAILED;
+    }
     const int32_t status = llama_process(ctx, type, batch);
     return status == ABORTED ? FAILED : status;
 }
@@ -160,6 +188,7 @@ moe_edge_server * moe_edge_server_create(
     std::unique_ptr<moe_edge_server> server;
     try {
         server = std::make_unique<moe_edge_server>(*config, context);
+        server->params.chat_template = moe_edge_template_with_tools(model, server->params.chat_template);
         if (server->context.load_model(server->params)) {
             server->routes.update_meta(server->context);
             llama_detach_threadpool(context);  // upstream's, whose threads spin while Python decides
@@ -178,9 +207,16 @@ moe_edge_server * moe_edge_server_create(
     return server.release();
 }
 
+void moe_edge_server_set_before_step(moe_edge_server * server, moe_edge_server_before_step callback, void * user) {
+    server->before_step      = callback;
+    server->before_step_user = user;
+}
+
 void moe_edge_server_run(moe_edge_server * server) {
     if (!server->stopping) {
+        running = server;
         server->context.start_loop();
+        running = nullptr;
     }
 }
 

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define MOE_EDGE_SERVER_ABI_VERSION 1
+#define MOE_EDGE_SERVER_ABI_VERSION 2
 
 #if defined(_WIN32)
 #    define MOE_EDGE_SERVER_API __declspec(dllexport)
@@ -54,6 +54,14 @@ MOE_EDGE_SERVER_API int moe_edge_server_abi_version(void);
 MOE_EDGE_SERVER_API moe_edge_server * moe_edge_server_create(
     struct llama_model * model, struct llama_context * context, const moe_edge_server_config * config,
     char * error, size_t error_size);
+
+// Called on the thread that is in run, before each of its steps. is_answer: every token of the step
+// continues an answer, none is of a prompt. What it returns is 0, or the step fails.
+typedef int (*moe_edge_server_before_step)(void * user, int is_answer);
+
+// Before run. Without one, steps follow each other.
+MOE_EDGE_SERVER_API void moe_edge_server_set_before_step(
+    moe_edge_server * server, moe_edge_server_before_step callback, void * user);
 
 // Answers requests until moe_edge_server_stop; every step is computed on this thread.
 MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);

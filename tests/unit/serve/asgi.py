@@ -81,12 +81,14 @@ def ask(app: Any, path: str, data: Any = None, method: str = "", **headers: str)
 
 @dataclass
 class FakeRequest:
-    """A native request whose answer is written beforehand. hold: begin waits for it."""
+    """A native request whose answer is written beforehand. hold: begin waits for it; pause: the
+    last part does."""
 
     status: int
     is_stream: bool
     answer: list[bytes]
     hold: Event | None = None
+    pause: Event | None = None
     cancelled: Event = field(default_factory=Event)
     closed: bool = False
 
@@ -97,7 +99,11 @@ class FakeRequest:
         return self.status, self.is_stream
 
     def parts(self) -> Iterator[bytes]:
-        yield from self.answer
+        yield from self.answer[:-1]
+        while self.pause is not None and not self.pause.wait(0.01):
+            if self.cancelled.is_set():
+                return
+        yield self.answer[-1]
 
     def cancel(self) -> None:
         self.cancelled.set()

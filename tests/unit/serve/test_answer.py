@@ -93,6 +93,28 @@ def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(
     assert reply.parts[-1] == b'data: {"error": {}}\n\n'
 
 
+def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answer, "PING_S", 0.02)
+    pause = Event()
+    role, call = b'data: {"role": "assistant"}\n\n', b'data: {"tool_calls": []}\n\n'
+    request = FakeRequest(200, True, [role, call], pause=pause)
+    app = application(state_with(FakeBackend(request)), quiet)
+
+    async def talk() -> Client:
+        client = Client(app, "POST", CHAT, json.dumps(STREAM).encode())
+        asyncio.get_running_loop().call_later(0.3, pause.set)
+        await client.run()
+        return client
+
+    parts = asyncio.run(talk()).reply.parts
+    assert parts[0] == role and parts[-1] == call
+    # A comment is an event of its own: it begins with a colon and ends with an empty line.
+    assert len(parts) > 3
+    assert all(part.startswith(b":") and part.endswith(b"\n\n") for part in parts[1:-1])
+
+
 def test_nobody_waits_for_ever_and_the_line_is_bounded() -> None:
     holds = [FakeRequest(200, False, [b"{}"], Event()) for _ in range(3)]
     state = state_with(FakeBackend(*holds), queue=1, timeout=1)

@@ -211,7 +211,10 @@ def test_a_signal_ends_it_cleanly(
             data = {"prompt": "One", "max_tokens": 4000, "ignore_eos": True, "stream": True}
             sock.request("POST", "/v1/completions", json.dumps(data))
             assert sock.getresponse().readline().startswith(b"data: ")
+        start_s = time.monotonic()
         status, said = served.end(signum)
+        # Within two seconds where the machine has nothing else to do: tests/soaking.py signals.
+        print(f"{signum.name}: {time.monotonic() - start_s:.2f} s")
     assert status == 0, said
     assert "Traceback" not in said and "rror" not in said, said
 

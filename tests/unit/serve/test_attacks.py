@@ -1,0 +1,189 @@
+"""Clients that mean ill or are slow: one clear status each, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
+
+from served import HANG_S, Served, serving
+
+KEY = "a key"
+HOST = b"Host: localhost\r\n"
+KEYED = HOST + b"x-api-key: a key\r\n"
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\n"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
+    cache = tmp_path_factory.mktemp("attacked")
+    options = ("--ram", "130MiB", "--policy", "lru", "--ctx", "512", "--api-key", KEY)
+    with serving(cache, *options, "--body-limit", "64KiB", "--patience", "2") as running:
+        yield running
+
+
+def connected(served: Served) -> socket.socket:
+    where = urlsplit(served.url)
+    return socket.create_connection((where.hostname, where.port), timeout=HANG_S)
+
+
+def answer_to(served: Served, data: bytes) -> bytes:
+    """What the server says until it closes the connection."""
+    with connected(served) as sock:
+        said = b""
+        # It may have said all it has to say, and closed, before it has got everything.
+        with suppress(ConnectionError):
+            sock.sendall(data)
+        try:
+            while part := sock.recv(65536):
+                said += part
+        except ConnectionError:
+            pass
+    return said
+
+
+def request(head: bytes, body: bytes = b"") -> bytes:
+    length = f"Content-Length: {len(body)}\r\n".encode() if body else b""
+    return head + length + b"Connection: close\r\n\r\n" + body
+
+
+def chat(text: str, **more: object) -> bytes:
+    data = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, **more}
+    return request(CHAT + KEYED, json.dumps(data).encode())
+
+
+ATTACKS = {
+    "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+    "another protocol": (b"PRI * HTTP/2.0\r\nConnection: close\r\n\r\n", 421),
+    "an old protocol without a host": (b"GET /v1/models HTTP/1.0\r\nx-api-key: a key\r\n\r\n", 421),
+    "no key": (request(CHAT + HOST, b"{}"), 401),
+    "a wrong key": (request(CHAT + HOST + b"Authorization: Bearer no\r\n", b"{}"), 401),
+    "a key of odd bytes": (request(CHAT + HOST + b"x-api-key: \xff\xfe\r\n", b"{}"), 401),
+    "no host": (request(b"GET /v1/models HTTP/1.1\r\nx-api-key: a key\r\n"), 400),
+    "another name": (request(b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n"), 421),
+    "two names": (request(b"GET / HTTP/1.1\r\n" + HOST + b"Host: evil.example\r\n"), 400),
+    "another origin": (request(CHAT + KEYED + b"Origin: https://evil.example\r\n", b"{}"), 403),
+    "path traversal": (request(b"GET /../../../etc/passwd HTTP/1.1\r\n" + KEYED), 404),
+    "encoded traversal": (request(b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\n" + KEYED), 404),
+    "traversal behind a path": (
+        request(b"GET /v1/models/../../etc/passwd HTTP/1.1\r\n" + KEYED),
+        404,
+    ),
+    "a whole address": (request(b"GET file:///etc/passwd HTTP/1.1\r\n" + KEYED), 404),
+    "a long line": (request(b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n" + KEYED), 400),
+    "many fields": (request(b"GET / HTTP/1.1\r\n" + HOST + b"x-a: b\r\n" * 20_000), 400),
+    "a body said to be huge": (
+        CHAT + KEYED + b"Content-Length: 99999999999\r\nConnection: close\r\n\r\n",
+        413,
+    ),
+    "a huge body in chunks": (
+        CHAT
+        + KEYED
+        + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        + (b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 4
+        + b"0\r\n\r\n",
+        413,
+    ),
+    "a length below zero": (CHAT + KEYED + b"Content-Length: -1\r\n\r\n", 400),
+    "two lengths": (CHAT + KEYED + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
+    "broken chunks": (
+        CHAT + KEYED + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+        400,
+    ),
+    "broken UTF-8": (request(CHAT + KEYED, b'{"messages":"\xff"}'), 400),
+    "broken JSON": (request(CHAT + KEYED, b'{"messages":'), 400),
+    "deep JSON": (request(CHAT + KEYED, b"[" * 60_000), 400),
+    "no object": (request(CHAT + KEYED, b'"hello"'), 400),
+    "messages that are none": (request(CHAT + KEYED, b'{"messages": [1, null, {}]}'), 400),
+    "a text too long": (chat("word " * 3000), 400),
+    "a field of a wrong type": (chat("x", temperature="warm"), 400),
+    "too many answers": (chat("x", n=9), 400),
+    "a method that there is not": (request(b"DELETE /v1/models HTTP/1.1\r\n" + KEYED), 405),
+    "a grammar that is none": (chat("x", grammar="root ::= ("), 400),
+    "a schema that is none": (
+        chat("x", response_format={"type": "json_schema", "json_schema": {"schema": {"type": 7}}}),
+        400,
+    ),
+    "a lone surrogate": (chat("\ud800"), 400),
+    "the middle of an emoji": (chat("\U0001f469\u200d"), 200),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_each_gets_one_clear_status(served: Served, name: str) -> None:
+    data, status = ATTACKS[name]
+    said = answer_to(served, data)
+    assert said.count(b"HTTP/1.1 ") == 1, said[:400]
+    assert said.startswith(f"HTTP/1.1 {status} ".encode()), said[:400]
+    assert b"root:" not in said and b"Traceback" not in said
+    assert_goes_on(served)
+
+
+def assert_goes_on(served: Served) -> None:
+    with urlopen(served.url + "/health", timeout=HANG_S) as answer:
+        assert json.load(answer)["status"] == "ok"
+    assert not any("Traceback" in line for line in served.lines), served.lines
+
+
+def test_who_is_slow_is_sent_away_and_holds_nobody_up(served: Served) -> None:
+    started = b"GET /health HTTP/1.1\r\nHost: loc"
+    # Bytes that come one by one are no reason to wait for ever.
+    slow = [connected(served) for _ in range(40)]
+    body = connected(served)
+    body.sendall(CHAT + KEYED + b"Content-Length: 100\r\n\r\n{")
+    for sock in slow:
+        sock.sendall(started)
+    assert answer_to(served, chat("hello")).startswith(b"HTTP/1.1 200 ")
+    for at, sock in enumerate(slow):
+        said = trickle(sock, b"alhost" * 1000)
+        assert said == b"" or said.startswith(b"HTTP/1.1 4"), (at, said)
+    said = trickle(body, b" " * 90)
+    assert said.startswith(b"HTTP/1.1 408 "), said
+    assert_goes_on(served)
+
+
+def trickle(sock: socket.socket, data: bytes) -> bytes:
+    """Sends a byte at a time until the other side answers or closes; what it says."""
+    said = b""
+    sock.settimeout(0.2)
+    with sock:
+        for at in range(len(data)):
+            try:
+                sock.sendall(data[at : at + 1])
+                part = sock.recv(65536)
+            except TimeoutError:
+                continue
+            except OSError:
+                return said
+            said += part
+            if not part:
+                return said
+    pytest.fail("it is waited for ever")
+
+
+def test_who_reads_nothing_holds_nobody_up(served: Served) -> None:
+    silent = connected(served)
+    silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    silent.sendall(chat("hello", stream=True, max_tokens=100, ignore_eos=True))
+    assert answer_to(served, chat("hello")).startswith(b"HTTP/1.1 200 ")
+    silent.close()
+    assert_goes_on(served)
+
+
+def test_no_file_of_the_machine_is_named(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a secret")
+    for field in ("lora", "slot_save_path", "filename", "grammar_file", "image_url"):
+        said = answer_to(served, chat("hello", **{field: str(tmp_path / "secret")}))
+        assert b"a secret" not in said
+    parts = [{"type": "image_url", "image_url": {"url": f"file://{tmp_path}/secret"}}]
+    data = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+    said = answer_to(served, request(CHAT + KEYED, data))
+    assert not said.startswith(b"HTTP/1.1 200") and b"a secret" not in said

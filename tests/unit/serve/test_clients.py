@@ -1,0 +1,212 @@
+"""Python's clients as people use them: chat, stream, tools, JSON by a schema, and leaving."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
+
+from served import HANG_S, Served, serving
+
+ASK = "What is the capital of Norway?"
+MESSAGES = [{"role": "user", "content": ASK}]
+LONG = [{"role": "user", "content": "Tell me a story about a brave rabbit."}]
+SCHEMA = {
+    "title": "Capital",
+    "type": "object",
+    "properties": {"capital": {"enum": ["Oslo", "Lima"]}},
+    "required": ["capital"],
+    "additionalProperties": False,
+}
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"country": {"enum": ["Norway", "Peru"]}},
+    "required": ["country"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "capital", "description": "A capital.", "parameters": ARGUMENTS},
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "capital", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
+    cache = tmp_path_factory.mktemp("clients")
+    options = ("--ram", "130MiB", "--policy", "dymoe", "--ctx", "1024", "--temp", "0")
+    with serving(cache, *options) as running:
+        yield running
+
+
+def wait_until_idle(served: Served) -> None:
+    """Until nothing decodes for a client that left."""
+    for _ in range(10 * HANG_S):
+        with urlopen(served.url + "/metrics", timeout=60) as answer:
+            if b"moe_edge_requests_running 0" in answer.read():
+                return
+        time.sleep(0.1)
+    pytest.fail("the work for a client that left goes on")
+
+
+def is_a_call(name: str, arguments: Any) -> bool:
+    found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return name == "capital" and found["country"] in ("Norway", "Peru")
+
+
+def test_openai(served: Served) -> None:
+    openai = pytest.importorskip("openai", reason="the openai package is missing")
+    client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+    common = {"model": "any", "messages": MESSAGES, "max_tokens": 200}
+    whole = client.chat.completions.create(**common, response_format=FORMAT)
+    assert json.loads(whole.choices[0].message.content)["capital"] in ("Oslo", "Lima")
+    named = {"type": "function", "function": {"name": "capital"}}
+    other = {"type": "function", "function": {"name": "other", "parameters": ARGUMENTS}}
+    for choice in ("required", named):
+        offered = [TOOL] if choice == "required" else [other, TOOL]
+        made = client.chat.completions.create(**common, tools=offered, tool_choice=choice)
+        assert made.choices[0].finish_reason == "tool_calls"
+        for call in made.choices[0].message.tool_calls:
+            assert is_a_call(call.function.name, call.function.arguments)
+    # Calls come in pieces, each with its number; the first one of a call has its name.
+    calls: dict[int, dict[str, str]] = {}
+    finish = None
+    stream = client.chat.completions.create(
+        **common, tools=[TOOL], tool_choice="required", stream=True
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            finish = choice.finish_reason or finish
+            for piece in choice.delta.tool_calls or ():
+                if piece.index not in calls:
+                    assert piece.id and piece.function.name
+                    calls[piece.index] = {"name": piece.function.name, "arguments": ""}
+                calls[piece.index]["arguments"] += piece.function.arguments or ""
+    assert finish == "tool_calls" and sorted(calls) == list(range(len(calls))) and calls
+    assert all(is_a_call(**call) for call in calls.values())
+    # What the tool said goes back.
+    turn = [
+        *MESSAGES,
+        whole_call := made.choices[0].message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": whole_call["tool_calls"][0]["id"], "content": "Oslo"},
+    ]
+    after = client.chat.completions.create(**{**common, "messages": turn}, tools=[TOOL])
+    assert after.choices[0].finish_reason in ("stop", "tool_calls", "length")
+    leaving = client.chat.completions.create(**{**common, "messages": LONG}, stream=True)
+    next(iter(leaving))
+    leaving.close()
+    wait_until_idle(served)
+    with pytest.raises(openai.BadRequestError, match="none of the tools"):
+        client.chat.completions.create(**common, tools=[other], tool_choice=named)
+
+
+def test_openai_responses(served: Served) -> None:
+    openai = pytest.importorskip("openai", reason="the openai package is missing")
+    client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+    tool = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+    made = client.responses.create(
+        model="any", input=ASK, tools=[tool], tool_choice="required", max_output_tokens=200
+    )
+    calls = [each for each in made.output if each.type == "function_call"]
+    assert calls and all(is_a_call(call.name, call.arguments) for call in calls)
+
+
+def test_anthropic(served: Served) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="the anthropic package is missing")
+    client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
+    common = {"model": "any", "max_tokens": 200, "messages": MESSAGES}
+    tool = {"name": "capital", "description": "A capital.", "input_schema": ARGUMENTS}
+    other = {"name": "other", "description": "Another.", "input_schema": ARGUMENTS}
+    common["tools"] = [other, tool]
+    choice = {"type": "tool", "name": "capital"}
+    made = client.messages.create(**common, tool_choice=choice)
+    assert made.stop_reason == "tool_use"
+    blocks = [block for block in made.content if block.type == "tool_use"]
+    assert blocks and all(is_a_call(block.name, block.input) for block in blocks)
+    with client.messages.stream(**common, tool_choice=choice) as stream:
+        final = stream.get_final_message()
+    blocks = [block for block in final.content if block.type == "tool_use"]
+    assert blocks and all(is_a_call(block.name, block.input) for block in blocks)
+    none = client.messages.create(**common, tool_choice={"type": "none"})
+    assert [block.type for block in none.content] == ["text"]
+    with client.messages.stream(model="any", max_tokens=200, messages=LONG) as stream:
+        next(iter(stream.text_stream))
+    wait_until_idle(served)
+
+
+def test_litellm(served: Served) -> None:
+    litellm = pytest.importorskip(
+        "litellm", reason="litellm is missing (it wants an older openai than the others)"
+    )
+    common: dict[str, Any] = {
+        "model": "openai/any",
+        "api_base": served.url + "/v1",
+        "api_key": "none",
+        "messages": MESSAGES,
+        "max_tokens": 200,
+    }
+    assert "Oslo" in litellm.completion(**common).choices[0].message.content
+    parts = litellm.completion(**common, stream=True)
+    assert "Oslo" in "".join(part.choices[0].delta.content or "" for part in parts)
+    made = litellm.completion(**common, tools=[TOOL], tool_choice="required")
+    for call in made.choices[0].message.tool_calls:
+        assert is_a_call(call.function.name, call.function.arguments)
+    shaped = litellm.completion(**common, response_format=FORMAT)
+    assert json.loads(shaped.choices[0].message.content)["capital"] in ("Oslo", "Lima")
+    leaving = litellm.completion(**{**common, "messages": LONG}, stream=True)
+    next(iter(leaving))
+    leaving.completion_stream.close()
+    wait_until_idle(served)
+
+
+def test_langchain_openai(served: Served) -> None:
+    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is missing")
+    model = langchain.ChatOpenAI(
+        base_url=served.url + "/v1", api_key="none", model="any", max_tokens=200, max_retries=0
+    )
+    assert "Oslo" in model.invoke(ASK).content
+    assert "Oslo" in "".join(part.content for part in model.stream(ASK))
+    calls = model.bind_tools([TOOL], tool_choice="capital").invoke(ASK).tool_calls
+    assert calls and all(is_a_call(call["name"], call["args"]) for call in calls)
+    shaped = model.with_structured_output(SCHEMA, method="json_schema").invoke(ASK)
+    assert shaped["capital"] in ("Oslo", "Lima")
+    leaving = model.stream(LONG[0]["content"])
+    next(leaving)
+    leaving.close()
+    wait_until_idle(served)
+
+
+def test_llm(served: Served, tmp_path: Path) -> None:
+    pytest.importorskip("llm", reason="llm is missing")
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: local\n  model_name: any\n  api_base: {served.url}/v1\n"
+        "  supports_schema: true\n"
+    )
+    environment = {**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
+
+    def ask(*options: str) -> str:
+        command = [sys.executable, "-m", "llm", "-m", "local", "-o", "max_tokens", "200"]
+        done = subprocess.run(
+            [*command, *options], env=environment, capture_output=True, text=True, timeout=HANG_S
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "Oslo" in ask(ASK)
+    assert "Oslo" in ask("--no-stream", ASK)
+    assert json.loads(ask("--schema", json.dumps(SCHEMA), ASK))["capital"] in ("Oslo", "Lima")
+    command = [sys.executable, "-m", "llm", "-m", "local", LONG[0]["content"]]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as leaving:
+        assert leaving.stdout is not None and leaving.stdout.read(1)
+        leaving.kill()
+    wait_until_idle(served)

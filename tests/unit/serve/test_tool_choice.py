@@ -1,0 +1,91 @@
+"""Choices of tools in OpenAI's and Anthropic's forms, as llama.cpp's server gets them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.serve.tools import settle_tool_choice
+from orchestrator.serve.wire import Refusal
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+
+
+def chat_tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {}}}
+
+
+def plain_tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "name": name, "parameters": {}}
+
+
+def settled(route: str, **data: Any) -> dict[str, Any]:
+    before = dict(data)
+    assert settle_tool_choice(route, data) == (data != before)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("route", "tool", "choice", "word"),
+    [
+        (CHAT, chat_tool, {"type": "function", "function": {"name": "b"}}, "required"),
+        (RESPONSES, plain_tool, {"type": "function", "name": "b"}, "required"),
+        (MESSAGES, plain_tool, {"type": "tool", "name": "b"}, {"type": "any"}),
+        (
+            CHAT,
+            chat_tool,
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [chat_tool("b"), chat_tool("x")]},
+            },
+            "auto",
+        ),
+        (
+            RESPONSES,
+            plain_tool,
+            {"type": "allowed_tools", "mode": "required", "tools": [plain_tool("b")]},
+            "required",
+        ),
+    ],
+)
+def test_a_named_tool_is_the_only_one(route: str, tool: Any, choice: Any, word: Any) -> None:
+    data = settled(route, tools=[tool("a"), tool("b")], tool_choice=choice)
+    once = {"parallel_tool_calls": False} if word == "required" else {}
+    assert data == {"tools": [tool("b")], "tool_choice": word, **once}
+
+
+def test_words_stay_as_they_are() -> None:
+    for word in ("auto", "none", "required"):
+        data = settled(CHAT, tools=[chat_tool("a")], tool_choice=word)
+        assert data == {"tools": [chat_tool("a")], "tool_choice": word}
+    assert settled(CHAT, messages=[]) == {"messages": []}
+    assert settled(CHAT, messages=[], tool_choice="auto") == {"messages": [], "tool_choice": "auto"}
+
+
+def test_anthropic_has_words_of_its_own() -> None:
+    tools = [plain_tool("a")]
+    # llama.cpp would take what it does not know for "auto".
+    assert settled(MESSAGES, tools=tools, tool_choice={"type": "none"}) == {}
+    assert settled(MESSAGES, tools=tools, tool_choice={"type": "any"})["tool_choice"] == {
+        "type": "any"
+    }
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "says"),
+    [
+        (None, "required", "has no tools"),
+        ([], {"type": "function", "function": {"name": "a"}}, "has no tools"),
+        ([chat_tool("a")], {"type": "function", "function": {"name": "b"}}, "'b', which is none"),
+        ([chat_tool("a")], "sometimes", "must be"),
+        ([chat_tool("a")], 3, "must be"),
+        ([chat_tool("a")], {"type": "function"}, "must be"),
+        ([chat_tool("a")], {"type": "allowed_tools", "mode": "auto", "tools": 3}, "must be"),
+        ({}, "auto", "must be a list"),
+    ],
+)
+def test_what_cannot_be_met_is_refused(tools: Any, choice: Any, says: str) -> None:
+    with pytest.raises(Refusal, match=says) as refused:
+        settle_tool_choice(CHAT, {"tools": tools, "tool_choice": choice})
+    assert refused.value.status == 400
