@@ -18,6 +18,7 @@ from orchestrator.config import Config
 from orchestrator.driver import Driver
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
+from orchestrator.layouts import layout_text
 from orchestrator.llama import Context, Model, SamplerChain
 from orchestrator.load import Loader
 from orchestrator.meter import Meter
@@ -359,7 +360,7 @@ class Engine:
         pinned = stats.host_pinned or not self._loader.on_gpu
         pageable = "" if pinned else ", host memory not pinned"
         text = f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
-        return text + self._served + context
+        return text + layout_text(self.store.spec) + self._served + context
 
     @property
     def _served(self) -> str:

@@ -56,6 +56,7 @@ LAYERS = (
     ),
     ("orchestrator.choice", "orchestrator.accelerator", "orchestrator.room"),
     ("orchestrator.plan",),
+    ("orchestrator.layouts",),
     (
         "orchestrator.sequences",
         "orchestrator.observe",
