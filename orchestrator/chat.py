@@ -113,6 +113,7 @@ class Chat:
         self.console.open_history(words)
         while self._running:
             try:
+                self.session.engine.idle()
                 line = self.console.ask()
                 if line is not None and line.lstrip().startswith(QUOTES):
                     line = self._rest_of(line.lstrip().removeprefix(QUOTES))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.events import ComputedStep, Phase, RouteEvent, StepReport
+from orchestrator.idle import Idle
 from orchestrator.native import FAILED, Store
 from orchestrator.policy import Policy
 from orchestrator.policy.base import Callback, Transition
@@ -46,6 +47,19 @@ class PlainDriver:
     def check(self, status: int) -> None:
         """After a decode, with its status: raises what went wrong in a callback or in the
         store."""
+
+    def idle(self, used: np.ndarray | None) -> None:
+        """Nothing is asked for until attend is called: reads what is likely to be used, into free
+        slots. used: how often tokens used each expert, float64 [n_layers, n_expert], None where
+        that is not known."""
+
+    def attend(self) -> None:
+        """Before a step after idle, and before the store is freed; from any thread."""
+
+    def used(self) -> np.ndarray | None:
+        """How many tokens used each expert since the start, uint32 [n_layers, n_expert]; None where
+        nobody counts. From any thread."""
+        return None
 
     def save_sequence(self, sequence: int) -> bytes | None:
         """What goes with the tokens of a sequence that is kept for later; None where nothing
@@ -97,6 +111,7 @@ class Driver(PlainDriver):
         self.store = store
         # Hears of sequences that go on from kept tokens: (sequence, state).
         self.on_restored: Callable[[int, bytes], None] | None = None
+        self._idle = Idle(store)
         self._pause = pause
         self._prompt_read = False
         self._cancelled = False
@@ -205,6 +220,30 @@ class Driver(PlainDriver):
     def _under_way(self) -> bool:
         resident, target = self.store.states()
         return bool((resident != target).any())
+
+    @property
+    def brought(self) -> int:
+        """Experts that were read while nothing was asked for."""
+        return self._idle.brought
+
+    def idle(self, used: np.ndarray | None) -> None:
+        self.attend()
+        store = self.store
+        store.cancel(False)
+        if store.full:
+            return
+        known = [each for each in (self.used(), used) if each is not None]
+        self._idle.start(self.policy.likely(store.resident(), np.sum(known, axis=0)))
+
+    def attend(self) -> None:
+        self._idle.stop()
+
+    def used(self) -> np.ndarray | None:
+        if self.store.closed:
+            return None
+        if not self.policy.counts:  # else the policy takes them
+            self.store.take_counts()
+        return self.store.taken_counts()
 
     def save_sequence(self, sequence: int) -> bytes | None:
         return self.policy.save_sequence(sequence)

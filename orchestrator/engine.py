@@ -11,17 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from gguf_tools.experts import DEFAULT_KV, ExpertModel
-from gguf_tools.units import format_size
+from gguf_tools.experts import ExpertModel
 from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.driver import Driver
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
-from orchestrator.layouts import layout_text
 from orchestrator.llama import Context, Model, SamplerChain
 from orchestrator.load import Loader
 from orchestrator.meter import Meter
+from orchestrator.mode_line import mode_line
 from orchestrator.native import Store
 from orchestrator.plan import MemoryPlan
 from orchestrator.policy import Policy
@@ -171,6 +170,16 @@ class Engine:
         return PromptCache(
             loaded.steps, loaded.model, loaded.context.n_ctx, shelf, self._folder, key
         )
+
+    def idle(self) -> None:
+        """Nothing is asked for now: until something is, free slots get the experts that were used
+        most, by earlier runs and by this one. Returns at once."""
+        self._loaded.driver.idle(self._loader.usage.recall())
+
+    def attend(self) -> None:
+        """Ends idle: what decodes without generate, eval or decode_batch calls it before a step.
+        It waits for one expert's read at most."""
+        self._loaded.driver.attend()
 
     def cancel(self) -> None:
         """Stops the running generation soon; safe in a signal handler and from any thread."""
@@ -349,32 +358,16 @@ class Engine:
     @property
     def mode(self) -> str:
         """One line: what runs, and why or how."""
-        context = f", micro-batch {self.plan.n_ubatch}, context {self.n_ctx}"
-        if self.config.kv != DEFAULT_KV:
-            context += f" in {self.config.kv}"
-        if not self.managed:
-            return f"plain upstream path: {self.plan.reason}{context}"
-        slots = format_size(self.plan.slots.total_bytes) if self.plan.slots else "no"
-        stats = self.store.stats()
-        direct = "direct I/O" if stats.direct_io else "buffered I/O"
-        pinned = stats.host_pinned or not self._loader.on_gpu
-        pageable = "" if pinned else ", host memory not pinned"
-        text = f"managed: {self.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
-        return text + layout_text(self.store.spec) + self._served + context
-
-    @property
-    def _served(self) -> str:
-        """For the mode: how a GPU gets the experts that it lacks."""
-        if self._loader.gpu is None:
-            return ""
-        asked, served = self._loader.misses.mode, self.store.misses()
-        return f", misses: {served}" + (f" ({asked} cannot be had)" if served != asked else "")
+        return mode_line(self.config, self._loader, self._loaded)
 
     def _learn(self) -> None:
         """What the policy that runs knows about the model, for the next one."""
         hotness = self._loaded.driver.hotness()
         if hotness is not None:
             self._loader.hotness.learn(hotness)
+        used = self._loaded.driver.used()
+        if used is not None:
+            self._loader.usage.learn(used)
         tuned = self._loaded.driver.tuned()
         if tuned is not None:
             self._loader.tuned.learn(*tuned)
@@ -387,6 +380,7 @@ class Engine:
         self._prompts.leave()
         self._loaded.close()
         self._loader.tuned.save()
+        self._loader.usage.save()
         try:
             self._loader.hotness.save()
         finally:

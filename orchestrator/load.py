@@ -20,7 +20,7 @@ from orchestrator.losses import LossKeeper
 from orchestrator.native import Misses, Store, context_memory, host_scratch
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy.base import Transition
-from orchestrator.profile import HotnessKeeper, TunedKeeper
+from orchestrator.profile import HotnessKeeper, TunedKeeper, UsageKeeper
 from orchestrator.sequences import Sequences
 from orchestrator.steps import Steps
 from orchestrator.store_layout import importance_window, store_spec
@@ -55,6 +55,7 @@ class Loaded:
 
     def close(self) -> None:
         """Frees everything; safe to call twice."""
+        self.driver.attend()
         _close(self._parts)
         self._parts = ()
 
@@ -125,6 +126,7 @@ class Loader:
         check_misses(self.gpu, config)
         self.hotness = HotnessKeeper(config, model)
         self.tuned = TunedKeeper(config, model)
+        self.usage = UsageKeeper(config, model)
         self.losses = LossKeeper(config, model)
         self._config = config
         self._model = model

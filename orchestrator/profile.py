@@ -22,6 +22,8 @@ _FORMAT = "moe-edge hotness"
 _TUNED = "moe-edge tuned"
 _VERSION = 2
 _LARGEST_BYTES = 64 << 20
+# That a usage profile remembers: some dozens of conversations.
+_USED_TOKENS = 65_536
 
 
 def identity(model: ExpertModel) -> str:
@@ -34,9 +36,9 @@ def identity(model: ExpertModel) -> str:
     return digest.hexdigest()
 
 
-def cached_path(model: ExpertModel) -> Path:
-    """Where the user cache keeps the profile of a model."""
-    return user_folder("cache") / "hotness" / f"{identity(model)[:32]}.json"
+def cached_path(model: ExpertModel, kind: str = "hotness") -> Path:
+    """Where the user cache keeps a profile of a model: what DynaExq calls hot, or its usage."""
+    return user_folder("cache") / kind / f"{identity(model)[:32]}.json"
 
 
 def load(path: Path, model: ExpertModel) -> np.ndarray:
@@ -136,6 +138,51 @@ class HotnessKeeper:
             if self._named:
                 raise
         self._learned = False
+
+
+class UsageKeeper:
+    """How often tokens used each expert of a model, in earlier runs under any policy.
+
+    It lies in the user cache beside the profiles, in their format, where config.remember asks for
+    that. What cannot be read or written there is done without. Runs long ago count less: of all
+    earlier ones as many tokens stay as _USED_TOKENS.
+    """
+
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        self._remember, self._model = config.remember, model
+        self._now: np.ndarray | None = None
+
+    @cached_property
+    def _path(self) -> Path:
+        return cached_path(self._model, "usage")
+
+    @cached_property
+    def _known(self) -> np.ndarray | None:
+        if self._remember:
+            with suppress(OSError, ProfileError):
+                return load(self._path, self._model)
+        return None
+
+    def recall(self) -> np.ndarray | None:
+        """Tokens that used each expert, those of stores that were freed included, float64
+        [n_layers, n_expert]; None where nothing is known."""
+        known = [each for each in (self._known, self._now) if each is not None]
+        return np.sum(known, axis=0) if known else None
+
+    def learn(self, used: np.ndarray) -> None:
+        """Adds what a store counted until it was freed, [n_layers, n_expert]."""
+        before = np.zeros(used.shape) if self._now is None else self._now
+        self._now = before + used
+
+    def save(self) -> None:
+        """Writes what was learned, if anything was."""
+        if self._now is None or not self._now.any() or not self._remember:
+            return
+        total = np.asarray(self.recall())
+        self._known, self._now = total, None
+        tokens = total.sum(axis=1).max() / self._model.n_expert_used
+        with suppress(OSError):
+            save(self._path, self._model, total * min(1.0, _USED_TOKENS / tokens))
 
 
 class TunedKeeper:

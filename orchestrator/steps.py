@@ -46,6 +46,7 @@ class Steps:
 
     def begin(self) -> None:
         """Before the steps of one call: an earlier cancel no longer counts."""
+        self._driver.attend()
         self.cancelled = False
         self._driver.cancel(False)
 

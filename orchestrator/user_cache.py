@@ -22,6 +22,7 @@ KINDS = {
     "sdist": "the source of llama.cpp as it was downloaded",
     "source": "the source of llama.cpp with our patches",
     "tuned": "what policies tuned, of each model",
+    "usage": "how often earlier chats and servers used each expert, of each model",
     "wheels": "llama.cpp as it was built, for other environments",
 }
 

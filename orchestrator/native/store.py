@@ -86,6 +86,11 @@ class Store:
             raise NativeError("the native store is closed")
         return self._handle
 
+    @property
+    def closed(self) -> bool:
+        """Whether the native store is gone."""
+        return self._handle is None
+
     def set_route(
         self,
         route: RouteCallback | None,
@@ -304,6 +309,20 @@ class Store:
             reason = self.library.error(self.handle)
             raise NativeError(_text(reason) if reason else "the experts could not be loaded")
         return int(loaded)
+
+    def bring(self, layer: int, expert: int, tier: int) -> bool | None:
+        """Loads one expert into slots that are free, as far as there are; from any thread, between
+        steps. Returns whether anything was loaded, None where it cannot be: it could not be read,
+        or steps are cancelled."""
+        items = _items([(layer, expert, tier)])
+        loaded = int(self.library.warm(self.handle, items, 1, PROGRESS_CB(), None))
+        return None if loaded < 0 else loaded > 0
+
+    @property
+    def full(self) -> bool:
+        """Whether every slot is in use."""
+        slots_bytes = sum(size * n for size, n in self.spec.groups)
+        return bool(self.stats().slot_bytes_in_use >= slots_bytes)
 
     def check(self) -> None:
         """Raises NativeError where an invariant of the store does not hold. For tests."""

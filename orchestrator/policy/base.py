@@ -14,7 +14,7 @@ import numpy as np
 
 from gguf_tools.file.layout import MAX_TIERS
 from orchestrator.errors import BudgetError, PolicyError
-from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
+from orchestrator.events import ABSENT, DecisionBuffer, RouteEvent, StepReport, StoreView
 from orchestrator.settings import Settings
 
 Transition = tuple[int, int, int]  # layer, expert, tier to bring it to
@@ -256,6 +256,25 @@ class Policy:
     def start(self) -> Sequence[Transition]:
         """What to load before the first token; after plan."""
         return ()
+
+    def likely(self, resident: np.ndarray, used: np.ndarray) -> Sequence[Transition]:
+        """Experts to read into free slots while nothing is asked for, the likeliest first: those
+        that are absent, by the share of its layer's uses that each had. Where all are in memory,
+        none.
+
+        resident: uint8 [n_layers, n_expert] as of StepReport. used: how often tokens used each
+        expert, not negative, [n_layers, n_expert]; experts that nobody used come last, layer by
+        layer.
+        """
+        if self.all_resident:
+            return ()
+        share = used / np.maximum(used.sum(axis=1, keepdims=True), 1e-300)
+        order = np.argsort(-share, axis=None, kind="stable")
+        layers, experts = np.unravel_index(order, share.shape)
+        absent = resident[layers, experts] == ABSENT
+        tier = self.default_tier
+        pairs = zip(layers[absent].tolist(), experts[absent].tolist(), strict=True)
+        return [(layer, expert, tier) for layer, expert in pairs]
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Writes a tier for the routed experts (0 where nothing is written) and what to

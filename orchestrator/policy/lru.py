@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, ClassVar
 
-from orchestrator.policy.base import Policy, Share, SlotGroup, SlotPlan, divide
+import numpy as np
+
+from orchestrator.policy.base import Policy, Share, SlotGroup, SlotPlan, Transition, divide
 
 
 class LRU(Policy):
@@ -17,6 +20,12 @@ class LRU(Policy):
     most_tiers = 1
     reason = "runs one precision"
     lossless: ClassVar[Mapping[str, Any]] = {}
+
+    def likely(self, resident: np.ndarray, used: np.ndarray) -> Sequence[Transition]:
+        """Whole layers, from the first on, each with what was used most first. A prompt comes next,
+        and needs nearly all experts: of single ones in every layer, its first layers would push
+        out what the later ones were to find."""
+        return sorted(super().likely(resident, used), key=itemgetter(0))
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """The same share of the experts of every group. Raises BudgetError."""

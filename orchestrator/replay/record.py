@@ -55,6 +55,12 @@ class Recorder:
             raise ConfigError(
                 f"the policy {policy.name} has decided already: record with a new engine"
             )
+        engine.attend()
+        if engine.driver.brought:
+            raise ConfigError(
+                "experts were read while nothing was asked for, in an order that a replay does not "
+                "know: record with a new engine"
+            )
         self._engine = engine
         self._policy = policy
         self._step = -1

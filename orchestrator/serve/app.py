@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,6 +24,8 @@ from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.gate import Gate
 from orchestrator.serve.metrics import metrics_text
+from orchestrator.serve.openapi import document
+from orchestrator.serve.page import page_response
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import Refusal, error_object, read_body, read_object
 
@@ -48,12 +49,7 @@ READ = {"/v1/models": ("/models",), "/props": ()}
 HEALTH = ("/health", "/v1/health")
 OPEN = (*HEALTH, "/")  # without a key
 PICTURE = "/experts"
-PAGE = Path(__file__).with_name("page.html")
-# The page has its style and its script in itself, and speaks to nobody but this server.
-PAGE_MAY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-)
+DESCRIPTION = "/openapi.json"
 # What a client may not choose: which of the slots it gets is the server's business.
 DROPPED = ("id_slot",)
 # The field with live settings of the policy for one request.
@@ -87,6 +83,7 @@ def application(state: State, log: Callable[[str], None]) -> Starlette:
     routes = [Route(path, endpoints.health) for path in HEALTH]
     routes.append(Route("/metrics", endpoints.metrics))
     routes.append(Route(PICTURE, endpoints.experts))
+    routes.append(Route(DESCRIPTION, endpoints.description))
     routes.append(Route("/", endpoints.page))
     for methods, endpoint, paths in (
         (["GET"], endpoints.read, READ),
@@ -155,8 +152,10 @@ class Endpoints:
         return JSONResponse(self._state.ready().picture())
 
     async def page(self, _request: Request) -> Response:
-        headers = {"content-security-policy": PAGE_MAY, "cache-control": "no-cache"}
-        return FileResponse(PAGE, headers=headers, media_type="text/html; charset=utf-8")
+        return page_response()
+
+    async def description(self, _request: Request) -> Response:
+        return JSONResponse(document(bool(self._state.keys)))
 
     async def metrics(self, _request: Request) -> Response:
         backend = self._state.ready()
@@ -324,4 +323,6 @@ async def _refused(_request: Request, error: Exception) -> Response:
 async def _missing(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     what = "does not take this method" if status == 405 else "is nothing that this server has"
-    return _error(Refusal(status, f"{request.url.path[:80]} {what}"))
+    reply = _error(Refusal(status, f"{request.url.path[:80]} {what}"))
+    reply.headers.update(getattr(error, "headers", None) or {})  # of 405: which methods it takes
+    return reply

@@ -82,9 +82,11 @@ class Backend:
             engine.store.sequence_end()
         self._thread = threading.Thread(target=self._native.run, name="decode", daemon=True)
         self._thread.start()
+        engine.idle()  # until the first request
 
     def request(self, route: str, body: bytes) -> NativeRequest:
         """A request that has not begun; any thread may run it."""
+        self.engine.attend()
         return self._native.request(route, body)
 
     def costs(self) -> Callable[[], dict[str, Any]]:

@@ -41,7 +41,8 @@ LAYERS = (
         "orchestrator.stats_text",
         "orchestrator.template",
     ),
-    ("orchestrator.config", "orchestrator.driver", "orchestrator.micro_batch"),
+    ("orchestrator.config", "orchestrator.idle", "orchestrator.micro_batch"),
+    ("orchestrator.driver",),
     (
         "orchestrator.user_cache",
         "orchestrator.context_length",
@@ -67,6 +68,7 @@ LAYERS = (
     ("orchestrator.steps",),
     ("orchestrator.prompts",),
     ("orchestrator.load",),
+    ("orchestrator.mode_line",),
     ("orchestrator.engine", "orchestrator.wrapping"),
     ("orchestrator.chat_files",),
     ("orchestrator.console", "orchestrator.session"),

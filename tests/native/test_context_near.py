@@ -195,6 +195,8 @@ def test_its_replay_knows_sequences_and_kept_tokens(
         converse(engine, 1, 5)
         engine.fork(1)  # what it held is over
         engine.decode_batch([9], [1])
+        engine.reset()  # all three are
+        converse(engine, 0, 2)
         engine.driver.restore_sequence(0, kept)
         engine.eval(PROMPTS[0][:9], engine.n_cached)
         for token in ANSWER[:30]:

@@ -86,8 +86,8 @@ def test_types_without_one_stay_as_in_the_file(tiny_model: Callable[..., Path]) 
 
 @pytest.mark.parametrize("tier", TYPES)
 def test_prompts_are_upstream_too(tier: str, tiny_model: Callable[..., Path]) -> None:
-    """With four rows or more of an expert we take upstream's matrix product, where upstream goes row
-    by row. Only for Q4_K its sums have another order."""
+    """With four rows or more of an expert we take upstream's matrix product, where upstream goes
+    row by row. Only for Q4_K its sums have another order."""
     path = tiny_model("olmoe", tier)
     prompt = TOKENS * 4
     with PlainModel(path, n_ctx=256, n_ubatch=32, threads=2, mmap=False, extra_bufts=True) as model:

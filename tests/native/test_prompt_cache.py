@@ -11,10 +11,12 @@ from answering import evaluated, first_logits
 
 from orchestrator.config import Config
 from orchestrator.engine import Engine
+from orchestrator.template import ChatTemplate
 
 DRAWN = np.random.default_rng(0).integers(10, 300, (6, 200)).tolist()
 FIRST, OTHER, THIRD, QUESTION, ANOTHER, SYSTEM = DRAWN
 MIB = 2**20
+TOOLS = Path(__file__).parents[1] / "unit/serve/tools.jinja"
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,31 @@ def test_a_restart_goes_on_from_the_disk(path: Path, tmp_path: Path) -> None:
         assert engine.prompt_notes() == []
     # The first one in the place of what it goes on from; the other went apart from its answer.
     assert len(list(folder.iterdir())) == 3
+
+
+def test_a_tool_call_and_its_answer_survive_a_restart(path: Path, tmp_path: Path) -> None:
+    """As a template with tools writes them: the call's arguments and the tool's answer are read
+    once, and what follows is computed from the same state."""
+    template = ChatTemplate(TOOLS.read_text(), "", "")
+    call = {"function": {"name": "weather", "arguments": {"city": "Oslo", "days": 3}}}
+    messages = [
+        {"role": "user", "content": "What is the weather in Oslo?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": '{"celsius": [-3, 1.5, 0]}'},
+    ]
+    with open_engine(path) as engine:
+        prompt = engine.tokenize(template.render(messages))
+        known = said(engine, prompt)
+        further = engine.tokenize("And in Bergen?<|im_end|>", special=False)
+        expected = first_logits(engine, known + further)
+    with open_engine(path, prompt_cache=tmp_path) as engine:
+        assert said(engine, prompt) == known
+    with open_engine(path, prompt_cache=tmp_path, cache_ram=0) as engine:
+        np.testing.assert_array_equal(first_logits(engine, known + further), expected)
+        assert engine.last_stats.evaluated_tokens == len(further)
+        text = b"".join(map(engine.llama.piece, engine._steps.cached)).decode(errors="replace")
+        assert '{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}' in text
+        assert '<tool_response>\n{"celsius": [-3, 1.5, 0]}\n</tool_response>' in text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,22 @@ def test_every_policy_decides_for_the_server(native: ServerLibrary, policy: str)
         backend.engine.store.check()
     finally:
         backend.close()
+
+
+def test_experts_come_in_until_the_first_request(native: ServerLibrary) -> None:
+    """The first answer is what it is without, and nothing is read for nobody beside it."""
+    with closing(open_backend(native, config_of("lru"))) as backend:
+        backend.engine.attend()
+        backend.engine.store.reset_stats()
+        expected = greedy(backend)["choices"]
+    with closing(open_backend(native, config_of("lru"))) as backend:
+        idle = backend.engine.driver._idle
+        idle.wait()
+        assert backend.engine.driver.brought > 0
+        assert backend.engine.store.full
+        assert greedy(backend)["choices"] == expected
+        assert idle._thread is None
+        backend.engine.store.check()
 
 
 def test_a_stream_its_usage_and_a_grammar(native: ServerLibrary) -> None:

@@ -112,6 +112,9 @@ class FakeEngine:
     def cancel(self):
         self._cancelled = True
 
+    def idle(self):
+        assert not self.closed
+
     def generate(self, tokens, sampling, max_tokens, on_prefill=None):
         assert not self.closed
         self._cancelled = False

@@ -165,6 +165,27 @@ def test_every_expert_moves_once_in_shared_slots(
         assert (moved == (resident != before)).all()
 
 
+def test_better_slots_are_freed_first_and_the_most_important_experts_move_first():
+    rng, shape = np.random.default_rng(7), five_tiers()
+    policy = make(shape, hot_experts=4, placement="wait")
+    resident = placed(policy)
+    prefill(policy, rng, 1, resident)
+    told(policy, Phase.PREFILL, resident, resident, starts=(0,))
+    everywhere = SimpleNamespace(try_reserve=lambda *_: True)
+    policy._pools = SimpleNamespace(track=lambda *_: everywhere)
+    moves = policy.before_answer(resident, resident)
+    assert moves is not None
+    up = [tier < resident[layer, expert] for layer, expert, tier in moves]
+    assert sum(up) > 1 and up.count(False) > 1 and up == sorted(up)
+    for way in (False, True):
+        scores = [
+            policy._scores[layer, expert]
+            for (layer, expert, _), of in zip(moves, up, strict=True)
+            if of == way
+        ]
+        assert scores == sorted(scores, reverse=True)
+
+
 def test_only_a_policy_that_waits_settles():
     rng, shape = np.random.default_rng(5), five_tiers()
     for waits in (False, True):

@@ -8,6 +8,7 @@ microsecond they take 1, 1 and 2 us. A token computes 12 us in a layer: 2 for ea
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 from traces import EXPERT_BYTES, decode, make_trace, over, random_trace
 
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, NativeError, TraceError
-from orchestrator.events import Phase, RouteEvent
+from orchestrator.events import Phase, RouteEvent, StepReport
 from orchestrator.native import MAX_TIERS, Library, Simulation, Store
 from orchestrator.policy import Rules
 from orchestrator.replay import ReplayOptions, Trace, render, replay
 from orchestrator.replay.simulate import Compute, Outcome, Setup, Transport, simulate
+from orchestrator.replay.trace import ENDS, PROMPT_ENDS, STARTS
 
 ALL = 24 * 16384
 BYTES_PER_S = 4096 * 10**6
@@ -325,6 +327,28 @@ def test_misuse_of_a_simulated_store(library: Library) -> None:
         store.set_route(None)
         clock.route(0, *one, none, none)
         store.check()
+
+
+def test_policies_see_whose_the_tokens_are(library: Library) -> None:
+    trace = make_trace([(Phase.PREFILL, [np.array([[0], [1], [2]])])])
+    trace.arrays["sequences"][:] = 4, 0, 7
+    marks = [(0, ENDS, 3), (0, STARTS, 4), (0, STARTS, 7), (0, PROMPT_ENDS, 0)]
+    trace.arrays["marks"] = np.array(marks, np.int32)
+    made = planned(trace, "dymoe")
+    decide, step_done = made.policy.decide, made.policy.step_done
+    seen: list[object] = []
+
+    def watched(event: RouteEvent, *more: Any) -> None:
+        seen.append(event.sequences_array.tolist())
+        decide(event, *more)
+
+    def told(report: StepReport) -> object:
+        seen.append((report.ends, report.starts, report.prompt_ends))
+        return step_done(report)
+
+    made.policy.decide, made.policy.step_done = watched, told  # type: ignore[method-assign]
+    simulate(library, trace, made, Transport(BYTES_PER_S, 10, 1), Compute(10.0, 10.0))
+    assert seen == [[4, 0, 7], ((3,), (4, 7), (0,))]
 
 
 def test_no_memory_is_taken(library: Library) -> None:

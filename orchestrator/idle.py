@@ -1,0 +1,62 @@
+"""What a store reads while nothing is asked of it: experts that are likely to be used, into slots
+that are free."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from orchestrator.native import Store
+from orchestrator.policy.base import Transition
+
+
+class Idle:
+    """Reads experts by a thread of its own, one after the other, the likeliest first.
+
+    Each gets slots that are free, or none: nothing is evicted for it, so that nothing that is used
+    more can go, and slots are all the memory that it takes. No step may begin before stop has
+    returned, which waits for the expert that is being read and for no other one.
+
+    brought: experts that were read, ever.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.brought = 0
+        self._store = store
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def start(self, wanted: Sequence[Transition]) -> None:
+        """Begins to read these, until all were looked at or one cannot be read: the token that
+        needs that one says why."""
+        self.stop()
+        if not wanted:
+            return
+        self._stopping = False
+        self._thread = threading.Thread(
+            target=self._read, args=(wanted,), name="read while idle", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when nothing is read any more; from any thread."""
+        thread = self._thread
+        if thread is not None:
+            self._stopping = True
+            thread.join()
+            self._thread = None
+
+    def wait(self) -> None:
+        """Until everything was looked at. For tests and measurements."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _read(self, wanted: Sequence[Transition]) -> None:
+        for each in wanted:
+            if self._stopping:
+                return
+            found = self._store.bring(*each)
+            if found is None:
+                return
+            self.brought += found

@@ -1,0 +1,205 @@
+"""A headless Chromium, driven as a person would: for tests that look at the server's page.
+
+It is spoken to in the DevTools protocol over a pipe, which needs no package.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+# Only what hangs takes so long.
+HANG_S = 120.0
+# Flags without which it asks its maker for updates, or needs what a container lacks.
+FLAGS = (
+    "--headless",
+    "--remote-debugging-pipe",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+KEYS = {
+    "Enter": ("Enter", 13, "\r"),
+    "Escape": ("Escape", 27, ""),
+    "Tab": ("Tab", 9, ""),
+    " ": ("Space", 32, " "),
+}
+SHIFT = 8
+
+
+def chromium() -> str:
+    """The browser's path. Skips the test where there is none."""
+    for name in NAMES:
+        if path := shutil.which(name):
+            return path
+    pytest.skip(f"no browser is installed ({', '.join(NAMES)})")
+
+
+class Browser:
+    """One process of Chromium, and the messages to it and from it."""
+
+    def __init__(self, path: str, folder: Path) -> None:
+        """folder: where it keeps its profile."""
+        commands, self._to = os.pipe()
+        self._from, answers = os.pipe()
+        # Chromium reads the descriptor 3 and writes 4. Copies above them keep the two free.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (commands, answers)]
+        actions = [
+            (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+            (os.POSIX_SPAWN_DUP2, ends[0], 3),
+            (os.POSIX_SPAWN_DUP2, ends[1], 4),
+        ]
+        command = [path, *FLAGS, f"--user-data-dir={folder}", "about:blank"]
+        environment = {**os.environ, "HOME": str(folder)}
+        self._pid = os.posix_spawn(path, command, environment, file_actions=actions, setpgroup=0)
+        for end in (commands, answers, *ends):
+            os.close(end)
+        self._rest = b""
+        self._last = 0
+        self.events: list[dict[str, Any]] = []
+
+    def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+        """A command's result. Raises AssertionError where the browser refuses it, or is gone."""
+        self._last += 1
+        message: dict[str, Any] = {"id": self._last, "method": method, "params": params}
+        if session:
+            message["sessionId"] = session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            said = self._read()
+            if said.get("id") == self._last:
+                assert "error" not in said, f"{method}: {said['error']}"
+                result: dict[str, Any] = said["result"]
+                return result
+            self.events.append(said)
+
+    def _read(self) -> dict[str, Any]:
+        end_s = time.monotonic() + HANG_S
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._from], [], [], max(0, end_s - time.monotonic()))
+            assert ready, "the browser hangs"
+            part = os.read(self._from, 1 << 20)
+            assert part, "the browser is gone"
+            self._rest += part
+        line, _, self._rest = self._rest.partition(b"\0")
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        os.close(self._to)
+        os.close(self._from)
+
+
+class Tab:
+    """One page in a window of its own, which shares nothing with others."""
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+        context = browser.call("Target.createBrowserContext")["browserContextId"]
+        target = browser.call(
+            "Target.createTarget", url="about:blank", browserContextId=context, width=1200
+        )
+        self._session: str = browser.call(
+            "Target.attachToTarget", targetId=target["targetId"], flatten=True
+        )["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        return self._browser.call(method, self._session, **params)
+
+    def events(self, method: str) -> list[dict[str, Any]]:
+        """The parameters of each event of a kind that this tab told of."""
+        return [
+            event["params"]
+            for event in self._browser.events
+            if event.get("method") == method and event.get("sessionId") == self._session
+        ]
+
+    def go(self, url: str) -> None:
+        self.call("Page.navigate", url=url)
+        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def value(self, expression: str) -> Any:
+        """What JavaScript computes. Raises AssertionError with what it throws."""
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def until(self, expression: str) -> Any:
+        """Waits until JavaScript computes something true, and returns that."""
+        end_s = time.monotonic() + HANG_S
+        while not (value := self.value(expression)):
+            assert time.monotonic() < end_s, f"never true: {expression}\n{self.text()}"
+            time.sleep(0.05)
+        return value
+
+    def text(self) -> str:
+        """What the page says."""
+        text: str = self.value("document.body.innerText")
+        return text
+
+    def type(self, text: str) -> None:
+        """Puts a text where the keyboard's focus is."""
+        self.call("Input.insertText", text=text)
+
+    def press(self, key: str, shift: bool = False) -> None:
+        code, number, text = KEYS[key]
+        common = {
+            "key": key,
+            "code": code,
+            "windowsVirtualKeyCode": number,
+            "modifiers": SHIFT if shift else 0,
+        }
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **common)
+
+    def shape(self, width: int, height: int, dark: bool = False) -> None:
+        """Another size of the window, and the colours that the person prefers."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def picture(self, path: Path) -> None:
+        """A PNG of what the window shows."""
+        data = self.call("Page.captureScreenshot", format="png")["data"]
+        path.write_bytes(base64.b64decode(data))
+
+
+@contextlib.contextmanager
+def browsing(folder: Path) -> Iterator[Browser]:
+    """A browser with an empty profile. Skips where none is installed."""
+    browser = Browser(chromium(), folder)
+    try:
+        yield browser
+    finally:
+        browser.close()

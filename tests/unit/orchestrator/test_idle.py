@@ -1,0 +1,213 @@
+"""What is read while nothing is asked for: in which order, and how soon it stops."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from orchestrator.config import Config
+from orchestrator.driver import Driver, PlainDriver
+from orchestrator.events import ABSENT
+from orchestrator.idle import Idle
+from orchestrator.policy import POLICIES
+from orchestrator.policy.base import ModelShape
+from orchestrator.profile import UsageKeeper, cached_path
+
+WANTED = [(0, expert, 0) for expert in range(50)]
+SECONDS = 10  # until a test gives up on a thread
+
+
+class SlowStore:
+    """Reads an expert when the test lets it."""
+
+    closed = full = False
+    spec: Any = None
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.read: list[tuple[int, int, int]] = []
+        self.begun = threading.Semaphore(0)
+        self.go = threading.Semaphore(0)
+        self.cancelled = True
+        self._fails_at = fails_at
+
+    def bring(self, layer: int, expert: int, tier: int) -> bool | None:
+        self.begun.release()
+        assert self.go.acquire(timeout=SECONDS)
+        if len(self.read) == self._fails_at:
+            return None
+        self.read.append((layer, expert, tier))
+        return expert % 2 == 0
+
+    def cancel(self, on: bool) -> None:
+        self.cancelled = on
+
+    def resident(self) -> np.ndarray:
+        return np.full((2, 4), ABSENT, np.uint8)
+
+    def take_counts(self) -> None:
+        pass
+
+    def taken_counts(self) -> np.ndarray:
+        return np.array([[0, 0, 6, 2], [0, 0, 0, 0]], np.uint32)
+
+
+def test_who_asks_waits_for_one_read_at_most() -> None:
+    store = SlowStore()
+    idle = Idle(store)  # type: ignore[arg-type]
+    idle.start(WANTED)
+    for _ in range(3):
+        assert store.begun.acquire(timeout=SECONDS)
+        if len(store.read) < 2:
+            store.go.release()
+    stopper = threading.Thread(target=idle.stop)
+    stopper.start()
+    stopper.join(0.05)
+    assert stopper.is_alive()  # the third one is being read
+    store.go.release(10)
+    stopper.join(SECONDS)
+    assert store.read == WANTED[:3]
+    idle.stop()
+    assert not store.begun.acquire(blocking=False)
+    assert idle.brought == 2  # the second one found no slot
+
+
+def test_it_ends_at_the_first_that_cannot_be_read() -> None:
+    store = SlowStore(fails_at=4)
+    idle = Idle(store)  # type: ignore[arg-type]
+    store.go.release(50)
+    idle.start(WANTED)
+    idle.wait()
+    assert store.read == WANTED[:4]
+
+
+def test_it_begins_anew() -> None:
+    store = SlowStore()
+    store.go.release(200)
+    idle = Idle(store)  # type: ignore[arg-type]
+    for _ in range(3):
+        idle.start(WANTED)
+        idle.wait()
+    assert store.read == WANTED * 3
+    idle.start([])
+    idle.wait()
+
+
+def shape(n_expert: int = 4, n_layers: int = 2) -> ModelShape:
+    slots = tuple(({0: 64, 1: 64, 3: 64},) for _ in range(n_layers))
+    return ModelShape(n_expert, 2, ("q4_k",), slots)
+
+
+def test_the_likeliest_come_first_by_their_share_of_the_layer() -> None:
+    policy = POLICIES["dymoe"](shape())
+    resident = np.full((2, 4), ABSENT, np.uint8)
+    resident[0, 1] = 0
+    used = np.array([[10.0, 90, 0, 0], [1, 1, 8, 0]])
+    asked = policy.likely(resident, used)
+    assert asked[:4] == [(1, 2, 0), (0, 0, 0), (1, 0, 0), (1, 1, 0)]
+    assert asked[4:] == [(0, 2, 0), (0, 3, 0), (1, 3, 0)]
+
+
+def test_one_order_over_all_layers_gets_whole_layers() -> None:
+    policy = POLICIES["lru"](shape())
+    resident = np.full((2, 4), ABSENT, np.uint8)
+    resident[0, 1] = 0
+    used = np.array([[10.0, 90, 0, 20], [1, 1, 8, 0]])
+    asked = [expert for _, expert, _ in policy.likely(resident, used)]
+    assert asked == [3, 0, 2, 2, 0, 1, 3]
+    assert [each[0] for each in policy.likely(resident, used)] == [0, 0, 0, 1, 1, 1, 1]
+
+
+def test_a_policy_that_keeps_every_expert_asks_for_none() -> None:
+    slots = tuple(({0: 64, 1: 64, 3: 64}, {0: 32, 1: 32, 3: 32}) for _ in range(2))
+    policy = POLICIES["dynaexq"](ModelShape(4, 2, ("q4_k", "q2_k"), slots))
+    policy.plan(2 * 4 * 3 * 40)
+    assert policy.all_resident
+    assert policy.likely(np.full((2, 4), ABSENT, np.uint8), np.ones((2, 4))) == ()
+
+
+def test_the_driver_adds_this_run_to_the_earlier_ones() -> None:
+    store = SlowStore()
+    store.go.release(100)
+    driver = Driver(POLICIES["dymoe"](shape()), store)  # type: ignore[arg-type]
+    driver.idle(np.array([[0.0, 7, 0, 0], [0, 0, 0, 1]]))
+    driver._idle.wait()
+    assert store.read[:4] == [(1, 3, 0), (0, 1, 0), (0, 2, 0), (0, 3, 0)]
+    assert not store.cancelled  # by an answer that was stopped
+    driver.attend()
+
+
+def test_full_slots_are_left_alone() -> None:
+    store = SlowStore()
+    store.full = True
+    driver = Driver(POLICIES["lru"](shape()), store)  # type: ignore[arg-type]
+    driver.idle(None)
+    assert not store.begun.acquire(timeout=0.1)
+    PlainDriver().idle(None)  # which has nothing to read
+    PlainDriver().attend()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ExpertModel:
+    return ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe", tiers=("q4_k",)))
+
+
+def keeper(model: ExpertModel, **settings: Any) -> UsageKeeper:
+    return UsageKeeper(Config.build(model=model.path, **({"remember": True} | settings)), model)
+
+
+def counts(model: ExpertModel, each: int) -> np.ndarray:
+    found = np.zeros((model.n_layers, model.n_expert))
+    found[:, 0] = each
+    found[:, 1] = 3 * each
+    return found
+
+
+def test_use_is_kept_under_every_policy(
+    model: ExpertModel, monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = keeper(model, policy="lru")
+    assert first.recall() is None
+    first.learn(counts(model, 10))
+    first.learn(counts(model, 2))  # another policy, in the same run
+    first.save()
+    first.save()  # nothing was learned since
+    again = keeper(model, policy="dymoe")
+    np.testing.assert_allclose(again.recall(), counts(model, 12))
+    again.learn(counts(model, 1))
+    again.save()
+    np.testing.assert_allclose(keeper(model).recall(), counts(model, 13))
+    forgets = keeper(model, remember=False)
+    forgets.learn(counts(model, 1))
+    np.testing.assert_allclose(forgets.recall(), counts(model, 1))  # until the run ends
+    forgets.save()
+    np.testing.assert_allclose(keeper(model).recall(), counts(model, 13))
+    assert keeper(model, remember=False).recall() is None
+
+
+def test_what_was_long_ago_counts_less(
+    model: ExpertModel, monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = keeper(model)
+    first.learn(counts(model, 10**7))
+    first.save()
+    found = keeper(model).recall()
+    assert found is not None
+    assert found.sum(axis=1) == pytest.approx(65_536 * model.n_expert_used)
+
+
+def test_a_damaged_profile_is_done_without(
+    model: ExpertModel, monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = cached_path(model, "usage")
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    assert keeper(model).recall() is None

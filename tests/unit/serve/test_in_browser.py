@@ -1,0 +1,221 @@
+"""The page as a person meets it, in headless Chromium."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
+
+from browser import Browser, Tab, browsing
+from served import Served, serving
+
+QUESTION = "What is the capital of Norway?"
+STORY = "Tell me a story about a fox and a river."
+ATTACK = "<img src=x onerror='hacked=1'><script>hacked=1</script> **bold** `<b>`\n```js\n<i>\n```\n"
+# The page's fetch, with an answer that a test writes: fake(path, headers) gives it, or nothing.
+FAKE = """
+const real = window.fetch;
+window.fetch = async (path, options = {}) =>
+  fake(path, options.headers || {}) || real(path, options);
+const streamed = (text, isBroken) => new Response(new ReadableStream({ start(to) {
+  const event = { choices: [{ delta: { content: text } }] }, end = "data: [DONE]\\n\\n";
+  const said = "data: " + JSON.stringify(event) + "\\n\\n" + (isBroken ? "" : end);
+  to.enqueue(new TextEncoder().encode(said));
+  if (isBroken) setTimeout(() => to.error(new TypeError("network error")), 20); else to.close();
+} }));
+const isChat = (path) => path === "/v1/chat/completions";
+"""
+# How much the conversation said each time that it changed.
+WATCH = """
+lengths = new Set();
+new MutationObserver(() => lengths.add($('log').innerText.length))
+  .observe($('log'), {childList: true, subtree: true});
+"""
+LOST = """
+if (isChat(path) && window.none) return Promise.reject(new TypeError("Failed to fetch"));
+if (isChat(path) && !window.whole) return streamed("Half", true);
+"""
+LAST = "[...document.querySelectorAll('%s')].pop().innerText"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("browser")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def served(
+    browser: Browser, tmp_path_factory: pytest.TempPathFactory, library: object
+) -> Iterator[Served]:
+    cache = tmp_path_factory.mktemp("served")
+    options = ("--ram", "130MiB", "--policy", "dymoe", "--ctx", "1024", "--temp", "0")
+    with serving(cache, *options) as running:
+        yield running
+
+
+@pytest.fixture
+def tab(browser: Browser, served: Served) -> Tab:
+    return opened(browser, served)
+
+
+def opened(browser: Browser, served: Served, fake: str = "") -> Tab:
+    """A new page. fake: the body of a function (path, headers) that answers in the server's
+    place."""
+    tab = Tab(browser)
+    if fake:
+        source = FAKE + "function fake(path, headers) {" + fake + "}"
+        tab.call("Page.addScriptToEvaluateOnNewDocument", source=source)
+    tab.go(served.url + "/")
+    return tab
+
+
+def asked(tab: Tab, text: str) -> None:
+    """Types a message and sends it, by the keyboard alone."""
+    tab.until("document.activeElement === $('text')")
+    tab.type(text)
+    tab.press("Enter")
+
+
+def complaints(tab: Tab) -> list[Any]:
+    """What the page or the browser wrote into the console."""
+    kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+    return [event for kind in kinds for event in tab.events(kind)]
+
+
+def test_an_answer_streams_and_its_experts_light_up(tab: Tab, served: Served) -> None:
+    tab.until("seen !== null")
+    picture = "$('experts').toDataURL()"
+    before = tab.value(picture)
+    tab.value(WATCH)
+    asked(tab, STORY)
+    tab.until("$('log').ariaBusy === 'true' && light.some((each) => each === 1)")
+    assert tab.value(picture) != before
+    tab.until("!running")
+    assert tab.value("lengths.size") > 4
+    assert tab.value("document.querySelector('.assistant').innerText.length") > 50
+    costs = tab.value("document.querySelector('.costs').innerText")
+    for word in ("TTFT", "tokens/s", "hits", "q4_k", "read", "memory", "dymoe"):
+        assert word in costs
+    tab.until("flow.some((each) => each.hits > 0)")
+    assert "since the start: " in tab.value("$('figures').innerText")
+    assert "8 layers of 16 experts; q4_k: " in tab.value("$('experts').ariaLabel")
+    # What was said goes with the next question.
+    asked(tab, QUESTION)
+    tab.until("!running && document.querySelectorAll('.costs').length === 2")
+    assert tab.value("messages.map((each) => each.role).join()") == "user,assistant,user,assistant"
+    assert "Oslo" in tab.text()
+    urls = {event["request"]["url"] for event in tab.events("Network.requestWillBeSent")}
+    assert urls and all(url.startswith((served.url + "/", "data:")) for url in urls), urls
+    assert complaints(tab) == []
+
+
+def test_an_answer_can_be_stopped(tab: Tab) -> None:
+    for way in ("Escape", "the button"):
+        asked(tab, STORY)
+        tab.until(
+            f"document.querySelectorAll('.assistant').length && {LAST % '.assistant'}.length > 20"
+        )
+        if way == "Escape":
+            tab.press("Escape")
+        else:
+            tab.press("Tab")
+            assert tab.value("document.activeElement.id") == "stop"
+            tab.press(" ")
+        tab.until("!running")
+        assert "stopped after" in tab.value(LAST % ".costs")
+        assert tab.value("$('status').innerText") == "Stopped"
+    # Another conversation may begin in the middle of an answer, of which nothing is left in it.
+    asked(tab, STORY)
+    tab.until("running && document.querySelector('.assistant').innerText")
+    tab.value("$('anew').click()")
+    asked(tab, QUESTION)
+    tab.until("!running && messages.length === 2")
+    assert tab.value("document.querySelectorAll('#log > *').length") == 3
+    assert complaints(tab) == []
+
+
+def test_what_a_model_writes_is_text(browser: Browser, served: Served) -> None:
+    fake = f"if (isChat(path)) return streamed({json.dumps(ATTACK)});"
+    tab = opened(browser, served, fake)
+    asked(tab, ATTACK)
+    tab.until("!running && messages.length === 2")
+    assert tab.value(
+        "[...document.querySelectorAll('.assistant *')].map((e) => e.tagName).join()"
+    ) == ("STRONG,CODE,PRE,CODE")
+    assert "<script>hacked=1</script>" in tab.text() and "<img src=x" in tab.text()
+    assert tab.value("document.querySelectorAll('#log img, #log script').length") == 0
+    assert complaints(tab) == []
+    # Were it markup, the browser would not run it either.
+    tab.value(f"$('log').innerHTML = {json.dumps(ATTACK)}")
+    tab.value(
+        "$('log').append(Object.assign(document.createElement('script'), {text: 'hacked=1'}))"
+    )
+    tab.until("document.querySelectorAll('#log script').length === 2")
+    assert tab.value("typeof hacked") == "undefined"
+
+
+def test_a_key_is_asked_for(browser: Browser, served: Served) -> None:
+    tab = opened(
+        browser,
+        served,
+        "if (headers.Authorization !== 'Bearer right') return new Response('', {status: 401});",
+    )
+    for key, complaint in (("wrong", ""), ("right", "The server does not know that key.")):
+        tab.until("!$('ask').hidden && document.activeElement === $('key')")
+        assert tab.value("$('unfit').innerText") == complaint
+        assert tab.value("document.querySelector('main').inert")
+        tab.type(key)
+        tab.press("Enter")
+    tab.until("$('ask').hidden && seen !== null")
+    asked(tab, QUESTION)
+    tab.until("!running && /Oslo/.test($('log').innerText)")
+
+
+def test_a_connection_that_breaks_leaves_what_came(browser: Browser, served: Served) -> None:
+    tab = opened(browser, served, LOST)
+    asked(tab, QUESTION)
+    tab.until("!running && document.querySelector('#log .wrong[role=alert]')")
+    assert "Half" in tab.text() and "connection to the server broke off" in tab.text()
+    # Where nothing came, the question waits in its field and can be sent again.
+    tab.value("window.none = true")
+    asked(tab, STORY)
+    tab.until("!running && document.querySelectorAll('#log .wrong').length === 2")
+    assert tab.value("$('text').value") == STORY
+    tab.value("window.none = false; window.whole = true; $('text').value = ''")
+    asked(tab, QUESTION)
+    tab.until("!running && messages.length === 4")
+
+
+def test_keyboard_and_screen_reader_get_everywhere(tab: Tab) -> None:
+    tab.until("seen !== null")
+    reached = []
+    for _ in range(5):
+        reached.append(tab.value("document.activeElement.id"))
+        tab.press("Tab")
+    assert reached == ["text", "send", "anew", "experts", ""]
+    tab.value("$('experts').focus()")
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        tab.value(f"$('experts').dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}'}}))")
+    assert tab.value("$('one').innerText").startswith("Layer 1, expert 1: ")
+    for node in tab.call("Accessibility.getFullAXTree")["nodes"]:
+        can = any(
+            p["name"] == "focusable" and p["value"]["value"] for p in node.get("properties", ())
+        )
+        if can and node["role"]["value"] != "RootWebArea":
+            assert node["name"]["value"], node
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_a_telephone(tab: Tab, dark: bool) -> None:
+    tab.shape(320, 640, dark)
+    tab.until("seen !== null")
+    assert tab.value("document.documentElement.scrollWidth") <= 320
+    for tag in ("text", "send", "stop", "anew", "experts"):
+        assert 0 < tab.value(f"$('{tag}').getBoundingClientRect().right") <= 320, tag
+    ground = tab.value("getComputedStyle(document.body).backgroundColor")
+    assert ground == ("rgb(20, 24, 29)" if dark else "rgb(255, 255, 255)")

@@ -1,0 +1,79 @@
+"""The published description: it names what there is, and what it names is true."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
+
+from asgi import FakeBackend, ask, state_with
+from served import serving
+from starlette.routing import Route
+
+from orchestrator.serve.app import application
+from orchestrator.serve.openapi import document
+
+# What a server must never do to any request, and what holds of each answer.
+CHECKS = (
+    "not_a_server_error",
+    "content_type_conformance",
+    "response_schema_conformance",
+    "unsupported_method",
+)
+
+
+def test_it_describes_each_path_and_no_other() -> None:
+    app = application(state_with(FakeBackend()), lambda _line: None)
+    routes = {
+        (route.path, method.lower())
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in (route.methods or ())
+        if method != "HEAD"
+    }
+    paths = ask(app, "/openapi.json").json()["paths"]
+    assert {(path, method) for path, methods in paths.items() for method in methods} == routes
+
+
+def test_what_it_refers_to_is_there() -> None:
+    whole = document(has_key=False)
+    assert "security" not in whole
+    names = set(whole["components"]["schemas"])
+    used = set(re.findall(r"#/components/schemas/(\w+)", str(whole)))
+    assert used == names
+
+
+def test_it_needs_the_key_and_says_so() -> None:
+    app = application(state_with(FakeBackend(), api_key="k"), lambda _line: None)
+    assert ask(app, "/openapi.json").status == 401
+    found = ask(app, "/openapi.json", x_api_key="k").json()
+    (scheme,) = found["components"]["securitySchemes"].values()
+    assert scheme == {"type": "http", "scheme": "bearer"} and found["security"] == [{"key": []}]
+
+
+def test_a_wrong_method_is_told_the_right_one() -> None:
+    app = application(state_with(FakeBackend()), lambda _line: None)
+    assert ask(app, "/tokenize", method="GET").headers["allow"] == "POST"
+
+
+def test_schemathesis_finds_nothing(tmp_path: Path, library: object) -> None:
+    if importlib.util.find_spec("schemathesis") is None:
+        pytest.skip("schemathesis is not installed (pip install schemathesis)")
+    options = ("--ram", "130MiB", "--policy", "lru", "--ctx", "256", "--max-tokens", "8")
+    with serving(tmp_path, *options) as served:
+        command = [sys.executable, "-m", "schemathesis.cli", "run", served.url + "/openapi.json"]
+        more = ("--checks", ",".join(CHECKS), "--max-examples", "3", "--seed", "1")
+        done = subprocess.run(
+            [*command, *more, "--request-timeout", "60", "--phases", "coverage,fuzzing"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
