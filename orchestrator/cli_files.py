@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from gguf_tools.pack import PackReport
     from orchestrator.support import Support
 
+# The status of verify for a file that is whole, of a model that llama.cpp does not load.
+CANNOT_RUN = 3
 # Where a context keeps whether outputs may be replaced.
 _FORCE = "moe-edge.force"
 AT_LEAST_1 = click.IntRange(min=1)
@@ -146,8 +148,12 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
 def verify(
     ctx: click.Context, file: Path, low: Path | None, threads: int | None, as_json: bool
 ) -> None:
-    """Check every block of a model file, and its metadata."""
+    """Check every block of a model file, and its metadata; and whether llama.cpp loads it.
+
+    The exit status is 0 for a good file, 1 for a damaged one, and 3 for one that is whole and
+    cannot run: llama.cpp does not load a model of its header."""
     from gguf_tools.verify import verify as run
+    from orchestrator.support import NOT
 
     with progress_bar("Verifying") as progress:
         report = run(file, low, progress=progress, threads=threads)
@@ -176,6 +182,8 @@ def verify(
         note(f"Note: {file}: {found.sentence}")
     if report.problems:
         ctx.exit(1)
+    if found is not None and found.runs == NOT:
+        ctx.exit(CANNOT_RUN)
 
 
 def _support(file: Path) -> Support | None:

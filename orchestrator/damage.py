@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,18 +38,24 @@ class _Told(NamedTuple):
     checksums: Sequence[int]
 
 
-def _told(model: ExpertModel) -> Iterator[_Told]:
-    """All tensors of files that have checksums. Raises MetadataError where those do not fit."""
-    for number, part in enumerate(model.parts):
-        of_file = stored(part)
-        if of_file is not None:
-            for name, info in part.tensors.items():
-                yield _Told(number, part, info, of_file[name])
+class Checksums:
+    """What a model's files say of themselves. Raises MetadataError where that does not fit."""
+
+    def __init__(self, model: ExpertModel) -> None:
+        self.headers: list[tuple[GGUFFile, int]] = []
+        self.tensors: list[_Told] = []
+        for number, part in enumerate(model.parts):
+            of_file = stored(part)
+            if of_file is not None:
+                self.headers.append((part, of_file[""][0]))
+                self.tensors += [
+                    _Told(number, part, info, of_file[name]) for name, info in part.tensors.items()
+                ]
 
 
-def with_checksums(spec: StoreSpec, model: ExpertModel) -> StoreSpec:
+def with_checksums(spec: StoreSpec, checksums: Checksums) -> StoreSpec:
     """The store that also compares what it reads, as far as the model's files have checksums."""
-    known = {(each.file, each.info.offset): tuple(each.checksums) for each in _told(model)}
+    known = {(each.file, each.info.offset): tuple(each.checksums) for each in checksums.tensors}
     layers = tuple(
         (
             il,
@@ -79,13 +85,13 @@ class DataCheck:
     ``finish`` or ``stop``."""
 
     def __init__(
-        self, library: Library, model: ExpertModel, without: Collection[Place] = ()
+        self, library: Library, checksums: Checksums, without: Collection[Place] = ()
     ) -> None:
-        """without: tensors that somebody else compares. Raises MetadataError where the checksums
-        do not fit the tensors."""
+        """without: tensors that somebody else compares."""
         self._crc32 = library.crc32
+        self._headers = checksums.headers
         # Lower tiers are none of llama.cpp's tensors, nor is what a second file has once more.
-        tensors = {each.info.name: each for each in reversed([*_told(model)])}
+        tensors = {each.info.name: each for each in reversed(checksums.tensors)}
         self._todo = [
             each
             for name, each in tensors.items()
@@ -112,8 +118,9 @@ class DataCheck:
 
     def _run(self) -> None:
         try:
-            for part in {id(each.part): each.part for each in self._todo}.values():
-                _check_header(part)
+            for part, expected in self._headers:
+                if header_checksum(part) != expected:
+                    raise DamagedError(f"{part.path}: the header is damaged: its checksum differs")
                 self._check_data(part, [each for each in self._todo if each.part is part])
         except Exception as error:  # noqa: BLE001 - whoever waits raises it
             self._error = error
@@ -148,9 +155,3 @@ class DataCheck:
                     f"{told.part.path}: tensor {info.name}: offset {start}: {what}: its checksum"
                     " differs"
                 )
-
-
-def _check_header(part: GGUFFile) -> None:
-    of_file = stored(part)
-    if of_file is not None and header_checksum(part) != of_file[""][0]:
-        raise DamagedError(f"{part.path}: the header is damaged: its checksum differs")

@@ -185,41 +185,43 @@ class Engine:
         """Stops the running generation soon; safe in a signal handler and from any thread."""
         self._steps.cancel()
 
-    def eval(
-        self,
-        tokens: Sequence[int],
-        pos: int,
-        want_all_logits: bool = False,
-        phase: Phase | None = None,
-    ) -> np.ndarray:
+    def eval(self, tokens: Sequence[int], pos: int, phase: Phase | None = None) -> np.ndarray:
         """Evaluates tokens at positions pos, pos+1, ... after dropping the cache from pos on.
 
-        Returns float32 logits [n_out, n_vocab], a copy: of the last token, or of all of them
-        where the engine was opened with logits_all. phase None: decode for a single token,
-        prefill for more. More than n_ubatch tokens are evaluated in several steps.
-        """
-        steps, context = self._steps, self._loaded.context
+        Returns float32 logits [1, n_vocab] of the last token, a copy. phase None: decode for a
+        single token, prefill for more. More than n_ubatch tokens take several steps."""
+        for _ in self._evaluated(tokens, pos, phase):
+            pass
+        return self._loaded.context.logits().copy()
+
+    def eval_each(
+        self, tokens: Sequence[int], pos: int, phase: Phase | None = None
+    ) -> Iterator[np.ndarray]:
+        """As eval, with the logits of every token, float32 [n, n_vocab] of each step: views, valid
+        until the next one. Raises ConfigError for an engine that was opened without logits_all."""
+        if not self.config.logits_all:
+            raise ConfigError("the engine was opened without logits_all")
+        for n in self._evaluated(tokens, pos, phase, each=True):
+            yield self._loaded.context.logits(n)
+
+    def _evaluated(
+        self, tokens: Sequence[int], pos: int, phase: Phase | None, each: bool = False
+    ) -> Iterator[int]:
+        """How many tokens each step evaluated, once it has."""
+        steps = self._steps
         if not tokens or not 0 <= pos <= len(steps.cached):
             raise ConfigError(f"cannot evaluate {len(tokens)} tokens at position {pos}")
-        if want_all_logits and not self.config.logits_all:
-            raise ConfigError("the engine was opened without logits_all")
         if phase is None:
             phase = Phase.DECODE if len(tokens) == 1 else Phase.PREFILL
         steps.begin()
         steps.rewind(pos)
         if len(steps.cached) != pos:
             raise NativeError("this model's memory cannot be cut in the middle")
-        results: list[np.ndarray] = []
-        todo = list(tokens)
-        for start in range(0, len(todo), context.n_ubatch):
-            part = todo[start : start + context.n_ubatch]
-            if not steps.step(part, phase, want_all_logits):
+        for start in range(0, len(tokens), self.context.n_ubatch):
+            part = list(tokens[start : start + self.context.n_ubatch])
+            if not steps.step(part, phase, each):
                 raise NativeError("the evaluation was cancelled")
-            if want_all_logits:
-                results.append(context.logits(len(part)).copy())
-        if len(results) == 1:  # no second copy of what may be large
-            return results[0]
-        return np.concatenate(results) if results else context.logits().copy()
+            yield len(part)
 
     def fork(self, sequence: int) -> None:
         """Lets a sequence of decode_batch go on from what eval or generate has read. It drops what

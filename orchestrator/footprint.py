@@ -71,10 +71,9 @@ def compute_bytes(
     """
     tokens = step_tokens(config, n_ctx)
     outputs = max(tokens if config.logits_all else 1, 1 + config.sequences)
-    # llama.cpp's buffer of them, and the copy that an evaluation gets
-    logits = 4 * 2 * outputs * vocabulary_size(model)
+    logits = 4 * outputs * vocabulary_size(model)
     if graph_bytes is None:
-        graph_bytes = _graph_bytes(model, config, n_ctx) + logits // 2
+        graph_bytes = _graph_bytes(model, config, n_ctx) + logits
     else:
         graph_bytes += _row_bytes(model, config, n_ctx)
     return graph_bytes + logits + _importance_bytes(model, config, n_ctx)

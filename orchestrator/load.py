@@ -11,7 +11,7 @@ from gguf_tools.process import default_threads, usable_cores
 from orchestrator import hardware
 from orchestrator.accelerator import check_misses, find_gpu, one_of_several, serve_misses
 from orchestrator.config import Config
-from orchestrator.damage import DataCheck, managed_places, with_checksums
+from orchestrator.damage import Checksums, DataCheck, managed_places, with_checksums
 from orchestrator.driver import Driver, PlainDriver
 from orchestrator.errors import NativeError
 from orchestrator.layouts import with_layouts
@@ -156,6 +156,10 @@ class Loader:
         nothing is missed."""
         return serve_misses(self.bindings, self.gpu, self._config)
 
+    @cached_property
+    def _checksums(self) -> Checksums:
+        return Checksums(self._model)
+
     def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
         """How the model is laid out with these settings; see plan_memory."""
         if self.gpu:
@@ -196,7 +200,7 @@ class Loader:
                 spec = store_spec(config, self._model, plan, self.misses)
                 library = self.bindings.library()
                 spec = with_layouts(spec, config, self._model, plan, library)
-                store = Store.create(library, with_checksums(spec, self._model))
+                store = Store.create(library, with_checksums(spec, self._checksums))
                 parts.append(store)
                 driver = Driver(plan.policy, store)
             with self._checked(plan):
@@ -235,7 +239,7 @@ class Loader:
             yield
             return
         without = managed_places(self._model) if plan.managed else ()
-        check = DataCheck(self.bindings.library(), self._model, without)
+        check = DataCheck(self.bindings.library(), self._checksums, without)
         try:
             yield
             check.finish()

@@ -1,18 +1,19 @@
 """How a model can run: with managed experts, on llama.cpp's plain path, or not at all.
 
 llama.cpp says so itself: it loads the header, without data, and makes a context. It may end its
-process over a header that it did not expect, so that is done in another one: `python -m
-orchestrator.support FILE` writes what it found as one JSON line.
+process over a header that it did not expect, so that is done in a child of this one.
 """
 
 from __future__ import annotations
 
-import json
+import faulthandler
+import multiprocessing
 import os
 import re
-import subprocess
-import sys
+import signal
+import tempfile
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from orchestrator.errors import MoeEdgeError, NativeError
@@ -41,6 +42,45 @@ class Support:
 def support_of(path: Path, architecture: str) -> Support | None:
     """How the model of this file and architecture can run. None where llama.cpp cannot be asked,
     as without our build of it."""
+    # A fork has loaded what it needs: a process of its own would take most of a second to start.
+    # Only it loads the library, which may find a GPU that a fork could not use.
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    with reader, tempfile.TemporaryFile() as said:
+        child = context.Process(
+            target=_ask, args=(path, architecture, writer, said.fileno()), daemon=True
+        )
+        child.start()
+        writer.close()
+        try:
+            child.join(_TIMEOUT_S)
+        finally:
+            child.kill()
+            child.join()
+        status = child.exitcode or 0
+        if status == 0:
+            found: Support | None = reader.recv()
+            return found
+        if status > 0 or status == -signal.SIGKILL:
+            return None
+        said.seek(0)
+        lines = said.read().decode("utf-8", "replace").strip().splitlines() or ["without a word"]
+    why = next((line for line in lines if "GGML_ASSERT" in line), lines[-1])
+    why = re.sub(r"^\S*/", "", why)  # the folder in which it was compiled
+    return Support(NOT, f"llama.cpp ends the process over its header ({why[:200]})")
+
+
+def _ask(path: Path, architecture: str, answer: Connection, stderr: int) -> None:
+    """The child: sends how the model can run."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    faulthandler.disable()
+    os.dup2(stderr, 2)
+    os.environ["GGML_NO_BACKTRACE"] = "1"
+    answer.send(_found(path, architecture))
+
+
+def _found(path: Path, architecture: str) -> Support | None:
     from orchestrator.llama import Bindings
 
     try:
@@ -48,27 +88,9 @@ def support_of(path: Path, architecture: str) -> Support | None:
     except NativeError:
         return None
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "orchestrator.support", str(path)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    said = done.stdout.strip().splitlines()
-    if done.returncode < 0:
-        lines = done.stderr.strip().splitlines() or ["without a word"]
-        why = next((line for line in lines if "GGML_ASSERT" in line), lines[-1])
-        why = re.sub(r"^\S*/", "", why)  # the folder in which it was compiled
-        return Support(NOT, f"llama.cpp ends the process over its header ({why[:200]})")
-    if done.returncode or not said:
-        return None
-    error = json.loads(said[-1])["error"]
-    if error:
-        return Support(NOT, error.removeprefix(f"{path}: "))
+        try_load(path)
+    except MoeEdgeError as error:
+        return Support(NOT, str(error).removeprefix(f"{path}: "))
     if architecture in managed:
         return Support(MANAGED, "")
     return Support(
@@ -99,16 +121,3 @@ def try_load(path: Path) -> None:
         ).close()
     finally:
         model.close()
-
-
-def _main() -> None:
-    try:
-        try_load(Path(sys.argv[1]))
-        error = None
-    except MoeEdgeError as caught:
-        error = str(caught)
-    print(json.dumps({"error": error}))
-
-
-if __name__ == "__main__":
-    _main()

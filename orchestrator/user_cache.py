@@ -20,6 +20,7 @@ KINDS = {
     "emulation": "objects of the tests that emulate a GPU",
     "hotness": "which experts earlier chats used, of each model",
     "sdist": "the source of llama.cpp as it was downloaded",
+    "servers": "llama.cpp's server, as `moe-edge serve` compiled it",
     "source": "the source of llama.cpp with our patches",
     "tuned": "what policies tuned, of each model",
     "usage": "how often earlier chats and servers used each expert, of each model",

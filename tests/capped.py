@@ -3,20 +3,29 @@
     python tests/capped.py --model PACKED.gguf --ram 1GiB --text TEXT.txt [COMMAND ...]
 
 The kernel ends a process that needs more than the cgroup's limit. What may be dropped at any time,
-pages of files, counts for nobody; peak is what may not, read every few milliseconds. Needs root and
-cgroups of version 1 or 2.
+pages of files, counts for nobody; peak is what may not, read every few milliseconds. Beside it
+stand the pages of programs and libraries, which a cgroup is charged for where nobody else was
+before. A command that has no --ram runs in the same cgroup without. Needs root and cgroups of
+version 1 or 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +33,8 @@ from typing import NamedTuple
 REPO = Path(__file__).resolve().parents[1]
 ROOT = Path("/sys/fs/cgroup")
 LOOK_S = 0.005
+# Reading a process's maps takes long.
+MAPS_S = 0.5
 MIB = 1 << 20
 _START = "import sys; from orchestrator.__main__ import main; sys.argv[0] = 'moe-edge'; main()"
 
@@ -74,16 +85,24 @@ class Group:
 
 
 class Run(NamedTuple):
-    """How a command went in its cgroup: its status, what it said, its peak in bytes."""
+    """How a command went in its cgroup: its status, what it said, its peak in bytes, and that of
+    the pages of programs and libraries that its first process has."""
 
     status: int
     out: str
     err: str
     peak_bytes: int
+    library_bytes: int
 
 
-def run(args: Sequence[str], limit_bytes: int, python: str = sys.executable) -> Run:
-    """A command of moe-edge in a cgroup. Raises OSError where none can be made."""
+def run(
+    args: Sequence[str],
+    limit_bytes: int,
+    python: str = sys.executable,
+    use: Callable[[subprocess.Popen[str]], None] | None = None,
+) -> Run:
+    """A command of moe-edge in a cgroup. use: what is done with it while it runs. Raises OSError
+    where no cgroup can be made."""
     with _group(limit_bytes) as group:
         process = subprocess.Popen(
             [python, "-c", _START, *args],
@@ -95,7 +114,7 @@ def run(args: Sequence[str], limit_bytes: int, python: str = sys.executable) -> 
             preexec_fn=group.enter,
             text=True,
         )
-        peak = 0
+        peak = libraries = 0
 
         def look() -> None:
             nonlocal peak
@@ -103,11 +122,62 @@ def run(args: Sequence[str], limit_bytes: int, python: str = sys.executable) -> 
                 peak = max(peak, group.used_bytes())
                 time.sleep(LOOK_S)
 
-        watcher = threading.Thread(target=look)
-        watcher.start()
+        def look_at_maps() -> None:
+            nonlocal libraries
+            while process.poll() is None:
+                libraries = max(libraries, _library_bytes(process.pid))
+                time.sleep(MAPS_S)
+
+        watchers = [threading.Thread(target=each) for each in (look, look_at_maps)]
+        for each in watchers:
+            each.start()
+        if use is not None:
+            use(process)
         out, err = process.communicate()
-        watcher.join()
-        return Run(process.returncode, out, err, peak)
+        for each in watchers:
+            each.join()
+        return Run(process.returncode, out, err, peak, libraries)
+
+
+def _library_bytes(pid: int) -> int:
+    """What a process has in memory of files that it runs."""
+    try:
+        text = Path(f"/proc/{pid}/smaps").read_text()
+    except OSError:
+        return 0
+    total, counts = 0, False
+    for line in text.splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            name = line.rpartition(" ")[2]
+            counts = ".so" in name or "/bin/" in name
+        elif counts and line.startswith(("Shared_Clean:", "Private_Clean:")):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def ask_once(port: int) -> Callable[[subprocess.Popen[str]], None]:
+    """Asks a server for one answer to a long prompt, and ends it."""
+
+    def use(process: subprocess.Popen[str]) -> None:
+        url = f"http://127.0.0.1:{port}"
+        while process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        body = {"prompt": "Once upon a time, " * 100, "max_tokens": 64}
+        asked = urllib.request.Request(
+            f"{url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            urllib.request.urlopen(asked, timeout=600).read()
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+    return use
 
 
 @contextmanager
@@ -119,30 +189,63 @@ def _group(limit_bytes: int) -> Iterator[Group]:
         group.close()
 
 
+class Line(NamedTuple):
+    """A command line; has_ram: it takes --ram; port: that of a server."""
+
+    args: list[str]
+    has_ram: bool = True
+    port: int = 0
+
+    def run(self, ram: int, *more: str) -> Run:
+        own = [f"--ram={ram}"] if self.has_ram else []
+        return run([*self.args, *own, *more], ram, use=ask_once(self.port) if self.port else None)
+
+
 def commands(
     model: Path, text: Path, out: Path, tokens: int, types: str = "q4_k"
-) -> dict[str, list[str]]:
+) -> dict[str, Line]:
     """Command lines by name, without --ram."""
+    from orchestrator.lab.registry import STUDIES
+
     reads = ["-m", str(model), "--ctx=1024"]
+    long = "Once upon a time there was a fox who had read every book. " * 45
     text_of = [f"--text={text}", f"--tokens={tokens}"]
     calib = [f"--calib={text}", f"--calib-tokens={tokens}"]
-    packed = ["pack", str(model), str(out / "p.gguf"), f"--tiers={types},q2_k", *calib]
-    return {
-        "chat": ["chat", *reads, "-p", "Tell me a story.", "--max-tokens=64"],
-        "chat, dymoe": ["chat", *reads, "--policy=dymoe", "-p", "Tell me.", "--max-tokens=64"],
-        "eval": ["eval", *reads, *text_of],
-        "eval --kl": ["eval", *reads, *text_of, "--kl"],
-        "trace": ["trace", *reads, *text_of, "--out", str(out / "t.npz")],
-        "calibrate": [
-            *("calibrate", str(model), *calib, f"--types={types}"),
-            *("--out", str(out / "c.json")),
-        ],
-        "calibrate --save-imatrix": [
-            *("calibrate", str(model), *calib, "--save-imatrix", str(out / "i.gguf"))
-        ],
-        "pack --method imatrix": [*packed, "--method=imatrix"],
-        "pack --method gptq": [*packed, "--method=gptq"],
+    packed = ["pack", str(model), str(out / "p.gguf"), f"--tiers={types},q2_k"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = {
+        "chat": Line(["chat", *reads, "-p", long, "--max-tokens=64"]),
+        "chat, dymoe": Line(["chat", *reads, "--policy=dymoe", "-p", long, "--max-tokens=64"]),
+        "chat, dynaexq": Line(["chat", *reads, "--policy=dynaexq", "-p", long, "--max-tokens=64"]),
+        "serve": Line(["serve", *reads, f"--port={port}"], port=port),
+        "eval": Line(["eval", *reads, *text_of]),
+        "eval --kl": Line(["eval", *reads, *text_of, "--kl"]),
+        "eval --prefill": Line(["eval", *reads, *text_of, "--prefill", "--window=1024"]),
+        "trace": Line(["trace", *reads, *text_of, "--out", str(out / "t.npz")]),
+        "calibrate": Line(
+            [
+                *("calibrate", str(model), *calib, f"--types={types}"),
+                *("--out", str(out / "c.json")),
+            ]
+        ),
+        "calibrate --save-imatrix": Line(
+            ["calibrate", str(model), *calib, "--save-imatrix", str(out / "i.gguf")]
+        ),
+        "pack": Line(packed, has_ram=False),
+        "pack --method imatrix": Line([*packed, *calib, "--method=imatrix"]),
+        "pack --method gptq": Line([*packed, *calib, "--method=gptq"]),
+        "check": Line(["check", "-m", str(model), "--tokens=8", "--no-verify"]),
+        "inspect": Line(["inspect", str(model)], has_ram=False),
+        "verify": Line(["verify", str(model)], has_ram=False),
+        "export": Line(["export", str(model), str(out / "e.gguf"), f"--tier={types}"], False),
+        "bench --quick": Line(["bench", "--quick", "--runs=1"], has_ram=False),
     }
+    for study in STUDIES:
+        args = ["eval", *reads, *text_of, "--study", study, "--out", str(out / "study")]
+        found[f"study {study}"] = Line(args)
+    return found
 
 
 def main() -> int:
@@ -157,18 +260,21 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     args = parser.parse_args()
     failed = False
-    print(f"{'command':26} {'cap':>6} {'peak':>6} {'of cap':>7}  (MiB)", flush=True)
+    print(
+        f"{'command':26} {'cap':>6} {'peak':>6} {'of cap':>7} {'libraries':>9}  (MiB)", flush=True
+    )
     with tempfile.TemporaryDirectory() as folder:
         known = commands(args.model, args.text, Path(folder), args.tokens)
         for name in args.names or known:
-            found = run([*known[name], f"--ram={args.ram}"], args.ram)
+            found = known[name].run(args.ram)
             share = found.peak_bytes / args.ram
             figures = f"{args.ram / MIB:6.0f} {found.peak_bytes / MIB:6.0f} {share:7.1%}"
+            figures += f" {found.library_bytes / MIB:9.0f}"
             said = found.err.strip().splitlines()[-1:] if found.status else []
             print(f"{name:26} {figures}  status {found.status} {' '.join(said)}", flush=True)
             failed |= found.status != 0
             for path in Path(folder).iterdir():
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     return failed
 
 

@@ -17,9 +17,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -27,6 +30,10 @@ from typing import NamedTuple
 REPO = Path(__file__).resolve().parents[1]
 # Only what hangs takes so long.
 HANG_S = 300
+# A machine that stands still for longer than this is not what a command took.
+STILL_S = 1.0
+# How often a moment is drawn again where the command was through before it.
+DRAWS = 5
 # An interrupt in the last part of a run may find the work done.
 THROUGH = 0.7
 # The pipe that the first argument numbers is closed when the command begins.
@@ -40,8 +47,34 @@ main()
 _MEASURED = re.compile(r'"[a-z_]*(?:us|ms|_s|seconds|rss)": [^,}]*|[\d.]+ (?:ms|MB/s|[KM]iB)')
 
 
+class Clock:
+    """Seconds in which this process ran: where it was stopped along with the commands, as a
+    machine that sleeps is, nothing went by."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._total_s, self._last_s = clock, 0.0, clock()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._tick, daemon=True).start()
+
+    def now_s(self) -> float:
+        with self._lock:
+            now_s = self._clock()
+            self._total_s += min(STILL_S, now_s - self._last_s)
+            self._last_s = now_s
+            return self._total_s
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(STILL_S / 20)
+            self.now_s()
+
+
+CLOCK = Clock()
+
+
 class Result(NamedTuple):
-    """How a run ended. took_s: from its begin; after_s: from the interrupt."""
+    """How a run ended. took_s: from its begin; after_s: from the signal; reached: whether it still
+    ran then."""
 
     status: int
     out: str
@@ -49,15 +82,25 @@ class Result(NamedTuple):
     files: dict[str, bytes]
     took_s: float
     after_s: float
+    reached: bool
 
 
-class Command(NamedTuple):
-    """A command line of moe-edge and the folder that it writes to. exact: whether it says and
-    writes the same each time."""
+@dataclass(frozen=True)
+class Command:
+    """A command line of moe-edge and the folder that it writes to.
+
+    exact: whether it says and writes the same each time. keeps: names of files that may stay behind
+    an interrupt. lasts_s: for a command that only a signal ends, and with status 0, when it is
+    through. beside: what uses it while it runs.
+    """
 
     args: Sequence[str]
     folder: Path
     exact: bool = True
+    keeps: str | None = None
+    lasts_s: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    beside: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def run(
         self,
@@ -66,46 +109,67 @@ class Command(NamedTuple):
         number: signal.Signals = signal.SIGINT,
     ) -> Result:
         """Runs it; after_s: when to send it a signal, as Ctrl-C does."""
-        for path in self.folder.iterdir():
-            path.unlink()
+        self._empty_folder()
         reader, writer = os.pipe()
         environment = {**os.environ, "PYTHONPATH": str(repo), "OMP_WAIT_POLICY": "PASSIVE"}
-        with subprocess.Popen(
-            [sys.executable, "-c", _START, str(writer), *self.args],
-            cwd=repo,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[writer],
-            start_new_session=True,
-            text=True,
-        ) as process:
+        if after_s is None:
+            after_s = self.lasts_s
+        with (
+            self.beside(),
+            subprocess.Popen(
+                [sys.executable, "-c", _START, str(writer), *self.args],
+                cwd=repo,
+                env=environment | self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[writer],
+                start_new_session=True,
+                text=True,
+            ) as process,
+        ):
             os.close(writer)
             with os.fdopen(reader, "rb") as begun:
                 begun.read()
-            start_s = sent_s = time.monotonic()
+            start_s = sent_s = CLOCK.now_s()
+            reached = False
             try:
                 if after_s is not None:
                     time.sleep(after_s)
-                    sent_s = time.monotonic()
+                    sent_s = CLOCK.now_s()
+                    reached = process.poll() is None
                     process.send_signal(number)
-                out, err = process.communicate(timeout=HANG_S)
+                out, err = _wait(process)
             finally:
                 process.kill()
-        end_s = time.monotonic()
-        files = {path.name: path.read_bytes() for path in self.folder.iterdir()}
+        end_s = CLOCK.now_s()
         left = _processes_of(process.pid)
         if left:
             err += f"Left: processes {left}"
-        return Result(process.returncode, out, err, files, end_s - start_s, end_s - sent_s)
+        status = process.returncode
+        return Result(status, out, err, self._files(), end_s - start_s, end_s - sent_s, reached)
+
+    def _empty_folder(self) -> None:
+        for path in sorted(self.folder.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def _files(self) -> dict[str, bytes]:
+        return {
+            str(path.relative_to(self.folder)): path.read_bytes()
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
 
     def complaint(self, whole: Result, found: Result, number: signal.Signals) -> str:
         """What is wrong with a run that was interrupted, or nothing."""
         if any(word in found.err for word in ("Traceback", "Exception ignored", "Error", "Left:")):
             return f"it says {found.err.strip()[-600:]}"
-        if found.status in _ended_by(number):
-            return f"it leaves {sorted(found.files)}" if found.files else ""
+        ends_well = (0,) if self.lasts_s is not None else ()
+        if found.status in (*_ended_by(number), *ends_well):
+            left = sorted(
+                name for name in found.files if not (self.keeps and re.search(self.keeps, name))
+            )
+            return f"it leaves {left}" if left else ""
         if found.status != 0:
             return f"status {found.status}: {found.err.strip()[-300:]}"
         # Of its own time: a busy machine is now fast, now slow.
@@ -140,88 +204,15 @@ def _processes_of(session: int) -> list[int]:
     return found
 
 
-def commands(folder: Path, size: int = 1) -> dict[str, Callable[[], Command]]:
-    """Commands by name, on small models that are made when they are asked for. size: how much
-    longer than a second they shall take, about."""
-    from gguf_tools import synthetic
-
-    def model(*tiers: str) -> Path:
-        path = folder / f"{'-'.join(tiers)}.gguf"
-        if not path.exists():
-            synthetic.write(path, "tiny-qwen3moe", tiers=tiers)
-        return path
-
-    def text() -> Path:
-        path = folder / "text.txt"
-        path.write_text("Some words of a text that says the same over and over. " * 200 * size)
-        return path
-
-    def command(*args: object, exact: bool = True) -> Command:
-        out = folder / "out"
-        out.mkdir(exist_ok=True)
-        return Command([str(arg) for arg in args], out, exact)
-
-    def slots() -> list[object]:
-        packed = model("q8_0", "q4_k", "q2_k")
-        return ["-m", packed, "--policy=dymoe", "--expert-ram=3MiB", "--low-tier=q2_k", "--ctx=512"]
-
-    def judge() -> Command:
-        tokens = f"--tokens={500 * size}"
-        return command("eval", *slots(), "--threads=1", "--text", text(), tokens, "--json")
-
-    def record() -> Command:
-        tokens = f"--tokens={min(500, 300 * size)}"
-        out = folder / "out" / "t.npz"
-        return command("trace", *slots(), "--threads=1", "--text", text(), tokens, "--out", out)
-
-    def calibrate() -> Command:
-        return command(
-            *("calibrate", model("f16"), "--calib", text(), f"--calib-tokens={512 * size}"),
-            *("--types=q4_k", "--out", folder / "out" / "c.json"),
-        )
-
-    def pack(method: str) -> Command:
-        return command(
-            *("pack", model("f16"), folder / "out" / "p.gguf", "--tiers=q8_0,q4_k,q2_k"),
-            *(f"--method={method}", "--calib", text(), f"--calib-tokens={512 * size}"),
-        )
-
-    def convert() -> Command:
-        sys.path.insert(0, str(REPO))
-        from tests.unit.convert.checkpoints import write_checkpoint
-
-        checkpoint = folder / "checkpoint"
-        if not checkpoint.exists():
-            write_checkpoint("qwen3-moe", checkpoint)
-        return command("convert", checkpoint, folder / "out" / "c.gguf", "--tiers=q8_0,q4_k,q2_k")
-
-    def replay() -> Command:
-        trace = folder / "recorded.npz"
-        if not trace.exists():
-            made = record()
-            done = made.run()
-            assert done.status == 0, done.err
-            trace.write_bytes(done.files["t.npz"])
-        return command("replay", trace, "--policy=lru", "--expert-ram=2MiB", "--json")
-
-    def chat() -> Command:
-        tokens = f"--max-tokens={300 * size}"
-        return command("chat", *slots(), "-p", "hello", "--threads=1", tokens, exact=False)
-
-    def bench() -> Command:
-        return command("bench", "--quick", "--runs=1", "--tokens=16", exact=False)
-
-    return {
-        "eval": judge,
-        "trace": record,
-        "calibrate": calibrate,
-        "pack": lambda: pack("imatrix"),
-        "gptq": lambda: pack("gptq"),
-        "convert": convert,
-        "replay": replay,
-        "chat": chat,
-        "bench": bench,
-    }
+def _wait(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it says on stdout and stderr until it ends. Raises TimeoutExpired where it hangs."""
+    start_s = CLOCK.now_s()
+    while True:
+        try:
+            return process.communicate(timeout=STILL_S)
+        except subprocess.TimeoutExpired:
+            if CLOCK.now_s() - start_s > HANG_S:
+                raise
 
 
 def interrupt(
@@ -237,8 +228,13 @@ def interrupt(
     assert whole.status == 0, whole.err
     random, ends, wrong = Random(seed), Counter[str](), []
     for index in range(times):
-        share = (index + random.random()) / times
-        found = command.run(share * whole.took_s, repo, number)
+        for _ in range(DRAWS):
+            share = (index + random.random()) / times
+            found = command.run(share * whole.took_s, repo, number)
+            if found.reached:
+                break
+            # The machine is quicker than it was.
+            whole = whole._replace(took_s=found.took_s)
         ends[f"status {found.status}"] += 1
         complaint = command.complaint(whole, found, number)
         if complaint:
@@ -258,7 +254,9 @@ def main() -> int:
     number = signal.Signals[f"SIG{args.signal}"]
     # A script in the background ignores Ctrl-C, and what it starts inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.path.insert(0, str(REPO))
+    sys.path[:0] = [str(REPO), str(REPO / "tests")]
+    from small_commands import commands
+
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         known = commands(Path(folder), args.size)
@@ -273,4 +271,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # The commands are made of this module's classes, by its own name.
+    sys.modules["interrupting"] = sys.modules["__main__"]
     sys.exit(main())

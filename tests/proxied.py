@@ -30,8 +30,10 @@ sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
 from served import Served, serving  # noqa: E402
 
-OPTIONS = ("--ram", "140MiB", "--policy", "lru", "--ctx", "512", "--temp", "0", "--parallel", "4")
-CONVERSATIONS = 6
+OPTIONS = ("--ram", "140MiB", "--policy", "lru", "--ctx", "512", "--temp", "0", "--parallel", "5")
+# As many as a server has places, and an odd number: in turns, each would else always meet the same
+# server. They begin differently, since llama.cpp gives a prompt the place with the most alike one.
+TOPICS = ("fox", "river", "castle", "bread", "winter")
 TURNS = 3
 REQUESTS = 10  # of each client, one of the servers dying meanwhile
 
@@ -131,10 +133,10 @@ def conversations(port: int) -> tuple[int, int]:
     """(tokens of prompts that were read, those that were in memory already), over turns that
     follow each other in several conversations at once."""
     read = cached = 0
-    said: dict[str, list[dict[str, str]]] = {f"c{n}": [] for n in range(CONVERSATIONS)}
+    said: dict[str, list[dict[str, str]]] = {topic: [] for topic in TOPICS}
     for turn in range(TURNS):
         for name, messages in said.items():
-            question = f"Tell me about number {turn} of {name}, at some length."
+            question = f"{name} " * (2 if turn else 40) + "Tell me a story."
             messages.append({"role": "user", "content": question})
             text, timings = streamed(port, name, messages)
             messages.append({"role": "assistant", "content": text})
@@ -163,7 +165,7 @@ def killed(port: int, victim: Served) -> Counter[str]:
             except (OSError, http.client.HTTPException):
                 seen[f"asked {when}: broken off"] += 1
 
-    clients = [threading.Thread(target=client, args=(f"c{n}",)) for n in range(CONVERSATIONS)]
+    clients = [threading.Thread(target=client, args=(topic,)) for topic in TOPICS]
     for each in clients:
         each.start()
     half.wait()

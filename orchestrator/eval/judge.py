@@ -33,9 +33,9 @@ class Judge:
         self, tokens: Sequence[int], first: int = 1, prompt: bool = False
     ) -> Iterator[np.ndarray]:
         """Logits float32 [n_vocab] that predict tokens[first], tokens[first + 1], ..., each by
-        all tokens before it. prompt: the tokens before `first` are read as a prompt. Without one
-        all are decided token by token, and what the last call read of the beginning is not read
-        again."""
+        all tokens before it, and valid until the next. prompt: the tokens before `first` are read
+        as a prompt. Without one all are decided token by token, and what the last call read of the
+        beginning is not read again."""
         if prompt and not self.prefill:
             self.forget()
             yield self._behind_prompt(tokens[:first])
@@ -47,7 +47,7 @@ class Judge:
             known += 1
         self.forget()
         if self.prefill:
-            yield from self.engine.eval(tokens[:-1], 0, True, Phase.PREFILL)[first - 1 :]
+            yield from self._prompt_rows(tokens[:-1], first - 1)
             return
         self._read = list(tokens[:known])
         for position in range(known, len(tokens) - 1):
@@ -66,18 +66,27 @@ class Judge:
         room = self.engine.n_ctx - len(tokens)
         kept = list(context)[-max(1, room) :]
         if self.prefill:
-            all_tokens = [*kept, *tokens]
-            rows = self.engine.eval(all_tokens[:-1], 0, True, Phase.PREFILL)[len(kept) - 1 :]
+            rows = self._prompt_rows([*kept, *tokens[:-1]], len(kept) - 1)
         else:
-            rows = np.stack(list(self._decode_rows(kept, tokens)))
-        logp = log_softmax(rows)
-        ids = np.asarray(tokens)
-        return logp[np.arange(len(ids)), ids], bool((logp.argmax(axis=-1) == ids).all())
+            rows = self._decode_rows(kept, tokens)
+        found, likeliest = np.empty(len(tokens)), True
+        for at, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+            logp = log_softmax(row)
+            found[at] = logp[token]
+            likeliest &= bool(logp.argmax() == token)
+        return found, likeliest
 
     def forget(self) -> None:
         """After somebody else used the engine: everything is read again."""
         self._next = None
         self._read = []
+
+    def _prompt_rows(self, tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
+        """Logits of the tokens from `first` on, where all are read as a prompt: as many as a
+        window has would take more memory than many a model, so that they stay where they are."""
+        for part in self.engine.eval_each(tokens, 0, Phase.PREFILL):
+            yield from part[first:]
+            first = max(0, first - len(part))
 
     def _decode_rows(self, context: list[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
         if self._next is None or context != self._context:

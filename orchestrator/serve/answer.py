@@ -14,7 +14,15 @@ from orchestrator.errors import ConfigError
 from orchestrator.native import NativeRequest
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.gate import Gate, TooMany
-from orchestrator.serve.wire import Refusal, error_object, event, is_failure, with_costs
+from orchestrator.serve.wire import (
+    NOT_SUPPORTED,
+    Refusal,
+    error_object,
+    event,
+    is_failure,
+    message_of,
+    with_costs,
+)
 
 # A silence after which a stream gets a comment, so that nobody takes the connection for dead.
 PING_S = 5.0
@@ -137,6 +145,8 @@ class Answer:
                     continue
                 if is_failure(status, part):
                     raise self._failed()
+                if status == NOT_SUPPORTED:
+                    raise Refusal(400, message_of(part))
                 shared = shared or self._gate.running > 1
                 if b'"timings"' in part:
                     part = with_costs(part, {**costs(), "shared_steps": shared}, is_stream)

@@ -72,6 +72,7 @@ SCHEMAS: dict[str, Schema] = {
         "error",
         error=record("code message type", code={"type": "integer"}, message=STRING, type=STRING),
     ),
+    "Event": {**record("data", data=STRING), "description": "JSON, or [DONE] at the end."},
     "Message": record(
         "role content",
         role={"enum": ["system", "developer", "user", "assistant", "tool"]},
@@ -220,7 +221,7 @@ def operation(
     """answer: the schema of what comes back with 200; request: the name of what is sent."""
     content: Schema = {kind: {"schema": answer}}
     if stream:
-        content[STREAM] = {"schema": STRING}
+        content[STREAM] = {"schema": named("Event")}
     error = {JSON: {"schema": named("Error")}}
     made: Schema = {
         "summary": summary,

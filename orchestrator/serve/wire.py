@@ -23,6 +23,8 @@ KINDS = {
 }
 # llama.cpp's word for a step that failed; the store knows why.
 STEP_FAILED = b"Compute error."
+# Its status for what a model cannot do, which is no failure of the server.
+NOT_SUPPORTED = 501
 ERROR_EVENTS = (b'data: {"error"', b"event: error")
 
 
@@ -77,6 +79,14 @@ def _no_constant(name: str) -> float:
 def is_failure(status: int, part: bytes) -> bool:
     """Whether a part of llama.cpp's answer says that a step failed, and no model does."""
     return STEP_FAILED in part and (status == 500 or part.startswith(ERROR_EVENTS))
+
+
+def message_of(part: bytes) -> str:
+    """The sentence in an error of llama.cpp's."""
+    try:
+        return str(json.loads(part)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "the model cannot do that"
 
 
 def event(data: dict[str, Any]) -> bytes:

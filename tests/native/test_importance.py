@@ -51,7 +51,10 @@ def scores(model: Path, parts: list[list[int]], **settings: object) -> Scores:
         at = 0
         for part in parts:
             recorder.scores = {}
-            engine.eval(part, at, want_all_logits=engine.config.logits_all)
+            if engine.config.logits_all:
+                assert sum(len(rows) for rows in engine.eval_each(part, at)) == len(part)
+            else:
+                engine.eval(part, at)
             at += len(part)
         return recorder.scores
 

@@ -16,11 +16,11 @@ from orchestrator.eval.compare import Reference
 from orchestrator.eval.run import EvalOptions, Report
 from orchestrator.files import write_whole
 from orchestrator.lab.experiment import Experiment
-from orchestrator.lab.study import plot
 from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.lab.study.uniform import NONE, UniformFile
 from orchestrator.lab.table import Table
+from orchestrator.plotting import require_matplotlib
 from orchestrator.policy import DEFAULT, Policy, owners
 from orchestrator.settings import flag_of
 
@@ -61,7 +61,8 @@ class Study(Experiment[Subject, Found]):
         """
         if folder is None:
             raise ConfigError("a study writes tables and plots: give --out DIR")
-        plot.require()
+        # It is imported when it draws: what the models take is measured and capped without it.
+        require_matplotlib("--study")
         for setting in config.of_policies:
             having = owners(setting)
             if not {DEFAULT, *self.policies} & set(having):
@@ -88,13 +89,13 @@ class Study(Experiment[Subject, Found]):
         folder.mkdir(parents=True, exist_ok=True)
         found = self.measure(subject)
         tables = self.tables(found)
-        self.draw(found, folder)
         text = "\n\n".join(table.markdown() for table in tables)
         write_whole(folder / f"{self.name}.md", text + "\n")
         rows = [{"title": table.title, "rows": list(table.rows)} for table in tables]
         data = {"study": self.name, "model": subject.name, "tokens": subject.n_tokens}
         written = json.dumps({**data, "tables": rows}, indent=1) + "\n"
         write_whole(folder / f"{self.name}.json", written)
+        self.draw(found, folder)
         return tables
 
 

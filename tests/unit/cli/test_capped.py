@@ -19,7 +19,7 @@ RAM = 112 << 20
 @pytest.fixture(scope="module")
 def known(
     library: Library, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[str]]:
+) -> dict[str, capped.Line]:
     try:
         capped.Group.make(RAM).close()
     except OSError as error:
@@ -32,13 +32,13 @@ def known(
 
 
 @pytest.mark.parametrize("name", ["chat", "eval --kl", "calibrate"])
-def test_a_command_stays_within_its_cap(known: dict[str, list[str]], name: str) -> None:
-    found = capped.run([*known[name], f"--ram={RAM}", "--threads=1"], RAM)
+def test_a_command_stays_within_its_cap(known: dict[str, capped.Line], name: str) -> None:
+    found = known[name].run(RAM, "--threads=1")
     assert found.status == 0, found.err
     assert 0 < found.peak_bytes <= RAM
 
 
-def test_who_takes_more_is_ended(known: dict[str, list[str]]) -> None:
+def test_who_takes_more_is_ended(known: dict[str, capped.Line]) -> None:
     """The cap is there: without --ram the same would take what it likes."""
-    found = capped.run(known["eval"], 24 << 20)
+    found = capped.run(known["eval"].args, 24 << 20)
     assert found.status == -9

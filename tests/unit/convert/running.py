@@ -61,9 +61,9 @@ def our_logits(path: Path, tokens: list[int], answer: list[int], **options: obje
     )
     with Engine.open(config) as engine:
         assert engine.managed == ("policy" in options)
-        rows = [engine.eval(tokens, 0, want_all_logits=True)]
+        rows = [part.copy() for part in engine.eval_each(tokens, 0)]
         for i, token in enumerate(answer):
-            rows.append(engine.eval([token], len(tokens) + i, want_all_logits=True))
+            rows.append(engine.eval([token], len(tokens) + i))
     return np.concatenate(rows)
 
 

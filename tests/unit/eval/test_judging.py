@@ -42,6 +42,19 @@ def test_rows_are_the_engines_logits(model: Path) -> None:
     assert np.corrcoef(rows.ravel(), whole.ravel())[0, 1] > 0.999
 
 
+def test_rows_of_a_prompt_stay_where_they_are(model: Path) -> None:
+    """A copy of a window's logits is hundreds of MiB where the vocabulary is large."""
+    with open_engine(model, policy="lru", high_tier="q8_0") as engine:
+        tokens = engine.tokenize("The fox sat by the river and looked. " * 10)[:101]
+        rows = Judge(engine, prefill=True).rows(tokens, 3)
+        row = next(rows)
+        assert np.shares_memory(row, engine.context.logits(64))
+        found = np.stack([row.copy(), *(row.copy() for row in rows)])
+        parts = [part.copy() for part in engine.eval_each(tokens[:-1], 0, Phase.PREFILL)]
+    assert [len(part) for part in parts] == [64, 36]
+    assert np.array_equal(found, np.concatenate(parts)[2:])
+
+
 def test_a_known_beginning_is_not_read_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine(model, policy="lru", high_tier="q8_0") as engine:
         one = engine.tokenize("The fox sat by the river and looked.")

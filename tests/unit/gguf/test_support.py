@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+import time
 
 import pytest
 from click.testing import CliRunner
 from verify_files import repack
 
 from gguf_tools import synthetic
+from orchestrator import support
 from orchestrator.cli import cli
+from orchestrator.cli_files import CANNOT_RUN
 from orchestrator.native import Library
 from orchestrator.support import MANAGED, NOT, PLAIN, support_of
 
@@ -59,6 +65,16 @@ def test_what_llama_does_not_load_cannot_run(sound, tmp_path, changes, reason):
     assert str(path) not in found.reason
 
 
+def test_a_file_that_is_whole_and_cannot_run_has_a_status_of_its_own(sound, tmp_path):
+    path = repack(sound, tmp_path / "odd.gguf", drop=["blk.0.attn_q.weight"])
+    result = run("verify", path)
+    assert result.exit_code == CANNOT_RUN
+    assert ": good: " in result.stdout
+    assert "it cannot run: " in result.stderr and "'blk.0.attn_q.weight'" in result.stderr
+    assert json.loads(run("verify", path, "--json").stdout)["support"]["runs"] == NOT
+    assert run("inspect", path).exit_code == 0
+
+
 def test_a_header_that_ends_llamas_process_is_a_sentence(sound, tmp_path):
     path = repack(sound, tmp_path / "odd.gguf", meta={"olmoe.expert_used_count": 99})
     found = support_of(path, "olmoe")
@@ -71,3 +87,19 @@ def test_the_architectures_are_a_command():
     names = run("architectures").stdout.split()
     assert "qwen3moe" in names and names == sorted(names)
     assert json.loads(run("architectures", "--json").stdout) == {"managed": names}
+
+
+def test_a_process_that_says_nothing_is_no_verdict(sound, monkeypatch):
+    monkeypatch.setattr(support, "_ask", lambda *_: time.sleep(60))
+    monkeypatch.setattr(support, "_TIMEOUT_S", 0.05)
+    assert support_of(sound, "olmoe") is None
+    monkeypatch.setattr(support, "_ask", lambda *_: sys.exit(1))
+    monkeypatch.setattr(support, "_TIMEOUT_S", 300)
+    assert support_of(sound, "olmoe") is None
+
+
+def test_the_trial_leaves_the_caller_as_it_was(sound):
+    """Neither its handlers nor its stderr are the child's."""
+    before = signal.getsignal(signal.SIGINT), os.stat(2).st_ino, dict(os.environ)
+    assert support_of(sound, "olmoe").runs == MANAGED
+    assert (signal.getsignal(signal.SIGINT), os.stat(2).st_ino, dict(os.environ)) == before

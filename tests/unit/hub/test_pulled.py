@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -13,6 +15,10 @@ from gguf_tools import synthetic
 from gguf_tools.errors import HubError
 from gguf_tools.hub import find_pulled, pulled, short_name
 from orchestrator.cli import cli
+from orchestrator.user_cache import KINDS
+
+REPO = Path(__file__).resolve().parents[3]
+FOLDER = re.compile(r'(?:cache_dir\(\)|\bcache|"cache"\)) / "(\w+)"')
 
 
 def run(*words):
@@ -122,3 +128,12 @@ def test_the_user_cache_is_listed_and_cleared(tmp_path, monkeypatch):
     assert run("cache", "--clear", "bench").stdout.startswith("nothing: ")
     assert run("cache", "--clear", "all").exit_code == 0
     assert [path.name for path in (tmp_path / "moe-edge").iterdir()] == ["lock"]
+
+
+def test_every_folder_of_the_cache_is_explained():
+    named = set()
+    for folder in ("orchestrator", "patches"):
+        for path in (REPO / folder).rglob("*.py"):
+            named |= set(FOLDER.findall(path.read_text()))
+    assert {"bench", "servers", "wheels"} <= named
+    assert named - {"lock"} <= KINDS.keys()

@@ -329,7 +329,7 @@ def test_eval(opened: tuple[Engine, FakeContext]) -> None:
         with pytest.raises(ConfigError):
             engine.eval(tokens, pos)
     with pytest.raises(ConfigError, match="logits_all"):
-        engine.eval([1], 0, want_all_logits=True)
+        next(engine.eval_each([1], 0))
 
 
 def test_begin_token_stands_once(opened: tuple[Engine, FakeContext]) -> None:
@@ -392,10 +392,7 @@ def test_store_spec_renumbers_tiers(path: Path) -> None:
         for (kind, tier), piece in slices.items():
             expected = by_kind[kind][tier + 1]
             assert expected is not None
-            assert (piece.offset, piece.expert_bytes, piece.type) == (
-                expected.offset,
-                expected.expert_bytes,
-                expected.type,
-            )
+            for name in ("offset", "expert_bytes", "type"):
+                assert getattr(piece, name) == getattr(expected, name)
             assert spec.groups[piece.group][0] >= piece.expert_bytes
     assert sum(size * count for size, count in spec.groups) <= spec.budget_bytes

@@ -84,6 +84,10 @@ def test_it_ends_at_the_first_that_cannot_be_read() -> None:
     idle.start(WANTED)
     idle.wait()
     assert store.read == WANTED[:4]
+    tried = 0
+    while store.begun.acquire(blocking=False):
+        tried += 1
+    assert tried == 5
 
 
 def test_it_begins_anew() -> None:

@@ -48,6 +48,13 @@ def test_what_llama_cpp_refuses_is_refused(data: dict[str, object]) -> None:
     assert reply.status == 400 and reply.json()["error"]["message"] == "too long"
 
 
+def test_what_the_model_cannot_do_is_no_failure_of_the_server() -> None:
+    request = FakeRequest(501, False, [b'{"error": {"code": 501, "message": "no gaps"}}'])
+    reply = ask(application(state_with(FakeBackend(request)), quiet), "/infill", ASK)
+    assert reply.status == 400
+    assert reply.json()["error"]["code"] == 400 and reply.json()["error"]["message"] == "no gaps"
+
+
 def test_a_step_that_failed_says_why() -> None:
     failed = b'{"error": {"message": "Compute error."}}'
     backend = FakeBackend(

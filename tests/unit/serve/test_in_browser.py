@@ -179,7 +179,7 @@ def test_a_key_is_asked_for(browser: Browser, served: Served) -> None:
 def test_a_connection_that_breaks_leaves_what_came(browser: Browser, served: Served) -> None:
     tab = opened(browser, served, LOST)
     asked(tab, QUESTION)
-    tab.until("!running && document.querySelector('#log .wrong[role=alert]')")
+    tab.until("!running && document.querySelectorAll('#log .wrong[role=alert]').length")
     assert "Half" in tab.text() and "connection to the server broke off" in tab.text()
     # Where nothing came, the question waits in its field and can be sent again.
     tab.value("window.none = true")

@@ -68,9 +68,9 @@ def test_schemathesis_finds_nothing(tmp_path: Path, library: object) -> None:
     options = ("--ram", "130MiB", "--policy", "lru", "--ctx", "256", "--max-tokens", "8")
     with serving(tmp_path, *options) as served:
         command = [sys.executable, "-m", "schemathesis.cli", "run", served.url + "/openapi.json"]
-        more = ("--checks", ",".join(CHECKS), "--max-examples", "3", "--seed", "1")
+        more = ("--checks", ",".join(CHECKS), "--max-examples", "5", "--seed", "1")
         done = subprocess.run(
-            [*command, *more, "--request-timeout", "60", "--phases", "coverage,fuzzing"],
+            [*command, *more, "--request-timeout", "60", "--phases", "fuzzing"],
             cwd=tmp_path,
             capture_output=True,
             text=True,
