@@ -162,6 +162,13 @@ class Config(Settings):
     use_extra_bufts: bool | None = setting(
         None, "Dense weights are repacked for this CPU.", shown="on the plain path", option=False
     )
+    layout: str = setting(
+        "auto",
+        "How experts lie in memory: as in the file (file), or in this CPU's own layout where it "
+        "has one (cpu), which computes faster and costs time at each read. auto: cpu where nearly "
+        "all of them stay in memory.",
+        choices=("auto", "file", "cpu"),
+    )
     use_mmap: bool | None = setting(
         None,
         "The plain path maps the weights, which need not fit the memory then.",

@@ -27,6 +27,9 @@ _LOG_ERROR = 4
 _MAX_COMPLAINTS = 4
 _ALL_LAYERS = 1 << 20
 _PIECE_BYTES = 256
+# How often OpenMP's threads look for work between two graphs before they sleep: about a
+# millisecond. Its default is some twenty, which another process could use.
+_OPENMP_SPINS = "20000"
 _GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 
@@ -42,6 +45,7 @@ class Bindings:
     _shared: Bindings | None = None
 
     def __init__(self) -> None:
+        os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPINS)  # read when the library is loaded
         try:
             self.api: Any = import_module("llama_cpp.llama_cpp")
         except (ImportError, OSError, RuntimeError) as error:

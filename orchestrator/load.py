@@ -14,6 +14,7 @@ from orchestrator.config import Config
 from orchestrator.damage import Checksums, DataCheck, managed_places, with_checksums
 from orchestrator.driver import Driver, PlainDriver
 from orchestrator.errors import NativeError
+from orchestrator.layouts import with_layouts
 from orchestrator.llama import Bindings, Context, Model
 from orchestrator.losses import LossKeeper
 from orchestrator.native import Misses, Store, context_memory, host_scratch
@@ -197,7 +198,9 @@ class Loader:
             driver = PlainDriver()
             if plan.policy is not None:
                 spec = store_spec(config, self._model, plan, self.misses)
-                store = Store.create(self.bindings.library(), with_checksums(spec, self._checksums))
+                library = self.bindings.library()
+                spec = with_layouts(spec, config, self._model, plan, library)
+                store = Store.create(library, with_checksums(spec, self._checksums))
                 parts.append(store)
                 driver = Driver(plan.policy, store)
             with self._checked(plan):

@@ -6,6 +6,7 @@ from gguf_tools.experts import DEFAULT_KV
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.driver import Driver
+from orchestrator.layouts import layout_text
 from orchestrator.load import Loaded, Loader
 
 
@@ -23,7 +24,7 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     pinned = stats.host_pinned or not loader.on_gpu
     pageable = "" if pinned else ", host memory not pinned"
     text = f"managed: {driver.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
-    return text + _served(driver, loader) + context
+    return text + layout_text(driver.store.spec) + _served(driver, loader) + context
 
 
 def _served(driver: Driver, loader: Loader) -> str:

@@ -27,6 +27,7 @@ ALLOWED_FILES = frozenset(
     f"vendor/llama.cpp/{name}"
     for name in (
         "ggml/src/ggml-cpu/CMakeLists.txt",
+        "ggml/src/ggml-cpu/ggml-cpu.c",
         "ggml/src/ggml-cpu/ggml-cpu.cpp",
         "ggml/src/ggml-cuda/CMakeLists.txt",
         "ggml/src/ggml-cuda/common.cuh",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -27,7 +27,7 @@ class CSlices(ctypes.Structure):
         ("file", ctypes.c_int32),
         ("type", ctypes.c_int32),
         ("group", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("interleaved_rows", ctypes.c_int32),
         ("checksums", ctypes.POINTER(ctypes.c_uint32)),
     ]
 
@@ -233,6 +233,7 @@ VISIT_CB = ctypes.CFUNCTYPE(
 _STORE = ctypes.c_void_p
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_abi_version": (ctypes.c_int32, []),
+    "moe_edge_interleaves": (ctypes.c_int32, [ctypes.c_int32, ctypes.c_int64, ctypes.c_int64]),
     "moe_edge_crc32": (ctypes.c_uint32, [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64]),
     "moe_edge_architecture": (ctypes.c_char_p, [ctypes.c_int32]),
     "moe_edge_slot_bytes": (ctypes.c_uint64, [ctypes.c_uint64, ctypes.c_uint64]),

@@ -22,7 +22,8 @@ from orchestrator.native.abi import (
 @dataclass(frozen=True, slots=True)
 class Slices:
     """Where the experts of one (layer, kind, tier) lie; see struct moe_edge_slices. checksums: a
-    CRC-32 for each expert, none where the file has none."""
+    CRC-32 for each expert, none where the file has none. interleaved_rows: 0, or the rows of a
+    matrix whose slots hold it in the CPU's own layout."""
 
     file: int
     offset: int
@@ -30,6 +31,7 @@ class Slices:
     type: int
     group: int
     checksums: tuple[int, ...] = ()
+    interleaved_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
             target.file = piece.file
             target.type = piece.type
             target.group = piece.group
+            target.interleaved_rows = piece.interleaved_rows
             if piece.checksums:
                 checksums.append((ctypes.c_uint32 * spec.n_expert)(*piece.checksums))
                 target.checksums = checksums[-1]

@@ -17,6 +17,9 @@ namespace {
 constexpr size_t  ALIGN      = 64;
 constexpr int64_t ROW_CHUNK  = 64;  // weight rows of one unit of work
 constexpr int64_t ROW_BLOCK  = 16;  // weight rows and activation columns kept in L1 together
+constexpr int64_t GEMM_ROWS  = 512; // weight rows of one unit of work where activations are interleaved for it
+constexpr int64_t GEMM_ACTS  = 16;  // and those activations
+constexpr int64_t GEMM_LEAST = 4;   // that are interleaved with each other
 
 size_t padded(size_t n) { return (n + ALIGN - 1) / ALIGN * ALIGN; }
 
@@ -55,6 +58,10 @@ struct layout {
     ggml_type act_type[MOE_EDGE_MAX_TIERS];
     int    n_acts = 0;
     size_t tiled;
+    size_t gemm;      // gemm_size of each thread: results, then four inputs, then GEMM_ACTS activations
+    size_t gemm_size = 0;
+    size_t restored;  // restored_size of each thread: the tiled kernel's own, then ROW_CHUNK plain rows
+    size_t restored_size = 0;
 
     layout(const moe_edge_matrix & m, const ggml_tensor * op, int n_threads) {
         const ggml_tensor * w   = op->src[0];
@@ -70,12 +77,22 @@ struct layout {
         experts = take(n_expert * sizeof(int32_t));
 
         size_t tiled_size = 0;
-        for (const int32_t t : m.types) {
-            const auto type = static_cast<ggml_type>(t);
+        for (size_t tier = 0; tier < m.types.size(); tier++) {
+            const auto type = static_cast<ggml_type>(m.types[tier]);
             const ggml_type vec_type = ggml_get_type_traits_cpu(type)->vec_dot_type;
             if (vec_type != x->type && act_index(vec_type) < 0) {
                 act_type[n_acts] = vec_type;
                 acts[n_acts++]   = take(ggml_row_size(vec_type, ggml_nelements(x)));
+            }
+            if (m.kernels[tier]) {
+                // with fewer tokens no expert has that many rows
+                if (ids->ne[1] >= GEMM_LEAST) {
+                    gemm_size = std::max(gemm_size, padded(interleaved_at(w->ne[0]) + GEMM_ACTS * ggml_row_size(vec_type, w->ne[0])));
+                }
+                if (ids->ne[1] >= moe_edge_restores_from(*m.kernels[tier])) {
+                    restored_size = std::max(restored_size, padded(plain_at(w, op, type) + ROW_CHUNK * ggml_row_size(type, w->ne[0])));
+                }
+                continue;
             }
             ggml_tensor w_tier = typed_weight(w, type, nullptr);
             ggml_tensor op_tier = *op;
@@ -83,6 +100,8 @@ struct layout {
             tiled_size = std::max(tiled_size, ggml_tiled_wdata_size(n_threads, &op_tier));
         }
         tiled = take(tiled_size);
+        gemm  = take(n_threads * gemm_size);
+        restored = take(n_threads * restored_size);
         size += ALIGN;  // the buffer itself need not be aligned
     }
 
@@ -93,6 +112,16 @@ struct layout {
             }
         }
         return -1;
+    }
+
+    static constexpr size_t inputs_at = GEMM_ACTS * GEMM_ROWS * sizeof(float);
+    static size_t interleaved_at(int64_t n_in) { return padded(inputs_at + GEMM_LEAST * n_in * sizeof(float)); }
+
+    static size_t plain_at(const ggml_tensor * w, const ggml_tensor * op, ggml_type type) {
+        ggml_tensor w_tier  = typed_weight(w, type, nullptr);
+        ggml_tensor op_tier = *op;
+        op_tier.src[0] = &w_tier;
+        return padded(ggml_tiled_wdata_size(1, &op_tier));
     }
 
     // The weight tensor as upstream's per-expert code expects it: one plain matrix.
@@ -248,27 +277,124 @@ class mul_mat_id {
         return base + at.acts[i];
     }
 
+    // Work that threads take in portions: an expert's rows by its activations.
+    struct portions {
+        const moe_edge_ready *   ready;
+        const moe_edge_kernels * kernels;  // null: its bytes are as in the file
+        int64_t first;   // unit of all
+        int64_t rows;    // of weights in a unit
+        int64_t chunks;  // of them
+        int32_t acts;    // activations in a unit
+    };
+
+    const moe_edge_kernels * kernels_of(const moe_edge_ready & r) const {
+        // tiers of one type have one shape, and so one layout
+        return m->kernels[std::find(m->types.begin(), m->types.end(), r.type) - m->types.begin()];
+    }
+
+    bool restores(const moe_edge_kernels & kernels, int64_t n_acts) const {
+        return !params->use_ref && at.restored_size > 0 && n_acts >= moe_edge_restores_from(kernels);
+    }
+
     void compute_wave() const {
         // upstream's tiled path divides an expert among the threads itself; which experts
         // it takes is the same in every thread
-        thread_local std::vector<int32_t> rest;
+        thread_local std::vector<portions> rest;
         rest.clear();
+        int64_t n_units = 0;
         for (int32_t i = 0; i < shared->n_ready; i++) {
-            if (!ready[i].data) {
-                zero_rows(ready[i].expert);
-            } else if (!run_tiled(ready[i])) {
-                rest.push_back(i);
+            const auto & r = ready[i];
+            if (!r.data) {
+                zero_rows(r.expert);
+                continue;
             }
+            const auto * kernels = kernels_of(r);
+            if (!kernels && run_tiled(r)) {
+                continue;
+            }
+            const int32_t n_acts = first[r.expert + 1] - first[r.expert];
+            const bool gemm = kernels && at.gemm_size > 0 && n_acts >= GEMM_LEAST && !restores(*kernels, n_acts);
+            portions p = { &r, kernels, n_units, gemm ? GEMM_ROWS : ROW_CHUNK, 0, gemm ? (int32_t) GEMM_ACTS : n_acts };
+            p.chunks = (w->ne[1] + p.rows - 1) / p.rows;
+            n_units += p.chunks * ((n_acts + p.acts - 1) / p.acts);
+            rest.push_back(p);
         }
-        const int64_t chunks  = (w->ne[1] + ROW_CHUNK - 1) / ROW_CHUNK;
-        const int64_t n_units = chunks * rest.size();
+        auto p = rest.begin();
         for (;;) {
             const int64_t unit = shared->next_unit.fetch_add(1, std::memory_order_relaxed);
             if (unit >= n_units) {
                 return;
             }
-            const int64_t row0 = unit % chunks * ROW_CHUNK;
-            dot_rows(ready[rest[unit / chunks]], row0, std::min(row0 + ROW_CHUNK, w->ne[1]));
+            while (p + 1 != rest.end() && (p + 1)->first <= unit) {
+                ++p;
+            }
+            const int64_t row0 = (unit - p->first) % p->chunks * p->rows;
+            const int64_t row1 = std::min(row0 + p->rows, w->ne[1]);
+            const int32_t act0 = first[p->ready->expert] + (unit - p->first) / p->chunks * p->acts;
+            const int32_t act1 = std::min(act0 + p->acts, first[p->ready->expert + 1]);
+            if (p->kernels && restores(*p->kernels, p->acts)) {
+                multiply_restored(*p->ready, *p->kernels, row0, row1);
+            } else if (p->kernels) {
+                multiply(*p->ready, *p->kernels, row0, row1, act0, act1);
+            } else {
+                dot_rows(*p->ready, row0, row1);
+            }
+        }
+    }
+
+    // Rows [row0, row1) of an expert in the CPU's own layout against all of its activations, by upstream's tiled kernel.
+    void multiply_restored(const moe_edge_ready & r, const moe_edge_kernels & k, int64_t row0, int64_t row1) const {
+        const auto type = static_cast<ggml_type>(r.type);
+        char * own   = base + at.restored + params->ith * at.restored_size;
+        char * plain = own + layout::plain_at(w, op, type);
+        k.restore(static_cast<const char *>(r.data) + row0 * ggml_row_size(type, w->ne[0]), w->ne[0], row1 - row0, plain);
+
+        ggml_tensor w_tier  = layout::typed_weight(w, type, plain);
+        ggml_tensor op_tier = *op;
+        w_tier.ne[1]   = op_tier.ne[0] = row1 - row0;
+        op_tier.src[0] = &w_tier;
+        op_tier.data   = static_cast<float *>(op->data) + row0;
+        ggml_compute_params p = *params;
+        p.ith   = 0;
+        p.nth   = 1;
+        p.wdata = base + at.acts[at.act_index(ggml_get_type_traits_cpu(type)->vec_dot_type)];
+        const bool done = ggml_compute_forward_mul_mat_id_tiled(&p, &op_tier, 0, first[r.expert + 1] - first[r.expert],
+            reinterpret_cast<const int32_t *>(rows + first[r.expert]), own);
+        GGML_ASSERT(done);
+    }
+
+    // Rows [row0, row1) of an expert in the CPU's own layout against the activations [act0, act1).
+    void multiply(const moe_edge_ready & r, const moe_edge_kernels & k, int64_t row0, int64_t row1, int32_t act0, int32_t act1) const {
+        const int64_t n_in = w->ne[0], n_rows = row1 - row0;
+        const auto type = static_cast<ggml_type>(r.type);
+        const ggml_type vec_type = ggml_get_type_traits_cpu(type)->vec_dot_type;
+        const size_t act_size = ggml_row_size(vec_type, n_in);
+        const char * weights = static_cast<const char *>(r.data) + row0 * ggml_row_size(type, n_in);
+        const int32_t n_gemm = at.gemm_size > 0 ? (act1 - act0) / GEMM_LEAST * GEMM_LEAST : 0;
+        if (n_gemm > 0) {
+            char * own   = base + at.gemm + params->ith * at.gemm_size;
+            auto * out   = reinterpret_cast<float *>(own);
+            auto * input = reinterpret_cast<float *>(own + layout::inputs_at);
+            char * acts  = own + layout::interleaved_at(n_in);
+            for (int32_t i = 0; i < n_gemm; i += GEMM_LEAST) {
+                for (int32_t j = 0; j < GEMM_LEAST; j++) {
+                    const auto & row = rows[act0 + i + j];
+                    memcpy(input + j*n_in, static_cast<const char *>(x->data) + row.slot % x->ne[1] * x->nb[1] + row.token * x->nb[2],
+                           n_in * sizeof(float));
+                }
+                k.quantize(input, acts + i*act_size, n_in);
+            }
+            k.gemm(n_in, out, n_rows, weights, acts, n_gemm, n_rows);
+            for (int32_t i = 0; i < n_gemm; i++) {
+                memcpy(output(rows[act0 + i]) + row0, out + i*n_rows, n_rows * sizeof(float));
+            }
+        }
+        size_t slot_stride;
+        size_t token_stride;
+        const char * acts = activations(vec_type, &slot_stride, &token_stride);
+        for (int32_t i = act0 + n_gemm; i < act1; i++) {
+            k.gemv(n_in, output(rows[i]) + row0, w->ne[1], weights,
+                   acts + rows[i].slot % x->ne[1] * slot_stride + rows[i].token * token_stride, 1, n_rows);
         }
     }
 

@@ -48,6 +48,25 @@ struct slice_span {
     }
 };
 
+// Numbers in a row of an expert whose layout changes.
+int64_t row_length(const moe_edge_slices & s) {
+    const auto type = (ggml_type) s.type;
+    return s.expert_bytes / s.interleaved_rows / ggml_type_size(type) * ggml_blck_size(type);
+}
+
+// Those that its slots are laid out for, null for none.
+const moe_edge_kernels * kernels_of(const moe_edge_slices & s) {
+    if (s.interleaved_rows == 0 || s.expert_bytes == 0) {
+        return nullptr;
+    }
+    const bool known = s.type >= 0 && s.type < GGML_TYPE_COUNT && ggml_blck_size((ggml_type) s.type) > 0 && s.interleaved_rows > 0;
+    const auto * kernels = known ? moe_edge_kernels_of(s.type, row_length(s), s.interleaved_rows) : nullptr;
+    if (!kernels || ggml_row_size((ggml_type) s.type, row_length(s)) * s.interleaved_rows != s.expert_bytes) {
+        refuse("store: this CPU has no layout of its own for a matrix that was to have one");
+    }
+    return kernels;
+}
+
 // Whether this file can be read with O_DIRECT at block granularity.
 bool direct_works(int fd) {
     void * block = aligned_alloc(MOE_EDGE_BLOCK, MOE_EDGE_BLOCK);
@@ -80,6 +99,7 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
             std::copy_n(config.layers[l].slices[k], MOE_EDGE_MAX_TIERS, of_layer[k].begin());
         }
     }
+    device = static_cast<moe_edge_device *>(config.device);
     matrices.resize(n_layers);
     cells.resize(n_layers * MOE_EDGE_N_KINDS * n_expert);
     ops.resize(n_layers * MOE_EDGE_N_KINDS);
@@ -94,6 +114,10 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
             m.table.resize(n_expert);
             for (int32_t t = 0; t < n_tiers; t++) {
                 m.types.push_back(slices[l][k][t].type);
+                m.kernels.push_back(kernels_of(slices[l][k][t]));
+                if (m.kernels.back() && device) {
+                    refuse("store: on a device experts are as in the file");
+                }
             }
         }
     }
@@ -118,7 +142,6 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     decision = { tier_out.data(), passing_out.data(), prefetch_out.data(), 0, 0 };
 
     stats.budget_bytes = config.budget_bytes;
-    device = static_cast<moe_edge_device *>(config.device);
     try {
         open_files(config);
         keep_checksums();
@@ -740,6 +763,16 @@ uint32_t moe_edge_store::part_crc(const moe_edge_slices & s, int32_t expert, con
     return begin >= end ? 0 : moe_edge_crc32_before(moe_edge_crc32(0, slot + (begin - span.block0), end - begin), span.last - end);
 }
 
+// A slice whose last part was read, into the layout of its slots. Without the mutex.
+void moe_edge_store::lay_out(const moe_edge_read & read) const {
+    const auto & s = slice_of(read.cell, read.tier);
+    const auto * kernels = matrices[layer_of(read.cell)][kind_of(read.cell)].kernels[read.tier];
+    if (kernels) {
+        const uint64_t offset = s.offset + expert_of(read.cell) * s.expert_bytes;
+        moe_edge_interleave(*kernels, row_length(s), s.interleaved_rows, read.slot + offset % MOE_EDGE_BLOCK);
+    }
+}
+
 // Takes the next part of a read off the queue.
 moe_edge_read moe_edge_store::start_read(int32_t cell) {
     auto & c = cells[cell];
@@ -838,6 +871,12 @@ void moe_edge_store::io_loop() {
             ? part_crc(slice_of(read.cell, read.tier), expert_of(read.cell), read.slot, read.part, read.parts) : 0;
         lock.lock();
 
+        const auto & c = cells[read.cell];
+        if (why.empty() && c.finished + 1 == c.parts && !c.broken && !c.cut) {
+            lock.unlock();
+            lay_out(read);
+            lock.lock();
+        }
         finish_read(read, why, t1 - t0, crc);
         wake();
     }

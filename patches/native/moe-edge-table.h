@@ -5,6 +5,7 @@
 #pragma once
 
 #include "moe-edge-device.h"
+#include "moe-edge-layout.h"
 #include "moe-edge.h"
 
 #include <atomic>
@@ -77,6 +78,7 @@ struct moe_edge_matrix {
     int32_t                     layer = 0;
     int32_t                     kind  = 0;
     std::vector<int32_t>        types;   // enum ggml_type of each tier
+    std::vector<const moe_edge_kernels *> kernels;  // of each tier, for the CPU's own layout; null: its bytes are as in the file
     std::vector<moe_edge_entry> table;   // [n_expert]
     uint64_t                    version = 0;        // changes whenever the table does
     moe_edge_device *           device  = nullptr;  // whose memory it points to; null: the host's

@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 10
+#define MOE_EDGE_ABI_VERSION 11
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -94,7 +94,8 @@ struct moe_edge_slices {
     int32_t  file;
     int32_t  type;          // enum ggml_type
     int32_t  group;         // the slot group that holds it
-    int32_t  reserved;
+    int32_t  interleaved_rows;  // 0: slots hold the bytes as they are in the file; else the matrix's rows, and
+                            // slots hold the CPU's own layout of it: see moe_edge_interleaves()
     const uint32_t * checksums;  // [n_expert] CRC-32 of each expert, or NULL. One that is read with another,
                             // when it is first read as a whole, is as one that could not be read
 };
@@ -264,6 +265,10 @@ struct moe_edge_stats {
 };
 
 MOE_EDGE_API int32_t moe_edge_abi_version(void);
+
+// Whether this CPU has a layout of its own for matrices of n_out rows of n_in numbers, with kernels that are faster
+// than those for the bytes as they are in the file. It takes as many bytes.
+MOE_EDGE_API int32_t moe_edge_interleaves(int32_t type, int64_t n_in, int64_t n_out);
 
 // The CRC-32 of n bytes behind those that crc is of; 0 is that of none. As zlib's.
 MOE_EDGE_API uint32_t moe_edge_crc32(uint32_t crc, const void * data, uint64_t n);

@@ -57,6 +57,7 @@ LAYERS = (
     ),
     ("orchestrator.choice", "orchestrator.accelerator", "orchestrator.room"),
     ("orchestrator.plan",),
+    ("orchestrator.layouts",),
     (
         "orchestrator.sequences",
         "orchestrator.observe",

@@ -2,6 +2,8 @@
 //   one tier:    upstream's own op on a plain tensor of the same bytes, bit for bit
 //   mixed tiers: a plain dot product of the dequantized weights of each expert's tier,
 //                within the error of the activations' 8-bit form; skipped experts give 0
+//   own layout:  slots hold what the CPU's repacked kernels read: upstream's op on repacked weights bit
+//                for bit, but within that error for Q4_K with many tokens
 // over types, batch sizes, thread counts and slot counts small enough to force waves.
 //
 //   executor_test DIR
@@ -24,7 +26,8 @@
 
 namespace {
 
-constexpr int64_t N_IN = 512, N_OUT = 192, EXPERTS = 8, USED = 3;
+constexpr int64_t N_IN = 512, EXPERTS = 8, USED = 3;
+int64_t N_OUT = 192;
 
 [[noreturn]] void die(const std::string & sentence) {
     fprintf(stderr, "executor_test: %s\n", sentence.c_str());
@@ -58,13 +61,14 @@ struct weights {
         fclose(f);
     }
 
-    moe_edge_store * open(int32_t slots) const {
+    moe_edge_store * open(int32_t slots, bool own_layout = false) const {
         moe_edge_layer layer = {};
         std::vector<moe_edge_group> groups;
         uint64_t offset = 0, total = 0;
         for (size_t t = 0; t < types.size(); t++) {
             const uint64_t expert_bytes = bytes[t].size() / EXPERTS;
-            layer.slices[MOE_EDGE_UP][t] = { offset, expert_bytes, 0, types[t], (int32_t) t, 0, nullptr };
+            const int32_t rows = own_layout && moe_edge_interleaves(types[t], N_IN, N_OUT) ? N_OUT : 0;
+            layer.slices[MOE_EDGE_UP][t] = { offset, expert_bytes, 0, types[t], (int32_t) t, rows, nullptr };
             groups.push_back({ moe_edge_slot_bytes(4095, expert_bytes), slots, 0 });
             offset += bytes[t].size();
             total += groups.back().slot_bytes * slots;
@@ -112,13 +116,27 @@ struct batch {
     }
 };
 
-// The op on a backend; store null: a plain tensor of tier 0's bytes.
-std::vector<float> run(const weights & w, const batch & b, moe_edge_store * store, int threads) {
+// Where upstream puts weights that it repacks.
+ggml_backend_buffer_type_t repacked() {
+    ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    const auto extra = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(
+        ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts"));
+    for (auto * buft = extra(cpu); buft && *buft; buft++) {
+        if (strcmp(ggml_backend_buft_name(*buft), "CPU_REPACK") == 0) {
+            return *buft;
+        }
+    }
+    die("no CPU_REPACK");
+}
+
+// The op on a backend; store null: a tensor of tier 0's bytes in a buffer of upstream's.
+std::vector<float> run(const weights & w, const batch & b, moe_edge_store * store, int threads,
+                       ggml_backend_buffer_type_t upstream = ggml_backend_cpu_buffer_type()) {
     ggml_init_params params = { ggml_tensor_overhead() * 8 + ggml_graph_overhead(), nullptr, true };
     ggml_context * ctx_w = ggml_init(params);
     ggml_context * ctx   = ggml_init(params);
     ggml_tensor * experts = ggml_new_tensor_3d(ctx_w, w.types[0], N_IN, N_OUT, EXPERTS);
-    auto * buft = store ? static_cast<ggml_backend_buffer_type_t>(moe_edge_buffer_type()) : ggml_backend_cpu_buffer_type();
+    auto * buft = store ? static_cast<ggml_backend_buffer_type_t>(moe_edge_buffer_type()) : upstream;
     ggml_backend_buffer_t buffer_w = ggml_backend_alloc_ctx_tensors_from_buft(ctx_w, buft);
     char err[512];
     if (store) {
@@ -188,6 +206,85 @@ void apply(moe_edge_store * store, const batch & b, const uint8_t * tier_of) {
     }
 }
 
+// Checked against upstream's own limit for MUL_MAT_ID.
+double nmse_of(const std::vector<float> & got, const std::vector<float> & want, const batch & b, const uint8_t * tier_of,
+               const std::string & where) {
+    double error = 0, power = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        if (want[i] == 0.0f && got[i] != 0.0f && tier_of[b.ids[i / N_OUT]] == MOE_EDGE_SKIP) {
+            die("a skipped expert contributes: " + where);
+        }
+        error += (got[i] - want[i]) * (got[i] - want[i]);
+        power += want[i] * want[i];
+    }
+    const double nmse = power > 0 ? error / power : 0;
+    if (!(nmse < 5e-4)) {
+        die("NMSE " + std::to_string(nmse) + ": " + where);
+    }
+    return nmse;
+}
+
+void check(moe_edge_store * store) {
+    char err[512];
+    if (moe_edge_check(store, err, sizeof(err)) != 0) {
+        die(err);
+    }
+}
+
+// Experts in the CPU's own layout, where it has one. Upstream multiplies row by row; from four rows on we take
+// its gemm, whose sums have another order for Q4_K.
+void test_own_layout(const std::string & dir, std::mt19937 & random) {
+    const std::vector<std::vector<ggml_type>> tier_sets = {
+        { GGML_TYPE_Q4_0, GGML_TYPE_Q8_0 },
+        { GGML_TYPE_Q4_K, GGML_TYPE_Q2_K },
+        { GGML_TYPE_IQ4_NL, GGML_TYPE_Q4_K },
+        { GGML_TYPE_MXFP4, GGML_TYPE_Q4_0 },
+    };
+    int n = 0, n_own = 0, n_equal = 0;
+    double worst = 0;
+    for (const int64_t n_out : { 192, 584, 100 }) {  // 584 rows are two units of work for gemm; 100 are no multiple of 8
+        N_OUT = n_out;
+        for (const auto & types : tier_sets) {
+            const weights w(dir, types, random);
+            const bool own = moe_edge_interleaves(types[0], N_IN, N_OUT);
+            n_own += own;
+            if (own && n_out % 8 != 0) {
+                die("a layout for rows that are no multiple of 8");
+            }
+            moe_edge_store * store = w.open(2, true);
+            for (const int64_t tokens : { 1, 3, 4, 9, 200 }) {
+                const batch b(tokens, n % 2 == 0 ? 1 : USED, random);
+                const int threads = 1 + n % 3;
+                const std::string where = std::string("own layout of ") + ggml_type_name(types[0]) + ", rows " + std::to_string(n_out) +
+                    ", tokens " + std::to_string(tokens) + ", threads " + std::to_string(threads);
+                const std::vector<uint8_t> best(EXPERTS, 0);
+                apply(store, b, best.data());
+                const auto got = run(w, b, store, threads);
+                const bool equal = got == run(w, b, nullptr, 2, own ? repacked() : ggml_backend_cpu_buffer_type());
+                if (!equal && (tokens < 4 || types[0] != GGML_TYPE_Q4_K)) {
+                    die("differs from upstream: " + where);
+                }
+                n_equal += equal;
+                worst = std::max(worst, nmse_of(got, reference(w, b, best.data()), b, best.data(), where));
+
+                uint8_t tier_of[EXPERTS];
+                for (auto & t : tier_of) {
+                    t = random() % types.size();
+                }
+                moe_edge_store * mixed = w.open(3, true);
+                apply(mixed, b, tier_of);
+                worst = std::max(worst, nmse_of(run(w, b, mixed, threads), reference(w, b, tier_of), b, tier_of, where));
+                check(mixed);
+                check(store);
+                moe_edge_store_free(mixed);
+                n++;
+            }
+            moe_edge_store_free(store);
+        }
+    }
+    printf("own layout: %d of %d matrices have one; %d of %d cases as upstream's repacked bits, worst NMSE %.2e\n", n_own, 12, n_equal, n, worst);
+}
+
 }  // namespace
 
 int main(int argc, char ** argv) {
@@ -230,25 +327,9 @@ int main(int argc, char ** argv) {
                     // a resident better tier would be reused, so start from an empty store
                     moe_edge_store * mixed = w.open(slots);
                     apply(mixed, b, tier_of);
-                    const auto got  = run(w, b, mixed, threads);
-                    const auto want = reference(w, b, tier_of);
-                    double error = 0, power = 0;
-                    for (size_t i = 0; i < got.size(); i++) {
-                        if (want[i] == 0.0f && got[i] != 0.0f && tier_of[b.ids[i / N_OUT]] == MOE_EDGE_SKIP) {
-                            die("a skipped expert contributes: " + where);
-                        }
-                        error += (got[i] - want[i]) * (got[i] - want[i]);
-                        power += want[i] * want[i];
-                    }
-                    const double nmse = power > 0 ? error / power : 0;
-                    worst = std::max(worst, nmse);
-                    if (!(nmse < 5e-4)) {  // upstream's own limit for MUL_MAT_ID
-                        die("mixed tiers: NMSE " + std::to_string(nmse) + ": " + where);
-                    }
-                    char err[512];
-                    if (moe_edge_check(mixed, err, sizeof(err)) != 0 || moe_edge_check(store, err, sizeof(err)) != 0) {
-                        die(err);
-                    }
+                    worst = std::max(worst, nmse_of(run(w, b, mixed, threads), reference(w, b, tier_of), b, tier_of, where));
+                    check(mixed);
+                    check(store);
                     moe_edge_store_free(mixed);
                     n++;
                 }
@@ -257,5 +338,6 @@ int main(int argc, char ** argv) {
         }
     }
     printf("%d cases, worst NMSE of a mixed case %.2e\n", n, worst);
+    test_own_layout(argv[1], random);
     return 0;
 }

@@ -42,7 +42,9 @@ def test_mixed_tiers_against_references(
 ) -> None:
     """One tier: upstream's op bit for bit. Mixed: a plain dot product, NMSE below 5e-4."""
     program = compile_native("executor_test", [HERE / "executor_test.cpp"], "-std=c++17")
-    assert "180 cases" in run_program(program, tmp_path)
+    output = run_program(program, tmp_path)
+    assert "180 cases" in output
+    assert "own layout" in output
 
 
 @pytest.fixture(scope="module", params=SANITIZERS)

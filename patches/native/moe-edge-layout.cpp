@@ -1,0 +1,147 @@
+#include "moe-edge-layout.h"
+#include "moe-edge.h"
+
+#include "ggml-backend-impl.h"
+#include "ggml-cpp.h"
+#include "ggml-cpu.h"
+#include "ggml-impl.h"
+#include "repack.h"
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+// Upstream's buffer type changes the layout as well, but it logs a line for each tensor, and ours are one
+// expert's. These are what it calls.
+namespace ggml::cpu::repack {
+template <typename BLOC_TYPE, int64_t INTER_SIZE, int64_t NB_COLS>
+int repack(ggml_tensor * t, const void * data, size_t data_size);
+#if defined(__x86_64__)
+template <> int repack<block_q4_0, 8, 8>(ggml_tensor *, const void *, size_t);
+template <> int repack<block_q4_K, 8, 8>(ggml_tensor *, const void *, size_t);
+template <> int repack<block_iq4_nl, 8, 8>(ggml_tensor *, const void *, size_t);
+template <> int repack<block_mxfp4, 8, 8>(ggml_tensor *, const void *, size_t);
+#endif
+}  // namespace ggml::cpu::repack
+
+namespace {
+
+constexpr int64_t ROWS = 8;  // interleaved with each other
+constexpr int64_t RESTORES_FROM = 48;
+
+#if defined(__x86_64__)
+// Eight scales and eight minimums of six bits each in 12 bytes. Q4_K has them so for the parts of one row; interleaved,
+// for one part of eight rows.
+void unpack_six_bits(const uint8_t * q, uint8_t * scales, uint8_t * mins) {
+    for (int i = 0; i < 4; i++) {
+        scales[i]     = q[i] & 63;
+        mins[i]       = q[i + 4] & 63;
+        scales[i + 4] = (q[i + 8] & 15) | (q[i] >> 6 << 4);
+        mins[i + 4]   = (q[i + 8] >> 4) | (q[i + 4] >> 6 << 4);
+    }
+}
+
+void pack_six_bits(const uint8_t * scales, const uint8_t * mins, uint8_t * q) {
+    for (int i = 0; i < 4; i++) {
+        q[i]     = scales[i] | (scales[i + 4] >> 4 << 6);
+        q[i + 4] = mins[i] | (mins[i + 4] >> 4 << 6);
+        q[i + 8] = (scales[i + 4] & 15) | (mins[i + 4] & 15) << 4;
+    }
+}
+
+void restore_q4_K(const void * weights, int64_t n_in, int64_t n_rows, void * rows) {
+    const int64_t n_blocks = n_in / QK_K;
+    const auto * in = static_cast<const block_q4_Kx8 *>(weights);
+    for (int64_t row = 0; row < n_rows; row += ROWS) {
+        auto * out = static_cast<block_q4_K *>(rows) + row * n_blocks;
+        for (int64_t b = 0; b < n_blocks; b++, in++) {
+            uint8_t scales[ROWS][ROWS], mins[ROWS][ROWS];  // [part][row]
+            for (int part = 0; part < ROWS; part++) {
+                unpack_six_bits(in->scales + 12*part, scales[part], mins[part]);
+            }
+            for (int r = 0; r < ROWS; r++) {
+                auto & to = out[r*n_blocks + b];
+                to.data.data.d    = in->d[r];
+                to.data.data.dmin = in->dmin[r];
+                uint8_t of_row[2][ROWS];
+                for (int part = 0; part < ROWS; part++) {
+                    of_row[0][part] = scales[part][r];
+                    of_row[1][part] = mins[part][r];
+                }
+                pack_six_bits(of_row[0], of_row[1], to.scales);
+                for (int64_t i = 0; i < QK_K/2; i += 8) {
+                    memcpy(to.qs + i, in->qs + i*ROWS + 8*r, 8);
+                }
+            }
+        }
+    }
+}
+#endif
+
+// Upstream repacks Q2_K as well, for AVX-512. One row then takes as long as before, and many take longer.
+const std::vector<moe_edge_kernels> KERNELS = {
+#if defined(__x86_64__)
+    { GGML_TYPE_Q4_0, ggml_gemv_q4_0_8x8_q8_0, ggml_gemm_q4_0_8x8_q8_0, ggml_quantize_mat_q8_0_4x8,
+      ggml::cpu::repack::repack<block_q4_0, 8, 8>, nullptr },
+    { GGML_TYPE_Q4_K, ggml_gemv_q4_K_8x8_q8_K, ggml_gemm_q4_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8,
+      ggml::cpu::repack::repack<block_q4_K, 8, 8>, restore_q4_K },
+    { GGML_TYPE_IQ4_NL, ggml_gemv_iq4_nl_8x8_q8_0, ggml_gemm_iq4_nl_8x8_q8_0, ggml_quantize_mat_q8_0_4x8,
+      ggml::cpu::repack::repack<block_iq4_nl, 8, 8>, nullptr },
+    { GGML_TYPE_MXFP4, ggml_gemv_mxfp4_8x8_q8_0, ggml_gemm_mxfp4_8x8_q8_0, ggml_quantize_mat_q8_0_4x8,
+      ggml::cpu::repack::repack<block_mxfp4, 8, 8>, nullptr },
+#endif
+};
+
+ggml_tensor matrix(int32_t type, int64_t n_in, int64_t n_out, void * data) {
+    ggml_tensor t = {};
+    t.type  = static_cast<ggml_type>(type);
+    t.data  = data;
+    t.ne[0] = n_in;
+    t.ne[1] = n_out;
+    t.ne[2] = t.ne[3] = 1;
+    t.nb[0] = ggml_type_size(t.type);
+    t.nb[1] = ggml_row_size(t.type, n_in);
+    t.nb[2] = t.nb[3] = t.nb[1] * n_out;
+    return t;
+}
+
+// Whether upstream's buffer type would change the layout of this matrix on this CPU.
+bool upstream_repacks(int32_t type, int64_t n_in, int64_t n_out) {
+    static const ggml_backend_buffer_ptr buffer(ggml_backend_buft_alloc_buffer(ggml_backend_cpu_repack_buffer_type(), ROWS));
+    ggml_tensor t = matrix(type, n_in, n_out, nullptr);
+    buffer->iface.init_tensor(buffer.get(), &t);
+    return t.extra != nullptr;
+}
+
+}  // namespace
+
+const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t n_out) {
+    for (const auto & kernels : KERNELS) {
+        if (kernels.type == type) {
+            const bool whole = n_in > 0 && n_out > 0 && n_out % ROWS == 0 && n_in % ggml_blck_size((ggml_type) type) == 0;
+            return whole && upstream_repacks(type, n_in, n_out) ? &kernels : nullptr;
+        }
+    }
+    return nullptr;
+}
+
+int64_t moe_edge_restores_from(const moe_edge_kernels & kernels) {
+    return kernels.restore && ggml_cpu_has_avx512_vnni() ? RESTORES_FROM : INT64_MAX;
+}
+
+void moe_edge_interleave(const moe_edge_kernels & kernels, int64_t n_in, int64_t n_out, void * data) {
+    const size_t size = ROWS * ggml_row_size((ggml_type) kernels.type, n_in);
+    thread_local std::vector<char> rows;
+    rows.resize(size);
+    for (int64_t row = 0; row < n_out; row += ROWS) {
+        char * to = static_cast<char *>(data) + row / ROWS * size;
+        memcpy(rows.data(), to, size);
+        ggml_tensor t = matrix(kernels.type, n_in, ROWS, to);
+        const int status = kernels.interleave(&t, rows.data(), size);
+        GGML_ASSERT(status == 0);
+    }
+}
+
+int32_t moe_edge_interleaves(int32_t type, int64_t n_in, int64_t n_out) {
+    return moe_edge_kernels_of(type, n_in, n_out) != nullptr;
+}

@@ -1,0 +1,31 @@
+// The CPU's own layout of a matrix: eight rows of it interleaved, as upstream's repacked kernels read them.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct ggml_tensor;
+
+// Upstream's kernels for the layout of one type. gemv and gemm write nr rows of nc numbers each to out, whose rows
+// are `stride` numbers apart: the products of nr rows of activations with nc rows of weights, nc a multiple of 8.
+struct moe_edge_kernels {
+    using product = void (*)(int n_in, float * out, size_t stride, const void * weights, const void * acts, int nr, int nc);
+
+    int32_t type;
+    product gemv;  // one row of activations, as its vec_dot type
+    product gemm;  // a multiple of four, by fours interleaved
+    void (*quantize)(const float * x, void * acts, int64_t n_in);  // four rows at x, one behind the other, interleaved
+    int (*interleave)(ggml_tensor * to, const void * rows, size_t size);
+    void (*restore)(const void * weights, int64_t n_in, int64_t n_rows, void * rows);  // plain again; or null
+};
+
+// Those for a matrix of n_out rows of n_in numbers; null where this CPU or this shape has none, or where they
+// gain nothing. Never where upstream's repacked buffer type would keep the matrix plain.
+const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t n_out);
+
+// From so many rows of activations on, upstream's tiled kernel over restored rows is faster on this CPU.
+int64_t moe_edge_restores_from(const moe_edge_kernels & kernels);
+
+// Changes the layout of a plain matrix in place.
+void moe_edge_interleave(const moe_edge_kernels & kernels, int64_t n_in, int64_t n_out, void * matrix);

@@ -1,0 +1,132 @@
+#define _GNU_SOURCE
+// moe_edge_barrier: nobody passes before everybody has come, whoever waits long sleeps, nobody is left
+// asleep, and a thread that shares its core is noticed.
+
+#include "moe-edge-barrier.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { THREADS = 4, ROUNDS = 3000 };
+
+static atomic_int arrived, passed;
+static atomic_int came[ROUNDS];
+static atomic_llong waiting_cpu_ns;
+
+static void relax(void) {}
+
+static void sleep_us(long us) {
+    const struct timespec t = { us / 1000000, us % 1000000 * 1000 };
+    nanosleep(&t, NULL);
+}
+
+static long long cpu_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+static void die(const char * sentence) {
+    fprintf(stderr, "barrier_test: %s\n", sentence);
+    exit(1);
+}
+
+static void * run(void * argument) {
+    const int thread = (int) (size_t) argument;
+    unsigned random = 7 * thread + 1;
+    for (int i = 0; i < ROUNDS; i++) {
+        random = random * 1664525 + 1013904223;
+        if (random >> 16 & 1 && i % 100 == 0) {
+            sleep_us(1000);  // longer than the others spin
+        }
+        if (i % 500 == thread) {
+            // as if it had been put off its core: then nobody spins
+            atomic_store(&moe_edge_shared_until, moe_edge_barrier_ns() + 2000000);
+        }
+        atomic_fetch_add(&came[i], 1);
+        moe_edge_barrier(&arrived, &passed, THREADS, relax);
+        if (atomic_load(&came[i]) != THREADS) {
+            die("a thread passed before all had come");
+        }
+    }
+    // the first is late by 60 ms, and the others must not compute meanwhile, though nobody has had its core
+    moe_edge_barrier(&arrived, &passed, THREADS, relax);
+    atomic_store(&moe_edge_shared_until, 0);
+    moe_edge_barrier(&arrived, &passed, THREADS, relax);
+    if (thread == 0) {
+        sleep_us(60000);
+    }
+    const long long start = cpu_ns();
+    moe_edge_barrier(&arrived, &passed, THREADS, relax);
+    if (thread != 0) {
+        atomic_fetch_add(&waiting_cpu_ns, cpu_ns() - start);
+    }
+    return NULL;
+}
+
+// Computes for 100 ms of the clock.
+static void * compute(void * unused) {
+    const long long start = moe_edge_barrier_ns();
+    while (moe_edge_barrier_ns() - start < 100000000) {
+    }
+    return unused;
+}
+
+// A thread that computes beside another one on its core keeps this one waiting.
+static void * late(void * unused) {
+    pthread_t beside;
+    if (pthread_create(&beside, NULL, compute, NULL) != 0) {
+        die("no thread");
+    }
+    moe_edge_barrier_late();  // what happened before does not count
+    compute(unused);
+    moe_edge_barrier(&arrived, &passed, 2, relax);
+    pthread_join(beside, NULL);
+    return NULL;
+}
+
+static void share_a_core(void) {
+    cpu_set_t all, one;
+    CPU_ZERO(&one);
+    sched_getaffinity(0, sizeof(all), &all);
+    for (int cpu = 0; CPU_COUNT(&one) == 0; cpu++) {
+        if (CPU_ISSET(cpu, &all)) {
+            CPU_SET(cpu, &one);
+        }
+    }
+    sched_setaffinity(0, sizeof(one), &one);
+    atomic_store(&moe_edge_shared_until, 0);
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, late, NULL) != 0) {
+        die("no thread");
+    }
+    moe_edge_barrier(&arrived, &passed, 2, relax);
+    pthread_join(thread, NULL);
+    if (atomic_load(&moe_edge_shared_until) == 0) {
+        die("nobody noticed that a core is shared");
+    }
+}
+
+int main(void) {
+    pthread_t threads[THREADS];
+    // the count of barriers wraps around on the way
+    atomic_store(&passed, (0x7fffffff - ROUNDS) & ~1);
+    for (size_t i = 0; i < THREADS; i++) {
+        if (pthread_create(&threads[i], NULL, run, (void *) i) != 0) {
+            die("no thread");
+        }
+    }
+    for (int i = 0; i < THREADS; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    if (atomic_load(&waiting_cpu_ns) > 10000000) {
+        die("those that waited computed");
+    }
+    if (moe_edge_delay_ns() >= 0) {
+        share_a_core();
+    }
+    puts("all passed together");
+    return 0;
+}

@@ -1,0 +1,101 @@
+"""Experts in the CPU's own layout: upstream's bits with repacked weights, within the same slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import GGMLType
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.lab.bench.plain import PlainModel
+from orchestrator.native import Library
+
+TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 250, 24)]
+TYPES = ("q4_0", "q4_k", "iq4_nl", "mxfp4")
+SETTINGS = {"ctx": 256, "ubatch": 32, "threads": 2, "policy": "lru"}
+
+
+@pytest.fixture(autouse=True)
+def cpu_has_one(library: Library) -> None:
+    if not library.interleaves(GGMLType.Q4_0, 256, 256):
+        pytest.skip("this CPU has no layout of its own")
+
+
+def one_by_one(evaluate: Callable[[list[int], int], np.ndarray]) -> np.ndarray:
+    """Logits behind each of the tokens, decoded one at a time."""
+    return np.concatenate([evaluate([token], at) for at, token in enumerate(TOKENS)])
+
+
+def upstream(path: Path, repack: bool) -> np.ndarray:
+    with PlainModel(
+        path, n_ctx=256, n_ubatch=32, threads=2, mmap=False, extra_bufts=repack
+    ) as model:
+        return one_by_one(model.eval)
+
+
+def managed(path: Path, **options: object) -> tuple[np.ndarray, str]:
+    """Logits, and the mode line; the store's invariants hold, and its slots are within budget."""
+    with Engine.open(Config.build(model=path, force_managed=True, **SETTINGS, **options)) as engine:
+        found = one_by_one(engine.eval)
+        engine.store.check()
+        stats = engine.store.stats()
+        assert stats.slot_bytes_peak <= stats.budget_bytes
+        return found, engine.mode
+
+
+@pytest.mark.parametrize("tier", TYPES)
+@pytest.mark.parametrize("shape", ["qwen3moe", "olmoe", "deepseek2-fused"])
+def test_decoding_is_upstream_with_repacked_weights_bit_for_bit(
+    shape: str, tier: str, tiny_model: Callable[..., Path]
+) -> None:
+    path = tiny_model(shape, tier)
+    found, mode = managed(path, use_extra_bufts=True)
+    assert f"{tier} in this CPU's own layout" in mode
+    np.testing.assert_array_equal(found, upstream(path, repack=True))
+    as_in_file, mode = managed(path, use_extra_bufts=False)
+    assert "own layout" not in mode
+    np.testing.assert_array_equal(as_in_file, upstream(path, repack=False))
+
+
+def test_where_experts_come_and_go(tiny_model: Callable[..., Path]) -> None:
+    """auto keeps what the file has; asked for, the layout is changed at each read."""
+    path = tiny_model("qwen3moe", "q4_0")
+    with ExpertModel.open(path) as model:
+        half = model.tier_bytes[0] // 2
+    _, mode = managed(path, expert_ram=half)
+    assert "own layout" not in mode
+    whole, _ = managed(path)
+    found, mode = managed(path, expert_ram=half, layout="cpu")
+    assert "q4_0 in this CPU's own layout" in mode
+    np.testing.assert_array_equal(found, whole)
+
+
+def test_types_without_one_stay_as_in_the_file(tiny_model: Callable[..., Path]) -> None:
+    """Q8_0 has no such kernels on x86, and Q2_K gains nothing by them."""
+    for tier in ("q8_0", "q2_k"):
+        path = tiny_model("olmoe", tier)
+        found, mode = managed(path, layout="cpu", use_extra_bufts=False)
+        assert "own layout" not in mode
+        np.testing.assert_array_equal(found, upstream(path, repack=False))
+
+
+@pytest.mark.parametrize("tier", TYPES)
+def test_prompts_are_upstream_too(tier: str, tiny_model: Callable[..., Path]) -> None:
+    """With four rows or more of an expert we take upstream's matrix product, where upstream goes
+    row by row. Only for Q4_K its sums have another order."""
+    path = tiny_model("olmoe", tier)
+    prompt = TOKENS * 4
+    with PlainModel(path, n_ctx=256, n_ubatch=32, threads=2, mmap=False, extra_bufts=True) as model:
+        expected = model.eval(prompt, 0)[-1]
+    config = Config.build(model=path, force_managed=True, use_extra_bufts=True, **SETTINGS)
+    with Engine.open(config) as engine:
+        found = engine.eval(prompt, 0)[-1]
+    if tier == "q4_k":
+        assert np.square(found - expected).sum() < 5e-4 * np.square(expected).sum()
+    else:
+        np.testing.assert_array_equal(found, expected)
