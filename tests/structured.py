@@ -62,6 +62,8 @@ FACTS = {
     "Jamaica": ("Kingston", "North America"),
     "Canada": ("Ottawa", "North America"),
 }
+# Without a bound the model goes on until the answer may be no longer, and that is no JSON.
+TEXT = {"type": "string", "maxLength": 40}
 CONTINENTS = ("Africa", "Asia", "Europe", "North America", "South America", "Australia")
 
 # Each alone, and mixes as the policies make them.
@@ -150,7 +152,7 @@ def measure(backend: Any, countries: list[str]) -> dict[str, int]:
     for at, country in enumerate(countries):
         capital, continent = FACTS[country]
         ask = f"What is the capital of {country}?"
-        free = question(ask, response_format=with_schema("capital", {"type": "string"}))
+        free = question(ask, response_format=with_schema("capital", TEXT))
         counts["capital"] += capital.lower() in read(free, "capital").lower()
         near = [capitals[(at + step) % len(capitals)] for step in range(4)]
         chosen = question(ask, response_format=with_schema("capital", {"enum": sorted(near)}))

@@ -144,7 +144,8 @@ def test_anthropic(served: Served) -> None:
     wait_until_idle(served)
 
 
-def test_litellm(served: Served) -> None:
+def test_litellm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the network
     litellm = pytest.importorskip(
         "litellm", reason="litellm is missing (it wants an older openai than the others)"
     )
