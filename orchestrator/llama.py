@@ -27,8 +27,7 @@ _LOG_ERROR = 4
 _MAX_COMPLAINTS = 4
 _ALL_LAYERS = 1 << 20
 _PIECE_BYTES = 256
-# How often OpenMP's threads look for work between two graphs before they sleep: about a
-# millisecond. Its default is some twenty, which another process could use.
+# How often OpenMP's threads look for work between two graphs: a millisecond, of its default's twenty.
 _OPENMP_SPINS = "20000"
 _GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
