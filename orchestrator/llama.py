@@ -27,7 +27,7 @@ _LOG_ERROR = 4
 _MAX_COMPLAINTS = 4
 _ALL_LAYERS = 1 << 20
 _PIECE_BYTES = 256
-# How often OpenMP's threads look for work between two graphs: a millisecond, of its default's twenty.
+# How often OpenMP's threads look for work between two graphs: for a millisecond, not for twenty.
 _OPENMP_SPINS = "20000"
 _GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
