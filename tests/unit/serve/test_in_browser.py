@@ -131,7 +131,7 @@ def test_an_answer_can_be_stopped(tab: Tab) -> None:
         assert tab.value("$('status').innerText") == "Stopped"
     # Another conversation may begin in the middle of an answer, of which nothing is left in it.
     asked(tab, STORY)
-    tab.until("running && document.querySelector('.assistant').innerText")
+    tab.until(f"running && {LAST % '.assistant'}.length > 20")
     tab.value("$('anew').click()")
     asked(tab, QUESTION)
     tab.until("!running && messages.length === 2")
@@ -217,5 +217,7 @@ def test_it_fits_a_telephone(tab: Tab, dark: bool) -> None:
     assert tab.value("document.documentElement.scrollWidth") <= 320
     for tag in ("text", "send", "stop", "anew", "experts"):
         assert 0 < tab.value(f"$('{tag}').getBoundingClientRect().right") <= 320, tag
+    # The picture is below the chat, which has the whole width.
+    assert tab.value("$('text').getBoundingClientRect().width") > 250
     ground = tab.value("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(20, 24, 29)" if dark else "rgb(255, 255, 255)")
