@@ -36,7 +36,7 @@ def decode(model: Path, n: int, **options: Any) -> tuple[list[np.ndarray], Any, 
         for i in range(n):
             rows.append(engine.eval([int(rows[-1].argmax())], len(PROMPT) + i)[-1])
         engine.store.check()
-        how = engine.mode.rpartition("misses: ")[2].partition(", context")[0]
+        how = engine.mode.rpartition("misses: ")[2].partition(", micro-batch")[0]
         return rows, engine.store.stats(), how
 
 
