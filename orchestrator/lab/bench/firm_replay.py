@@ -123,7 +123,7 @@ def record(loop: Loop[FirmOptions], options: FirmOptions) -> Trace:
         force_managed=True,
         expert_ram=2 * loop.model.tier_bytes[0],
         ctx=options.n_ctx,
-        n_ubatch=options.n_ubatch,
+        ubatch=options.n_ubatch,
         threads=options.n_threads,
     )
     n = options.warmup + options.tokens
