@@ -37,7 +37,8 @@ def identity(model: ExpertModel) -> str:
 
 
 def cached_path(model: ExpertModel, kind: str = "hotness") -> Path:
-    """Where the user cache keeps a profile of a model: what DynaExq calls hot, or its usage."""
+    """Where the user cache keeps what was learned of a model: what is hot, its usage, what was
+    tuned."""
     return user_folder("cache") / kind / f"{identity(model)[:32]}.json"
 
 
@@ -198,7 +199,7 @@ class TunedKeeper:
 
     @cached_property
     def _path(self) -> Path:
-        return user_folder("cache") / "tuned" / f"{identity(self._model)[:32]}.json"
+        return cached_path(self._model, "tuned")
 
     @cached_property
     def _known(self) -> dict[str, Any]:

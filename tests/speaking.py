@@ -11,6 +11,22 @@ from urllib.parse import urlsplit
 
 HANG_S = 600
 
+# A function that a model may call, and what it takes.
+ARGUMENTS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"country": {"enum": ["Norway", "Peru"]}},
+    "required": ["country"],
+    "additionalProperties": False,
+}
+CAPITAL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "capital",
+        "description": "The capital of a country.",
+        "parameters": ARGUMENTS,
+    },
+}
+
 
 @dataclass
 class Said:

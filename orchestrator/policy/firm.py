@@ -233,12 +233,11 @@ class FIRM(Policy):
             layer = event.layer + 1
             if one and not self._counts and self.settings.agree == RANK:
                 # what _agree comes to, on the decisions that most tokens wait for
-                nearest = event.ahead_ids[0].tolist()[: self.tuner.of(layer)[0]]
-                for kinds in self._parts[layer]:
-                    out.prefetch_all(layer, nearest, 0, kinds)
-                return
-            self._vote(event, one)
-            self._ask(layer, self._agree(event, view, one), view, out)
+                expected = event.ahead_ids[0].tolist()[: self.tuner.of(layer)[0]]
+            else:
+                self._vote(event, one)
+                expected = self._agree(event, view, one)
+            self._ask(layer, expected, view, out)
 
     def _vote(self, event: RouteEvent, one: bool) -> None:
         """Takes what this layer predicts of the next ones."""

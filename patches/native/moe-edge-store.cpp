@@ -764,13 +764,10 @@ uint32_t moe_edge_store::part_crc(const moe_edge_slices & s, int32_t expert, con
 }
 
 // A slice whose last part was read, into the layout of its slots. Without the mutex.
-void moe_edge_store::lay_out(const moe_edge_read & read) const {
+void moe_edge_store::lay_out(const moe_edge_read & read, const moe_edge_kernels & kernels) const {
     const auto & s = slice_of(read.cell, read.tier);
-    const auto * kernels = matrices[layer_of(read.cell)][kind_of(read.cell)].kernels[read.tier];
-    if (kernels) {
-        const uint64_t offset = s.offset + expert_of(read.cell) * s.expert_bytes;
-        moe_edge_interleave(*kernels, row_length(s), s.interleaved_rows, read.slot + offset % MOE_EDGE_BLOCK);
-    }
+    const uint64_t offset = s.offset + expert_of(read.cell) * s.expert_bytes;
+    moe_edge_interleave(kernels, row_length(s), s.interleaved_rows, read.slot + offset % MOE_EDGE_BLOCK);
 }
 
 // Takes the next part of a read off the queue.
@@ -872,9 +869,10 @@ void moe_edge_store::io_loop() {
         lock.lock();
 
         const auto & c = cells[read.cell];
-        if (why.empty() && c.finished + 1 == c.parts && !c.broken && !c.cut) {
+        const auto * kernels = matrices[layer_of(read.cell)][kind_of(read.cell)].kernels[read.tier];
+        if (kernels && why.empty() && c.finished + 1 == c.parts && !c.broken && !c.cut) {
             lock.unlock();
-            lay_out(read);
+            lay_out(read, *kernels);
             lock.lock();
         }
         finish_read(read, why, t1 - t0, crc);

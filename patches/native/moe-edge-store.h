@@ -253,7 +253,7 @@ struct moe_edge_store {
     // Reads one part of a slice into its slot; empty, or why it failed. Without the mutex.
     std::string read_part(const moe_edge_slices & s, int32_t expert, char * slot, int32_t part, int32_t parts) const;
     uint32_t part_crc(const moe_edge_slices & s, int32_t expert, const char * slot, int32_t part, int32_t parts) const;
-    void    lay_out(const moe_edge_read & read) const;
+    void    lay_out(const moe_edge_read & read, const moe_edge_kernels & kernels) const;
     void    keep_checksums();
     std::string name_of(int32_t cell, int32_t tier) const;
 

@@ -231,6 +231,15 @@ void check(moe_edge_store * store) {
     }
 }
 
+// Experts in their tiers, computed with an empty store, which is freed.
+double nmse_of_mixed(const weights & w, const batch & b, moe_edge_store * mixed, const uint8_t * tier_of, int threads, const std::string & where) {
+    apply(mixed, b, tier_of);
+    const double nmse = nmse_of(run(w, b, mixed, threads), reference(w, b, tier_of), b, tier_of, where);
+    check(mixed);
+    moe_edge_store_free(mixed);
+    return nmse;
+}
+
 // Experts in the CPU's own layout, where it has one. Upstream multiplies row by row; from four rows on we take
 // its gemm, whose sums have another order for Q4_K.
 void test_own_layout(const std::string & dir, std::mt19937 & random) {
@@ -271,12 +280,8 @@ void test_own_layout(const std::string & dir, std::mt19937 & random) {
                 for (auto & t : tier_of) {
                     t = random() % types.size();
                 }
-                moe_edge_store * mixed = w.open(3, true);
-                apply(mixed, b, tier_of);
-                worst = std::max(worst, nmse_of(run(w, b, mixed, threads), reference(w, b, tier_of), b, tier_of, where));
-                check(mixed);
+                worst = std::max(worst, nmse_of_mixed(w, b, w.open(3, true), tier_of, threads, where));
                 check(store);
-                moe_edge_store_free(mixed);
                 n++;
             }
             moe_edge_store_free(store);
@@ -325,12 +330,8 @@ int main(int argc, char ** argv) {
                         t = pick == types.size() ? MOE_EDGE_SKIP : pick;
                     }
                     // a resident better tier would be reused, so start from an empty store
-                    moe_edge_store * mixed = w.open(slots);
-                    apply(mixed, b, tier_of);
-                    worst = std::max(worst, nmse_of(run(w, b, mixed, threads), reference(w, b, tier_of), b, tier_of, where));
-                    check(mixed);
+                    worst = std::max(worst, nmse_of_mixed(w, b, w.open(slots), tier_of, threads, where));
                     check(store);
-                    moe_edge_store_free(mixed);
                     n++;
                 }
             }

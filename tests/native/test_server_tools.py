@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from served import DEMO, server_library
+from speaking import CAPITAL
 
 from orchestrator.config import Config
 from orchestrator.native import ServerLibrary
@@ -23,19 +24,6 @@ TURNS = [
     {"role": "assistant", "content": "Oslo."},
     {"role": "user", "content": "And of Peru?"},
 ]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "capital",
-        "description": "The capital of a country.",
-        "parameters": {
-            "type": "object",
-            "properties": {"country": {"enum": ["Norway", "Peru"]}},
-            "required": ["country"],
-            "additionalProperties": False,
-        },
-    },
-}
 CALL = {
     "id": "call00001",
     "type": "function",
@@ -115,7 +103,7 @@ def test_a_choice_of_tools_is_kept(native: ServerLibrary, tmp_path: Path, name: 
         plain = ask(backend, "/apply-template", messages=TURNS)["prompt"]
         if not isinstance(template, Path):  # its block trimming is another one
             assert plain == ChatTemplate(source, "", "").render(TURNS)
-        common = {"messages": TURNS, "tools": [TOOL], "temperature": 0, "max_tokens": 300}
+        common = {"messages": TURNS, "tools": [CAPITAL], "temperature": 0, "max_tokens": 300}
         # A model that has never seen a tool calls without end where it may.
         common["parallel_tool_calls"] = False
         told = ask(backend, "/apply-template", **common)["prompt"]
@@ -139,5 +127,5 @@ def test_a_choice_of_tools_is_kept(native: ServerLibrary, tmp_path: Path, name: 
         assert made["choices"][0]["finish_reason"] == "tool_calls"
         free = ask(backend, "/v1/chat/completions", **common, tool_choice="none")
         assert free["choices"][0]["finish_reason"] in ("stop", "length")
-        after = ask(backend, "/apply-template", messages=AFTER_A_CALL, tools=[TOOL])["prompt"]
+        after = ask(backend, "/apply-template", messages=AFTER_A_CALL, tools=[CAPITAL])["prompt"]
         assert after.index('{"country": "Peru"}') < after.index("Lima") < after.index("Really.")

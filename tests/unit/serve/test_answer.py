@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
 from asgi import Client, FakeBackend, FakeRequest, ask, state_with
+from starlette.types import ASGIApp
 
 from orchestrator.serve import answer
 from orchestrator.serve.app import application
@@ -73,6 +74,14 @@ def test_a_step_that_failed_says_why() -> None:
     assert reply.json()["choices"] == "Compute error."
 
 
+async def streamed(app: ASGIApp, after_s: float, goes_on: Event) -> Client:
+    """A stream whose request goes on after a while, to its end."""
+    client = Client(app, "POST", CHAT, json.dumps(STREAM).encode())
+    asyncio.get_running_loop().call_later(after_s, goes_on.set)
+    await client.run()
+    return client
+
+
 def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -80,14 +89,7 @@ def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(
     hold = Event()
     request = FakeRequest(400, False, [b'{"error": {}}'], hold)
     app = application(state_with(FakeBackend(request)), quiet)
-
-    async def talk() -> Client:
-        client = Client(app, "POST", CHAT, json.dumps(STREAM).encode())
-        asyncio.get_running_loop().call_later(0.2, hold.set)
-        await client.run()
-        return client
-
-    reply = asyncio.run(talk()).reply
+    reply = asyncio.run(streamed(app, 0.2, hold)).reply
     assert reply.status == 200 and reply.parts[0].startswith(b":")
     # An error that comes after the comments is an event, not a status.
     assert reply.parts[-1] == b'data: {"error": {}}\n\n'
@@ -101,14 +103,7 @@ def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(
     role, call = b'data: {"role": "assistant"}\n\n', b'data: {"tool_calls": []}\n\n'
     request = FakeRequest(200, True, [role, call], pause=pause)
     app = application(state_with(FakeBackend(request)), quiet)
-
-    async def talk() -> Client:
-        client = Client(app, "POST", CHAT, json.dumps(STREAM).encode())
-        asyncio.get_running_loop().call_later(0.3, pause.set)
-        await client.run()
-        return client
-
-    parts = asyncio.run(talk()).reply.parts
+    parts = asyncio.run(streamed(app, 0.3, pause)).reply.parts
     assert parts[0] == role and parts[-1] == call
     # A comment is an event of its own: it begins with a colon and ends with an empty line.
     assert len(parts) > 3

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
 from served import HANG_S, Served, serving
+from speaking import ARGUMENTS, CAPITAL
 
 ASK = "What is the capital of Norway?"
 MESSAGES = [{"role": "user", "content": ASK}]
@@ -27,16 +28,6 @@ SCHEMA = {
     "properties": {"capital": {"enum": ["Oslo", "Lima"]}},
     "required": ["capital"],
     "additionalProperties": False,
-}
-ARGUMENTS = {
-    "type": "object",
-    "properties": {"country": {"enum": ["Norway", "Peru"]}},
-    "required": ["country"],
-    "additionalProperties": False,
-}
-TOOL = {
-    "type": "function",
-    "function": {"name": "capital", "description": "A capital.", "parameters": ARGUMENTS},
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "capital", "schema": SCHEMA}}
 
@@ -73,7 +64,7 @@ def test_openai(served: Served) -> None:
     named = {"type": "function", "function": {"name": "capital"}}
     other = {"type": "function", "function": {"name": "other", "parameters": ARGUMENTS}}
     for choice in ("required", named):
-        offered = [TOOL] if choice == "required" else [other, TOOL]
+        offered = [CAPITAL] if choice == "required" else [other, CAPITAL]
         made = client.chat.completions.create(**common, tools=offered, tool_choice=choice)
         assert made.choices[0].finish_reason == "tool_calls"
         for call in made.choices[0].message.tool_calls:
@@ -82,7 +73,7 @@ def test_openai(served: Served) -> None:
     calls: dict[int, dict[str, str]] = {}
     finish = None
     stream = client.chat.completions.create(
-        **common, tools=[TOOL], tool_choice="required", stream=True
+        **common, tools=[CAPITAL], tool_choice="required", stream=True
     )
     for chunk in stream:
         for choice in chunk.choices:
@@ -100,7 +91,7 @@ def test_openai(served: Served) -> None:
         whole_call := made.choices[0].message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": whole_call["tool_calls"][0]["id"], "content": "Oslo"},
     ]
-    after = client.chat.completions.create(**{**common, "messages": turn}, tools=[TOOL])
+    after = client.chat.completions.create(**{**common, "messages": turn}, tools=[CAPITAL])
     assert after.choices[0].finish_reason in ("stop", "tool_calls", "length")
     leaving = client.chat.completions.create(**{**common, "messages": LONG}, stream=True)
     next(iter(leaving))
@@ -113,7 +104,7 @@ def test_openai(served: Served) -> None:
 def test_openai_responses(served: Served) -> None:
     openai = pytest.importorskip("openai", reason="the openai package is missing")
     client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
-    tool = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+    tool = {"type": "function", **CAPITAL["function"]}
     made = client.responses.create(
         model="any", input=ASK, tools=[tool], tool_choice="required", max_output_tokens=200
     )
@@ -159,7 +150,7 @@ def test_litellm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Oslo" in litellm.completion(**common).choices[0].message.content
     parts = litellm.completion(**common, stream=True)
     assert "Oslo" in "".join(part.choices[0].delta.content or "" for part in parts)
-    made = litellm.completion(**common, tools=[TOOL], tool_choice="required")
+    made = litellm.completion(**common, tools=[CAPITAL], tool_choice="required")
     for call in made.choices[0].message.tool_calls:
         assert is_a_call(call.function.name, call.function.arguments)
     shaped = litellm.completion(**common, response_format=FORMAT)
@@ -177,7 +168,7 @@ def test_langchain_openai(served: Served) -> None:
     )
     assert "Oslo" in model.invoke(ASK).content
     assert "Oslo" in "".join(part.content for part in model.stream(ASK))
-    calls = model.bind_tools([TOOL], tool_choice="capital").invoke(ASK).tool_calls
+    calls = model.bind_tools([CAPITAL], tool_choice="capital").invoke(ASK).tool_calls
     assert calls and all(is_a_call(call["name"], call["args"]) for call in calls)
     shaped = model.with_structured_output(SCHEMA, method="json_schema").invoke(ASK)
     assert shaped["capital"] in ("Oslo", "Lima")

@@ -19,21 +19,10 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
 from served import Served, serving
+from speaking import CAPITAL
 
 RAM = "130MiB"
 QUESTION = [{"role": "user", "content": "What is the capital of Norway?"}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "capital",
-        "description": "The capital of a country.",
-        "parameters": {
-            "type": "object",
-            "properties": {"country": {"enum": ["Norway", "Peru"]}},
-            "required": ["country"],
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +112,7 @@ def test_a_tool_is_called(tmp_path_factory: pytest.TempPathFactory, library: obj
             "model": "any",
             # The demo model has never seen a tool: the call is begun for it.
             "messages": [*QUESTION, {"role": "assistant", "content": "<tool_call>\n"}],
-            "tools": [TOOL],
+            "tools": [CAPITAL],
             "tool_choice": "required",
             "parallel_tool_calls": False,
             "max_tokens": 300,
