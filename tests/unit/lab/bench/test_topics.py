@@ -185,9 +185,10 @@ def test_figures_follow_from_what_was_measured():
 
 
 def test_placed_steps_are_those_of_the_second_halves():
-    parts = [window("topic 0", high, ms) for high, ms in ((2, 9.0), (2, 9.0), (4, 3.0), (8, 5.0))]
+    windows = ((2, 9.0), (2, 9.0), (4, 3.0), (8, 5.0))
+    parts = [window(name, *each) for name in ("topic 0", "topic 1") for each in windows]
     run = {"parts": [*parts, window("steady", 8)]}
-    row = topic_row(0, dynaexq_case(), [run], None)
+    row = topic_row(1, dynaexq_case(), [run], None)
     assert row["placed_ms_p50_runs"] == [4.0]
     assert row["placed_high_runs"] == [pytest.approx(0.6)]
 
