@@ -26,6 +26,7 @@ from orchestrator.serve.gate import Gate
 from orchestrator.serve.metrics import metrics_text
 from orchestrator.serve.openapi import document
 from orchestrator.serve.page import page_response
+from orchestrator.serve.seats import Seats, conversation_of
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.tools import settle_tool_choice
 from orchestrator.serve.wire import Refusal, error_object, read_body, read_object
@@ -63,6 +64,7 @@ class State:
         self.settings = settings
         self.keys = settings.keys()
         self.gate = Gate(settings.parallel, settings.queue)
+        self.seats = Seats(settings.parallel)
         self.backend: Backend | None = None
         self.stopping = False
         self.workers: Executor = ThreadPoolExecutor(settings.parallel, "answer")
@@ -118,9 +120,11 @@ class Endpoints:
             return Answer(
                 backend,
                 state.gate,
+                state.seats,
                 state.workers,
                 route,
                 body,
+                conversation=conversation_of(route, data) if state.settings.parallel > 1 else None,
                 is_stream=data.get("stream") is True,
                 places=places,
                 changes=changes,
