@@ -54,10 +54,11 @@ void test_memory(const gpu & g) {
     expect(total >= free && free > 0, "no memory");
     expect(!g.device->name().empty(), "no name");
     constexpr int64_t SIZE = 64 << 20;  // smaller pieces come from what the driver already has
+    constexpr int64_t STEP = 2 << 20;   // in which drivers give memory
     auto * memory = static_cast<char *>(g.device->alloc(SIZE));
     expect(memory && (uintptr_t) memory % 256 == 0, "no memory, or not aligned");
     g.device->memory(&less, &total);
-    expect(less <= free - SIZE, "free memory did not shrink");
+    expect(less <= free - SIZE + STEP, "free memory did not shrink");
     for (const char c : window(g, 1 << 20).read(memory + SIZE - (1 << 20))) {
         expect(c == 0, "memory is not zeroed");
     }
