@@ -57,6 +57,7 @@ LAYERS = (
     ),
     ("orchestrator.choice", "orchestrator.accelerator", "orchestrator.room"),
     ("orchestrator.plan",),
+    ("orchestrator.frontier",),
     ("orchestrator.layouts",),
     (
         "orchestrator.sequences",
@@ -79,6 +80,8 @@ LAYERS = (
         "orchestrator.replay",
         "orchestrator.serve",
         "orchestrator.layer_plot",
+        "orchestrator.frontier_text",
+        "orchestrator.tiers_for",
     ),
     ("orchestrator.check", "orchestrator.cli_files", "orchestrator.doctor", "orchestrator.lab"),
     ("orchestrator.cli_options",),

@@ -38,7 +38,7 @@ def test_with_room_for_the_best_it_is_the_best(
 
 
 def test_the_plan_goes_by_the_profile_and_nothing_waits(three: Path, tmp_path: Path) -> None:
-    """Slots as well as tiers: another profile gives other numbers of each tier."""
+    """The experts that alone are used are in the best tier."""
     path = tmp_path / "profile.json"
     starts = []
     with Engine.open(build(three, policy="mixed", expert_ram=PLENTY)) as engine:
@@ -55,10 +55,7 @@ def test_the_plan_goes_by_the_profile_and_nothing_waits(three: Path, tmp_path: P
                 logits(other)
                 assert sum(other.store.stats().wait_us) == 0
                 assert (other.store.resident() == starts[-1]).all()
-    assert (
-        np.bincount(starts[0].ravel(), minlength=3).tolist()
-        != np.bincount(starts[1].ravel(), minlength=3).tolist()
-    )
+    assert (starts[0] != starts[1]).any()
     at = np.arange(len(starts[1]))
     assert (starts[1][at, at] == 0).all()
 
@@ -77,8 +74,9 @@ def test_experts_exchange_their_tiers_while_it_runs(three: Path) -> None:
         told = policy.report()
         after = engine.store.resident()
         assert told["exchanges"] > 0 and (before != after).any()
-        counts = [np.bincount(each.ravel(), minlength=3).tolist() for each in (before, after)]
-        assert counts[0] == counts[1]
+        counts = np.bincount(before.ravel(), minlength=3).tolist()
+        assert list(told["experts"].values()) == counts
+        assert ((before == 0).sum() >= (after == 0).sum()) and (after < 3).all()
         used = policy.hotness
         assert used[after < before].mean() > used[after > before].mean()
         assert engine.store.stats().transitions_failed == 0
