@@ -200,6 +200,11 @@ class DynaExq(Policy):
         self.callback = Callback.ALWAYS if asked else Callback.NEVER
         return slots
 
+    def asked_shares(self) -> Sequence[float]:
+        """The hot set high, the others low, where all experts are used alike."""
+        hot = float(self.capacity.mean()) / self.shape.n_expert
+        return hot, 1.0 - hot
+
     @property
     def fresh(self) -> bool:
         """Whether no step was reported yet."""

@@ -57,7 +57,9 @@ LAYERS = (
     ),
     ("orchestrator.choice", "orchestrator.accelerator", "orchestrator.room"),
     ("orchestrator.plan",),
-    ("orchestrator.layouts",),
+    ("orchestrator.layouts", "orchestrator.predict", "orchestrator.products"),
+    ("orchestrator.speeds",),
+    ("orchestrator.predictor",),
     (
         "orchestrator.sequences",
         "orchestrator.observe",
