@@ -57,8 +57,10 @@ LAYERS = (
     ),
     ("orchestrator.choice", "orchestrator.accelerator", "orchestrator.room"),
     ("orchestrator.plan",),
+    ("orchestrator.layouts", "orchestrator.predict", "orchestrator.products"),
+    ("orchestrator.speeds",),
+    ("orchestrator.predictor",),
     ("orchestrator.frontier",),
-    ("orchestrator.layouts",),
     (
         "orchestrator.sequences",
         "orchestrator.observe",
