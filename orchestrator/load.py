@@ -19,6 +19,7 @@ from orchestrator.llama import Bindings, Context, Model
 from orchestrator.losses import LossKeeper
 from orchestrator.native import Misses, Store, context_memory, host_scratch
 from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.policy import Policy
 from orchestrator.policy.base import Transition
 from orchestrator.profile import HotnessKeeper, TunedKeeper, UsageKeeper
 from orchestrator.sequences import Sequences
@@ -163,9 +164,11 @@ class Loader:
     def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
         """How the model is laid out with these settings; see plan_memory."""
         if self.gpu:
-            return plan_memory(config, self._model, self._machine, more_scratch)
+            return plan_memory(config, self._model, self._machine, more_scratch, teach=self._teach)
         with Probe(self.bindings, config) as probe:
-            return plan_memory(config, self._model, self._machine, more_scratch, probe.scratch)
+            return plan_memory(
+                config, self._model, self._machine, more_scratch, probe.scratch, self._teach
+            )
 
     def device_bytes(self, context: Context) -> int:
         """What llama.cpp takes of a device's memory, without expert slots and what kernels
@@ -252,16 +255,20 @@ class Loader:
         policy = plan.policy
         if policy is None:
             return ()
-        losses = self.losses.recall(plan.tier_names) if policy.weighs_losses else None
+        self._teach(policy, plan.tier_names)
+        tuned = self.tuned.recall(policy.name) if policy.tunes else None
+        if tuned is not None:
+            policy.recall(tuned)
+        return policy.start()
+
+    def _teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
+        """What earlier runs learned of the model in these tiers, as far as the policy wants it."""
+        losses = self.losses.recall(tier_names) if policy.weighs_losses else None
         if losses is not None:
             policy.set_losses(losses)
         known = self.hotness.recall() if policy.learns else None
         if known is not None:
             policy.set_hotness(known)
-        tuned = self.tuned.recall(policy.name) if policy.tunes else None
-        if tuned is not None:
-            policy.recall(tuned)
-        return policy.start()
 
     def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
         repack, mapped = config.use_extra_bufts, config.use_mmap

@@ -14,10 +14,11 @@ from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.policy.firm import FIRM
 from orchestrator.policy.lru import LRU
+from orchestrator.policy.mixed import Mixed
 from orchestrator.settings import Setting
 
 POLICIES: dict[str, type[Policy]] = {
-    each.name: each for each in (LRU, DyMoE, DynaExq, FIRM, Context)
+    each.name: each for each in (LRU, DyMoE, DynaExq, FIRM, Context, Mixed)
 }
 
 # The upstream path without a store, which a user asks for like a policy.

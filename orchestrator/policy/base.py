@@ -253,6 +253,11 @@ class Policy:
         """How the budget is divided into slots. Raises BudgetError when it is too small."""
         raise NotImplementedError
 
+    def asked_shares(self) -> Sequence[float]:
+        """The shares of an answer's experts that are asked for in each tier in use, as far as the
+        plan says; what is left to 1 is skipped. After plan."""
+        return (1.0, *[0.0] * (len(self.shape.tiers) - 1))
+
     def start(self) -> Sequence[Transition]:
         """What to load before the first token; after plan."""
         return ()

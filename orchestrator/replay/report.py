@@ -193,7 +193,7 @@ def set_up_for(
     tiers, skip = _tiers(trace, options, policy)
     expert_bytes = options.expert_ram or header.expert_bytes
     try:
-        made = set_up(
+        return set_up(
             trace,
             policy,
             expert_bytes,
@@ -211,13 +211,6 @@ def set_up_for(
             f"the policy {policy.name} is {least} bytes ({format_size(least)})",
             least,
         ) from None
-    hotness = trace.arrays["start_hotness"]
-    if policy.learns and hotness.any():
-        made.policy.set_hotness(hotness)
-    losses = trace.arrays["losses"][..., list(tiers)]
-    if policy.weighs_losses and losses.any():
-        made.policy.set_losses(losses)
-    return made
 
 
 def _tiers(

@@ -95,6 +95,7 @@ def set_up(
     first. whole_experts, rigid: as of StoreSpec. Raises PolicyError and BudgetError."""
     shape = model_shape(trace, tiers)
     made = policy(shape, settings, rules)
+    _teach(made, trace, tiers)
     slots = made.plan(expert_bytes)
     spec = spec_for(
         made,
@@ -110,6 +111,16 @@ def set_up(
         rigid=rigid,
     )
     return Setup(made, shape, slots, spec, tiers)
+
+
+def _teach(policy: Policy, trace: Trace, tiers: tuple[int, ...]) -> None:
+    """What earlier runs had learned of the model when the trace was recorded."""
+    hotness = trace.arrays["start_hotness"]
+    if policy.learns and hotness.any():
+        policy.set_hotness(hotness)
+    losses = trace.arrays["losses"][..., list(tiers)]
+    if policy.weighs_losses and losses.any():
+        policy.set_losses(losses)
 
 
 def simulate(

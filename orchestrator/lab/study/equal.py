@@ -41,8 +41,8 @@ RETENTION = 0.75
 @dataclass(frozen=True, slots=True)
 class Memory:
     """One size of memory. n_bytes: of all slots; mix: two tiers that fit whole; fits: uniform types
-    that do; placed: by name, context, where the text has prompts; streamed: by name, what reads the
-    rest while it decodes."""
+    that do; placed: by name, mixed, and context where the text has prompts; streamed: by name, what
+    reads the rest while it decodes."""
 
     n_bytes: int
     n_high: int
@@ -69,12 +69,12 @@ class EqualMemory(Study[Compared]):
 
     name = "equal"
     rivals = True
-    policies = ("dynaexq", "context")
+    policies = ("dynaexq", "context", "mixed")
 
     def n_passes(self, on: Subject) -> int:
         residency, _ = Residency.of_second_half(on)
         streamed = len(_streaming(residency.subject))
-        placed = 2 * has_prompts(residency.subject)
+        placed = 1 + 2 * has_prompts(residency.subject)
         mixes = len(_high_counts(residency)) * (1 + placed + streamed)
         return 2 + len(on.tiers) + on.uniform_types.n_files + mixes
 
@@ -135,7 +135,8 @@ class EqualMemory(Study[Compared]):
             f"uniform: of the types of a method that fit whole, the one with the least KL. "
             f"dynaexq: every expert in memory, in {scored.high} or {scored.low}, started with "
             f"what {found.n_hot_tokens} other tokens of the same text were routed to. context, "
-            f"where the text has prompts: the same, placed behind each prompt. dymoe and "
+            f"where the text has prompts: the same, placed behind each prompt. mixed: every "
+            f"expert in memory in one of all tiers, by the same hotness and by losses. dymoe and "
             f"lru keep in this memory what fits and read the rest; where a high copy is in "
             f"memory, it is used. low or skipped: of the experts, as computed. KL above "
             f"dynaexq's: paired; below 0 is better. read: bytes for each token, what filled the "
@@ -189,17 +190,19 @@ def _high_counts(residency: Residency) -> list[int]:
 def _place(
     residency: Residency, n_high: int, hotness: np.ndarray, reference: Reference
 ) -> Iterator[tuple[str, Score]]:
-    """(name, score) of context in the memory of n_high high experts: in the same two tiers, and in
-    all tiers of the file, as many experts in the best one as fit beside the others' near_bits."""
+    """(name, score) of what has every expert in memory, in that of n_high high experts: mixed, by
+    the same hotness; context in the same two tiers, and in all tiers of the file, as many experts
+    in the best one as fit beside the others' near_bits."""
     subject = residency.subject
-    if not has_prompts(subject):
-        return
     n_bytes = format_size(residency.budget_bytes(n_high))
-    every = {"policy": "context", "high_tier": subject.tiers[0], "low_tier": None}
+    every = {"high_tier": subject.tiers[0], "low_tier": None, "hot_experts": None}
     ways: dict[str, AbstractContextManager[Engine]] = {
-        f"context, {subject.high} / {subject.low}": residency.placed(n_high, hotness),
-        "context, all tiers": residency.open(n_high, hotness, **every, hot_experts=None),
+        "mixed, all tiers": residency.open(n_high, hotness, **every, policy="mixed"),
     }
+    if has_prompts(subject):
+        pair_of_tiers = f"context, {subject.high} / {subject.low}"
+        ways[pair_of_tiers] = residency.placed(n_high, hotness)
+        ways["context, all tiers"] = residency.open(n_high, hotness, **every, policy="context")
     for name, way in ways.items():
         try:
             with way as engine:
