@@ -88,6 +88,8 @@ def our_options(theirs: list[str]) -> list[str]:
             value = left.pop(0)
             if name == "--parallel":
                 parallel = int(value)
+            if name.endswith("-file"):
+                value = str(Path(value).resolve())  # serve runs in another folder
             if name == "--n-predict" and int(value) < 1:
                 continue  # no limit
             ours += [SAME[name], value]
