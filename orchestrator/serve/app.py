@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
+from orchestrator.serve.formats import settle_format
 from orchestrator.serve.gate import Gate
 from orchestrator.serve.metrics import metrics_text
 from orchestrator.serve.openapi import document
@@ -186,8 +187,8 @@ class Endpoints:
             raise Refusal(400, f"{OURS} must be an object of settings")
         for name in DROPPED:
             data.pop(name, None)
-        settled = settle_tool_choice(route, data)
-        if settled or len(data) != size:
+        settled = [settle_tool_choice(route, data), settle_format(route, data)]
+        if any(settled) or len(data) != size:
             body = json.dumps(data).encode()
         return body, data, changes
 

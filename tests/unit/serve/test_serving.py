@@ -150,6 +150,18 @@ def test_a_schema_that_bounds_its_strings_ends_in_json(served: Served) -> None:
         assert choice["finish_reason"] == "length"
 
 
+def test_responses_keep_a_schema(served: Served) -> None:
+    """Its form is another one than the chat's, of which llama.cpp knows nothing."""
+    named = shaped("capital", maxLength=20)["json_schema"]
+    data = {"input": "What is the capital of Norway?", "max_output_tokens": 60, "temperature": 0}
+    form = {"format": {"type": "json_schema", **named}}
+    answer = post(served, "/v1/responses", {**data, "text": form})
+    (text,) = [part["text"] for item in answer["output"] for part in item.get("content", ())]
+    assert isinstance(json.loads(text)["capital"], str)
+    plain = post(served, "/v1/responses", {**data, "text": {"format": {"type": "text"}}})
+    assert "Oslo" in plain["output"][0]["content"][0]["text"]
+
+
 def test_the_anthropic_client(served: Served) -> None:
     anthropic = pytest.importorskip("anthropic", reason="the anthropic package is missing")
     client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
