@@ -184,8 +184,8 @@ def _steps(
     """In their order. Tests are looked for behind the build, which makes what they need."""
     if "build" in parts and not emulated:
         tool = str(Path(__file__).with_name("tool.py"))
-        command = (sys.executable, tool, "setup", "--extras", "test", "--gpu", "cuda")
-        yield Step("build", LIBRARY, (*command, *build_options), PARTS["build"][0])
+        setup = (sys.executable, tool, "setup", "--extras", "test", "--gpu", "cuda")
+        yield Step("build", LIBRARY, (*setup, *build_options), PARTS["build"][0])
     tests: list[Step] | None = None
     for part in PARTS:
         if part not in parts or part == "build":
@@ -194,9 +194,10 @@ def _steps(
         yield from (step for step in tests if step.part == part)
         for of_part, name, arguments in COMMANDS:
             if of_part == part and not emulated:
-                kept = ("--keep", str(folder.path / f"cases-{sources()}"))
-                kept = kept if "bench" in arguments else ()
-                command = (str(python), "-m", "orchestrator", *shlex.split(arguments), *kept)
+                command: tuple[str, ...] = (str(python), "-m", "orchestrator")
+                command += tuple(shlex.split(arguments))
+                if of_part == "bench":
+                    command += ("--keep", str(folder.path / f"cases-{sources()}"))
                 yield Step(part, f"{name}: moe-edge {arguments}", command, PARTS[part][0])
 
 
