@@ -14,6 +14,7 @@ from orchestrator.config import Config
 from orchestrator.damage import Checksums, DataCheck, managed_places, with_checksums
 from orchestrator.driver import Driver, PlainDriver
 from orchestrator.errors import NativeError
+from orchestrator.estimate import LossMeter
 from orchestrator.layouts import with_layouts
 from orchestrator.llama import Bindings, Context, Model
 from orchestrator.losses import LossKeeper
@@ -206,6 +207,9 @@ class Loader:
                 store = Store.create(library, with_checksums(spec, self._checksums))
                 parts.append(store)
                 driver = Driver(plan.policy, store)
+                estimate = self.losses.estimate(plan.tier_names)
+                if estimate is not None:
+                    driver.meter = LossMeter(estimate, config.exact_tiers)
             with self._checked(plan):
                 model = self._weights(config, plan, _part_of(progress, 0.0, share))
                 parts.append(model)
