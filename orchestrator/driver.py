@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.estimate import LossMeter
 from orchestrator.events import ComputedStep, Phase, RouteEvent, StepReport
 from orchestrator.idle import Idle
 from orchestrator.native import FAILED, Store
@@ -34,6 +35,8 @@ class PlainDriver:
     """What goes with the steps of a model whose experts nobody manages: nothing."""
 
     managed = False
+    # Adds up what lower precisions are foreseen to cost, where that is known.
+    meter: LossMeter | None = None
 
     def prepare(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None
@@ -120,6 +123,8 @@ class Driver(PlainDriver):
         """Once per MoE layer: the policy decides, the store acts."""
         self.policy.decide(event, self.store.view, self.store.decision)
         self.store.apply(self.store.decision)
+        if self.meter is not None:
+            self.meter.decided(event, self.store.view, self.store.decision)
 
     def asks(self, phase: int) -> bool:
         """Whether the policy is asked in the steps of a phase."""
@@ -148,6 +153,12 @@ class Driver(PlainDriver):
         resident = target = None
         if policy.follows_tiers:
             resident, target = self.store.states() if states is None else states
+        if self.meter is not None:
+            if self.meter.costs and not self.asks(step.phase):
+                used = self.store.take_counts() if counts is None else counts
+                held = self.store.resident() if resident is None else resident
+                self.meter.counted(used, np.minimum(held, policy.default_tier))
+            self.meter.step_done(step.phase, step.n_tokens)
         return policy.step_done(
             StepReport(
                 phase=step.phase,

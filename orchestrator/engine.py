@@ -16,6 +16,7 @@ from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.driver import Driver
 from orchestrator.errors import ConfigError, NativeError
+from orchestrator.estimate import KlEstimate
 from orchestrator.events import GenerationStats, Phase
 from orchestrator.llama import Context, Model, SamplerChain
 from orchestrator.load import Loader
@@ -99,7 +100,7 @@ class Engine:
         steps, plan = self._steps, self.plan
         steps.begin()
         store = driver.store if isinstance(driver, Driver) else None
-        meter = Meter(store, len(tokens), plan.tier_names, plan.skip)
+        meter = Meter(store, len(tokens), plan.tier_names, plan.skip, driver.meter)
         chain = SamplerChain(self._loaded.context, sampling)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         stop = StopTexts(sampling.stop)
@@ -331,6 +332,10 @@ class Engine:
         """llama.cpp's context; as llama. Who decodes with it keeps to its own sequences."""
         return self._loaded.context
 
+    def estimate(self, tiers: Sequence[str], base: str) -> KlEstimate | None:
+        """As LossTable.estimate, of the model's own table; None without one."""
+        return self._loader.losses.estimate(tiers, base)
+
     @property
     def note(self) -> str | None:
         """What was left aside when the engine was opened."""
@@ -338,8 +343,7 @@ class Engine:
 
     def prompt_notes(self) -> list[str]:
         """What the prompt cache has to say since it was last asked, sentences for the user."""
-        notes = self._folder.notes if self._folder else []
-        said = list(notes)
+        said = list(notes := self._folder.notes if self._folder else [])
         notes.clear()
         return said
 

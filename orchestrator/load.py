@@ -15,6 +15,7 @@ from orchestrator.damage import Checksums, DataCheck, managed_places, with_check
 from orchestrator.disk import read_bandwidth
 from orchestrator.driver import Driver, PlainDriver
 from orchestrator.errors import ConfigError, NativeError
+from orchestrator.estimate import LossMeter
 from orchestrator.frontier import Knowledge, Loses, settled
 from orchestrator.layouts import with_layouts
 from orchestrator.llama import Bindings, Context, Model
@@ -195,7 +196,8 @@ class Loader:
                 scratch = probe.scratch
                 return plan_memory(asked, self._model, self._machine, 0, scratch, self._teach)
 
-            yield Knowledge(plan, predictor.of_plan, predictor.uses, *self._estimate(names))
+            estimate, why_not = self._estimate(names)
+            yield Knowledge(plan, predictor.of_plan, predictor.uses, estimate, why_not)
 
     def settled(self, config: Config) -> Config:
         """The config with the plan that a loss which is allowed chooses, where no policy is
@@ -242,6 +244,9 @@ class Loader:
                 store = Store.create(library, with_checksums(spec, self._checksums))
                 parts.append(store)
                 driver = Driver(plan.policy, store)
+                estimate = self.losses.estimate(plan.tier_names)
+                if estimate is not None:
+                    driver.meter = LossMeter(estimate, config.exact_tiers)
             with self._checked(plan):
                 model = self._weights(config, plan, _part_of(progress, 0.0, share))
                 parts.append(model)
@@ -299,7 +304,9 @@ class Loader:
 
     def _teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
         """What earlier runs learned of the model in these tiers, as far as the policy wants it."""
-        losses = self.losses.recall(tier_names) if policy.weighs_losses else None
+        losses = None
+        if policy.weighs_losses:
+            losses = self.losses.recall(tier_names, policy.per_use)
         if losses is not None:
             policy.set_losses(losses)
         known = self.hotness.recall() if policy.learns else None
@@ -308,8 +315,10 @@ class Loader:
 
     def _estimate(self, names: Sequence[str]) -> tuple[Loses | None, str]:
         """What the file's tiers cost, and what to say where nobody knows."""
-        name = self._model.path.name
-        return None, f"run `moe-edge calibrate {name} --calib TEXT` first"
+        try:
+            return self.losses.needed(names), ""
+        except ConfigError as error:
+            return None, str(error)
 
     def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
         repack, mapped = config.use_extra_bufts, config.use_mmap

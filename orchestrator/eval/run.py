@@ -19,7 +19,7 @@ from orchestrator.eval.compare import Reference
 from orchestrator.eval.judge import Judge
 from orchestrator.eval.perplexity import TextScores, score_text
 from orchestrator.eval.text import Window, cut_windows, read_documents
-from orchestrator.eval.usage import counters, usage_between
+from orchestrator.eval.usage import counters, foresee_from, usage_between
 from orchestrator.events import Phase
 from orchestrator.footprint import LEAST_CONTEXT
 from orchestrator.micro_batch import SIZES
@@ -140,6 +140,7 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
             "exact_tiers": engine.managed and not options.reuse,
         }
         phase = Phase.PREFILL if options.prefill else Phase.DECODE
+        losses = foresee_from(engine, best)
         before = counters(engine)
         judge = Judge(engine, options.prefill)
         if windows:
@@ -149,7 +150,7 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
             result["text"] = text_report(scores, best)
         if questions:
             result["choices"] = _choices(judge, questions, report)
-        usage = usage_between(before, counters(engine), phase)
+        usage = usage_between(before, counters(engine), phase, losses)
         result["usage"] = usage.as_dict() if usage else None
         if windows and not options.prefill:
             other = score_text(Judge(engine, prefill=True), windows)

@@ -33,7 +33,7 @@ LAYERS = (
         "orchestrator.files",
         "orchestrator.plotting",
     ),
-    ("orchestrator.native",),
+    ("orchestrator.native", "orchestrator.estimate"),
     (
         "orchestrator.mix",
         "orchestrator.policy",

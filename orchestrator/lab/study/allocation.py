@@ -170,7 +170,7 @@ def _losses(on: Subject, shape: ModelShape) -> tuple[np.ndarray, str | None]:
     if path.exists():
         with ExpertModel.open(on.config.model) as model:
             table = losses.load(path, model)
-        known = table.of_tiers(shape.tiers)
+        known = table.per_use(shape.tiers)
         if known is not None:
             return known, f"{path.name} ({table.calibration})"
     return nominal(shape), None
