@@ -204,6 +204,8 @@ def _asked(
     if policy.lossless is not None:
         for tier in names:
             yield {"policy": name, "high_tier": tier, **policy.lossless}, None
+    elif policy.most_tiers == 1:
+        yield {"policy": name}, None
     if policy.most_tiers > 1 and len(names) > 1:
         yield {"policy": name}, None
         if policy.keeps is None:

@@ -166,7 +166,7 @@ def test_nobody_beats_the_best_ones(found: Frontier) -> None:
 @pytest.mark.usefixtures("spends")
 @pytest.mark.parametrize("allowed", [0.0, 0.004, 0.02, 1.0])
 def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float) -> None:
-    config = ask(model, 0.6, max_loss=allowed)
+    config = ask(model, 0.4, max_loss=allowed)
     found = frontier(config, model, known(model))
     within = [each for each in found.candidates if each.kl <= allowed]
     assert found.taken in within
