@@ -10,6 +10,7 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import (
+    ALLOWED_LOSS,
     BASELINE,
     DEFAULT,
     PLAIN,
@@ -45,6 +46,8 @@ def check_unused(config: Config) -> None:
     name = config.policy
     for given in config.of_policies:
         having = owners(given)
+        if name is None and given == ALLOWED_LOSS:
+            continue  # it chooses the policy
         if name is None and DEFAULT not in having:
             raise ConfigError(
                 f"{flag_of(given)} is for --policy {' or '.join(having)}: leave it out, or ask "

@@ -15,10 +15,8 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import SKIP, SKIP_TIER
 from orchestrator.plan import MemoryPlan
-from orchestrator.policy import BASELINE, PLAIN, POLICIES, Policy
+from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 
-# The setting by which the user says what may be lost: mean KL from the best tier, nats a token.
-BUDGET = "max_loss"
 # Tokens of the prompts that are predicted, and of the context behind which a token is.
 PROMPT_TOKENS = 512
 # Plans whose predicted times differ by less are as fast as each other: the one that loses least is
@@ -119,10 +117,10 @@ def frontier(config: Config, model: ExpertModel, known: Knowledge) -> Frontier:
     """The plans of a model under a config that names no policy. Raises BudgetError where none fits,
     ConfigError for a loss that is allowed where nobody knows what plans lose, or that no plan keeps
     to."""
-    allowed = config.given(BUDGET)
+    allowed = config.given(ALLOWED_LOSS)
     if allowed is not None and known.estimate is None:
         raise ConfigError(known.why_not)
-    plain = config.with_changes(**{BUDGET: None}) if allowed is not None else config
+    plain = config.with_changes(**{ALLOWED_LOSS: None}) if allowed is not None else config
     found = list(_candidates(plain, model, known, allowed))
     usual = _measured(plain, {}, known.plan(plain), known, None)
     if not any(_same(usual, each) for each in found):
@@ -178,7 +176,7 @@ def _candidates(
     names = [tier.name for tier in model.tiers]
     asked: list[tuple[dict[str, Any], float | None]] = [({"policy": PLAIN}, 0.0)]
     for name, policy in POLICIES.items():
-        if BUDGET in policy.Settings.declared():
+        if ALLOWED_LOSS in policy.Settings.declared():
             asked += _by_budget(name, names, known, allowed)
             continue
         asked += _asked(name, policy, names)
@@ -206,6 +204,8 @@ def _asked(
     if policy.lossless is not None:
         for tier in names:
             yield {"policy": name, "high_tier": tier, **policy.lossless}, None
+    elif policy.most_tiers == 1:
+        yield {"policy": name}, None
     if policy.most_tiers > 1 and len(names) > 1:
         yield {"policy": name}, None
         if policy.keeps is None:
@@ -221,7 +221,7 @@ def _by_budget(
     for tier, high in enumerate(names):
         spent = _of_tiers(known, np.full(known.uses.shape, tier, np.uint8))
         if spent < allowed:
-            yield {"policy": name, "high_tier": high, BUDGET: allowed - spent}, allowed
+            yield {"policy": name, "high_tier": high, ALLOWED_LOSS: allowed - spent}, allowed
 
 
 def _measured(
@@ -285,4 +285,4 @@ def _kl(plan: MemoryPlan, known: Knowledge) -> tuple[float | None, bool]:
 def settled(config: Config, model: ExpertModel, known: Knowledge) -> tuple[Config, str]:
     """The config with the plan that a loss which is allowed chooses, and why."""
     found = frontier(config, model, known)
-    return config.compared(**{BUDGET: None, **found.taken.asked}), found.why
+    return config.compared(**{ALLOWED_LOSS: None, **found.taken.asked}), found.why

@@ -28,6 +28,9 @@ PLAIN_REASON = "runs the best precision alone"
 BASELINE = LRU.name
 # What decides where not everything fits.
 DEFAULT = DyMoE.name
+# The setting that chooses a plan where no policy is named: what an answer may lose, mean KL from
+# the best tier in nats a token.
+ALLOWED_LOSS = "max_loss"
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -61,6 +64,7 @@ def owners(name: str) -> tuple[str, ...]:
 
 
 __all__ = [
+    "ALLOWED_LOSS",
     "BASELINE",
     "DEFAULT",
     "PLAIN",

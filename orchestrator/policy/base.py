@@ -132,7 +132,8 @@ class Policy:
     it, the end of "NAME, which ...". callback: when it is asked. counts: StepReport.counts is
     wanted. follows_tiers: StepReport.resident and target are. learns: its hotness is kept for the
     next start. tunes: what it tuned is. weighs_losses: what each expert loses in each tier is
-    wanted, where it is known. default_tier: what is asked for where the policy is not.
+    wanted, where it is known; per_use: with its usual gate weights, in nats where that was fitted.
+    default_tier: what is asked for where the policy is not.
     lossless: values of its settings with which every expert is computed in the best tier; None
     where there are none.
     """
@@ -149,6 +150,7 @@ class Policy:
     learns: ClassVar[bool] = False
     tunes: ClassVar[bool] = False
     weighs_losses: ClassVar[bool] = False
+    per_use: ClassVar[bool] = False
     lossless: ClassVar[Mapping[str, Any] | None] = None
     default_tier: int = 0
     callback: Callback = Callback.NEVER

@@ -47,8 +47,10 @@ class MixedSettings(Intervals):
 
 class Mixed(Policy):
     """The allocation of `Hull`: the sum over layers and experts of w L is least under the budget,
-    over all tiers in use. L is the loss table, or nominal losses; w the share of tokens that use
-    the expert, by what earlier runs learned, with a small part alike for all.
+    over all tiers in use. L is what the tier costs a use of the expert, in nats where calibrate has
+    fitted that, so that layers compare; else its mean squared error, or nominal losses. w is the
+    share of tokens that use the expert, by what earlier runs learned, with a small part alike for
+    all.
 
     Slots are as many of each tier as this plan has experts in it, in pools that layers of one size
     share. What changes while it runs is which experts have them: behind each interval experts that
@@ -72,7 +74,7 @@ class Mixed(Policy):
     counts = True
     follows_tiers = True
     learns = True
-    weighs_losses = True
+    weighs_losses = per_use = True
     settings: MixedSettings
 
     def __init__(

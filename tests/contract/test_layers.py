@@ -58,7 +58,7 @@ LAYERS = (
     ("orchestrator.choice", "orchestrator.accelerator", "orchestrator.room"),
     ("orchestrator.plan",),
     ("orchestrator.layouts", "orchestrator.predict", "orchestrator.products"),
-    ("orchestrator.speeds",),
+    ("orchestrator.speeds", "orchestrator.spending"),
     ("orchestrator.predictor",),
     ("orchestrator.frontier",),
     (
@@ -90,6 +90,7 @@ LAYERS = (
     (
         "orchestrator.cli_chat",
         "orchestrator.cli_pack",
+        "orchestrator.cli_plan",
         "orchestrator.cli_bench",
         "orchestrator.cli_cache",
         "orchestrator.cli_calibrate",
@@ -113,6 +114,7 @@ ONLY = {
         "orchestrator.cli_cache",
         "orchestrator.cli_chat",
         "orchestrator.cli_pack",
+        "orchestrator.cli_plan",
         "orchestrator.cli_calibrate",
         "orchestrator.cli_check",
         "orchestrator.cli_convert",

@@ -170,7 +170,7 @@ def _losses(on: Subject, shape: ModelShape) -> tuple[np.ndarray, str | None]:
     if path.exists():
         with ExpertModel.open(on.config.model) as model:
             table = losses.load(path, model)
-        known = table.of_tiers(shape.tiers)
+        known = table.per_use(shape.tiers)
         if known is not None:
             return known, f"{path.name} ({table.calibration})"
     return nominal(shape), None
@@ -266,4 +266,6 @@ def _planned(part: Part, n_bytes: int, against: ReferencePart) -> tuple[Score, n
         with subject.open(wanted) as engine:
             label = f"{part.name}: plan in {format_size(n_bytes)}"
             score = subject.score_open(engine, label, against=against)
-            return score, engine.store.resident().copy(), engine.plan.slots.total_bytes
+            slots = engine.plan.slots
+            taken = slots.total_bytes if slots else 0
+            return score, engine.store.resident().copy(), taken

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.engine import Engine
 from orchestrator.errors import BudgetError
@@ -18,6 +19,7 @@ from orchestrator.eval import arithmetic
 from orchestrator.eval.compare import Reference
 from orchestrator.eval.report import with_error
 from orchestrator.eval.run import pair
+from orchestrator.footprint import model_shape
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import (
     COMPUTED_LOW,
@@ -33,6 +35,7 @@ from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import SKIP, Score, Subject
 from orchestrator.lab.study.uniform import UniformFile, tiers_of
 from orchestrator.lab.table import Column, Row, Table
+from orchestrator.policy.mixed import Mixed
 
 HELD = (0.0, 0.25, 0.5, 0.75)  # shares of the experts that a memory holds high, and one more
 RETENTION = 0.75
@@ -74,8 +77,11 @@ class EqualMemory(Study[Compared]):
     def n_passes(self, on: Subject) -> int:
         residency, _ = Residency.of_second_half(on)
         streamed = len(_streaming(residency.subject))
-        placed = 1 + 2 * has_prompts(residency.subject)
-        mixes = len(_high_counts(residency)) * (1 + placed + streamed)
+        placed = 2 * has_prompts(residency.subject)
+        counts = _high_counts(residency)
+        least = _least_of_all_tiers(residency)
+        mixes = len(counts) * (1 + placed + streamed)
+        mixes += sum(residency.budget_bytes(n_high) >= least for n_high in counts)
         return 2 + len(on.tiers) + on.uniform_types.n_files + mixes
 
     def measure(self, on: Subject) -> Compared:
@@ -187,6 +193,17 @@ def _high_counts(residency: Residency) -> list[int]:
     return sorted({*(round(share * n) for share in HELD), most})
 
 
+def _least_of_all_tiers(residency: Residency) -> int:
+    """The smallest budget of mixed, over all tiers of the file."""
+    config = residency.subject.config
+    with ExpertModel.open(config.model, config.low) as model:
+        shape = model_shape(model, tuple(range(len(model.tiers))))
+    try:
+        return Mixed(shape).plan(0).total_bytes
+    except BudgetError as error:
+        return error.needed_bytes
+
+
 def _place(
     residency: Residency, n_high: int, hotness: np.ndarray, reference: Reference
 ) -> Iterator[tuple[str, Score]]:
@@ -208,7 +225,7 @@ def _place(
             with way as engine:
                 score = subject.score_open(engine, f"{name}, {n_bytes}", against=reference)
         except BudgetError:
-            continue  # not even one of its experts is hot
+            continue  # not even the least of it
         yield name, score
 
 

@@ -17,7 +17,6 @@ from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.events import SKIP
 from orchestrator.frontier import (
     AS_FAST,
-    BUDGET,
     Candidate,
     Frontier,
     Knowledge,
@@ -28,7 +27,7 @@ from orchestrator.frontier import (
 from orchestrator.frontier_text import draw, render
 from orchestrator.hardware import Machine
 from orchestrator.plan import MemoryPlan, plan_memory
-from orchestrator.policy import POLICIES
+from orchestrator.policy import ALLOWED_LOSS, POLICIES
 from orchestrator.policy.lru import LRU
 from orchestrator.settings import Settings, setting
 
@@ -167,7 +166,7 @@ def test_nobody_beats_the_best_ones(found: Frontier) -> None:
 @pytest.mark.usefixtures("spends")
 @pytest.mark.parametrize("allowed", [0.0, 0.004, 0.02, 1.0])
 def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float) -> None:
-    config = ask(model, 0.6, max_loss=allowed)
+    config = ask(model, 0.4, max_loss=allowed)
     found = frontier(config, model, known(model))
     within = [each for each in found.candidates if each.kl <= allowed]
     assert found.taken in within
@@ -181,7 +180,9 @@ def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float
     assert (name, plan.tier_names) == (found.taken.name, found.taken.tiers[: len(plan.tier_names)])
     # A policy that spends a loss gets what its best tier leaves of it.
     spent = {
-        each.tiers[0]: each.asked[BUDGET] for each in found.candidates if each.name == "spender"
+        each.tiers[0]: each.asked[ALLOWED_LOSS]
+        for each in found.candidates
+        if each.name == "spender"
     }
     total = known(model).uses.sum()
     for tier, left in spent.items():

@@ -16,6 +16,7 @@ from orchestrator.policy.allocation import Hull, lost
 from orchestrator.policy.base import Callback
 from orchestrator.policy.exchange import exchanges, moves
 from orchestrator.policy.mixed import Mixed, nominal, slot_sizes, weights
+from orchestrator.policy.tier_pools import Places, TierPools
 
 
 def make(shape: ModelShape, **options: object) -> Mixed:
@@ -155,6 +156,24 @@ def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed: i
     gains = rng.standard_normal(resident.shape)
     settle(plan, resident, rng, lambda target: moves(pools, wanted, resident, target, gains))
     assert (resident == wanted).all()
+
+
+def test_two_experts_of_full_tiers_exchange_through_the_lowest_one() -> None:
+    """Nothing that is wanted has a slot: the one that falls waits in the lowest tier."""
+    numbers = (2, 4, 4, 3, 3)
+    places = [Places((tier,), n, reserve=tier == 4) for tier, n in enumerate(numbers)]
+    pools = TierPools(five_tiers(), places)
+    resident = np.tile(np.repeat(np.arange(5), numbers), (N_LAYERS, 1)).astype(np.uint8)
+    wanted = resident.copy()
+    faller, riser = (0, 3), (2, 7)
+    wanted[faller], wanted[riser] = 2, 1
+    gains = np.zeros(resident.shape)
+    rng = np.random.default_rng(0)
+    moved = settle(
+        pools.plan(), resident, rng, lambda target: moves(pools, wanted, resident, target, gains)
+    )
+    assert (resident == wanted).all()
+    assert moved[riser] == 1 and moved[faller] == 2 and moved.sum() == 3
 
 
 def test_exchanges_need_more_than_the_margin() -> None:
