@@ -497,7 +497,7 @@ struct stream {
         changed.wait(held, [&] { return done >= n; });
     }
 
-    ~stream() {
+    void end() {
         {
             std::lock_guard<std::mutex> held(lock);
             stop = true;
@@ -1019,7 +1019,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
         std::lock_guard<std::mutex> held(the().lock);
         the().streams.erase(s);
     }
-    delete s;
+    s->end();  // and never another's address: whoever still names it shall not be right by chance
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
