@@ -259,6 +259,8 @@ class Loader:
         losses = self.losses.recall(plan.tier_names) if policy.weighs_losses else None
         if losses is not None:
             policy.set_losses(losses)
+        if policy.foresees:
+            policy.set_estimate(self.losses.needed(plan.tier_names))
         known = self.hotness.recall() if policy.learns else None
         if known is not None:
             policy.set_hotness(known)

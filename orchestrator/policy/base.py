@@ -14,6 +14,7 @@ import numpy as np
 
 from gguf_tools.file.layout import MAX_TIERS
 from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.estimate import KlEstimate
 from orchestrator.events import ABSENT, DecisionBuffer, RouteEvent, StepReport, StoreView
 from orchestrator.settings import Settings
 
@@ -132,9 +133,10 @@ class Policy:
     it, the end of "NAME, which ...". callback: when it is asked. counts: StepReport.counts is
     wanted. follows_tiers: StepReport.resident and target are. learns: its hotness is kept for the
     next start. tunes: what it tuned is. weighs_losses: what each expert loses in each tier is
-    wanted, where it is known. default_tier: what is asked for where the policy is not.
-    lossless: values of its settings with which every expert is computed in the best tier; None
-    where there are none.
+    wanted, where it is known. foresees: what its choices cost is needed. skips: it may skip
+    experts, whatever its lower tiers are; where none is named, it has none. default_tier: what is
+    asked for where the policy is not. lossless: values of its settings with which every expert is
+    computed in the best tier; None where there are none.
     """
 
     name: ClassVar[str]
@@ -149,6 +151,8 @@ class Policy:
     learns: ClassVar[bool] = False
     tunes: ClassVar[bool] = False
     weighs_losses: ClassVar[bool] = False
+    foresees: ClassVar[bool] = False
+    skips: ClassVar[bool] = False
     lossless: ClassVar[Mapping[str, Any] | None] = None
     default_tier: int = 0
     callback: Callback = Callback.NEVER
@@ -197,6 +201,11 @@ class Policy:
         return offer.low
 
     @property
+    def by_residency(self) -> bool:
+        """Whether what it decides depends on what is in memory, and so on the disk."""
+        return False
+
+    @property
     def n_ahead(self) -> int:
         """How many layers ahead it wants the routers asked, 0 for none."""
         return 0
@@ -239,6 +248,9 @@ class Policy:
     def set_losses(self, losses: np.ndarray) -> None:
         """What each expert's output loses in each tier in use, float64 [n_layers, n_expert,
         n_tiers]; before start."""
+
+    def set_estimate(self, estimate: KlEstimate) -> None:
+        """What the tiers in use cost against the best of them; before start."""
 
     @property
     def tuned(self) -> Mapping[str, Any] | None:
