@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from gguf_tools.columns import aligned
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
@@ -20,16 +21,37 @@ from orchestrator.hardware import Machine, probe
 from orchestrator.llama import Bindings
 from orchestrator.native import Bandwidths, measure_device
 from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.policy import PLAIN, known_policies
+from orchestrator.predict import Prediction, Reading
+from orchestrator.predictor import Predictor
 
+# Tokens of the prompts that are predicted, and of the context behind which a token is.
+PROMPT_TOKENS = 512
 _MEMORY_BYTES = 256 * 2**20
 _MEMORY_SECONDS = 0.5
+
+
+class Expected(NamedTuple):
+    """What a plan is predicted to take on the CPU: a token of an answer behind PROMPT_TOKENS, and a
+    prompt of as many, the first one after the start and a later one. hit_rate, read_bytes: of a
+    token. chosen: what runs where no policy is named."""
+
+    policy: str
+    tiers: str
+    token_ms: float
+    first_prompt_ms: float
+    prompt_ms: float
+    hit_rate: float
+    read_bytes: float
+    chosen: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
     """What was found. Speeds in bytes per second, sizes in bytes; expert_bytes: of an expert in the
     best precision. gpu_note: why there is no GPU, or that there are others; plan_note: why the
-    model would not start."""
+    model would not start. expected: one for each policy that fits; profiled: by what earlier runs
+    used, and not as if all experts were alike."""
 
     threads: int
     memory_bytes: int
@@ -44,6 +66,8 @@ class Health:
     copies: Bandwidths | None
     plan: MemoryPlan | None
     plan_note: str
+    expected: tuple[Expected, ...] = ()
+    profiled: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -61,6 +85,8 @@ class Health:
             "copies": self.copies._asdict() if self.copies else None,
             "plan": _plan_line(self.plan) if self.plan else None,
             "plan_note": self.plan_note,
+            "expected": [each._asdict() for each in self.expected],
+            "profiled": self.profiled,
         }
 
 
@@ -84,6 +110,13 @@ def examine(config: Config) -> Health:
         plan, plan_note = _try_plan(config, model, machine)
         disk = read_bandwidth(model, threads=config.io_threads)
         expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)
+        expected: tuple[Expected, ...] = ()
+        profiled = False
+        if gpu is None and plan is not None:
+            reading = Reading(disk.bytes_per_s)
+            with Predictor(bindings, config, model, reading, fresh=True) as predictor:
+                expected = expected_of(predictor, config, model, machine, plan)
+                profiled = predictor.profiled
     return Health(
         threads=threads,
         memory_bytes=machine.memory_bytes,
@@ -98,6 +131,37 @@ def examine(config: Config) -> Health:
         copies=measure_device(bindings.library(), gpu.info, threads) if gpu else None,
         plan=plan,
         plan_note=plan_note,
+        expected=expected,
+        profiled=profiled,
+    )
+
+
+def expected_of(
+    predictor: Predictor, config: Config, model: ExpertModel, machine: Machine, chosen: MemoryPlan
+) -> tuple[Expected, ...]:
+    """What the chosen plan is predicted to take, and those of all other policies that fit."""
+    found = [_expected(chosen, predictor.of_plan(chosen), True)]
+    for name in known_policies() if config.policy is None else ():
+        asked = config.compared(policy=name)
+        if name == found[0].policy:
+            continue
+        plan, _ = _try_plan(asked, model, machine)
+        # The policy that keeps everything in memory is none where that does not fit.
+        if plan is not None and plan.total_bytes <= plan.ram_bytes:
+            found.append(_expected(plan, predictor.of_plan(plan, asked), False))
+    return tuple(found)
+
+
+def _expected(plan: MemoryPlan, found: Prediction, chosen: bool) -> Expected:
+    return Expected(
+        policy=plan.policy.name if plan.policy else PLAIN,
+        tiers="/".join(plan.tier_names) + "/skip" * plan.skip,
+        token_ms=1e3 * found.token_s(PROMPT_TOKENS),
+        first_prompt_ms=1e3 * found.prompt_s(PROMPT_TOKENS, first=True),
+        prompt_ms=1e3 * found.prompt_s(PROMPT_TOKENS),
+        hit_rate=found.hit_rate,
+        read_bytes=found.read_bytes,
+        chosen=chosen,
     )
 
 
@@ -149,7 +213,32 @@ def render(health: Health) -> str:
             lines.append(f"          {health.gpu_note}")
         lines.append(f"Misses    {misses_line(copies, health.expert_bytes)}")
     plan = _plan_line(health.plan) if health.plan else health.plan_note
-    return "\n".join([*lines, f"Model     {plan}"])
+    return "\n".join([*lines, f"Model     {plan}", *_expected_lines(health)])
+
+
+def _expected_lines(health: Health) -> list[str]:
+    if not health.expected:
+        return []
+    used = "by what earlier runs used" if health.profiled else "as if all experts were used alike"
+    head = ["policy", "tiers", "ms/token", "tok/s", "first prompt", "prompt", "hit", "MB/token"]
+    rows = [
+        [
+            each.policy + " *" * each.chosen,
+            each.tiers,
+            f"{each.token_ms:.1f}",
+            f"{1e3 / each.token_ms:.1f}",
+            f"{each.first_prompt_ms / 1e3:.1f} s",
+            f"{each.prompt_ms / 1e3:.1f} s",
+            f"{each.hit_rate:.1%}",
+            f"{each.read_bytes / 1e6:.1f}",
+        ]
+        for each in health.expected
+    ]
+    lines = aligned([head, *rows])
+    return [
+        f"Predicted behind prompts of {PROMPT_TOKENS} tokens, {used} (* is what would run):",
+        *(f"          {line}" for line in lines),
+    ]
 
 
 def misses_line(copies: Bandwidths, expert_bytes: int) -> str:

@@ -43,10 +43,10 @@ class Engine:
     def __init__(
         self, config: Config, model: ExpertModel, progress: Callable[[float], None] | None
     ) -> None:
-        self.config = config
         self.model = model
         self.last_stats: GenerationStats | None = None
         self._loader = Loader(config, model)
+        self.config = config = self._loader.settled(config)
         limit, folder = config.prompt_cache_limit, config.prompt_cache
         self._folder = PromptFolder(folder, limit) if folder else None
         self._shelf = Shelf(on_drop=self._folder.save_copy) if self._folder else Shelf()

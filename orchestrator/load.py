@@ -12,15 +12,20 @@ from orchestrator import hardware
 from orchestrator.accelerator import check_misses, find_gpu, one_of_several, serve_misses
 from orchestrator.config import Config
 from orchestrator.damage import Checksums, DataCheck, managed_places, with_checksums
+from orchestrator.disk import read_bandwidth
 from orchestrator.driver import Driver, PlainDriver
-from orchestrator.errors import NativeError
+from orchestrator.errors import ConfigError, NativeError
 from orchestrator.estimate import LossMeter
+from orchestrator.frontier import Knowledge, Loses, settled
 from orchestrator.layouts import with_layouts
 from orchestrator.llama import Bindings, Context, Model
 from orchestrator.losses import LossKeeper
-from orchestrator.native import Misses, Store, context_memory, host_scratch
+from orchestrator.native import FreeCores, Misses, Store, context_memory, host_scratch
 from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.policy import ALLOWED_LOSS, Policy
 from orchestrator.policy.base import Transition
+from orchestrator.predict import Reading
+from orchestrator.predictor import Predictor
 from orchestrator.profile import HotnessKeeper, TunedKeeper, UsageKeeper
 from orchestrator.sequences import Sequences
 from orchestrator.steps import Steps
@@ -28,6 +33,7 @@ from orchestrator.store_layout import importance_window, store_spec
 from orchestrator.template import ChatTemplate
 
 Progress = Callable[[float], None]
+Part = FreeCores | Context | Store | Model
 
 
 class Loaded:
@@ -43,7 +49,7 @@ class Loaded:
         model: Model,
         context: Context,
         steps: Steps,
-        parts: Sequence[Context | Store | Model],
+        parts: Sequence[Part],
     ) -> None:
         """parts: what is to be freed, in this order."""
         self.plan = plan
@@ -133,12 +139,14 @@ class Loader:
         self._model = model
         # What llama.cpp reads was found to be what was written, for plans that are managed or not.
         self._sound: set[bool] = set()
+        self._chosen: str | None = None
         self._machine = hardware.probe(self.gpu.device if self.gpu else None)
 
     @property
     def note(self) -> str | None:
         """What was left aside, or will be slow."""
         notes = (
+            self._chosen,
             self.hotness.note,
             self.losses.note,
             one_of_several(self.bindings, self.gpu),
@@ -164,9 +172,42 @@ class Loader:
     def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
         """How the model is laid out with these settings; see plan_memory."""
         if self.gpu:
-            return plan_memory(config, self._model, self._machine, more_scratch)
+            return plan_memory(config, self._model, self._machine, more_scratch, teach=self._teach)
         with Probe(self.bindings, config) as probe:
-            return plan_memory(config, self._model, self._machine, more_scratch, probe.scratch)
+            return plan_memory(
+                config, self._model, self._machine, more_scratch, probe.scratch, self._teach
+            )
+
+    @contextmanager
+    def known(self, config: Config) -> Iterator[Knowledge]:
+        """What the frontier of plans goes by. Raises ConfigError beside a GPU, OSError for a disk
+        that cannot be measured."""
+        if self.gpu:
+            raise ConfigError(
+                "plans are predicted for the CPU alone: give --device cpu, or name a --policy"
+            )
+        reading = Reading(read_bandwidth(self._model, threads=config.io_threads).bytes_per_s)
+        names = [tier.name for tier in self._model.tiers]
+        with (
+            Probe(self.bindings, config) as probe,
+            Predictor(self.bindings, config, self._model, reading) as predictor,
+        ):
+
+            def plan(asked: Config) -> MemoryPlan:
+                scratch = probe.scratch
+                return plan_memory(asked, self._model, self._machine, 0, scratch, self._teach)
+
+            estimate, why_not = self._estimate(names)
+            yield Knowledge(plan, predictor.of_plan, predictor.uses, estimate, why_not)
+
+    def settled(self, config: Config) -> Config:
+        """The config with the plan that a loss which is allowed chooses, where no policy is
+        named. Raises what frontier does."""
+        if config.policy is not None or config.given(ALLOWED_LOSS) is None:
+            return config
+        with self.known(config) as known:
+            config, self._chosen = settled(config, self._model, known)
+        return config
 
     def device_bytes(self, context: Context) -> int:
         """What llama.cpp takes of a device's memory, without expert slots and what kernels
@@ -194,7 +235,7 @@ class Loader:
         first = self._first(plan)
         # of the time that loading takes; experts are read before the first token, or never
         share = 0.5 if first else 1.0
-        parts: list[Context | Store | Model] = []
+        parts: list[Part] = []
         try:
             driver = PlainDriver()
             if plan.policy is not None:
@@ -225,6 +266,8 @@ class Loader:
             )
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
+            if config.threads is None and not config.exact and not self.on_gpu:
+                parts.insert(0, FreeCores(self.bindings.library(), context.handle))
             sequences = Sequences(context, config.sequences)
             # where nothing was asked for, the model's own longest context cannot be raised either
             most = self._model.hparams.context_length
@@ -256,18 +299,31 @@ class Loader:
         policy = plan.policy
         if policy is None:
             return ()
-        losses = self.losses.recall(plan.tier_names) if policy.weighs_losses else None
-        if losses is not None:
-            policy.set_losses(losses)
-        if policy.foresees:
-            policy.set_estimate(self.losses.needed(plan.tier_names))
-        known = self.hotness.recall() if policy.learns else None
-        if known is not None:
-            policy.set_hotness(known)
+        self._teach(policy, plan.tier_names)
         tuned = self.tuned.recall(policy.name) if policy.tunes else None
         if tuned is not None:
             policy.recall(tuned)
         return policy.start()
+
+    def _teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
+        """What earlier runs learned of the model in these tiers, as far as the policy wants it."""
+        losses = None
+        if policy.weighs_losses:
+            losses = self.losses.recall(tier_names, policy.per_use)
+        if losses is not None:
+            policy.set_losses(losses)
+        if policy.foresees:
+            policy.set_estimate(self.losses.needed(tier_names))
+        known = self.hotness.recall() if policy.learns else None
+        if known is not None:
+            policy.set_hotness(known)
+
+    def _estimate(self, names: Sequence[str]) -> tuple[Loses | None, str]:
+        """What the file's tiers cost, and what to say where nobody knows."""
+        try:
+            return self.losses.needed(names), ""
+        except ConfigError as error:
+            return None, str(error)
 
     def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
         repack, mapped = config.use_extra_bufts, config.use_mmap
@@ -288,7 +344,7 @@ class Loader:
         )
 
 
-def _close(parts: Sequence[Context | Store | Model]) -> None:
+def _close(parts: Sequence[Part]) -> None:
     for part in parts:
         part.close()
 

@@ -135,6 +135,16 @@ class LossTable:
         of_names: np.ndarray = self.filled()[..., [known.index(name) for name in names]]
         return of_names
 
+    def per_use(self, names: Sequence[str]) -> np.ndarray | None:
+        """What the named tiers cost where an expert is used with its usual gate weights, float64
+        [n_layers, n_expert, n_names]: nats where that was fitted, so that layers compare, else the
+        losses; None where one of them was not measured."""
+        costs, lost = self.costs(names), self.of_tiers(names)
+        if costs is None or self.gates is None:
+            return lost
+        nats: np.ndarray = costs[..., :-1] * self._filled(self.gates[:, :, None])
+        return nats
+
     def render(self) -> str:
         """For each precision the mean squared error as a share of the outputs' mean square: over
         all tokens, and of the best and the worst expert."""
@@ -287,12 +297,14 @@ class LossKeeper:
         self._named, self._model = config.given("losses"), model
         self.note: str | None = None
 
-    def recall(self, tiers: Sequence[str]) -> np.ndarray | None:
-        """The losses in these tiers, float64 [n_layers, n_expert, n_tiers]; None where nothing is
-        known. Raises ConfigError for a named table that cannot be used."""
+    def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
+        """The losses in these tiers, float64 [n_layers, n_expert, n_tiers]; per_use: as of
+        LossTable. None where nothing is known. Raises ConfigError for a named table that cannot be
+        used."""
         table, why = self._loaded
         self.note = None if why is None else f"Nominal losses are used: {why}"
-        losses = None if table is None else table.of_tiers(tiers)
+        of = LossTable.per_use if per_use else LossTable.of_tiers
+        losses = None if table is None else of(table, tiers)
         if losses is None and table is not None:
             missing = f"lacks one of {', '.join(tiers)}"
             if self._named is not None:

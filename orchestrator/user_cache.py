@@ -21,6 +21,7 @@ KINDS = {
     "hotness": "which experts earlier chats used, of each model",
     "sdist": "the source of llama.cpp as it was downloaded",
     "servers": "llama.cpp's server, as `moe-edge serve` compiled it",
+    "speed": "how fast this machine computes products, measured again when it is needed",
     "source": "the source of llama.cpp with our patches",
     "tuned": "what policies tuned, of each model",
     "usage": "how often earlier chats and servers used each expert, of each model",

@@ -133,10 +133,11 @@ class Policy:
     it, the end of "NAME, which ...". callback: when it is asked. counts: StepReport.counts is
     wanted. follows_tiers: StepReport.resident and target are. learns: its hotness is kept for the
     next start. tunes: what it tuned is. weighs_losses: what each expert loses in each tier is
-    wanted, where it is known. foresees: what its choices cost is needed. skips: it may skip
-    experts, whatever its lower tiers are; where none is named, it has none. default_tier: what is
-    asked for where the policy is not. lossless: values of its settings with which every expert is
-    computed in the best tier; None where there are none.
+    wanted, where it is known; per_use: with its usual gate weights, in nats where that was fitted.
+    foresees: what its choices cost is needed. skips: it may skip experts, whatever its lower tiers
+    are; where none is named, it has none. default_tier: what is asked for where the policy is not.
+    lossless: values of its settings with which every expert is computed in the best tier; None
+    where there are none.
     """
 
     name: ClassVar[str]
@@ -153,6 +154,7 @@ class Policy:
     weighs_losses: ClassVar[bool] = False
     foresees: ClassVar[bool] = False
     skips: ClassVar[bool] = False
+    per_use: ClassVar[bool] = False
     lossless: ClassVar[Mapping[str, Any] | None] = None
     default_tier: int = 0
     callback: Callback = Callback.NEVER
@@ -246,16 +248,14 @@ class Policy:
         return None
 
     def set_losses(self, losses: np.ndarray) -> None:
-        """What each expert's output loses in each tier in use, float64 [n_layers, n_expert,
-        n_tiers]; before start."""
+        """What experts lose in each tier, float64 [n_layers, n_expert, n_tiers]; before start."""
 
     def set_estimate(self, estimate: KlEstimate) -> None:
         """What the tiers in use cost against the best of them; before start."""
 
     @property
     def tuned(self) -> Mapping[str, Any] | None:
-        """What it found out about its own settings, for the next start: JSON-ready, None where
-        nothing is."""
+        """What it found out about its own settings, for the next start: JSON-ready, or None."""
         return None
 
     def recall(self, tuned: Mapping[str, Any]) -> None:
@@ -264,6 +264,11 @@ class Policy:
     def plan(self, budget_bytes: int) -> SlotPlan:
         """How the budget is divided into slots. Raises BudgetError when it is too small."""
         raise NotImplementedError
+
+    def asked_shares(self) -> Sequence[float]:
+        """The shares of an answer's experts that are asked for in each tier in use, as far as the
+        plan says; what is left to 1 is skipped. After plan."""
+        return (1.0, *[0.0] * (len(self.shape.tiers) - 1))
 
     def start(self) -> Sequence[Transition]:
         """What to load before the first token; after plan."""
@@ -302,13 +307,11 @@ class Policy:
         return None
 
     def save_sequence(self, sequence: int) -> bytes | None:
-        """What it knows of one sequence, for whoever keeps the sequence's tokens; None where that
-        is nothing."""
+        """What it knows of one sequence, for whoever keeps its tokens; None for nothing."""
         return None
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """A sequence goes on from tokens that were kept, with what save_sequence gave for them.
-        Raises PolicyError for a state that it cannot read."""
+        """A sequence goes on, with what save_sequence gave. Raises PolicyError for other bytes."""
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """After every step that succeeded; returns the transitions to start."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -172,6 +172,10 @@ class DyMoE(Policy):
             _, counts = solve(self.retention, shape.n_layers, n_used, schedule)
             self._prefill_counts[n_used] = counts
         return counts[layer]
+
+    def asked_shares(self) -> Sequence[float]:
+        """Critical experts high, the others low or skipped."""
+        return (self.realised, 1.0 - self.realised)[: len(self.shape.tiers)]
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """One group per (layer, kind, tier). First the working set of one token in every

@@ -78,7 +78,7 @@ class FloorSettings(LookAhead):
         hidden=True,
     )
     transition_rate: int | None = again(Background, "transition_rate")
-    losses: Path | None = again(ContextSettings, "losses")  # noqa: RUF009 - it makes a field
+    losses: Path | None = again(ContextSettings, "losses")
 
 
 class _Way(NamedTuple):
@@ -228,8 +228,7 @@ class Floor(Policy):
         lowered = self._lower(event, view, out)
         one = event.n_tokens == 1
         if one:
-            skipped = {expert for expert in lowered if out.tier[expert] == SKIP}
-            used = [expert for expert in event.ids.tolist() if expert not in skipped]
+            used = [each for each in event.ids.tolist() if out.tier[each] != SKIP]
             self._prediction.observe(event.layer, used)
         if event.n_ahead and self._prefetches():
             self._ask(event, view, out)
@@ -242,8 +241,8 @@ class Floor(Policy):
         self._step = event.step
         for account in self._running:
             account.spent = 0.0
-        of = event.sequences_array.tolist()
-        self._running = [self._accounts.setdefault(each, _Account()) for each in of]
+        names = event.sequences_array.tolist()
+        self._running = [self._accounts.setdefault(each, _Account()) for each in names]
 
     def _lower(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> list[int]:
         """Writes the tiers of what is skipped or computed low; returns these experts."""

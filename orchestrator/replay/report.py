@@ -224,12 +224,6 @@ def set_up_for(
             f"the policy {policy.name} is {least} bytes ({format_size(least)})",
             least,
         ) from None
-    hotness = trace.arrays["start_hotness"]
-    if policy.learns and hotness.any():
-        made.policy.set_hotness(hotness)
-    losses = trace.arrays["losses"][..., list(tiers)]
-    if policy.weighs_losses and losses.any():
-        made.policy.set_losses(losses)
     estimate = foreseen(trace, tiers, options.losses)
     if policy.foresees and estimate is None:
         raise not_fitted(header.model, "the trace does not say what lower precisions lose")

@@ -102,6 +102,7 @@ def set_up(
     first. whole_experts, rigid: as of StoreSpec. Raises PolicyError and BudgetError."""
     shape = model_shape(trace, tiers)
     made = policy(shape, settings, rules)
+    _teach(made, trace, tiers)
     slots = made.plan(expert_bytes)
     spec = spec_for(
         made,
@@ -137,6 +138,16 @@ def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstim
     usual = np.full(costs.shape[:2], 1 / trace.n_expert_used**2)
     in_use = [names[tier] for tier in tiers]
     return KlEstimate.of_costs(costs[..., columns], in_use, in_use[0], usual)
+
+
+def _teach(policy: Policy, trace: Trace, tiers: tuple[int, ...]) -> None:
+    """What earlier runs had learned of the model when the trace was recorded."""
+    hotness = trace.arrays["start_hotness"]
+    if policy.learns and hotness.any():
+        policy.set_hotness(hotness)
+    losses = trace.arrays["losses"][..., list(tiers)]
+    if policy.weighs_losses and losses.any():
+        policy.set_losses(losses)
 
 
 def simulate(

@@ -21,6 +21,7 @@ from orchestrator.lab.bench.cases import (
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.models import tier_expert_bytes, uniform_tiers
 from orchestrator.lab.bench.options import BenchOptions
+from orchestrator.lab.bench.predicted import add_predictions, prediction_notes
 from orchestrator.lab.bench.report import MIX, by_cap, memory_notes, moved, speeds, tokens_of
 from orchestrator.lab.bench.rows import Result, case_row, median_ratio
 from orchestrator.lab.table import Column, Table, fixed, percent
@@ -29,6 +30,7 @@ COLUMNS = (
     *speeds(1),
     moved("bytes_per_token"),
     MIX,
+    Column("predicted", "predicted_tpot_ms", fixed(1), "ms"),
     Column("of bound", "of_bound", percent(0, " %")),
     Column("x mmap", "speedup_mmap", fixed(1)),
 )
@@ -94,6 +96,7 @@ class Caps(Benchmark[Loop[BenchOptions]]):
             if compute and "error" not in row and "disk" in runs[0]:
                 add_bound(row, runs, compute)
         _add_speedups(rows)
+        add_predictions(loop, measured, rows)
         fewer = loop.fewer_experts[1]
         return {"ratios": _resident_ratios(rows), "fewer_experts": fewer, "cases": rows}
 
@@ -115,7 +118,12 @@ class Caps(Benchmark[Loop[BenchOptions]]):
 
     def tables(self, report: Result) -> list[Table]:
         found = [
-            Table(title, COLUMNS, rows, [*memory_notes(rows), *bound_notes(rows)])
+            Table(
+                title,
+                COLUMNS,
+                rows,
+                [*memory_notes(rows), *bound_notes(rows), *prediction_notes(rows)],
+            )
             for title, rows in by_cap(report)
         ]
         found[0].footnotes += _ratio_notes(report["ratios"])

@@ -1,0 +1,290 @@
+"""What a token and a prompt will take under a plan: arithmetic over what was measured.
+
+A token goes through the layers one after the other. Of a layer's k experts m miss, with the chances
+of a binomial distribution. What is there is computed while the missing ones are read:
+
+    T = output + cells * attention + sum of E[ max(d + max(E, R((1 - f) m) + E / 3k), R(m)) ]
+
+d: the layer's dense weights and small operations. E: its k experts, in their tiers and layout.
+R(m) = m * bytes / bandwidth + latency, 0 without misses; behind the last read the last matrix of an
+expert is computed. f: the share of the misses that were foreseen a layer ahead, 0 without a
+look-ahead. A part of a prompt is the same with as many rows for each expert as its tokens bring;
+it reads each expert that it uses and that is not there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from orchestrator.events import SKIP
+from orchestrator.policy.base import ModelShape, SlotPlan
+
+# Rows of activations for which costs are known; between them they grow evenly, and beyond the last
+# one with the rows.
+ROWS = (1, 4, 16, 64, 256)
+# Of the experts of the next layer, look-ahead finds so many (EXPERIMENTS.md, "FIRM-MoE").
+FORESEEN = 0.8
+_MOST_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that the parts of a model take on one machine, for each number of ROWS.
+
+    expert_s: float64 [n_layers, n_tiers, len(ROWS)], one expert with so many rows; expert_bytes:
+    int64 [n_layers, n_tiers], what reading it moves. dense_s: float64 [len(ROWS)], all other
+    weights and the small operations with so many tokens, but for output_s, the product with the
+    vocabulary for one token. attention_s: all layers, for one token and one cell of the cache,
+    alone and among many tokens.
+    """
+
+    expert_s: np.ndarray
+    expert_bytes: np.ndarray
+    dense_s: np.ndarray
+    output_s: float
+    attention_s: tuple[float, float]
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.expert_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The disk: bytes per second with several reads under way, and seconds until a first byte."""
+
+    bytes_per_s: float
+    latency_s: float = 1e-4
+
+    def seconds(self, n_bytes: float) -> float:
+        """Of so many bytes that are asked for together; 0 for none."""
+        return n_bytes / self.bytes_per_s + self.latency_s if n_bytes > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """What tokens use of the experts, and what of it is in memory.
+
+    uses: float64 [n_layers, n_expert], the chance that a token uses an expert; rows sum to k. mix:
+    float64 [n_layers, n_expert, n_tiers], the shares of those uses that are computed in each tier;
+    what is missing to 1 is skipped. present: [n_layers, n_expert], the share of those uses that
+    finds the expert in memory. scanned: of what a prompt uses, the share that its first part finds
+    there, and each part after it. loaded: it is there before the first token. foreseen: f above.
+    """
+
+    uses: np.ndarray
+    mix: np.ndarray
+    present: np.ndarray
+    scanned: tuple[float, float] = (1.0, 1.0)
+    loaded: bool = True
+    foreseen: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the experts that tokens compute which is in memory when it is asked for."""
+        asked = self.uses * self.mix.sum(axis=2)
+        return float((asked * self.present).sum() / max(asked.sum(), 1e-300))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a plan takes. Make one of costs, what is resident, the disk, and the tokens of a prompt
+    that are computed at once."""
+
+    costs: Costs
+    residency: Residency
+    reading: Reading
+    n_ubatch: int
+
+    @property
+    def hit_rate(self) -> float:
+        """As of Residency."""
+        return self.residency.hit_rate
+
+    @property
+    def read_bytes(self) -> float:
+        """What a token of an answer reads."""
+        return float(sum(n * each for _, n, each in map(self._missed, range(self.costs.n_layers))))
+
+    def token_s(self, cells: int = 0) -> float:
+        """Seconds of one token of an answer behind a context of so many tokens."""
+        costs = self.costs
+        dense = float(costs.dense_s[0]) / costs.n_layers
+        layers = sum(self._layer_s(layer, dense) for layer in range(costs.n_layers))
+        return layers + costs.output_s + cells * costs.attention_s[0]
+
+    def compute_s(self, cells: int = 0) -> float:
+        """The same where everything is in memory."""
+        there = replace(self.residency, present=np.ones_like(self.residency.present))
+        return replace(self, residency=there).token_s(cells)
+
+    def prompt_s(self, n_tokens: int, first: bool = False) -> float:
+        """Seconds until the first token of the answer to a prompt of so many tokens. first: the
+        first prompt after the start finds what is loaded then, and not what decoding left."""
+        cold = first and not self.residency.loaded
+        total = self.costs.output_s
+        for done in range(0, n_tokens, self.n_ubatch):
+            found = 0.0 if cold and done == 0 else self.residency.scanned[done > 0]
+            size = min(self.n_ubatch, n_tokens - done)
+            total += self._part_s(size, done, found, done + size == n_tokens)
+        return total
+
+    def _missed(self, layer: int) -> tuple[float, float, float]:
+        """(experts that a token computes, those of them that it misses, bytes of a missing one)."""
+        known = self.residency
+        asked = known.uses[layer, :, None] * known.mix[layer]
+        missing = asked * (1.0 - known.present[layer, :, None])
+        n = float(missing.sum())
+        moved = float((missing * self.costs.expert_bytes[layer]).sum())
+        return float(asked.sum()), n, moved / n if n else 0.0
+
+    def _layer_s(self, layer: int, dense_s: float) -> float:
+        known = self.residency
+        asked = known.uses[layer, :, None] * known.mix[layer]
+        experts = float((asked * self.costs.expert_s[layer, :, 0]).sum())
+        n_asked, n_missed, each = self._missed(layer)
+        n = max(1, round(n_asked))
+        tail, seconds = experts / (3 * n), self.reading.seconds
+        total = 0.0
+        for m, chance in enumerate(_binomial(n, min(1.0, n_missed / max(n_asked, 1e-300)))):
+            late = seconds((1.0 - known.foreseen) * m * each)
+            there = max(experts, late + tail if late else 0.0)
+            total += chance * max(dense_s + there, seconds(m * each))
+        return total
+
+    def _part_s(self, n_tokens: int, done: int, found: float, last: bool) -> float:
+        """One part of a prompt, behind `done` tokens. In the last layer it computes the experts of
+        the prompt's last token alone."""
+        costs, known = self.costs, self.residency
+        dense = float(interpolated(costs.dense_s, n_tokens)) / costs.n_layers
+        total = n_tokens * (done + n_tokens / 2) * costs.attention_s[n_tokens > 1]
+        for layer in range(costs.n_layers):
+            n = n_tokens if layer + 1 < costs.n_layers else int(last)
+            asked = known.uses[layer, :, None] * known.mix[layer]  # [n_expert, n_tiers]
+            used = 1.0 - (1.0 - np.minimum(asked, 1.0)) ** n
+            rows = n * asked / np.maximum(used, 1e-300)
+            experts = sum(
+                float((used[:, tier] * interpolated(curve, rows[:, tier])).sum())
+                for tier, curve in enumerate(costs.expert_s[layer])
+            )
+            read = (1.0 - found) * float((used * costs.expert_bytes[layer]).sum())
+            late = self.reading.seconds((1.0 - known.foreseen) * read)
+            total += max(dense + max(experts, late), self.reading.seconds(read))
+        return total
+
+
+def interpolated(curve: np.ndarray, rows: float | np.ndarray) -> np.ndarray:
+    """Seconds for so many rows, of a curve over ROWS; below the first one as for it."""
+    beyond = np.maximum(1.0, np.asarray(rows) / ROWS[-1])
+    return np.asarray(np.interp(rows, ROWS, curve) * beyond)
+
+
+def _binomial(n: int, p: float) -> list[float]:
+    return [math.comb(n, m) * p**m * (1.0 - p) ** (n - m) for m in range(n + 1)]
+
+
+def uniform_uses(n_layers: int, n_expert: int, n_used: int) -> np.ndarray:
+    """Uses of Residency where all experts are alike."""
+    return np.full((n_layers, n_expert), n_used / n_expert)
+
+
+def chances(counts: np.ndarray, n_used: int) -> np.ndarray:
+    """Uses of Residency from how often tokens used each expert, or any hotness, [n_layers,
+    n_expert]: in proportion, but none above 1. A layer that nobody used counts as uniform."""
+    counts = np.asarray(counts, np.float64)
+    counts = np.where(counts.sum(axis=1, keepdims=True) > 0, counts, 1.0)
+    uses = n_used * counts / counts.sum(axis=1, keepdims=True)
+    for _ in range(_MOST_STEPS):
+        over = uses > 1.0
+        if not over.any():
+            break
+        rest = np.where(over, 0.0, uses)
+        room = n_used - over.sum(axis=1, keepdims=True)
+        uses = np.where(
+            over, 1.0, rest * room / np.maximum(rest.sum(axis=1, keepdims=True), 1e-300)
+        )
+    return np.asarray(uses)
+
+
+def resident(tiers: np.ndarray, uses: np.ndarray, n_tiers: int) -> Residency:
+    """Every expert in memory in the tier that tiers [n_layers, n_expert] says, an index of the
+    costs' tiers, or SKIP for one that is always skipped."""
+    mix = (tiers[:, :, None] == np.arange(n_tiers)) * 1.0
+    present = np.where(tiers == SKIP, 0.0, 1.0)
+    return Residency(uses, mix, present)
+
+
+def cached(
+    shape: ModelShape,
+    slots: SlotPlan,
+    uses: np.ndarray,
+    shares: Sequence[float],
+    foreseen: float = 0.0,
+) -> Residency:
+    """Experts that come and go in least-recently-used order in the slots of a plan.
+
+    shares: of the uses, in each tier in use; what is left to 1 is skipped. foreseen: of misses, as
+    in Residency. Uses are taken as
+    independent of each other, so an expert is in its group's slots where it was used within the
+    last t tokens, 1 - (1 - p)^t, with the t for which as many are there as there are slots (Che,
+    Tung and Wang 2002). A lower tier's use finds a better copy as well.
+    """
+    rates = uses[:, :, None] * np.asarray(shares)
+    found, mix = np.zeros_like(rates), np.broadcast_to(np.asarray(shares), rates.shape)
+    scans, weights = [], []
+    held: dict[int, list[tuple[int, int, int]]] = {}
+    for key, index in slots.group_of.items():
+        held.setdefault(index, []).append(key)
+    for index, keys in held.items():
+        asked = np.stack([rates[layer, :, tier] for layer, _, tier in keys])
+        n_slots = slots.groups[index].n_slots
+        there = recently_used(asked, n_slots)
+        for (layer, kind, tier), each in zip(keys, there, strict=True):
+            parts = shape.slots[layer][tier]
+            found[layer, :, tier] += parts[kind] / sum(parts.values()) * each
+        several = len({layer for layer, _, _ in keys}) > 1
+        scans.append(scanned(n_slots / max(1, int(np.count_nonzero(asked))), several))
+        weights.append(slots.groups[index].slot_bytes * asked.sum())
+    absent = np.cumprod(1.0 - np.minimum(found, 1.0), axis=2)
+    present = (rates * (1.0 - absent)).sum(axis=2) / np.maximum(rates.sum(axis=2), 1e-300)
+    first, later = np.average(scans, axis=0, weights=weights) if any(weights) else (0.0, 0.0)
+    scan = float(first), float(later)
+    return Residency(uses, mix, present, scan, loaded=False, foreseen=foreseen)
+
+
+def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
+    """The chance of each item to be in as many slots as n_slots, where each step uses it with the
+    chance in rates, and what was used longest ago makes room."""
+    if np.count_nonzero(rates) <= n_slots:
+        return np.where(rates > 0.0, 1.0, 0.0)
+    pace = -np.log1p(-np.minimum(rates, 1.0 - 1e-12))
+
+    def there(t: float) -> np.ndarray:
+        return np.asarray(-np.expm1(-pace * t))
+
+    low, high = 0.0, 1.0
+    while there(high).sum() < n_slots and high < 1e12:
+        high *= 2.0
+    for _ in range(_MOST_STEPS):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if there(middle).sum() < n_slots else (low, middle)
+    return there(high)
+
+
+def scanned(share: float, several_layers: bool) -> tuple[float, float]:
+    """Of the experts of which so large a share has slots: what the first pass of a prompt over all
+    of them finds there, and each pass after it.
+
+    A layer with slots of its own computes what is there before it replaces anything. Where layers
+    share their slots, each miss takes one that a later layer was to find: a share y of what the
+    rest of the layers had is gone after t of them, y' = ((1 - share) / share + y) / (1 - t), so
+    that they find share + (1 - share) log(1 - share). The next pass begins with layers that the
+    end of this one replaced.
+    """
+    if share >= 1.0 or not several_layers:
+        return min(1.0, share), min(1.0, share)
+    return share + (1.0 - share) * math.log1p(-share), 0.0

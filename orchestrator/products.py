@@ -1,0 +1,254 @@
+"""How long this processor takes for the products of a model: ggml computes them, with its own
+kernels over weights that no cache holds."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import ExitStack
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from gguf_tools.file.layout import GGMLType, row_bytes
+from orchestrator.errors import NativeError
+
+# Weights of one timing, together: more than the caches of a processor hold.
+_POOL_BYTES = 96 * 2**20
+_MOST_MATRICES = 256
+# A timing is the least of so many runs, or of as many as fit this time.
+_RUNS, _SECONDS = 7, 0.1
+# Experts that a token uses in one timing, and nodes of a chain.
+_USED, _CHAIN = 8, 64
+# Every byte of weights and inputs: an ordinary number in each type.
+_FILL = 0x3C
+_SUCCESS = 0
+
+
+class Product(NamedTuple):
+    """One matrix of weights times some rows of activations.
+
+    type: of ggml. n_in, n_out: numbers of a row, and rows of the matrix. rows: of activations.
+    repacked: in upstream's repacked layout. routed: as one of several experts in one operation.
+    """
+
+    type: GGMLType
+    n_in: int
+    n_out: int
+    rows: int
+    repacked: bool = False
+    routed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights."""
+        return row_bytes(self.type, self.n_in) * self.n_out
+
+
+class Small(NamedTuple):
+    """An operation without weights over so many rows of so many numbers, as a norm is."""
+
+    n: int
+    rows: int
+
+
+class Attention(NamedTuple):
+    """Rows of queries over cells of keys and values in 16 bits: one layer's attention."""
+
+    n_head: int
+    n_head_kv: int
+    key_length: int
+    value_length: int
+    rows: int
+    cells: int
+
+
+class _InitParams(ctypes.Structure):
+    """struct ggml_init_params."""
+
+    _fields_ = [
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    ]
+
+
+_P, _I, _L, _F, _S = (
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_int64,
+    ctypes.c_float,
+    ctypes.c_size_t,
+)
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_init": (_P, [_InitParams]),
+    "ggml_free": (None, [_P]),
+    "ggml_new_tensor_2d": (_P, [_P, _I, _L, _L]),
+    "ggml_new_tensor_3d": (_P, [_P, _I, _L, _L, _L]),
+    "ggml_mul_mat": (_P, [_P, _P, _P]),
+    "ggml_mul_mat_id": (_P, [_P, _P, _P, _P]),
+    "ggml_rms_norm": (_P, [_P, _P, _F]),
+    "ggml_flash_attn_ext": (_P, [_P, _P, _P, _P, _P, _F, _F, _F]),
+    "ggml_new_graph": (_P, [_P]),
+    "ggml_build_forward_expand": (None, [_P, _P]),
+    "ggml_backend_alloc_ctx_tensors_from_buft": (_P, [_P, _P]),
+    "ggml_backend_buffer_clear": (None, [_P, ctypes.c_uint8]),
+    "ggml_backend_buffer_free": (None, [_P]),
+    "ggml_backend_tensor_set": (None, [_P, _P, _S, _S]),
+    "ggml_backend_graph_compute": (_I, [_P, _P]),
+    "ggml_backend_cpu_init": (_P, []),
+    "ggml_backend_cpu_set_n_threads": (None, [_P, _I]),
+    "ggml_backend_cpu_buffer_type": (_P, []),
+    "ggml_backend_cpu_reg": (_P, []),
+    "ggml_backend_reg_dev_get": (_P, [_P, _S]),
+    "ggml_backend_reg_get_proc_address": (_P, [_P, ctypes.c_char_p]),
+    "ggml_backend_buft_name": (ctypes.c_char_p, [_P]),
+    "ggml_backend_free": (None, [_P]),
+}
+# Bytes for the tensors and the graph of one timing, without their data.
+_CONTEXT_BYTES = 4 * 2**20
+
+
+class Timer:
+    """Times products with so many threads. Close it."""
+
+    def __init__(self, lib: ctypes.CDLL, threads: int) -> None:
+        """lib: llama.cpp's library, through which ggml's is found. Raises NativeError."""
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = lib[name]
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name.removeprefix("ggml_"), function)
+        self._backend: int = self.backend_cpu_init()
+        if not self._backend:
+            raise NativeError("ggml's CPU backend cannot be opened")
+        self.backend_cpu_set_n_threads(self._backend, threads)
+        self._plain: int = self.backend_cpu_buffer_type()
+        self._repack = self._repacked_type()
+
+    def _repacked_type(self) -> int | None:
+        """Upstream's buffer type of repacked weights, None where there is none."""
+        reg = self.backend_cpu_reg()
+        address = self.backend_reg_get_proc_address(reg, b"ggml_backend_dev_get_extra_bufts")
+        if not address:
+            return None
+        types = ctypes.CFUNCTYPE(ctypes.POINTER(_P), _P)(address)(self.backend_reg_dev_get(reg, 0))
+        at = 0
+        while found := types[at]:
+            if self.backend_buft_name(found) == b"CPU_REPACK":
+                return int(found)
+            at += 1
+        return None
+
+    def seconds(self, what: Product | Small | Attention) -> float:
+        """Of a product, an operation, or an attention, once. Takes some hundred MiB of memory
+        meanwhile. Raises NativeError where it cannot be computed."""
+        if isinstance(what, Small):
+            return self._small(what)
+        if isinstance(what, Attention):
+            return self._attention(what)
+        return self._routed(what) if what.routed else self._single(what)
+
+    def _routed(self, what: Product) -> float:
+        most = _MOST_MATRICES if what.rows == 1 else 2 * _USED
+        n = max(4, min(most, _POOL_BYTES // what.nbytes))
+        used = min(_USED, n // 2)
+        n_ops = n // used if what.rows == 1 else 1
+        with ExitStack() as stack:
+            weights = self._context(stack)
+            experts = self.new_tensor_3d(weights, what.type, what.n_in, what.n_out, n)
+            self._allocate(stack, weights, what.repacked)
+            context = self._context(stack)
+            x = self.new_tensor_3d(context, GGMLType.F32, what.n_in, 1, what.rows)
+            chosen = [
+                self.new_tensor_2d(context, GGMLType.I32, used, what.rows) for _ in range(n_ops)
+            ]
+            ops = [self.mul_mat_id(context, experts, x, ids) for ids in chosen]
+            self._allocate(stack, context)
+            for number, ids in enumerate(chosen):
+                first = number * used
+                values = np.tile(np.arange(first, first + used, dtype=np.int32), what.rows)
+                self.backend_tensor_set(ids, values.ctypes.data, 0, values.nbytes)
+            return self._least(context, ops) / used
+
+    def _single(self, what: Product) -> float:
+        n = 2 if what.rows > 1 else max(2, min(_MOST_MATRICES, _POOL_BYTES // what.nbytes))
+        with ExitStack() as stack:
+            weights = self._context(stack)
+            matrices = [
+                self.new_tensor_2d(weights, what.type, what.n_in, what.n_out) for _ in range(n)
+            ]
+            self._allocate(stack, weights, what.repacked)
+            context = self._context(stack)
+            x = self.new_tensor_2d(context, GGMLType.F32, what.n_in, what.rows)
+            ops = [self.mul_mat(context, each, x) for each in matrices]
+            self._allocate(stack, context)
+            return self._least(context, ops)
+
+    def _small(self, what: Small) -> float:
+        with ExitStack() as stack:
+            context = self._context(stack)
+            ops = [self.new_tensor_2d(context, GGMLType.F32, what.n, what.rows)]
+            for _ in range(_CHAIN):
+                ops.append(self.rms_norm(context, ops[-1], 1e-6))
+            self._allocate(stack, context)
+            return self._least(context, ops[1:])
+
+    def _attention(self, what: Attention) -> float:
+        with ExitStack() as stack:
+            context = self._context(stack)
+            q = self.new_tensor_3d(context, GGMLType.F32, what.key_length, what.rows, what.n_head)
+            k, v = (
+                self.new_tensor_3d(context, GGMLType.F16, length, what.cells, what.n_head_kv)
+                for length in (what.key_length, what.value_length)
+            )
+            op = self.flash_attn_ext(context, q, k, v, None, 0.1, 0.0, 0.0)
+            self._allocate(stack, context)
+            return self._least(context, [op])
+
+    def _context(self, stack: ExitStack) -> int:
+        context: int = self.init(_InitParams(_CONTEXT_BYTES, None, True))
+        stack.callback(self.free, context)
+        return context
+
+    def _allocate(self, stack: ExitStack, context: int, repacked: bool = False) -> None:
+        if repacked and self._repack is None:
+            raise NativeError("ggml has no repacked layout on this processor")
+        where = self._repack if repacked else self._plain
+        buffer = self.backend_alloc_ctx_tensors_from_buft(context, where)
+        if not buffer:
+            raise NativeError("there is no memory to time products with")
+        stack.callback(self.backend_buffer_free, buffer)
+        self.backend_buffer_clear(buffer, _FILL)
+
+    def _least(self, context: int, ops: list[int]) -> float:
+        """Seconds of one of these operations, which are one graph: the least of some runs."""
+        graph = self.new_graph(context)
+        for op in ops:
+            self.build_forward_expand(graph, op)
+        if self.backend_graph_compute(self._backend, graph) != _SUCCESS:
+            raise NativeError("ggml cannot compute what is to be timed")
+        least, end = float("inf"), perf_counter() + _SECONDS
+        for _ in range(_RUNS):
+            start = perf_counter()
+            self.backend_graph_compute(self._backend, graph)
+            now = perf_counter()
+            least = min(least, now - start)
+            if now > end:
+                break
+        return least / len(ops)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def close(self) -> None:
+        """Frees the backend; safe to call twice."""
+        if self._backend:
+            self.backend_free(self._backend)
+        self._backend = 0
+
+    def __enter__(self) -> Timer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,180 @@
+"""How fast this machine computes a model, measured once and kept: what predictions are made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import layer_of, parse_expert_name
+from gguf_tools.file.parse import TensorInfo
+from gguf_tools.process import processor_name
+from orchestrator.files import read_object, user_folder, write_whole
+from orchestrator.llama import Bindings
+from orchestrator.predict import ROWS, Costs
+from orchestrator.products import Attention, Product, Small, Timer
+
+# In which layout experts are computed: as in the file; in slots in the CPU's own layout; as
+# upstream repacks them, where it multiplies them row by row.
+FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
+
+_FORMAT = "moe-edge speed"
+_LARGEST_BYTES = 16 << 20
+# From so many rows on, slots in the CPU's own layout are restored where plain rows are faster, as
+# patches/native/moe-edge-layout.cpp has it; with fewer than so many, rows go one by one.
+_RESTORES_FROM, _GEMM_LEAST = 48, 4
+# Small operations of a layer, beside one for each expert that a token uses: norms, rotations, the
+# router's choice, copies into the cache.
+_NODES = 32
+# The matrix that stands for all dense ones of a type.
+_DENSE_ROWS = 4096
+_CELLS = 512
+
+
+class Speeds:
+    """Seconds of products and operations on this machine, from the user cache or measured."""
+
+    def __init__(self, bindings: Bindings, threads: int, fresh: bool = False) -> None:
+        """fresh: what the cache says is measured again."""
+        self._bindings, self._threads = bindings, threads
+        self._known: dict[str, float] = {} if fresh else self._read()
+        self._measured = False
+        self._timer: Timer | None = None
+
+    @cached_property
+    def _path(self) -> Path:
+        system = self._bindings.api.llama_print_system_info().decode("utf-8", "replace")
+        key = json.dumps([processor_name(), system, self._threads])
+        digest = hashlib.sha256(key.encode()).hexdigest()[:24]
+        return user_folder("cache") / "speed" / f"{digest}.json"
+
+    def _read(self) -> dict[str, float]:
+        with suppress(OSError):
+            data = read_object(self._path, _LARGEST_BYTES)
+            known = data.get("seconds") if data and data.get("format") == _FORMAT else None
+            if isinstance(known, dict) and all(_is_time(each) for each in known.values()):
+                return known
+        return {}
+
+    def seconds(self, what: Product | Small | Attention) -> float:
+        """As Timer.seconds, once for each. Raises NativeError."""
+        key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
+        if key not in self._known:
+            self._timer = self._timer or Timer(self._bindings.api._lib, self._threads)
+            self._known[key] = self._timer.seconds(what)
+            self._measured = True
+        return self._known[key]
+
+    def close(self) -> None:
+        """Keeps what was measured, where the user cache can be written."""
+        if self._timer is not None:
+            self._timer.close()
+        if self._measured:
+            with suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                text = json.dumps({"format": _FORMAT, "seconds": {**self._read(), **self._known}})
+                write_whole(self._path, text)
+        self._measured, self._timer = False, None
+
+    def __enter__(self) -> Speeds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, float) and 0.0 < value < 1e6
+
+
+def model_costs(
+    speeds: Speeds, bindings: Bindings, model: ExpertModel, tiers: tuple[int, ...], layout: str
+) -> Costs:
+    """What the parts of a model take here, with its experts in these tiers of the file and in one
+    layout: FILE, OWN or UPSTREAM. Measures what is not known yet, for some seconds. Raises
+    NativeError."""
+    interleaves = bindings.library().interleaves
+
+    def product(info: Product) -> float:
+        """Of an expert in its layout."""
+        kind, n_in, n_out, rows, _, _ = info
+        plain = info._replace(routed=True)
+        if layout == FILE or not interleaves(kind, n_in, n_out):
+            return speeds.seconds(plain)
+        one_by_one = info._replace(repacked=True, routed=True)
+        if layout == UPSTREAM or rows < _GEMM_LEAST:
+            return speeds.seconds(one_by_one)
+        together = speeds.seconds(info._replace(repacked=True))
+        return min(together, speeds.seconds(plain)) if rows >= _RESTORES_FROM else together
+
+    expert_s = np.zeros((model.n_layers, len(tiers), len(ROWS)))
+    expert_bytes = np.zeros((model.n_layers, len(tiers)), np.int64)
+    for layer, (shapes, slices) in enumerate(zip(model.shapes, model.slices, strict=True)):
+        for shape, by_tier in zip(shapes, slices, strict=True):
+            for at, tier in enumerate(tiers):
+                piece = by_tier[tier]
+                if shape is None or piece is None:
+                    continue
+                expert_bytes[layer, at] += piece.expert_bytes
+                expert_s[layer, at] += [product(Product(piece.type, *shape, n)) for n in ROWS]
+    dense_s, output_s = _dense_seconds(speeds, bindings, model, layout == UPSTREAM)
+    return Costs(expert_s, expert_bytes, dense_s, output_s, _attention_seconds(speeds, model))
+
+
+def _dense_seconds(
+    speeds: Speeds, bindings: Bindings, model: ExpertModel, repacked: bool
+) -> tuple[np.ndarray, float]:
+    """(dense_s, output_s) of Costs: by the bytes of each type, from one matrix of it."""
+    interleaves = bindings.library().interleaves
+    tensors = _dense_matrices(model)
+    output = tensors.pop("output.weight", None) or tensors.pop("token_embd.weight", None)
+    tensors.pop("token_embd.weight", None)
+    largest: dict[int, TensorInfo] = {}
+    for info in (*tensors.values(), *([output] if output else ())):
+        known = largest.get(info.type)
+        largest[info.type] = info if known is None or info.nbytes > known.nbytes else known
+
+    def seconds(info: TensorInfo, rows: int) -> float:
+        n_in, n_out = largest[info.type].shape[:2]
+        changed = repacked and bool(interleaves(info.type, n_in, n_out))
+        stands = Product(info.type, n_in, min(n_out, _DENSE_ROWS), rows, changed)
+        return speeds.seconds(stands) * info.nbytes / stands.nbytes
+
+    nodes = len(model.hparams.n_head) * _NODES + model.n_layers * model.n_expert_used
+    width = model.hparams.embedding_length
+    small = np.array([speeds.seconds(Small(width, n)) for n in ROWS])
+    dense = [sum(seconds(info, n) for info in tensors.values()) for n in ROWS]
+    return np.array(dense) + nodes * small, seconds(output, 1) if output else 0.0
+
+
+def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
+    """All matrices but the experts', of the model proper, by name; a second file repeats them."""
+    found: dict[str, TensorInfo] = {}
+    for part in model.parts:
+        for info in part.tensors.values():
+            layer = layer_of(info.name)
+            proper = layer is None or layer < model.hparams.routed_blocks
+            if len(info.shape) == 2 and proper and parse_expert_name(info.name) is None:
+                found.setdefault(info.name, info)
+    return found
+
+
+def _attention_seconds(speeds: Speeds, model: ExpertModel) -> tuple[float, float]:
+    """attention_s of Costs."""
+    hparams = model.hparams
+    found = []
+    for rows in (1, 64):
+        total = 0.0
+        for n_head, n_head_kv in zip(hparams.n_head, hparams.n_head_kv, strict=True):
+            if not (n_head and n_head_kv and hparams.key_length and hparams.value_length):
+                continue
+            lengths = hparams.key_length, hparams.value_length
+            what = Attention(n_head, n_head_kv, *lengths, rows, _CELLS)
+            total += speeds.seconds(what) / (rows * _CELLS)
+        found.append(total)
+    return found[0], found[1]

@@ -1,0 +1,288 @@
+"""The prediction: its arithmetic, its model of what is in memory, and what it is made of here."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import GGMLType
+from orchestrator import speeds as speeds_module
+from orchestrator.config import Config
+from orchestrator.events import SKIP
+from orchestrator.hardware import Machine
+from orchestrator.llama import Bindings
+from orchestrator.plan import plan_memory
+from orchestrator.policy.base import ModelShape, SlotGroup, SlotPlan
+from orchestrator.predict import (
+    ROWS,
+    Costs,
+    Prediction,
+    Reading,
+    Residency,
+    cached,
+    chances,
+    interpolated,
+    recently_used,
+    resident,
+    scanned,
+    uniform_uses,
+)
+from orchestrator.predictor import Predictor
+from orchestrator.products import Attention, Product, Small, Timer
+from orchestrator.speeds import FILE, OWN, Speeds
+
+LAYERS, EXPERTS, USED = 3, 8, 2
+DISK = Reading(1e6, latency_s=1e-3)
+
+
+def costs(expert_s: float = 0.010, dense_s: float = 0.030) -> Costs:
+    """An expert takes as long for each row; 5,000 bytes of it are 5 ms of DISK."""
+    per_row = np.array(ROWS) * expert_s
+    return Costs(
+        expert_s=np.tile(per_row, (LAYERS, 1, 1)),
+        expert_bytes=np.full((LAYERS, 1), 5000),
+        dense_s=np.array(ROWS) * dense_s,
+        output_s=0.004,
+        attention_s=(1e-5, 1e-6),
+    )
+
+
+def all_there() -> Residency:
+    uses = uniform_uses(LAYERS, EXPERTS, USED)
+    return resident(np.zeros((LAYERS, EXPERTS), int), uses, 1)
+
+
+def missing(share: float, foreseen: float = 0.0) -> Residency:
+    there = all_there()
+    present = np.full_like(there.present, 1.0 - share)
+    return Residency(there.uses, there.mix, present, (1.0 - share,) * 2, False, foreseen)
+
+
+def test_a_token_with_everything_in_memory_is_the_sum_of_its_parts() -> None:
+    found = Prediction(costs(), all_there(), DISK, 512)
+    assert found.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
+    assert found.token_s(100) - found.token_s() == pytest.approx(100 * 1e-5)
+    assert (found.hit_rate, found.read_bytes) == (1.0, 0.0)
+
+
+def test_reads_hide_behind_what_is_there_and_no_more() -> None:
+    # 5 + 1 ms of reading one expert hide behind the 20 ms of two; of two, 11 ms do
+    hidden = Prediction(costs(), missing(0.5), DISK, 512)
+    assert hidden.token_s() == pytest.approx(hidden.compute_s())
+    assert hidden.read_bytes == pytest.approx(LAYERS * USED * 0.5 * 5000)
+    # at a tenth of the speed: none, one or two of two experts miss, with 1, 2 and 1 of 4 chances
+    slow = Prediction(costs(), missing(0.5), Reading(1e5, latency_s=1e-3), 512)
+    tail = 0.020 / 6
+    layer = 0.25 * 0.020 + 0.5 * (0.051 + tail) + 0.25 * (0.101 + tail)
+    assert slow.token_s() == pytest.approx(LAYERS * (layer + 0.010) + 0.004)
+
+
+def test_what_is_foreseen_hides_behind_the_dense_weights_as_well() -> None:
+    disk = Reading(4e5, latency_s=0.0)
+    late = Prediction(costs(), missing(1.0), disk, 512)
+    early = Prediction(costs(), missing(1.0, foreseen=1.0), disk, 512)
+    # 25 ms of reading: beside 10 of dense weights and 20 of experts
+    assert late.token_s() == pytest.approx(LAYERS * (0.010 + 0.025 + 0.020 / 6) + 0.004)
+    assert early.token_s() == pytest.approx(LAYERS * 0.030 + 0.004)
+
+
+def test_a_prompt_reads_each_expert_once_a_part() -> None:
+    disk = Reading(1e3, latency_s=0.0)  # 5 s an expert
+    whole = Prediction(costs(0.0, 0.0), missing(1.0), disk, 64).prompt_s(64)
+    # the last layer computes the last token alone
+    n_read = (LAYERS - 1) * EXPERTS * (1 - 0.75**64) + EXPERTS * 0.25
+    assert whole == pytest.approx(5 * n_read, rel=0.02)
+    halves = Prediction(costs(0.0, 0.0), missing(1.0), disk, 32).prompt_s(64)
+    assert halves == pytest.approx(whole * 2 * (1 - 0.75**32) / (1 - 0.75**64), rel=0.1)
+    warm = Prediction(costs(0.0, 0.0), missing(0.5), disk, 64)
+    assert warm.prompt_s(64, first=True) == pytest.approx(whole, rel=1e-6)
+    assert warm.prompt_s(64) == pytest.approx(whole / 2, rel=0.02)
+
+
+def test_what_is_loaded_before_the_first_token_makes_no_prompt_wait() -> None:
+    found = Prediction(costs(), all_there(), DISK, 64)
+    assert found.prompt_s(64, first=True) == found.prompt_s(64)
+    assert found.prompt_s(256) > 3.5 * found.prompt_s(64)
+
+
+def test_skipped_experts_cost_nothing() -> None:
+    tiers = np.zeros((LAYERS, EXPERTS), int)
+    tiers[:, EXPERTS // 2 :] = SKIP
+    there = resident(tiers, uniform_uses(LAYERS, EXPERTS, USED), 1)
+    found = Prediction(costs(), there, DISK, 64)
+    assert found.token_s() == pytest.approx(LAYERS * USED / 2 * 0.010 + 0.030 + 0.004)
+    assert found.read_bytes == 0 and found.hit_rate == 1.0
+
+
+def test_rows_between_and_beyond_what_was_measured() -> None:
+    curve = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert interpolated(curve, 10.0) == pytest.approx(2.5)
+    assert interpolated(curve, 0.3) == 1.0
+    assert interpolated(curve, 512.0) == pytest.approx(10.0)
+
+
+def lru_hits(uses: np.ndarray, n_slots: int, steps: int = 6000) -> float:
+    """The hit rate of a cache in least-recently-used order, by playing it. As in the store, a step
+    finds what was there when it began."""
+    rng, held = np.random.default_rng(1), OrderedDict[int, None]()
+    hits = asked = 0
+    for _ in range(steps):
+        items = np.flatnonzero(rng.random(len(uses)) < uses).tolist()
+        hits += sum(item in held for item in items)
+        asked += len(items)
+        for item in items:
+            held[item] = None
+            held.move_to_end(item)
+        while len(held) > n_slots:
+            held.popitem(last=False)
+    return hits / asked
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.7, 1.1])
+def test_hits_are_those_of_a_cache_that_is_played(exponent: float) -> None:
+    uses = chances(np.arange(1.0, 65.0)[None] ** -exponent, 8)[0]
+    for n_slots in (16, 38, 58):
+        there = recently_used(uses, n_slots)
+        assert there.sum() == pytest.approx(n_slots, rel=1e-6)
+        assert (uses * there).sum() / 8 == pytest.approx(lru_hits(uses, n_slots), abs=0.03)
+    assert recently_used(uses, 64).min() == 1.0
+
+
+def test_a_scan_over_layers_that_share_their_slots() -> None:
+    n_layers, n_expert = 40, 60
+    for share in (0.3, 0.6, 0.9):
+        rng = np.random.default_rng(2)
+        everything = [(layer, e) for layer in range(n_layers) for e in range(n_expert)]
+        rng.shuffle(everything)
+        n_slots = int(share * len(everything))
+        held = OrderedDict.fromkeys(map(tuple, everything[:n_slots]))
+        found = []
+        for _ in range(2):
+            hits = 0
+            for layer in range(n_layers):
+                there = [(layer, e) for e in range(n_expert) if (layer, e) in held]
+                hits += len(there)
+                for each in [*there, *((layer, e) for e in range(n_expert))]:
+                    held[each] = None
+                    held.move_to_end(each)
+                while len(held) > n_slots:
+                    held.popitem(last=False)
+            found.append(hits / len(everything))
+        assert scanned(share, True) == pytest.approx(tuple(found), abs=0.03)
+    assert scanned(0.6, False) == (0.6, 0.6)
+    assert scanned(1.0, True) == (1.0, 1.0)
+
+
+def test_chances_sum_to_the_experts_of_a_token_and_none_is_certain_twice() -> None:
+    found = chances(np.array([[1000.0, 10.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]), 2)
+    assert found.sum(axis=1) == pytest.approx([2.0, 2.0])
+    assert found[0] == pytest.approx([1.0, 10 / 12, 1 / 12, 1 / 12])
+    assert found[1] == pytest.approx([0.5] * 4)
+
+
+def test_two_tiers_in_slots_of_their_own() -> None:
+    shape = ModelShape(4, 2, ("high", "low"), (({0: 100}, {0: 50}),))
+    slots = SlotPlan((SlotGroup(100, 4), SlotGroup(50, 1)), {(0, 0, 0): 0, (0, 0, 1): 1})
+    there = cached(shape, slots, uniform_uses(1, 4, 2), (0.75, 0.25))
+    assert there.mix[0, 0] == pytest.approx([0.75, 0.25])
+    assert there.hit_rate == pytest.approx(1.0)  # what is there in high answers low as well
+    fewer = SlotPlan((SlotGroup(100, 2), SlotGroup(50, 4)), slots.group_of)
+    there = cached(shape, fewer, uniform_uses(1, 4, 2), (0.75, 0.25))
+    assert there.hit_rate == pytest.approx(0.75 * 0.5 + 0.25, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k"))
+
+
+@pytest.fixture
+def bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bindings:
+    pytest.importorskip("llama_cpp.llama_cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return Bindings.load()
+
+
+def test_products_are_timed(bindings: Bindings) -> None:
+    with Timer(bindings.api._lib, 1) as timer:
+        for routed in (False, True):
+            one, many = (
+                timer.seconds(Product(GGMLType.Q4_K, 512, 256, rows, routed=routed))
+                for rows in (1, 256)
+            )
+            assert 0 < one < many < 1
+        assert timer.seconds(Small(256, 1)) < timer.seconds(Small(256, 256))
+        short, long = (timer.seconds(Attention(4, 2, 64, 64, 1, n)) for n in (256, 4096))
+        assert 0 < short < long
+        if bindings.library().interleaves(GGMLType.Q4_K, 512, 256):
+            repacked = Product(GGMLType.Q4_K, 512, 256, 1, repacked=True, routed=True)
+            assert 0 < timer.seconds(repacked) < 1
+
+
+def test_what_was_measured_is_kept(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = Product(GGMLType.Q4_K, 256, 64, 1)
+    with Speeds(bindings, 1) as speeds:
+        found = speeds.seconds(product)
+    monkeypatch.setattr(speeds_module, "Timer", None)
+    with Speeds(bindings, 1) as speeds:
+        assert speeds.seconds(product) == found
+    with Speeds(bindings, 2) as speeds, pytest.raises(TypeError):
+        speeds.seconds(product)  # other threads are another machine
+    with Speeds(bindings, 1, fresh=True) as speeds, pytest.raises(TypeError):
+        speeds.seconds(product)
+
+
+def test_a_damaged_file_of_speeds_is_measured_again(bindings: Bindings) -> None:
+    product = Product(GGMLType.Q4_K, 256, 64, 1)
+    with Speeds(bindings, 1) as speeds:
+        speeds.seconds(product)
+        path = speeds._path
+    for text in ("{", '{"format": "moe-edge speed", "seconds": {"x": -1.0}}', "[]"):
+        path.write_text(text)
+        with Speeds(bindings, 1) as speeds:
+            assert 0 < speeds.seconds(product) < 1
+
+
+def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
+    with ExpertModel.open(model) as opened:
+        config = Config.build(model=model, ctx=256, threads=1, force_managed=True)
+        machine = Machine(8 << 30)
+        with Predictor(bindings, config, opened, Reading(1e8)) as predictor:
+            assert not predictor.profiled
+
+            def predicted(**settings: object) -> Prediction:
+                asked = config.with_changes(**settings)
+                return predictor.of_plan(plan_memory(asked, opened, machine), asked)
+
+            whole = predicted(policy="lru")
+            assert whole.hit_rate == 1.0 and whole.token_s() == whole.compute_s()
+            half = predicted(policy="lru", expert_ram=opened.tier_bytes[0] // 2)
+            assert 0.4 < half.hit_rate < 0.6
+            assert half.token_s() > whole.token_s() and half.read_bytes > 0
+            assert half.prompt_s(64, first=True) > half.prompt_s(64) > whole.prompt_s(64)
+            skipping = predicted(
+                policy="dymoe",
+                low_tier="skip",
+                retention=0.5,
+                expert_ram=opened.tier_bytes[0] // 2,
+            )
+            assert skipping.read_bytes < half.read_bytes
+            plain = predicted(policy="plain", force_managed=False)
+            assert plain.hit_rate == 1.0 and plain.token_s() > 0
+            mixed = predicted(policy="dynaexq", low_tier="q2_k")
+            assert mixed.hit_rate == 1.0
+
+            high = np.zeros((opened.n_layers, opened.n_expert), int)
+            in_file = predictor.of_tiers(high, 64, FILE)
+            assert in_file.token_s() == pytest.approx(
+                predicted(policy="lru", layout="file").token_s()
+            )
+            assert predictor.of_tiers(high, 64, OWN).costs is predictor.costs((0,), OWN)
+            low = predictor.of_tiers(high + 1, 64, FILE)
+            assert low.costs.expert_bytes.sum() < in_file.costs.expert_bytes.sum()
