@@ -149,8 +149,9 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
     if policy is None:
         tunes = config.low is not None or config.low_tier is not None or config.of_policies
         policy = policy_class(BASELINE if offer.fits_whole(high) and not tunes else DEFAULT)
-    skip = config.low_tier == SKIP_TIER and policy.most_tiers > 1 and not config.exact
-    if skip or low is None:
+    asked = config.low_tier == SKIP_TIER and policy.most_tiers > 1
+    skip = (policy.skips or asked) and not config.exact
+    if low is None or asked or (policy.skips and named is None):
         return Choice(policy, (high,), skip)
     return Choice(policy, tiers_between(policy, high, named, len(names)), skip)
 

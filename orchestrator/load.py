@@ -365,6 +365,8 @@ class Loader:
             losses = self.losses.recall(tier_names, policy.per_use)
         if losses is not None:
             policy.set_losses(losses)
+        if policy.foresees:
+            policy.set_estimate(self.losses.needed(tier_names))
         known = self.hotness.recall() if policy.learns else None
         if known is not None:
             policy.set_hotness(known)
