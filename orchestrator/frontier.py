@@ -279,7 +279,8 @@ def _kl(plan: MemoryPlan, known: Knowledge) -> tuple[float | None, bool]:
     skipped = max(0.0, 1.0 - sum(shares))
     of_tiers = [_of_tiers(known, np.full(size, tier, np.uint8)) for tier in plan.tiers]
     total = sum(share * each for share, each in zip(shares, of_tiers, strict=False))
-    return total + skipped * _of_tiers(known, np.full(size, SKIP, np.uint8)), True
+    lowers = skipped > 0 or any(shares[1:])
+    return total + skipped * _of_tiers(known, np.full(size, SKIP, np.uint8)), lowers
 
 
 def settled(config: Config, model: ExpertModel, known: Knowledge) -> tuple[Config, str]:
