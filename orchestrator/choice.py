@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from gguf_tools.experts import ExpertModel
@@ -55,6 +56,10 @@ def check_unused(config: Config) -> None:
             )
         if name is not None and name not in having:
             raise unused_option(given, name)
+    if config.exact and (config.low is not None or config.low_tier is not None):
+        raise ConfigError(
+            "--exact computes every expert in the high precision: leave --low and --low-tier out"
+        )
     if config.renormalize and config.low_tier != SKIP_TIER:
         raise ConfigError(
             f"--renormalize is for --low-tier {SKIP_TIER}: leave it out, or ask for that"
@@ -76,9 +81,20 @@ def unused_option(given: str, policy: str) -> ConfigError:
 
 def make_policy(config: Config, choice: Choice, shape: ModelShape) -> Policy:
     """The chosen policy with its settings. Raises PolicyError where it cannot work with the
-    model's tiers."""
+    model's tiers, and ConfigError for settings with which it would not be exact, where that is
+    asked for."""
     rules = Rules(choice.skip, config.renormalize, config.exact_tiers)
-    return choice.policy(shape, config.settings_of(choice.policy), rules)
+    settings = config.settings_of(choice.policy)
+    if config.exact:
+        needed = choice.policy.lossless or {}
+        for name, value in needed.items():
+            if config.of_policies.get(name, value) != value:
+                raise ConfigError(
+                    f"--exact computes every expert in the high precision, which {flag_of(name)} "
+                    f"{config.of_policies[name]} does not: leave one of the two out"
+                )
+        settings = replace(settings, **needed)
+    return choice.policy(shape, settings, rules)
 
 
 def wants_plain(config: Config, model: ExpertModel) -> bool:
@@ -105,7 +121,13 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
     """
     names = [tier.name for tier in model.tiers]
     policy = None if config.policy is None else policy_class(config.policy)
-    lower = policy is None or policy.most_tiers > 1
+    mixes = policy is not None and policy.lossless is None and policy.most_tiers > 1
+    if config.exact and policy is not None and mixes:
+        raise PolicyError(
+            f"--exact computes every expert in the high precision, and the policy {policy.name} "
+            f"keeps some in lower ones: choose another --policy, or leave --exact out"
+        )
+    lower = (policy is None or policy.most_tiers > 1) and not config.exact
     # The low tier, as far as the user said: one of that name, or any.
     named = None
     if lower and config.low_tier not in (None, SKIP_TIER):
@@ -117,6 +139,8 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
         high = (policy or Policy).high_tier(offer)
     named = (policy or Policy).low_tier(offer, high) if lower else None
     low = named if named is not None else high + 1 if high + 1 < len(names) else None
+    if config.exact:
+        low = None
     if low is not None and low <= high:
         raise PolicyError(
             f"the low tier {names[low]} is not below the high tier {names[high]}; the file "
@@ -125,8 +149,9 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
     if policy is None:
         tunes = config.low is not None or config.low_tier is not None or config.of_policies
         policy = policy_class(BASELINE if offer.fits_whole(high) and not tunes else DEFAULT)
-    skip = config.low_tier == SKIP_TIER and policy.most_tiers > 1
-    if skip or low is None:
+    asked = config.low_tier == SKIP_TIER and policy.most_tiers > 1
+    skip = (policy.skips or asked) and not config.exact
+    if low is None or asked or (policy.skips and named is None):
         return Choice(policy, (high,), skip)
     return Choice(policy, tiers_between(policy, high, named, len(names)), skip)
 

@@ -106,7 +106,17 @@ class Config(Settings):
         within=(1, 65536),
         shown="by memory",
     )
-    threads: int | None = setting(None, "Compute threads.", within=(1, 1024), shown="the cores")
+    threads: int | None = setting(
+        None,
+        "Compute threads.",
+        within=(1, 1024),
+        shown="the cores, fewer for an answer while other programs take them",
+    )
+    exact: bool = setting(
+        False,
+        "llama.cpp's own bits: every expert in the high precision, all weights as they are in the "
+        "file, and as many threads all the time.",
+    )
     max_tokens: int | None = setting(
         None,
         "Longest answer in tokens.",
@@ -221,6 +231,8 @@ class Config(Settings):
                 settings[key] = Path(value)
         if settings.get("model") is None:
             raise ConfigError("the setting 'model' is missing")
+        if settings.get("exact"):
+            settings |= _exact(settings)
         given = {k: v for k, v in settings.items() if k in others and v is not None}
         for key, value in given.items():
             others[key].check(value)
@@ -251,3 +263,13 @@ class Config(Settings):
     def settings_of(self, policy: type[Policy]) -> Settings:
         """The settings of one policy: those given, the rest as it declares them."""
         return policy.Settings.of(self.of_policies)
+
+
+def _exact(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The layout that `exact` stands for. Raises ConfigError where another one is asked for."""
+    if settings.get("layout") == "cpu" or settings.get("use_extra_bufts"):
+        raise ConfigError(
+            "--exact keeps all weights as they are in the file, and --layout cpu does not: leave "
+            "one of the two out"
+        )
+    return {"layout": "file", "use_extra_bufts": False}

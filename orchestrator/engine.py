@@ -16,10 +16,10 @@ from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.driver import Driver
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.estimate import KlEstimate
 from orchestrator.events import GenerationStats, Phase
 from orchestrator.llama import Context, Model, SamplerChain
 from orchestrator.load import Loader
+from orchestrator.losses import LossKeeper
 from orchestrator.meter import Meter
 from orchestrator.mode_line import mode_line
 from orchestrator.native import Store
@@ -332,9 +332,9 @@ class Engine:
         """llama.cpp's context; as llama. Who decodes with it keeps to its own sequences."""
         return self._loaded.context
 
-    def estimate(self, tiers: Sequence[str], base: str) -> KlEstimate | None:
-        """As LossTable.estimate, of the model's own table; None without one."""
-        return self._loader.losses.estimate(tiers, base)
+    @property
+    def losses(self) -> LossKeeper:
+        return self._loader.losses
 
     @property
     def note(self) -> str | None:

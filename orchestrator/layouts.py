@@ -11,9 +11,10 @@ from orchestrator.config import Config
 from orchestrator.native import Library, StoreSpec
 from orchestrator.plan import MemoryPlan
 
-# Changing the layout takes the processor longer than the layout saves in one use, so an expert has
-# to stay. Below this share of the experts' bytes in slots, too many of them come and go.
-RESIDENT_SHARE = 0.9
+# Changing the layout takes the processor as long as the layout saves in twenty uses of an expert,
+# in ninety of Q4_K. Where experts come and go and a share s of them has slots, one is used
+# 1 / (1 - s) times before it goes, and oftener where some are used more than others.
+RESIDENT_SHARE = 0.99
 
 
 def wants_own_layout(config: Config, plan: MemoryPlan) -> bool:
@@ -22,6 +23,10 @@ def wants_own_layout(config: Config, plan: MemoryPlan) -> bool:
         return config.layout == "cpu"
     if config.use_extra_bufts is False or plan.slots is None:
         return False
+    policy = plan.policy
+    if policy is not None and policy.all_resident:
+        # Versions change in the background and seldom, unless tokens wait for them.
+        return policy.transition_rate > 0
     return plan.slots.total_bytes >= RESIDENT_SHARE * plan.expert_bytes
 
 

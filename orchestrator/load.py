@@ -20,7 +20,7 @@ from orchestrator.frontier import Knowledge, Loses, settled
 from orchestrator.layouts import with_layouts
 from orchestrator.llama import Bindings, Context, Model
 from orchestrator.losses import LossKeeper
-from orchestrator.native import Misses, Store, context_memory, host_scratch
+from orchestrator.native import FreeCores, Misses, Store, context_memory, host_scratch
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS, Policy
 from orchestrator.policy.base import Transition
@@ -33,6 +33,7 @@ from orchestrator.store_layout import importance_window, store_spec
 from orchestrator.template import ChatTemplate
 
 Progress = Callable[[float], None]
+Part = FreeCores | Context | Store | Model
 
 
 class Loaded:
@@ -48,7 +49,7 @@ class Loaded:
         model: Model,
         context: Context,
         steps: Steps,
-        parts: Sequence[Context | Store | Model],
+        parts: Sequence[Part],
     ) -> None:
         """parts: what is to be freed, in this order."""
         self.plan = plan
@@ -234,7 +235,7 @@ class Loader:
         first = self._first(plan)
         # of the time that loading takes; experts are read before the first token, or never
         share = 0.5 if first else 1.0
-        parts: list[Context | Store | Model] = []
+        parts: list[Part] = []
         try:
             driver = PlainDriver()
             if plan.policy is not None:
@@ -265,6 +266,8 @@ class Loader:
             )
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
+            if config.threads is None and not config.exact and not self.on_gpu:
+                parts.insert(0, FreeCores(self.bindings.library(), context.handle))
             sequences = Sequences(context, config.sequences)
             # where nothing was asked for, the model's own longest context cannot be raised either
             most = self._model.hparams.context_length
@@ -309,6 +312,8 @@ class Loader:
             losses = self.losses.recall(tier_names, policy.per_use)
         if losses is not None:
             policy.set_losses(losses)
+        if policy.foresees:
+            policy.set_estimate(self.losses.needed(tier_names))
         known = self.hotness.recall() if policy.learns else None
         if known is not None:
             policy.set_hotness(known)
@@ -339,7 +344,7 @@ class Loader:
         )
 
 
-def _close(parts: Sequence[Context | Store | Model]) -> None:
+def _close(parts: Sequence[Part]) -> None:
     for part in parts:
         part.close()
 

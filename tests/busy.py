@@ -71,14 +71,11 @@ def main() -> None:
     parser.add_argument("--other", type=Path, help="another checkout")
     parser.add_argument("--python", default=sys.executable, help="its Python, with its library")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", type=int, help="without it, as many as find a core")
     asked = parser.parse_args()
 
-    sys.path.insert(0, str(HERE))
-    from gguf_tools.process import default_threads
-
     common: dict[str, Any] = {"model": str(asked.model.resolve()), "ctx": 4096, "ubatch": 64}
-    common["threads"] = asked.threads or default_threads()
+    common["threads"] = asked.threads
     kinds = {
         "plain": common | {"policy": "plain"},
         "managed": common | {"policy": "lru", "force_managed": True},

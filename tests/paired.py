@@ -46,7 +46,7 @@ def opened(settings):
         from orchestrator.lab.bench.plain import PlainModel, silence
 
         silence()
-        with PlainModel(mmap=False, extra_bufts=True, **settings) as model:
+        with PlainModel(**{"mmap": False, "extra_bufts": True} | settings) as model:
             yield model.eval, lambda: None
         return
     from orchestrator.config import Config

@@ -22,6 +22,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.estimate import LossMeter
 from orchestrator.eval.arithmetic import kl_divergence, log_softmax
 from orchestrator.eval.compare import Reference
+from orchestrator.eval.text import Window
 from orchestrator.events import SKIP, SKIP_TIER, Phase, RouteEvent
 from orchestrator.losses import Fit, LossTable
 from orchestrator.policy import BASELINE, DEFAULT
@@ -51,12 +52,14 @@ class _Way(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Fitting:
     """What factors are fitted with. path: the model; tiers: its own, best first; table: without
-    factors; windows: tokens of the text; ram: the cap on the model, None for all that there is."""
+    factors; windows: tokens of the text, scored from firsts on; ram: the cap on the model, None for
+    all that there is."""
 
     path: Path
     tiers: Sequence[str]
     table: LossTable
-    windows: Sequence[Sequence[int]]
+    windows: Sequence[list[int]]
+    firsts: Sequence[int]
     threads: int | None
     ram: int | None
 
@@ -91,20 +94,16 @@ class Fitting:
         return Fit(
             tuple((factors * scale).tolist()),
             (*self.tiers, SKIP_TIER),
-            f"{sum(map(len, windows))} tokens of {self.table.calibration}",
+            f"{sum(each.n_scored for each in windows)} tokens of {self.table.calibration}",
             max(max(ratio / scale, scale / ratio) for ratio in ratios),
         )
 
-    def _windows(self) -> list[list[int]]:
-        """The first tokens of the text."""
-        found: list[list[int]] = []
-        left = MAX_TOKENS
-        for window in self.windows:
-            if left <= 1:
-                break
-            found.append(list(window[:left]))
-            left -= len(found[-1])
-        return found
+    def _windows(self) -> list[Window]:
+        """Windows from all over the text."""
+        total = sum(map(len, self.windows))
+        every = [Window(*each, "") for each in zip(self.windows, self.firsts, strict=True)]
+        step = max(1, round(total / MAX_TOKENS))
+        return [each for each in every[::step] if each.n_scored > 0]
 
     def _config(self, **settings: Any) -> Config:
         return Config.build(
@@ -120,11 +119,11 @@ class Fitting:
             **settings,
         )
 
-    def _read(self, windows: list[list[int]]) -> Reference:
+    def _read(self, windows: list[Window]) -> Reference:
         """What the best tier says. The caller closes it."""
         with Engine.open(self._config(policy=BASELINE)) as engine:
-            n_vocab = engine.eval(windows[0][:1], 0).shape[-1]
-            reference = Reference(sum(map(len, windows)), n_vocab)
+            n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
+            reference = Reference(sum(each.n_scored for each in windows), n_vocab)
             try:
                 for at, row in enumerate(_rows(engine, windows)):
                     reference.rows[at] = log_softmax(row)
@@ -134,7 +133,7 @@ class Fitting:
         return reference
 
     def _ratio(
-        self, windows: list[list[int]], way: _Way, reference: Reference, factors: np.ndarray
+        self, windows: list[Window], way: _Way, reference: Reference, factors: np.ndarray
     ) -> float:
         """The mean KL from the best tier, by what these factors foresee. Raises ConfigError where
         there is none."""
@@ -167,8 +166,10 @@ class Fitting:
         return measured / foreseen
 
 
-def _rows(engine: Engine, windows: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
-    """Logits float32 [n_vocab] behind each token, window by window."""
+def _rows(engine: Engine, windows: Sequence[Window]) -> Iterator[np.ndarray]:
+    """Logits float32 [n_vocab] that predict each scored token, window by window."""
     for window in windows:
-        for part in engine.eval_each(window, 0, Phase.PREFILL):
-            yield from part
+        before = window.first - 1
+        for part in engine.eval_each(window.tokens[:-1], 0, Phase.PREFILL):
+            yield from part[before:]
+            before = max(0, before - len(part))

@@ -195,9 +195,10 @@ def measure_losses(
         run = Run(model, full, capture, calibration, wanted, by, load_ggml(), threads)
         table = run.measure(lambda share: progress("Measuring losses", share))
         save(out, model, table)
-        names, windows = [tier.name for tier in model.tiers], calibration.windows
+        names = [tier.name for tier in model.tiers]
     # The model that read is gone: two would not fit the memory.
-    fitting = Fitting(source, names, table, windows, method.threads, method.ram)
+    windows, firsts = calibration.windows, calibration.firsts
+    fitting = Fitting(source, names, table, windows, firsts, method.threads, method.ram)
     try:
         table = replace(table, fit=fitting.fit(progress))
     except (BudgetError, ConfigError, NativeError) as error:

@@ -21,7 +21,8 @@ _ASIDE: dict[str, Any] = {
     "low_tier": None,
     "renormalize": False,
     "expert_ram": None,
-    "use_extra_bufts": False,
+    "exact": True,
+    "layout": "auto",
     "remember": False,
 }
 

@@ -40,7 +40,7 @@ def foresee_from(engine: Engine, best: str) -> LossMeter | None:
     cannot be."""
     if not engine.managed:
         return None
-    estimate = engine.estimate(engine.plan.tier_names, best)
+    estimate = engine.losses.estimate(engine.plan.tier_names, best)
     meter = None if estimate is None else LossMeter(estimate, engine.config.exact_tiers)
     engine.driver.meter = meter
     return meter

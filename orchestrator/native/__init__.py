@@ -14,6 +14,7 @@ from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrar
 from orchestrator.native.simulation import Simulation
 from orchestrator.native.spec import Misses, Slices, StoreSpec
 from orchestrator.native.store import Store
+from orchestrator.native.threads import FreeCores
 
 __all__ = [
     "ABI_VERSION",
@@ -23,6 +24,7 @@ __all__ = [
     "Bandwidths",
     "CStats",
     "DeviceInfo",
+    "FreeCores",
     "Library",
     "Misses",
     "NativeRequest",

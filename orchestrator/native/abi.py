@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -260,6 +260,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_buffer_type": (ctypes.c_void_p, []),
     "moe_edge_load_error": (ctypes.c_char_p, []),
     "moe_edge_get_memory": (None, [ctypes.c_void_p, ctypes.POINTER(CMemory)]),
+    "moe_edge_adapt_threads": (None, [ctypes.c_void_p, ctypes.c_int32]),
     "moe_edge_store_event": (ctypes.POINTER(CEvent), [_STORE]),
     "moe_edge_store_decision": (ctypes.POINTER(CDecision), [_STORE]),
     "moe_edge_set_callback": (

@@ -13,12 +13,13 @@ from orchestrator.policy.context import Context
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.policy.firm import FIRM
+from orchestrator.policy.floor import Floor
 from orchestrator.policy.lru import LRU
 from orchestrator.policy.mixed import Mixed
 from orchestrator.settings import Setting
 
 POLICIES: dict[str, type[Policy]] = {
-    each.name: each for each in (LRU, DyMoE, DynaExq, FIRM, Context, Mixed)
+    each.name: each for each in (LRU, DyMoE, DynaExq, FIRM, Context, Floor, Mixed)
 }
 
 # The upstream path without a store, which a user asks for like a policy.

@@ -43,6 +43,11 @@ static _Thread_local struct {
     long long delay_ns;
 } moe_edge_late;
 
+// Of moe-edge-cpu: the calling thread computes, and how long it waits for a core counts from now on.
+void moe_edge_compute_thread(void);
+
+static _Thread_local int moe_edge_known;
+
 static inline long long moe_edge_barrier_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -89,6 +94,10 @@ static inline void moe_edge_barrier_late(void) {
 // One of n_threads arrives. arrived counts them and is 0 between barriers; passed counts finished
 // barriers in twos, and is odd while somebody sleeps until it changes.
 static inline void moe_edge_barrier(atomic_int * arrived, atomic_int * passed, int n_threads, void (*relax)(void)) {
+    if (!moe_edge_known) {
+        moe_edge_known = 1;
+        moe_edge_compute_thread();
+    }
     const int before = atomic_load_explicit(passed, memory_order_relaxed) & ~1;
     if (atomic_fetch_add_explicit(arrived, 1, memory_order_seq_cst) == n_threads - 1) {
         atomic_store_explicit(arrived, 0, memory_order_relaxed);

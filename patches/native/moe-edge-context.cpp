@@ -1,7 +1,9 @@
 // Steps of a context: one around each micro-batch that it computes.
 
 #include "moe-edge-hook.h"
+#include "moe-edge-cpu.h"
 #include "moe-edge-llama.h"
+#include "moe-edge-threads.h"
 #include "moe-edge-util.h"
 
 #include "llama-batch.h"
@@ -18,6 +20,21 @@ hook_model * attached_to(const llama_model & model) {
     std::shared_lock<std::shared_mutex> lock(moe_edge_attached.mutex);
     const auto it = moe_edge_attached.models.find(&model);
     return it == moe_edge_attached.models.end() ? nullptr : it->second.get();
+}
+
+// Contexts that decode with as many threads as find a core. Never destroyed: a context may outlive this library's
+// other statics.
+struct adapting_contexts {
+    std::shared_mutex mutex;
+    std::unordered_map<const llama_context *, std::unique_ptr<moe_edge_threads>> threads;
+};
+
+adapting_contexts & adapting = *new adapting_contexts;
+
+moe_edge_threads * threads_of(const llama_context & ctx) {
+    std::shared_lock<std::shared_mutex> lock(adapting.mutex);
+    const auto it = adapting.threads.find(&ctx);
+    return it == adapting.threads.end() ? nullptr : it->second.get();
 }
 
 void add_new(std::vector<int32_t> & sequences, int32_t sequence) {
@@ -57,15 +74,18 @@ moe_edge_batch describe(const llama_ubatch & ubatch, const llama_batch & whole, 
 
 }  // namespace
 
-moe_edge_step_hook::moe_edge_step_hook(const llama_context & ctx, const llama_ubatch & ubatch)
-    : ctx(ctx), model(attached_to(ctx.model)) {
+moe_edge_step_hook::moe_edge_step_hook(llama_context & ctx, const llama_ubatch & ubatch)
+    : ctx(ctx), model(attached_to(ctx.model)), threads(threads_of(ctx)), n_tokens(ubatch.n_tokens) {
+    if (threads) {
+        ctx.cparams.n_threads = ctx.cparams.n_threads_batch = threads->count(n_tokens);
+    }
+    began_us = now_us();
     if (model) {
         model->store->begin_step(describe(ubatch, ctx.balloc->get_batch(), model->store->said_phase));
         const moe_edge_store & store = *model->store;
         const bool scores = store.importance_window != 0 && store.in_prefill() && ubatch.n_tokens > 1;
         watched = store.runs_unwatched() || ctx.cparams.warmup ? 0 : scores ? 2 : 1;
         set_abort_callback(should_stop, this);
-        began_us = now_us();
     }
 }
 
@@ -100,6 +120,10 @@ bool moe_edge_step_hook::may_reuse(const llm_graph_result * graph) const {
 }
 
 ggml_status moe_edge_step_hook::done(const llm_graph_result * graph, ggml_status status) {
+    if (threads && status == GGML_STATUS_SUCCESS) {
+        const uint64_t now = now_us();
+        threads->step(n_tokens, now - began_us, now, moe_edge_compute_delay_us);
+    }
     if (!model) {
         return status;
     }
@@ -119,4 +143,13 @@ ggml_status moe_edge_step_hook::done(const llm_graph_result * graph, ggml_status
         return status;
     }
     return store.end_step(us) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
+}
+
+void moe_edge_adapt_threads(void * context, int32_t most) {
+    const auto * ctx = static_cast<const llama_context *>(context);
+    std::unique_lock<std::shared_mutex> lock(adapting.mutex);
+    adapting.threads.erase(ctx);
+    if (most > 0) {
+        adapting.threads.emplace(ctx, std::make_unique<moe_edge_threads>(most));
+    }
 }

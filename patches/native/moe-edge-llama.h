@@ -13,6 +13,7 @@ struct llama_context;
 struct llama_model;
 struct llama_ubatch;
 struct llm_graph_context;
+class  moe_edge_threads;
 class  llm_graph_result;
 
 // Loader: the lower tiers of an expert file are not tensors of the model; it must neither
@@ -38,7 +39,7 @@ class moe_edge_step_hook {
   public:
     // The step begins, and stops early from here on where the store says so or the context's own
     // abort callback does.
-    moe_edge_step_hook(const llama_context & ctx, const llama_ubatch & ubatch);
+    moe_edge_step_hook(llama_context & ctx, const llama_ubatch & ubatch);
     moe_edge_step_hook(const moe_edge_step_hook &) = delete;
     ~moe_edge_step_hook();
 
@@ -54,6 +55,8 @@ class moe_edge_step_hook {
 
     const llama_context & ctx;
     hook_model *          model = nullptr;
+    moe_edge_threads *    threads;       // null: as many as the context was made with
+    const int32_t         n_tokens;
     int                   watched  = 0;  // what of ours is in its graph, as in hook_model
     uint64_t              began_us = 0;
 };

@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 11
+#define MOE_EDGE_ABI_VERSION 12
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -335,6 +335,11 @@ struct moe_edge_memory {
 
 // context: struct llama_context *.
 MOE_EDGE_API void moe_edge_get_memory(void * context, struct moe_edge_memory * out);
+
+// From the next step on a context of the CPU (struct llama_context *) decodes with `most` threads at most: with as many
+// as find a core beside whatever else runs. Steps of more than a few tokens take all of them. 0 ends that; it is called
+// so before the context is freed.
+MOE_EDGE_API void moe_edge_adapt_threads(void * context, int32_t most);
 
 // Binds one tensor to the store, without a llama_model: tensor is a struct ggml_tensor * in
 // moe_edge_buffer_type(), an operand of ggml_mul_mat_id. It must not outlive the store.

@@ -30,6 +30,7 @@ USES = {
     "profile": {"orchestrator/cli_options.py", "orchestrator/profile.py"},
     "transition_rate": {
         "orchestrator/driver.py",
+        "orchestrator/layouts.py",
         "orchestrator/replay/report.py",
     },
 }

@@ -62,6 +62,22 @@ def test_decoding_is_upstream_with_repacked_weights_bit_for_bit(
     np.testing.assert_array_equal(as_in_file, upstream(path, repack=False))
 
 
+@pytest.mark.parametrize("tier", TYPES)
+def test_exact_is_upstream_without_repacked_weights(
+    tier: str, tiny_model: Callable[..., Path]
+) -> None:
+    """With everything in memory, where `auto` would change the layout, and in prompts too."""
+    path, prompt = tiny_model("olmoe", tier), TOKENS * 4
+    found, mode = managed(path, exact=True)
+    assert "own layout" not in mode
+    np.testing.assert_array_equal(found, upstream(path, repack=False))
+    config = Config.build(model=path, force_managed=True, exact=True, **SETTINGS)
+    with PlainModel(path, n_ctx=256, n_ubatch=32, threads=2, mmap=False) as model:
+        expected = model.eval(prompt, 0)[-1]
+    with Engine.open(config) as engine:
+        np.testing.assert_array_equal(engine.eval(prompt, 0)[-1], expected)
+
+
 def test_where_experts_come_and_go(tiny_model: Callable[..., Path]) -> None:
     """auto keeps what the file has; asked for, the layout is changed at each read."""
     path = tiny_model("qwen3moe", "q4_0")
@@ -73,6 +89,22 @@ def test_where_experts_come_and_go(tiny_model: Callable[..., Path]) -> None:
     found, mode = managed(path, expert_ram=half, layout="cpu")
     assert "q4_0 in this CPU's own layout" in mode
     np.testing.assert_array_equal(found, whole)
+
+
+def test_auto_is_for_experts_that_stay(tiny_model: Callable[..., Path]) -> None:
+    """Not where one of twenty comes and goes; but where all stay and change versions seldom."""
+    path = tiny_model("qwen3moe", "q4_0")
+    with ExpertModel.open(path) as model:
+        nearly = int(0.95 * model.tier_bytes[0])
+    assert "own layout" not in managed(path, expert_ram=nearly)[1]
+    low = tiny_model("qwen3moe", "q2_k")
+    asked = SETTINGS | {"model": path, "low": low, "policy": "dynaexq", "expert_ram": nearly}
+    for rate, changed in ((1 << 20, True), (0, False)):
+        with Engine.open(Config.build(transition_rate=rate, **asked)) as engine:
+            assert engine.policy.all_resident
+            assert ("q4_0 in this CPU's own layout" in engine.mode) == changed
+            one_by_one(engine.eval)
+            engine.store.check()
 
 
 def test_types_without_one_stay_as_in_the_file(tiny_model: Callable[..., Path]) -> None:

@@ -79,9 +79,11 @@ def test_decodes_as_on_the_host(device: Device, tiny_model: Callable[..., Path],
         # no op asks the store: what the device counted, of the last step what is computed by now
         assert found["hits"] == found["requests"] and any(found["requests"])
         assert sum(map(sum, found["computed"])) == sum(found["requests"])
-    else:
+    elif device.emulated:
         assert found["requests"] == wanted["requests"]
         assert found["computed"] == wanted["computed"]
+    else:  # a router's close call may fall the other way where sums have another order
+        assert sum(found["requests"]) == pytest.approx(sum(wanted["requests"]), rel=0.05)
     # when a version of an expert changes is up to copies
     assert_same_answer(found, wanted, 0.1 if name == "dynaexq" else 1e-3)
 
@@ -107,10 +109,11 @@ def test_one_tier_is_lossless(device: Device, tiny_model: Callable[..., Path]) -
     library = device.library
     model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
     plain = engine(library, 6, model=model, device="cuda0", policy="plain")
-    found = engine(library, 6, model=model, device="cuda0", misses="copy", **POLICIES["lru"])
+    options = {**POLICIES["lru"], "misses": "copy", "answer": plain["tokens"]}
+    found = engine(library, 6, model=model, device="cuda0", **options)
     assert not plain["managed"] and found["managed"]
-    assert found["tokens"] == plain["tokens"]
-    assert nmse(found["rows"][-1], plain["rows"][-1]) < 1e-6
+    # a GPU splits the sums of a prompt by how many experts a launch has
+    assert_same_answer(found, plain, 1e-6 if device.emulated else 1e-4)
 
 
 def test_steps_that_nobody_watches_are_counted(
@@ -130,18 +133,21 @@ def test_prefill_alone_may_be_watched(device: Device, tiny_model: Callable[..., 
     prompt between them has it, though its graph is the same otherwise."""
     options = {"model": str(tiny_model("qwen3moe", "q4_k", "q2_k")), "policy": "lru", "warm": True}
     wanted = engine(device.library, 5, **options, device="cuda0")
-    found = engine(device.library, 5, **options, device="cuda0", watch=True)
+    options |= {"watch": True, "answer": wanted["tokens"]}
+    found = engine(device.library, 5, **options, device="cuda0")
     assert not wanted["watched"]
     assert found["watched"] == [[0, 1]] * 3  # layers
-    assert found["tokens"] == wanted["tokens"]
-    assert found["rows"] == wanted["rows"]
+    if device.emulated:
+        assert found["rows"] == wanted["rows"]
+    assert_same_answer(found, wanted)
     assert sum(found["requests"]) == sum(wanted["requests"])
     assert sum(found["hits"]) == sum(wanted["hits"])
 
 
 @pytest.mark.parametrize("tier", ["q8_0", "f16"])
 def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> None:
-    """Greedy text equals the CPU's: 64 tokens on a GPU, a few on the emulated one."""
+    """The CPU's greedy text, fed token by token: the same logits, 64 times on a GPU, a few times on
+    the emulated one. Left to itself a GPU may write another text, from the first close call on."""
     if device.emulated and tier == "f16":
         pytest.skip("seconds a token: the other precision stands for both")
     n = 4 if device.emulated else 64
@@ -152,9 +158,10 @@ def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> No
     options = {"model": str(model), "policy": "lru", "high_tier": tier}
     wanted = engine("-", n, **options, device="host")
     budget = model.stat().st_size // 4
-    found = engine(device.library, n, **options, device="cuda0", expert_ram=budget)
+    options |= {"answer": wanted["tokens"], "expert_ram": budget}
+    found = engine(device.library, n, **options, device="cuda0")
     assert found["managed"]
-    assert found["tokens"] == wanted["tokens"]
+    assert_same_answer(found, wanted)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -184,7 +191,8 @@ def test_kernels_take_no_more_the_longer_a_prompt(
     prompt = [5 + i % 300 for i in range(320)]
     found = engine(device.library, 0, **options, model=model, device="cuda0", prompt=prompt)
     assert len(found["took"]) == 6
-    assert found["took"][-1] - found["took"][0] < 64 * 1024
+    # a driver gives memory in steps of 2 MiB, and loads kernels when they are first used
+    assert found["took"][-1] - found["took"][0] < (64 * 1024 if device.emulated else 32 * 2**20)
 
 
 def test_memory_that_is_not_pinned_is_reported(

@@ -146,10 +146,12 @@ def test_half_of_the_losses_take_twice_the_factor(
     packed, out = files[0], tmp_path / "own.json"
     assert run(packed, "--calib", text, "--types", "", "--out", out).exit_code == 0
     with ExpertModel.open(packed) as model, Capture(packed, threads=1) as capture:
-        table, windows = load(out, model), read_calibration(capture, text, 300).windows
+        table, calibration = load(out, model), read_calibration(capture, text, 300)
     half = replace(table, loss=table.loss / 2, power=table.power / 2)
     once, twice = (
-        Fitting(packed, ["q8_0", "q3_k"], each, windows, 1, None).fit(lambda *_: None)
+        Fitting(
+            *(packed, ["q8_0", "q3_k"], each, calibration.windows, calibration.firsts, 1, None)
+        ).fit(lambda *_: None)
         for each in (table, half)
     )
     assert twice.factors == pytest.approx([2 * each for each in once.factors])

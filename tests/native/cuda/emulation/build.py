@@ -30,6 +30,8 @@ KEEP = 400  # objects and libraries in the cache
 ARCHITECTURE = 720
 FLAGS = (
     *("-std=c++17", "-O1", "-w", "-fPIC", "-fno-strict-aliasing", "-x", "c++"),
+    # A GPU does not load what is not aligned to its type; this processor does.
+    *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
     *(f"-D__CUDA_ARCH__={ARCHITECTURE}", f"-D__CUDA_ARCH_LIST__={ARCHITECTURE}"),
     *("-DGGML_CUDA_NO_VMM", "-DGGML_CUDA_NO_FA", "-DGGML_CUDA_USE_GRAPHS"),
     # upstream multiplies larger batches with cuBLAS on cards without matrix instructions
