@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 from gguf_tools.experts import ExpertModel
@@ -38,10 +39,11 @@ from orchestrator.native import (
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS, Policy
 from orchestrator.policy.base import Transition
-from orchestrator.predict import Reading
+from orchestrator.predict import Prediction, Reading
 from orchestrator.predictor import Predictor
 from orchestrator.profile import HotnessKeeper, TunedKeeper, UsageKeeper
 from orchestrator.sequences import Sequences
+from orchestrator.spending import spending
 from orchestrator.steps import Steps
 from orchestrator.store_layout import importance_window, store_spec
 from orchestrator.template import ChatTemplate
@@ -226,8 +228,21 @@ class Loader:
                 scratch = probe.scratch
                 return plan_memory(asked, self._model, self._machine, 0, scratch, self._teach)
 
+            def time(plan: MemoryPlan, asked: Config) -> Prediction:
+                return self._spending(predictor.of_plan(plan, asked), plan)
+
             estimate, why_not = self._estimate(names)
-            yield Knowledge(plan, predictor.of_plan, predictor.uses, estimate, why_not)
+            yield Knowledge(plan, time, predictor.uses, estimate, why_not)
+
+    def _spending(self, found: Prediction, plan: MemoryPlan) -> Prediction:
+        """With what a policy that foresees its loss skips."""
+        policy = plan.policy
+        if policy is None or not policy.foresees:
+            return found
+        estimate = self.losses.needed(plan.tier_names)
+        nats = estimate.nats[..., -1] * estimate.gates
+        allowed, sizes = getattr(policy.settings, ALLOWED_LOSS), found.costs.expert_bytes[:, 0]
+        return replace(found, residency=spending(found.residency, nats, sizes, allowed))
 
     def settled(self, config: Config) -> Config:
         """The config with the plan that a loss which is allowed chooses, where no policy is
