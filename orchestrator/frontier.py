@@ -173,13 +173,15 @@ def _candidates(
     config: Config, model: ExpertModel, known: Knowledge, allowed: float | None
 ) -> Iterator[Candidate]:
     """Each plan that the registry of policies and the file's tiers offer, and that fits."""
-    names = [tier.name for tier in model.tiers]
+    every = [tier.name for tier in model.tiers]
+    names = every if config.high_tier is None else [config.high_tier]
     asked: list[tuple[dict[str, Any], float | None]] = [({"policy": PLAIN}, 0.0)]
     for name, policy in POLICIES.items():
         if ALLOWED_LOSS in policy.Settings.declared():
-            asked += _by_budget(name, names, known, allowed)
+            spending = _by_budget(name, every, known, allowed)
+            asked += [each for each in spending if each[0]["high_tier"] in names]
             continue
-        asked += _asked(name, policy, names)
+        asked += _asked(name, policy, names, len(every) > 1)
     seen: list[Candidate] = []
     for settings, kl in asked:
         with suppress(BudgetError, PolicyError, ConfigError):
@@ -191,13 +193,15 @@ def _candidates(
             alone = found.resident and len(found.tiers) == 1
             if alone and found.name not in (PLAIN, BASELINE):
                 continue  # the baseline, by another name
+            if found.resident and ALLOWED_LOSS in settings:
+                continue  # nothing is missing that a loss could save
             if not any(_same(found, each) for each in seen):
                 seen.append(found)
                 yield found
 
 
 def _asked(
-    name: str, policy: type[Policy], names: Sequence[str]
+    name: str, policy: type[Policy], names: Sequence[str], several: bool
 ) -> Iterator[tuple[dict[str, Any], float | None]]:
     """Settings of the plans that one policy has, and their KL where they say it themselves: one
     precision each, where it has a lossless form; several, where it works with them."""
@@ -206,7 +210,7 @@ def _asked(
             yield {"policy": name, "high_tier": tier, **policy.lossless}, None
     elif policy.most_tiers == 1:
         yield {"policy": name}, None
-    if policy.most_tiers > 1 and len(names) > 1:
+    if policy.most_tiers > 1 and several:
         yield {"policy": name}, None
         if policy.keeps is None:
             yield {"policy": name, "low_tier": SKIP_TIER}, None
@@ -279,7 +283,8 @@ def _kl(plan: MemoryPlan, known: Knowledge) -> tuple[float | None, bool]:
     skipped = max(0.0, 1.0 - sum(shares))
     of_tiers = [_of_tiers(known, np.full(size, tier, np.uint8)) for tier in plan.tiers]
     total = sum(share * each for share, each in zip(shares, of_tiers, strict=False))
-    return total + skipped * _of_tiers(known, np.full(size, SKIP, np.uint8)), True
+    lowers = skipped > 0 or any(shares[1:])
+    return total + skipped * _of_tiers(known, np.full(size, SKIP, np.uint8)), lowers
 
 
 def settled(config: Config, model: ExpertModel, known: Knowledge) -> tuple[Config, str]:

@@ -35,6 +35,10 @@ from orchestrator.settings import again
 # The share of an expert's use that counts as alike for all of its layer: what was used once in a
 # while is not worth nothing.
 ALIKE = 0.05
+# Of a budget: less than that is next to nothing.
+SMALL = 0.001
+# A slot in reserve for each so many experts.
+_EXPERTS_PER_MOVE = 128
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Mixed(Policy):
     within the transition rate. No token waits, and no token reads.
 
     A tier that no expert has takes no slots where another one's can hold it: one of each size else.
+    The lowest tier has slots in reserve, through which experts move, unless none ever will.
     """
 
     name = "mixed"
@@ -97,8 +102,16 @@ class Mixed(Policy):
 
     @classmethod
     def high_tier(cls, offer: TierOffer) -> int:
-        """The best one of the file."""
-        return 0
+        """The tier above the best one whose copies all fit; a better one where a slot of it, which
+        the store wants, takes next to nothing of the budget."""
+        tiers = range(len(offer.names))
+        fits = next((at for at in tiers if offer.fits_whole(at)), tiers[-1])
+        for at in range(max(0, fits - 1)):
+            shape = offer.shape(at)
+            n_experts = shape.n_layers * shape.n_expert
+            if shape.all_slot_bytes() <= SMALL * n_experts * offer.budget_bytes:
+                return at
+        return max(0, fits - 1)
 
     @property
     def all_resident(self) -> bool:
@@ -160,6 +173,8 @@ class Mixed(Policy):
         has some, where slots can be shared."""
         places: list[Places] = []
         last = len(self.shape.tiers) - 1
+        settings = self.settings
+        moves = bool(settings.update_steps if settings.update_ms is None else settings.update_ms)
         for tier in range(last + 1):
             n = (tiers == tier).sum(axis=1).tolist()
             if (
@@ -169,9 +184,10 @@ class Mixed(Policy):
                 and places[-1].of(range(self.shape.n_layers))
             ):
                 before = places.pop()
-                places.append(Places((*before.tiers, tier), before.n_experts, tier == last))
+                held, reserve = (*before.tiers, tier), moves and tier == last
+                places.append(Places(held, before.n_experts, reserve, _EXPERTS_PER_MOVE))
             else:
-                places.append(Places((tier,), n, reserve=tier == last))
+                places.append(Places((tier,), n, moves and tier == last, _EXPERTS_PER_MOVE))
         return TierPools(self.shape, places)
 
     def start(self) -> list[Transition]:

@@ -18,11 +18,13 @@ _MOST_MOVES = 16
 @dataclass(frozen=True, slots=True)
 class Places:
     """Slots for n_experts of each layer, or so many of each, in any of these tiers, each as large
-    as the largest of them. reserve: a few more, for experts that are under way."""
+    as the largest of them. reserve: a few more, for experts that are under way, one for each so
+    many."""
 
     tiers: tuple[int, ...]
     n_experts: int | Sequence[int]
     reserve: bool = True
+    experts_per_move: int = _EXPERTS_PER_MOVE
 
     def of(self, layers: Sequence[int]) -> int:
         """Experts of these layers together."""
@@ -82,6 +84,6 @@ class TierPools(Pools):
 
 def _sized(pool: Pool, place: Places, n_expert: int) -> Pool:
     """With its slots; the store wants one of every tier."""
-    spare = min(_MOST_MOVES, max(1, len(pool.layers) * n_expert // _EXPERTS_PER_MOVE))
+    spare = min(_MOST_MOVES, max(1, len(pool.layers) * n_expert // place.experts_per_move))
     n_experts = place.of(pool.layers)
     return replace(pool, n_slots=max(1, n_experts + (spare if place.reserve and n_experts else 0)))

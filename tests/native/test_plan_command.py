@@ -81,7 +81,7 @@ def test_the_frontier_is_printed_and_drawn(model: Path, tmp_path: Path) -> None:
     assert "KL is not known" in shown.stderr and "calibrate" in shown.stderr
     found = json.loads(run(*asked, "--json").stdout)
     names = {each["policy"] for each in found["candidates"]}
-    assert names == {"lru", "dymoe", "dynaexq", "firm"}
+    assert names == {"lru", "dymoe", "dynaexq", "firm", "mixed"}
     more = json.loads(run(*asked[:2], "--expert-ram", "3MiB", "--device", "cpu", "--json").stdout)
     assert {each["policy"] for each in more["candidates"]} == {"lru", "dymoe", "dynaexq"} | {
         "mixed",

@@ -116,7 +116,8 @@ class AllocationStudy(Study[Found]):
         source = found.losses_from or "nominal losses"
         note = (
             f"The plan: every expert in memory, each in a tier of the file, started with what the "
-            f"first half of the text was routed to, and not changed after that. Losses: {source}. "
+            f"first half of the text was routed to, and not changed after that, so that nothing is "
+            f"held in reserve. Losses: {source}. "
             f"Expected, and at most: of the sum of use times loss of all experts in the type of "
             f"these slots, as the judged text uses them; at most is the exact bound, which a plan "
             f"reaches that knows that use beforehand and can divide an expert. By unevenness: one "
@@ -268,4 +269,5 @@ def _planned(part: Part, n_bytes: int, against: ReferencePart) -> tuple[Score, n
             score = subject.score_open(engine, label, against=against)
             slots = engine.plan.slots
             taken = slots.total_bytes if slots else 0
-            return score, engine.store.resident().copy(), taken
+            tiers = np.array(engine.plan.tiers, np.uint8)[engine.store.resident()]
+            return score, tiers, taken

@@ -35,6 +35,8 @@ from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import SKIP, Score, Subject
 from orchestrator.lab.study.uniform import UniformFile, tiers_of
 from orchestrator.lab.table import Column, Row, Table
+from orchestrator.policy import ModelShape
+from orchestrator.policy.base import TierOffer
 from orchestrator.policy.mixed import Mixed
 
 HELD = (0.0, 0.25, 0.5, 0.75)  # shares of the experts that a memory holds high, and one more
@@ -79,9 +81,8 @@ class EqualMemory(Study[Compared]):
         streamed = len(_streaming(residency.subject))
         placed = 2 * has_prompts(residency.subject)
         counts = _high_counts(residency)
-        least = _least_of_all_tiers(residency)
         mixes = len(counts) * (1 + placed + streamed)
-        mixes += sum(residency.budget_bytes(n_high) >= least for n_high in counts)
+        mixes += sum(_fits_mixed(residency, n_high) for n_high in counts)
         return 2 + len(on.tiers) + on.uniform_types.n_files + mixes
 
     def measure(self, on: Subject) -> Compared:
@@ -193,15 +194,21 @@ def _high_counts(residency: Residency) -> list[int]:
     return sorted({*(round(share * n) for share in HELD), most})
 
 
-def _least_of_all_tiers(residency: Residency) -> int:
-    """The smallest budget of mixed, over all tiers of the file."""
-    config = residency.subject.config
+def _fits_mixed(residency: Residency, n_high: int) -> bool:
+    """Whether mixed has room in the memory of n_high high experts."""
+    config, budget = residency.subject.config, residency.budget_bytes(n_high)
     with ExpertModel.open(config.model, config.low) as model:
-        shape = model_shape(model, tuple(range(len(model.tiers))))
-    try:
-        return Mixed(shape).plan(0).total_bytes
-    except BudgetError as error:
-        return error.needed_bytes
+        names = [tier.name for tier in model.tiers]
+
+        def shape(tiers: tuple[int, ...]) -> ModelShape:
+            return model_shape(model, tiers)
+
+        high = Mixed.high_tier(TierOffer(names, shape, budget))
+        try:
+            Mixed(shape(tuple(range(high, len(names))))).plan(budget)
+        except BudgetError:
+            return False
+    return True
 
 
 def _place(
@@ -214,7 +221,9 @@ def _place(
     n_bytes = format_size(residency.budget_bytes(n_high))
     every = {"high_tier": subject.tiers[0], "low_tier": None, "hot_experts": None}
     ways: dict[str, AbstractContextManager[Engine]] = {
-        "mixed, all tiers": residency.open(n_high, hotness, **every, policy="mixed"),
+        "mixed, all tiers": residency.open(
+            n_high, hotness, **{**every, "high_tier": None}, policy="mixed"
+        ),
     }
     if has_prompts(subject):
         pair_of_tiers = f"context, {subject.high} / {subject.low}"

@@ -27,9 +27,7 @@ from orchestrator.frontier import (
 from orchestrator.frontier_text import draw, render
 from orchestrator.hardware import Machine
 from orchestrator.plan import MemoryPlan, plan_memory
-from orchestrator.policy import ALLOWED_LOSS, POLICIES
-from orchestrator.policy.lru import LRU
-from orchestrator.settings import Settings, setting
+from orchestrator.policy import ALLOWED_LOSS
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 # Nats of a use in each tier of the file, and skipped.
@@ -98,23 +96,6 @@ def by_label(found: Frontier) -> Mapping[str, Candidate]:
     return {each.label: each for each in found.candidates}
 
 
-@pytest.fixture
-def spends(monkeypatch: pytest.MonkeyPatch) -> type[LRU]:
-    """A policy that spends a loss."""
-
-    @dataclass(frozen=True)
-    class Own(Settings):
-        max_loss: float | None = setting(None, "The loss.", within=(0.0, 10.0))
-
-    class Spender(LRU):
-        name = "spender"
-        summary = "Spends."
-        Settings = Own
-
-    monkeypatch.setitem(POLICIES, "spender", Spender)
-    return Spender
-
-
 @pytest.fixture(scope="module")
 def found(model: ExpertModel) -> Frontier:
     return frontier(ask(model, 0.6), model, known(model))
@@ -163,7 +144,6 @@ def test_nobody_beats_the_best_ones(found: Frontier) -> None:
         assert any(alike) != any(beats) and sum(alike) <= 1
 
 
-@pytest.mark.usefixtures("spends")
 @pytest.mark.parametrize("allowed", [0.0, 0.004, 0.02, 1.0])
 def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float) -> None:
     config = ask(model, 0.4, max_loss=allowed)
@@ -180,9 +160,7 @@ def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float
     assert (name, plan.tier_names) == (found.taken.name, found.taken.tiers[: len(plan.tier_names)])
     # A policy that spends a loss gets what its best tier leaves of it.
     spent = {
-        each.tiers[0]: each.asked[ALLOWED_LOSS]
-        for each in found.candidates
-        if each.name == "spender"
+        each.tiers[0]: each.asked[ALLOWED_LOSS] for each in found.candidates if each.name == "floor"
     }
     total = known(model).uses.sum()
     for tier, left in spent.items():
@@ -190,7 +168,6 @@ def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float
         assert left > 0
 
 
-@pytest.mark.usefixtures("spends")
 def test_what_is_not_fitted_is_refused_where_a_loss_is_allowed(model: ExpertModel) -> None:
     with pytest.raises(ConfigError, match="calibrate first"):
         frontier(ask(model, 0.6, max_loss=0.1), model, known(model, None))

@@ -13,7 +13,7 @@ from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy import ModelShape, Rules
 from orchestrator.policy.allocation import Hull, lost
-from orchestrator.policy.base import Callback
+from orchestrator.policy.base import Callback, TierOffer
 from orchestrator.policy.exchange import exchanges, moves
 from orchestrator.policy.mixed import Mixed, nominal, slot_sizes, weights
 from orchestrator.policy.tier_pools import Places, TierPools
@@ -87,6 +87,36 @@ def test_tiers_that_nobody_has_take_no_slots_of_their_own() -> None:
     assert plan.total_bytes <= middle(shape)
 
 
+def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear() -> None:
+    """A better one where the slot that the store wants of it takes next to nothing."""
+    shape = five_tiers()
+
+    def offered(budget: int, n_expert: int) -> int:
+        def of(tiers: tuple[int, ...]) -> ModelShape:
+            part = tuple(tuple(each[at] for at in tiers) for each in shape.slots)
+            return ModelShape(n_expert, 4, tuple(TIERS[at] for at in tiers), part)
+
+        return Mixed.high_tier(TierOffer(TIERS, of, budget * n_expert // N_EXPERT))
+
+    sizes = [shape.all_slot_bytes(tier) for tier in range(5)]
+    assert [offered(size, N_EXPERT) for size in sizes] == [0, 0, 1, 1, 3]
+    assert offered(sizes[4] - 1, N_EXPERT) == 3
+    assert [offered(size, 1600) for size in sizes] == [0] * 5
+
+
+def test_nothing_is_held_in_reserve_for_what_never_moves() -> None:
+    shape = five_tiers()
+    still, moving = (make(shape, update_steps=n) for n in (0, 32))
+    for policy in (still, moving):
+        policy.plan(middle(shape))
+    wanted = [
+        sum(each.n_slots for each in policy.plan(middle(shape)).groups)
+        for policy in (still, moving)
+    ]
+    assert (started(still) > started(moving)).sum() < (started(still) < started(moving)).sum()
+    assert wanted[0] >= 3 * N_LAYERS * N_EXPERT
+
+
 def test_it_is_the_hulls_allocation_of_use_times_loss() -> None:
     """What nobody used is not worth nothing, and without a loss table losses are nominal."""
     shape = five_tiers()
@@ -143,7 +173,7 @@ def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed: i
     """By whatever route, also where all that is wanted is blocked by full pools."""
     rng = np.random.default_rng(seed)
     shape = five_tiers(odd=bool(seed % 2))
-    policy = make(shape, update_steps=0)
+    policy = make(shape)
     policy.set_hotness(rng.random((N_LAYERS, N_EXPERT)) ** 4)
     plan = policy.plan(int(shape.all_slot_bytes(4) * rng.uniform(2.2, 4)))
     resident = started(policy)
