@@ -52,14 +52,13 @@ class _Way(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Fitting:
     """What factors are fitted with. path: the model; tiers: its own, best first; table: without
-    factors; windows: tokens of the text, scored from firsts on; ram: the cap on the model, None for
-    all that there is."""
+    factors; windows: tokens of the text; ram: the cap on the model, None for all that there is.
+    What stands before a text counts as well: answers that a model is sure of would say little."""
 
     path: Path
     tiers: Sequence[str]
     table: LossTable
     windows: Sequence[list[int]]
-    firsts: Sequence[int]
     threads: int | None
     ram: int | None
 
@@ -101,7 +100,7 @@ class Fitting:
     def _windows(self) -> list[Window]:
         """Windows from all over the text."""
         total = sum(map(len, self.windows))
-        every = [Window(*each, "") for each in zip(self.windows, self.firsts, strict=True)]
+        every = [Window(tokens, 1, "") for tokens in self.windows]
         step = max(1, round(total / MAX_TOKENS))
         return [each for each in every[::step] if each.n_scored > 0]
 

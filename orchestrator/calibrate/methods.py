@@ -197,8 +197,7 @@ def measure_losses(
         save(out, model, table)
         names = [tier.name for tier in model.tiers]
     # The model that read is gone: two would not fit the memory.
-    windows, firsts = calibration.windows, calibration.firsts
-    fitting = Fitting(source, names, table, windows, firsts, method.threads, method.ram)
+    fitting = Fitting(source, names, table, calibration.windows, method.threads, method.ram)
     try:
         table = replace(table, fit=fitting.fit(progress))
     except (BudgetError, ConfigError, NativeError) as error:

@@ -149,9 +149,7 @@ def test_half_of_the_losses_take_twice_the_factor(
         table, calibration = load(out, model), read_calibration(capture, text, 300)
     half = replace(table, loss=table.loss / 2, power=table.power / 2)
     once, twice = (
-        Fitting(
-            *(packed, ["q8_0", "q3_k"], each, calibration.windows, calibration.firsts, 1, None)
-        ).fit(lambda *_: None)
+        Fitting(packed, ["q8_0", "q3_k"], each, calibration.windows, 1, None).fit(lambda *_: None)
         for each in (table, half)
     )
     assert twice.factors == pytest.approx([2 * each for each in once.factors])
