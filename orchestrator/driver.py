@@ -5,14 +5,15 @@ router -> on_route: the policy decides -> the store acts -> experts compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import sleep
 from typing import Any
 
 import numpy as np
 
 from orchestrator.estimate import LossMeter
-from orchestrator.events import ComputedStep, Phase, RouteEvent, StepReport
+from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport
 from orchestrator.idle import Idle
 from orchestrator.native import FAILED, Store
 from orchestrator.policy import Policy
@@ -50,6 +51,10 @@ class PlainDriver:
     def check(self, status: int) -> None:
         """After a decode, with its status: raises what went wrong in a callback or in the
         store."""
+
+    def one_expert(self) -> AbstractContextManager[None]:
+        """Steps in this block use one expert of each layer, and nobody learns from them."""
+        return nullcontext()
 
     def idle(self, used: np.ndarray | None) -> None:
         """Nothing is asked for until attend is called: reads what is likely to be used, into free
@@ -129,6 +134,25 @@ class Driver(PlainDriver):
     def asks(self, phase: int) -> bool:
         """Whether the policy is asked in the steps of a phase."""
         return phase in _ASKED[self.policy.callback]
+
+    @contextmanager
+    def one_expert(self) -> Iterator[None]:
+        def on_route(event: RouteEvent) -> None:
+            decision = self.store.decision
+            decision.tier_array[:] = SKIP
+            decision.tier_array[event.ids_array[0, 0]] = self.policy.default_tier
+            self.store.apply(decision)
+
+        self.set_route(on_route)
+        self.store.set_step_done(None)
+        try:
+            yield
+        finally:
+            self.set_route()
+            self.store.set_step_done(self.step_done)
+            self.store.forget_counts()
+            self.store.reset_stats()
+            self._prompt_read = False
 
     def on_route_unasked(self, event: RouteEvent) -> None:
         """What the store does by itself where the policy is not asked: its default tier, or a

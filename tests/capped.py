@@ -39,6 +39,8 @@ MAPS_S = 0.5
 MIB = 1 << 20
 # Where a command asks for less than it can have, to say what it needs.
 ROOMY = 1 << 30
+# A command looks at what its cgroup has left, which the kernel's own takes some of.
+KERNEL = 8 << 20
 _LEAST = re.compile(r"the smallest (?:--ram )?that works[^;]*? is (\d+) bytes")
 _START = "import sys; from orchestrator.__main__ import main; sys.argv[0] = 'moe-edge'; main()"
 
@@ -213,7 +215,7 @@ class Line(NamedTuple):
         ram, found = 1, self._run(ROOMY, "--ram=1")
         while (named := _LEAST.search(found.err + found.out)) and int(named[1]) > ram:
             ram = int(named[1])
-            found = self.run(ram)
+            found = self._run(ram + KERNEL, f"--ram={ram}")
         return found, ram
 
     def _run(self, limit_bytes: int, *more: str) -> Run:

@@ -49,6 +49,7 @@ LAYERS = (
         "orchestrator.damage",
         "orchestrator.disk",
         "orchestrator.hardware",
+        "orchestrator.flash",
         "orchestrator.footprint",
         "orchestrator.losses",
         "orchestrator.profile",

@@ -30,7 +30,6 @@ COLUMNS = (
     *speeds(1),
     moved("bytes_per_token"),
     MIX,
-    Column("predicted", "predicted_tpot_ms", fixed(1), "ms"),
     Column("of bound", "of_bound", percent(0, " %")),
     Column("x mmap", "speedup_mmap", fixed(1)),
 )

@@ -187,7 +187,7 @@ class GpuLoop(Loop[GpuOptions]):
         )
         options = self.options
         config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
-        kernels = kernel_bytes(self.model, config, options.n_ctx)
+        kernels = kernel_bytes(self.model, config, options.n_ctx, memory[0]["flash"])
         self.room = Room(memory[0]["fixed"], memory[1]["llama"] + kernels, layers)
 
     def bandwidth(self, number: int) -> disk.Bandwidth:

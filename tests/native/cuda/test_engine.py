@@ -36,7 +36,8 @@ def engine(library: Path | str, n_decode: int, **options: object) -> dict[str, A
     job: dict[str, object] = {"prompt": PROMPT, "n_decode": n_decode, "warm": False, "watch": False}
     given = ("prompt", "warm", "watch", "pinned_limit", "answer")
     job |= {key: options.pop(key) for key in given if key in options}
-    job["options"] = {"ctx": 128, "threads": 1, **options}
+    # the micro-batch is computed when a model has loaded
+    job["options"] = {"ctx": 128, "threads": 1, "ubatch": 16, **options}
     driver = HERE / "engine_driver.py"
     found: dict[str, Any] = json.loads(run_python(driver, library, json.dumps(job)))
     return found
@@ -173,12 +174,37 @@ def test_vram_is_a_cap(device: Device, tiny_model: Callable[..., Path], name: st
     library = device.library
     model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
     refused = engine(library, 0, **options, model=model, device="cuda0", vram=1)["error"]
-    least = int(re.search(r"(\d{6,}) bytes", refused).group(1))
+    least = least_vram(refused)
     again = engine(library, 0, **options, model=model, device="cuda0", vram=least - 1)
     assert f"{least} bytes" in again["error"]
     found = engine(library, 2, **options, model=model, device="cuda0", vram=least)
     assert found["cap"] == least >= found["planned"]
     assert 0 < found["llama"] + found["slots"] < found["took"][-1] <= least
+
+
+def least_vram(said: str) -> int:
+    """The smallest --vram that works, as a refusal names it."""
+    return int(re.search(r"(\d{6,}) bytes", said).group(1))  # type: ignore[union-attr]
+
+
+def test_what_kernels_take_is_measured(
+    device: Device, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded kernels take less than was estimated: experts get the rest. Or they take more: the
+    smallest cap that works is named, and holds."""
+    if not device.emulated:
+        pytest.skip("kernels of a chosen size are at hand in the emulation only")
+    options = {"policy": "lru", "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
+    options["device"] = "cuda0"
+    estimated = least_vram(engine(device.library, 0, **options, vram=1)["error"])
+    found = engine(device.library, 2, **options, vram=estimated)
+    few, all_of_them = found["slots_at_first"], found["slots"]
+    assert found["used"] <= estimated and all_of_them > 2 * few
+    monkeypatch.setenv("MOE_EMU_MODULE", str(4 << 20))
+    measured = least_vram(engine(device.library, 2, **options, vram=estimated)["error"])
+    assert measured > estimated
+    found = engine(device.library, 2, **options, vram=measured)
+    assert found["used"] <= measured
 
 
 def test_kernels_take_no_more_the_longer_a_prompt(

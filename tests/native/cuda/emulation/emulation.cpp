@@ -497,7 +497,7 @@ struct stream {
         changed.wait(held, [&] { return done >= n; });
     }
 
-    ~stream() {
+    void end() {
         {
             std::lock_guard<std::mutex> held(lock);
             stop = true;
@@ -957,9 +957,14 @@ cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t bytes, cudaMemc
     return copy_2d(to, bytes, from, bytes, bytes, 1, kind, s);
 }
 cudaError_t cudaMemcpy(void * to, const void * from, size_t bytes, cudaMemcpyKind kind) {
+    constexpr uint64_t LATE = 50;  // times the longest delay: by then a graph has begun
+    // from pageable memory the bytes have been taken when this returns, and may still be on their way
+    const bool returns = locate(from, bytes) == PAGEABLE && locate(to, bytes) == ON_DEVICE;
+    if (returns) {
+        resolve(nullptr)->add([] { std::this_thread::sleep_for(std::chrono::microseconds(LATE * delay_us)); });
+    }
     const cudaError_t e = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
-    // from pageable memory the bytes have been taken then, and may still be on their way
-    if (locate(from, bytes) != PAGEABLE || locate(to, bytes) != ON_DEVICE) {
+    if (!returns) {
         resolve(nullptr)->drain();
     }
     return e;
@@ -1014,7 +1019,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
         std::lock_guard<std::mutex> held(the().lock);
         the().streams.erase(s);
     }
-    delete s;
+    s->end();  // and never another's address: whoever still names it shall not be right by chance
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
