@@ -52,13 +52,13 @@ def combinations(avx2: bool) -> Iterator[Combination]:
     for shape in SHAPES:
         for tier in TYPES:
             yield Combination(shape, tier, 0, False)
-            if shape == "olmoe" and tier != "q2_k":
+            if "olmoe" in shape and tier != "q2_k":
                 for prompt in PROMPTS:
                     yield Combination(shape, tier, prompt, False)
     if avx2:
         for tier in TYPES:
-            yield Combination("olmoe", tier, 0, True)
-        yield Combination("olmoe", "q4_k", 512, True)
+            yield Combination(SHAPES[0], tier, 0, True)
+        yield Combination(SHAPES[0], "q4_k", 512, True)
 
 
 def model_path(shape: str, tier: str, make: bool) -> Path:
