@@ -31,7 +31,7 @@ help:
 	@echo 'make patches-verify   check the patch series'
 	@echo 'make patches-refresh  rewrite the patches (TREE=DIR: from an edited llama.cpp)'
 	@echo 'make cuda-check       compile CUDA objects (FULL=1: the library); needs nvcc, no GPU'
-	@echo 'make gpu-check        all that needs a GPU, into gpu-report.md (PART=build|correct|bench)'
+	@echo 'make gpu-check        all that needs a GPU, into gpu-report.md (PART=engine, STEP=TEXT)'
 	@echo 'make fuzz             ten minutes of damaged files (SECONDS=N)'
 	@echo 'make clean            remove .venv and tool caches'
 
@@ -75,7 +75,8 @@ cuda-check:
 	@$(TOOL) cuda-check $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH)) $(if $(FULL),--full)
 
 gpu-check:
-	@$(TOOL) gpu-check $(if $(PART),--part $(PART)) $(if $(STEP),--step "$(STEP)")
+	@$(TOOL) gpu-check $(if $(PART),--part $(PART)) $(if $(STEP),--step "$(STEP)") \
+	    $(if $(REPORT),--report "$(REPORT)") $(if $(EMULATED),--emulated)
 
 fuzz:
 	@$(TOOL) setup --extras dev $(FLAGS)

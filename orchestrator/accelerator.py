@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
+from orchestrator.flash import runs_flash
 from orchestrator.hardware import Device
 from orchestrator.llama import Bindings
 from orchestrator.native import Bandwidths, DeviceInfo, Misses, find_device, measure_device
@@ -53,6 +55,15 @@ def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accele
     number = info.name.removeprefix(_GPU)
     index = int(number) if number != info.name else None
     return Accelerator(info, index, bindings.library().device_buffer_type(info.handle))
+
+
+def planned_device(
+    bindings: Bindings, gpu: Accelerator | None, model: ExpertModel, kv: str
+) -> Device | None:
+    """The GPU as this model is planned for it. kv: the precision of its cache."""
+    if gpu is None or gpu.index is None:
+        return gpu.device if gpu else None
+    return replace(gpu.device, flash=runs_flash(bindings, gpu.index, model, kv))
 
 
 def one_of_several(bindings: Bindings, gpu: Accelerator | None) -> str | None:

@@ -11,6 +11,7 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import (
+    ALLOWED_LOSS,
     BASELINE,
     DEFAULT,
     PLAIN,
@@ -46,6 +47,8 @@ def check_unused(config: Config) -> None:
     name = config.policy
     for given in config.of_policies:
         having = owners(given)
+        if name is None and given == ALLOWED_LOSS:
+            continue  # it chooses the policy
         if name is None and DEFAULT not in having:
             raise ConfigError(
                 f"{flag_of(given)} is for --policy {' or '.join(having)}: leave it out, or ask "
@@ -146,8 +149,9 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
     if policy is None:
         tunes = config.low is not None or config.low_tier is not None or config.of_policies
         policy = policy_class(BASELINE if offer.fits_whole(high) and not tunes else DEFAULT)
-    skip = config.low_tier == SKIP_TIER and policy.most_tiers > 1 and not config.exact
-    if skip or low is None:
+    asked = config.low_tier == SKIP_TIER and policy.most_tiers > 1
+    skip = (policy.skips or asked) and not config.exact
+    if low is None or asked or (policy.skips and named is None):
         return Choice(policy, (high,), skip)
     return Choice(policy, tiers_between(policy, high, named, len(names)), skip)
 

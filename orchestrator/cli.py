@@ -58,6 +58,9 @@ COMMANDS = {
     "doctor": Where(
         "cli_doctor", "doctor", "Measure this machine, and say how a model would run on it."
     ),
+    "plan": Where(
+        "cli_plan", "plan", "Show what a model can be on this machine, by speed and loss."
+    ),
     "bench": Where("cli_bench", "bench", "Measure upstream and every policy on this machine."),
     "eval": Where("cli_eval", "evaluate", "Measure quality: perplexity, KL divergence, choices."),
     "trace": Where("cli_replay", "trace", "Record the routing of a run, for `moe-edge replay`."),

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from orchestrator.cli_files import AT_LEAST_1, FILE, FORCE, refuse_taken
-from orchestrator.cli_options import given, make_config, model_options
+from orchestrator.cli_files import AT_LEAST_1, FILE, FORCE, Number, refuse_taken
+from orchestrator.cli_options import given, make_config, model_options, size
 from orchestrator.console import Console, strip_controls
 from orchestrator.lab.registry import load_study, studies_by_paper
 
@@ -44,6 +44,25 @@ from orchestrator.lab.registry import load_study, studies_by_paper
     is_flag=True,
     help="A low request may use a high copy in memory, as in a chat; results then depend on "
     "the memory.",
+)
+@click.option(
+    "--bandwidth",
+    callback=size,
+    metavar="SIZE",
+    help="Reads in bytes a second, as 2GB, of the virtual time in which a policy decides that goes "
+    "by what is in memory.  [default: measured]",
+)
+@click.option(
+    "--latency-us",
+    type=click.IntRange(0, 10**7),
+    metavar="N",
+    help="Of such a read, in microseconds.  [default: measured]",
+)
+@click.option(
+    "--compute-ms",
+    type=Number(0, 10**6),
+    metavar="MS",
+    help="Computing a token in that time, without waits.  [default: measured]",
 )
 @click.option(
     "--study",

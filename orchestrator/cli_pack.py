@@ -9,15 +9,26 @@ import click
 
 from gguf_tools import interrupts
 from orchestrator import cli_files
-from orchestrator.cli_files import FILE, FORCE, NEW_FILE, THREADS, TIERS
-from orchestrator.cli_options import method_options, quantizer
+from orchestrator.cli_files import FILE, FORCE, NEW_FILE, THREADS, print_notes
+from orchestrator.cli_options import method_options, quantizer, size
 from orchestrator.console import progress_bar
 
 
 @click.command()
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("target", metavar="OUT", type=NEW_FILE)
-@TIERS
+@click.option(
+    "--tiers",
+    metavar="LIST",
+    help="Precisions to store, best first, as q8_0,q4_k,q2_k.  [default: those for --for-ram]",
+)
+@click.option(
+    "--for-ram",
+    metavar="SIZE",
+    callback=size,
+    help="In the place of --tiers: the precisions for a memory of this size, as 12GiB; by imatrix "
+    "with --calib.",
+)
 @click.option(
     "--dense",
     type=click.Choice(["q8_0"]),
@@ -27,12 +38,24 @@ from orchestrator.console import progress_bar
 @THREADS
 @FORCE
 def pack(
-    source: Path, target: Path, tiers: str, dense: str | None, threads: int | None, **options: Any
+    source: Path,
+    target: Path,
+    tiers: str | None,
+    for_ram: int | None,
+    dense: str | None,
+    threads: int | None,
+    **options: Any,
 ) -> None:
     """Write the experts of a GGUF in several precisions into one file."""
     from gguf_tools.pack import pack as run
 
-    names = cli_files.tier_names(tiers)
+    if (tiers is None) == (for_ram is None):
+        raise click.UsageError(
+            "which precisions? Give --tiers LIST, or --for-ram SIZE for those that suit a memory"
+        )
+    names = cli_files.tier_names(tiers) if tiers else _names_for(source, for_ram or 0)
+    if for_ram is not None and options["method"] is None and options["calib"] is not None:
+        options["method"] = "imatrix"
     interrupts.ends_with(target)
     with quantizer(source, threads, options) as chosen, progress_bar("Packing") as progress:
         report = run(
@@ -45,6 +68,17 @@ def pack(
             threads=threads,
         )
     cli_files.print_report(report)
+
+
+def _names_for(source: Path, ram_bytes: int) -> list[str]:
+    """The precisions for a memory; says which, and why."""
+    from gguf_tools.experts import ExpertModel
+    from orchestrator.tiers_for import tiers_for
+
+    with ExpertModel.open(source) as model:
+        names, why = tiers_for(model, ram_bytes)
+    print_notes([f"--tiers {','.join(names)}: {why}"])
+    return names
 
 
 @click.command()

@@ -170,6 +170,12 @@ def _near_options() -> list[Callable[..., Any]]:
     help="whole: computing waits for all matrices of an expert.  [default: matrix]",
 )
 @click.option(
+    "--losses",
+    type=FILE,
+    metavar="FILE",
+    help="What lower precisions lose, by the loss table of any model.  [default: as recorded]",
+)
+@click.option(
     "--study",
     metavar="NAME",
     help=f"A figure of the papers, from this trace: {', '.join(REPLAY_STUDIES)}.",

@@ -13,7 +13,7 @@ from gguf_tools.columns import aligned
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
-from orchestrator.accelerator import Accelerator, find_gpu, one_of_several
+from orchestrator.accelerator import Accelerator, find_gpu, one_of_several, planned_device
 from orchestrator.config import Config
 from orchestrator.disk import Bandwidth, bytes_per_s, read_bandwidth
 from orchestrator.errors import MoeEdgeError
@@ -105,8 +105,8 @@ def examine(config: Config) -> Health:
     if gpu is None and not note:
         built = bindings.api.llama_supports_gpu_offload()
         note = "not asked for" if built else "none that this build can use"
-    machine = probe(gpu.device if gpu else None)
     with ExpertModel.open(config.model, config.low) as model:
+        machine = probe(planned_device(bindings, gpu, model, config.kv))
         plan, plan_note = _try_plan(config, model, machine)
         disk = read_bandwidth(model, threads=config.io_threads)
         expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)

@@ -5,13 +5,15 @@ router -> on_route: the policy decides -> the store acts -> experts compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import sleep
 from typing import Any
 
 import numpy as np
 
-from orchestrator.events import ComputedStep, Phase, RouteEvent, StepReport
+from orchestrator.estimate import LossMeter
+from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport
 from orchestrator.idle import Idle
 from orchestrator.native import FAILED, Store
 from orchestrator.policy import Policy
@@ -34,6 +36,8 @@ class PlainDriver:
     """What goes with the steps of a model whose experts nobody manages: nothing."""
 
     managed = False
+    # Adds up what lower precisions are foreseen to cost, where that is known.
+    meter: LossMeter | None = None
 
     def prepare(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None
@@ -47,6 +51,10 @@ class PlainDriver:
     def check(self, status: int) -> None:
         """After a decode, with its status: raises what went wrong in a callback or in the
         store."""
+
+    def one_expert(self) -> AbstractContextManager[None]:
+        """Steps in this block use one expert of each layer, and nobody learns from them."""
+        return nullcontext()
 
     def idle(self, used: np.ndarray | None) -> None:
         """Nothing is asked for until attend is called: reads what is likely to be used, into free
@@ -120,10 +128,31 @@ class Driver(PlainDriver):
         """Once per MoE layer: the policy decides, the store acts."""
         self.policy.decide(event, self.store.view, self.store.decision)
         self.store.apply(self.store.decision)
+        if self.meter is not None:
+            self.meter.decided(event, self.store.view, self.store.decision)
 
     def asks(self, phase: int) -> bool:
         """Whether the policy is asked in the steps of a phase."""
         return phase in _ASKED[self.policy.callback]
+
+    @contextmanager
+    def one_expert(self) -> Iterator[None]:
+        def on_route(event: RouteEvent) -> None:
+            decision = self.store.decision
+            decision.tier_array[:] = SKIP
+            decision.tier_array[event.ids_array[0, 0]] = self.policy.default_tier
+            self.store.apply(decision)
+
+        self.set_route(on_route)
+        self.store.set_step_done(None)
+        try:
+            yield
+        finally:
+            self.set_route()
+            self.store.set_step_done(self.step_done)
+            self.store.forget_counts()
+            self.store.reset_stats()
+            self._prompt_read = False
 
     def on_route_unasked(self, event: RouteEvent) -> None:
         """What the store does by itself where the policy is not asked: its default tier, or a
@@ -148,6 +177,12 @@ class Driver(PlainDriver):
         resident = target = None
         if policy.follows_tiers:
             resident, target = self.store.states() if states is None else states
+        if self.meter is not None:
+            if self.meter.costs and not self.asks(step.phase):
+                used = self.store.take_counts() if counts is None else counts
+                held = self.store.resident() if resident is None else resident
+                self.meter.counted(used, np.minimum(held, policy.default_tier))
+            self.meter.step_done(step.phase, step.n_tokens)
         return policy.step_done(
             StepReport(
                 phase=step.phase,

@@ -19,6 +19,7 @@ from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
 from orchestrator.llama import Context, Model, SamplerChain
 from orchestrator.load import Loader
+from orchestrator.losses import LossKeeper
 from orchestrator.meter import Meter
 from orchestrator.mode_line import mode_line
 from orchestrator.native import Store
@@ -42,10 +43,10 @@ class Engine:
     def __init__(
         self, config: Config, model: ExpertModel, progress: Callable[[float], None] | None
     ) -> None:
-        self.config = config
         self.model = model
         self.last_stats: GenerationStats | None = None
         self._loader = Loader(config, model)
+        self.config = config = self._loader.settled(config)
         limit, folder = config.prompt_cache_limit, config.prompt_cache
         self._folder = PromptFolder(folder, limit) if folder else None
         self._shelf = Shelf(on_drop=self._folder.save_copy) if self._folder else Shelf()
@@ -99,7 +100,7 @@ class Engine:
         steps, plan = self._steps, self.plan
         steps.begin()
         store = driver.store if isinstance(driver, Driver) else None
-        meter = Meter(store, len(tokens), plan.tier_names, plan.skip)
+        meter = Meter(store, len(tokens), plan.tier_names, plan.skip, driver.meter)
         chain = SamplerChain(self._loaded.context, sampling)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         stop = StopTexts(sampling.stop)
@@ -332,14 +333,17 @@ class Engine:
         return self._loaded.context
 
     @property
+    def losses(self) -> LossKeeper:
+        return self._loader.losses
+
+    @property
     def note(self) -> str | None:
         """What was left aside when the engine was opened."""
         return self._loader.note
 
     def prompt_notes(self) -> list[str]:
         """What the prompt cache has to say since it was last asked, sentences for the user."""
-        notes = self._folder.notes if self._folder else []
-        said = list(notes)
+        said = list(notes := self._folder.notes if self._folder else [])
         notes.clear()
         return said
 

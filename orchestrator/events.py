@@ -254,8 +254,9 @@ class GenerationStats:
     asked-for tier (or a better one) was in memory while decoding; prefill_hit_rate the
     same in prefill; None where nothing was asked for. mix: shares of the routed experts by
     decided tier, while decoding; computed: of the matrices by the tier that was computed, which is
-    a better one where that was in memory. budget_bytes is the budget of the expert slots. policy is
-    what the policy reports about itself.
+    a better one where that was in memory. kl_estimate: nats a token from the best tier in use, as
+    orchestrator.estimate foresees it; None where that is not known. budget_bytes is the budget of
+    the expert slots. policy is what the policy reports about itself.
     """
 
     ttft_ms: float
@@ -277,6 +278,7 @@ class GenerationStats:
     callback_us_p50: float | None
     finish: str
     policy: dict[str, Any]
+    kl_estimate: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, nan turned into None: fit for JSON."""

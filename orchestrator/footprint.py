@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from gguf_tools.experts import ExpertModel, Slice, Tier
+from gguf_tools.experts import DEFAULT_KV, ExpertModel, Slice, Tier
 from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
 from gguf_tools.file.reader import metadata_value
 from orchestrator.config import Config
@@ -175,19 +175,29 @@ def attention_weights(model: ExpertModel, config: Config, n_ctx: int) -> int:
     return max(model.hparams.n_head) * step_tokens(config, n_ctx) * n_ctx
 
 
-def kernel_bytes(model: ExpertModel, config: Config, n_ctx: int, piles: bool = False) -> int:
+def kernel_bytes(
+    model: ExpertModel, config: Config, n_ctx: int, flash: bool, piles: bool = False
+) -> int:
     """What the kernels of a device take beside llama.cpp's scratch, at most.
 
     cuBLAS and its workspace; a batch's activations as q8_1, a row for each expert of a token, of
-    two lengths; and the weights of attention in half precision. Those grow with the cache, and
-    what was taken for shorter ones stays: piles says so; our executor takes the longest at once.
+    two lengths; and what attention makes in half precision. Where it is flash, that is one layer's
+    keys and values of a cache in 8 bits; else its weights. Either grows with the cache, and what
+    was taken for shorter ones stays: piles says so; our executor takes the longest at once.
     """
     tokens = step_tokens(config, n_ctx)
     widths = {shape[i] for layer in model.shapes for shape in layer if shape for i in (0, 1)}
     rows = tokens * model.n_expert_used
     activations = sum(rows * (width + 512) * 36 // 32 for width in sorted(widths)[-2:])
-    weights = 2 * attention_weights(model, config, n_ctx)
     chunks = -(-n_ctx // tokens)
+    if not flash:
+        weights = 2 * attention_weights(model, config, n_ctx)
+    elif config.kv == DEFAULT_KV:
+        weights = 0
+    else:
+        hparams = model.hparams
+        lengths = hparams.key_length + hparams.value_length
+        weights = 2 * n_ctx * max(hparams.n_head_kv) * lengths
     grown = weights * (chunks + 1) // 2 if piles else weights + weights // chunks
     return LIBRARY_BYTES + int(POOL_GROWTH * (activations + grown))
 

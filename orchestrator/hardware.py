@@ -16,12 +16,13 @@ _HEADROOM_BYTES = (256 * 2**20, 2 * 2**30)
 @dataclass(frozen=True, slots=True)
 class Device:
     """Memory beside the host's that experts may live in. name: "cuda0", say; memory_bytes is
-    what was free when it was found."""
+    what was free when it was found. flash: it computes the model's attention as flash attention."""
 
     name: str
     description: str
     memory_bytes: int
     total_bytes: int
+    flash: bool = False
 
     @property
     def usable_bytes(self) -> int:

@@ -4,30 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads, usable_cores
 from orchestrator import hardware
-from orchestrator.accelerator import check_misses, find_gpu, one_of_several, serve_misses
+from orchestrator.accelerator import (
+    check_misses,
+    find_gpu,
+    one_of_several,
+    planned_device,
+    serve_misses,
+)
 from orchestrator.config import Config
 from orchestrator.damage import Checksums, DataCheck, managed_places, with_checksums
+from orchestrator.disk import read_bandwidth
 from orchestrator.driver import Driver, PlainDriver
-from orchestrator.errors import NativeError
+from orchestrator.errors import ConfigError, NativeError
+from orchestrator.estimate import LossMeter
+from orchestrator.events import Phase
+from orchestrator.frontier import Knowledge, Loses, settled
 from orchestrator.layouts import with_layouts
 from orchestrator.llama import Bindings, Context, Model
 from orchestrator.losses import LossKeeper
-from orchestrator.native import FreeCores, Misses, Store, context_memory, host_scratch
+from orchestrator.native import (
+    FreeCores,
+    Misses,
+    Store,
+    context_memory,
+    find_device,
+    host_scratch,
+)
 from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.policy import ALLOWED_LOSS, Policy
 from orchestrator.policy.base import Transition
+from orchestrator.predict import Prediction, Reading
+from orchestrator.predictor import Predictor
 from orchestrator.profile import HotnessKeeper, TunedKeeper, UsageKeeper
 from orchestrator.sequences import Sequences
+from orchestrator.spending import spending
 from orchestrator.steps import Steps
 from orchestrator.store_layout import importance_window, store_spec
 from orchestrator.template import ChatTemplate
 
 Progress = Callable[[float], None]
 Part = FreeCores | Context | Store | Model
+
+# Of a GPU's cap: so much less than was estimated is given to experts by loading again, but for
+# some memory that later steps may take.
+WORTH_LOADING_AGAIN = 0.02
+SPARE_BYTES = 8 * 2**20
+MOST_LOADS = 3
 
 
 class Loaded:
@@ -53,6 +81,15 @@ class Loaded:
         self.steps = steps
         self.template = ChatTemplate(model.chat_template(), model.bos(), model.eos())
         self._parts = parts
+
+    def warm_up(self) -> None:
+        """Reads a whole micro-batch and a token, with one expert a layer, and forgets them. What
+        kernels take of a GPU is taken then."""
+        with self.driver.one_expert():
+            # a token behind a prompt would be one of an answer, for which policies do more
+            for n, phase in ((1, Phase.DECODE), (self.plan.n_ubatch, Phase.PREFILL)):
+                self.steps.step([0] * min(n, self.plan.n_ctx - 2), phase)
+        self.steps.reset()
 
     def close(self) -> None:
         """Frees everything; safe to call twice."""
@@ -133,12 +170,14 @@ class Loader:
         self._model = model
         # What llama.cpp reads was found to be what was written, for plans that are managed or not.
         self._sound: set[bool] = set()
-        self._machine = hardware.probe(self.gpu.device if self.gpu else None)
+        self._chosen: str | None = None
+        self._machine = hardware.probe(planned_device(self.bindings, self.gpu, model, config.kv))
 
     @property
     def note(self) -> str | None:
         """What was left aside, or will be slow."""
         notes = (
+            self._chosen,
             self.hotness.note,
             self.losses.note,
             one_of_several(self.bindings, self.gpu),
@@ -164,9 +203,55 @@ class Loader:
     def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
         """How the model is laid out with these settings; see plan_memory."""
         if self.gpu:
-            return plan_memory(config, self._model, self._machine, more_scratch)
+            return plan_memory(config, self._model, self._machine, more_scratch, teach=self._teach)
         with Probe(self.bindings, config) as probe:
-            return plan_memory(config, self._model, self._machine, more_scratch, probe.scratch)
+            return plan_memory(
+                config, self._model, self._machine, more_scratch, probe.scratch, self._teach
+            )
+
+    @contextmanager
+    def known(self, config: Config) -> Iterator[Knowledge]:
+        """What the frontier of plans goes by. Raises ConfigError beside a GPU, OSError for a disk
+        that cannot be measured."""
+        if self.gpu:
+            raise ConfigError(
+                "plans are predicted for the CPU alone: give --device cpu, or name a --policy"
+            )
+        reading = Reading(read_bandwidth(self._model, threads=config.io_threads).bytes_per_s)
+        names = [tier.name for tier in self._model.tiers]
+        with (
+            Probe(self.bindings, config) as probe,
+            Predictor(self.bindings, config, self._model, reading) as predictor,
+        ):
+
+            def plan(asked: Config) -> MemoryPlan:
+                scratch = probe.scratch
+                return plan_memory(asked, self._model, self._machine, 0, scratch, self._teach)
+
+            def time(plan: MemoryPlan, asked: Config) -> Prediction:
+                return self._spending(predictor.of_plan(plan, asked), plan)
+
+            estimate, why_not = self._estimate(names)
+            yield Knowledge(plan, time, predictor.uses, estimate, why_not)
+
+    def _spending(self, found: Prediction, plan: MemoryPlan) -> Prediction:
+        """With what a policy that foresees its loss skips."""
+        policy = plan.policy
+        if policy is None or not policy.foresees:
+            return found
+        estimate = self.losses.needed(plan.tier_names)
+        nats = estimate.nats[..., -1] * estimate.gates
+        allowed, sizes = getattr(policy.settings, ALLOWED_LOSS), found.costs.expert_bytes[:, 0]
+        return replace(found, residency=spending(found.residency, nats, sizes, allowed))
+
+    def settled(self, config: Config) -> Config:
+        """The config with the plan that a loss which is allowed chooses, where no policy is
+        named. Raises what frontier does."""
+        if config.policy is not None or config.given(ALLOWED_LOSS) is None:
+            return config
+        with self.known(config) as known:
+            config, self._chosen = settled(config, self._model, known)
+        return config
 
     def device_bytes(self, context: Context) -> int:
         """What llama.cpp takes of a device's memory, without expert slots and what kernels
@@ -174,21 +259,45 @@ class Loader:
         return context_memory(self.bindings.library(), context.handle)[1]
 
     def load(self, config: Config, plan: MemoryPlan, progress: Progress | None = None) -> Loaded:
-        """Loads what is planned; a second time where llama.cpp takes more of a GPU's memory than
-        was estimated, so that the cap holds.
+        """Loads what is planned. On a GPU it is loaded again where a prompt and a token took
+        another amount of its memory than was estimated: more, and the cap would not hold; much
+        less, and experts would lack it.
 
         progress gets the loaded share, 0 to 1.
         Raises MoeEdgeError in one of its forms, and leaves nothing behind then.
         """
-        loaded = self._load(config, plan, progress)
-        if not self.on_gpu:
-            return loaded
-        beyond = self.device_bytes(loaded.context) - plan.llama_bytes
-        if beyond <= 0:
-            return loaded
-        loaded.close()
-        settled = config.with_changes(ubatch=plan.n_ubatch)
-        return self._load(config, self.plan(settled, beyond), progress)
+        settled, more = config.with_changes(ubatch=plan.n_ubatch), 0
+        for loads_left in reversed(range(MOST_LOADS)):
+            free = self._free_at_first if self.on_gpu else 0
+            loaded = self._load(config, plan, progress)
+            try:
+                beyond = self._taken_beyond(loaded, free) if self.on_gpu else 0
+            except BaseException:
+                loaded.close()
+                raise
+            if not loads_left or not is_worth_loading_again(plan, beyond):
+                break
+            loaded.close()
+            more += beyond if beyond > 0 else beyond + SPARE_BYTES
+            plan = self.plan(settled, more)
+        return loaded
+
+    @cached_property
+    def _free_at_first(self) -> int:
+        """Before any model was loaded: kernels of an earlier one stay, and count."""
+        return self._free_bytes()
+
+    def _free_bytes(self) -> int:
+        """Of the GPU, now."""
+        assert self.gpu is not None
+        return find_device(self.bindings.library(), self.gpu.info.name).memory_bytes
+
+    def _taken_beyond(self, loaded: Loaded, free_before: int) -> int:
+        """What a model takes of the GPU beyond its plan, in bytes, with the kernels that were
+        loaded and what they keep; negative where it takes less. free_before: in bytes, before it
+        was loaded."""
+        loaded.warm_up()
+        return free_before - self._free_bytes() - loaded.plan.total_bytes
 
     def _load(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Loaded:
         first = self._first(plan)
@@ -204,6 +313,9 @@ class Loader:
                 store = Store.create(library, with_checksums(spec, self._checksums))
                 parts.append(store)
                 driver = Driver(plan.policy, store)
+                estimate = self.losses.estimate(plan.tier_names)
+                if estimate is not None:
+                    driver.meter = LossMeter(estimate, config.exact_tiers)
             with self._checked(plan):
                 model = self._weights(config, plan, _part_of(progress, 0.0, share))
                 parts.append(model)
@@ -255,16 +367,31 @@ class Loader:
         policy = plan.policy
         if policy is None:
             return ()
-        losses = self.losses.recall(plan.tier_names) if policy.weighs_losses else None
-        if losses is not None:
-            policy.set_losses(losses)
-        known = self.hotness.recall() if policy.learns else None
-        if known is not None:
-            policy.set_hotness(known)
+        self._teach(policy, plan.tier_names)
         tuned = self.tuned.recall(policy.name) if policy.tunes else None
         if tuned is not None:
             policy.recall(tuned)
         return policy.start()
+
+    def _teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
+        """What earlier runs learned of the model in these tiers, as far as the policy wants it."""
+        losses = None
+        if policy.weighs_losses:
+            losses = self.losses.recall(tier_names, policy.per_use)
+        if losses is not None:
+            policy.set_losses(losses)
+        if policy.foresees:
+            policy.set_estimate(self.losses.needed(tier_names))
+        known = self.hotness.recall() if policy.learns else None
+        if known is not None:
+            policy.set_hotness(known)
+
+    def _estimate(self, names: Sequence[str]) -> tuple[Loses | None, str]:
+        """What the file's tiers cost, and what to say where nobody knows."""
+        try:
+            return self.losses.needed(names), ""
+        except ConfigError as error:
+            return None, str(error)
 
     def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
         repack, mapped = config.use_extra_bufts, config.use_mmap
@@ -283,6 +410,13 @@ class Loader:
             buffer_type=self.gpu.buffer_type if self.gpu else None,
             progress=progress,
         )
+
+
+def is_worth_loading_again(plan: MemoryPlan, beyond: int) -> bool:
+    """beyond: what was taken beyond the plan. A driver gives memory in steps, and experts gain
+    nothing by a little more of it."""
+    over_cap = plan.total_bytes + beyond > plan.vram_bytes
+    return over_cap or (plan.absent_bytes > 0 and -beyond > WORTH_LOADING_AGAIN * plan.vram_bytes)
 
 
 def _close(parts: Sequence[Part]) -> None:

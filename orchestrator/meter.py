@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from gguf_tools.process import peak_rss_bytes
+from orchestrator.estimate import LossMeter
 from orchestrator.events import GenerationStats, Phase, percentile
 from orchestrator.mix import Mix, computed, decided
 from orchestrator.native import CStats, Store
@@ -16,9 +17,17 @@ from orchestrator.native import CStats, Store
 class StoreCosts:
     """What a store did since this was made."""
 
-    def __init__(self, store: Store | None, tiers: Sequence[str], skip: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store | None,
+        tiers: Sequence[str],
+        skip: bool = False,
+        losses: LossMeter | None = None,
+    ) -> None:
         """As Meter."""
         self._store = store
+        self._losses = losses
+        self._mark = losses.mark() if losses else None
         self._tiers, self._skip = tiers, skip
         self._before = store.stats() if store else CStats()
         self._calls = store.calls if store else 0
@@ -47,7 +56,15 @@ class StoreCosts:
             "mix": mix,
             "computed": as_computed,
             "callback_us_p50": store.callback_us(since=self._calls),
+            "kl_estimate": self._foreseen(),
         }
+
+    def _foreseen(self) -> float | None:
+        """Of the tokens that were decoded; of the prompt's where there were none."""
+        if self._losses is None or self._mark is None:
+            return None
+        found = self._losses.since(self._mark, Phase.DECODE)
+        return self._losses.since(self._mark, Phase.PREFILL) if found is None else found
 
     def _mixes(self, old: CStats, new: CStats) -> tuple[Mix, Mix]:
         """As decided and as computed while decoding; in the prompt where nothing was decoded."""
@@ -64,16 +81,22 @@ class Meter:
     """Counts from its creation; token() at every chosen token; stats() at the end."""
 
     def __init__(
-        self, store: Store | None, prompt_tokens: int, tiers: Sequence[str], skip: bool = False
+        self,
+        store: Store | None,
+        prompt_tokens: int,
+        tiers: Sequence[str],
+        skip: bool = False,
+        losses: LossMeter | None = None,
     ) -> None:
         """store None: the plain path, where there is nothing to count. tiers: names of those in
-        use, best first; skip: experts may be skipped."""
+        use, best first; skip: experts may be skipped. losses: None where nobody knows what lower
+        tiers cost."""
         self._prompt_tokens = prompt_tokens
         self.evaluated_tokens = 0
         self.finish = "cancelled"
         self._ended = False
         self._times = [perf_counter()]
-        self._costs = StoreCosts(store, tiers, skip)
+        self._costs = StoreCosts(store, tiers, skip, losses)
 
     @property
     def tokens(self) -> int:

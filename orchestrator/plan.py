@@ -31,6 +31,8 @@ from orchestrator.room import Graph, Room, host_bytes, room_of
 
 # Bytes of scratch for a context of so many tokens and so many at once.
 GraphBytes = Callable[[int, int], int | None]
+# Tells a policy, before it plans, what is known of the model in these tiers.
+Teach = Callable[[Policy, tuple[str, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ def plan_memory(
     machine: Machine,
     more_scratch: int = 0,
     graph_bytes: GraphBytes | None = None,
+    teach: Teach | None = None,
 ) -> MemoryPlan:
     """Lays the model out in memory: that of the machine's device, where it has one, with the
     host's behind it.
@@ -109,7 +112,8 @@ def plan_memory(
 
     more_scratch: bytes that llama.cpp was seen to take beyond the estimate. graph_bytes: scratch
     in the host's memory as llama.cpp counts it for a context of so many tokens and so many at once,
-    in the place of an estimate; None where it cannot say.
+    in the place of an estimate; None where it cannot say. teach: tells the policy what earlier runs
+    learned of the model, which plans may go by.
 
     Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
     for a policy or tiers that do not go with the model.
@@ -128,20 +132,25 @@ def plan_memory(
         changed = replace(config, ubatch=n_ubatch)
         scratch, n_ctx = graph(smallest.n_ctx, n_ubatch), smallest.n_ctx
         try:
-            return _plan_memory(changed, model, machine, scratch, n_ctx, smallest.prompt_bytes)
+            kept = smallest.prompt_bytes
+            return _plan_memory(changed, model, machine, scratch, n_ctx, kept, teach)
         except BudgetError:
             return None
 
     asked_for = config.ubatch is not None or config.expert_ram is not None
     config = replace(config, ubatch=config.ubatch or SIZES[0])
-    smallest = _plan_with_context(config, model, machine, graph)
+    smallest = _plan_with_context(config, model, machine, graph, teach)
     if asked_for:
         return smallest
     return best_plan(smallest, with_micro_batch, model.n_expert_used / model.n_expert)
 
 
 def _plan_with_context(
-    config: Config, model: ExpertModel, machine: Machine, graph: Callable[[int, int], Graph]
+    config: Config,
+    model: ExpertModel,
+    machine: Machine,
+    graph: Callable[[int, int], Graph],
+    teach: Teach | None,
 ) -> MemoryPlan:
     """The plan of a config that says its micro-batch."""
     least = context_tokens(model, config)
@@ -156,9 +165,9 @@ def _plan_with_context(
     *wanted, last = dict.fromkeys([(n_ctx, prompts), *fewer])
     for length, kept in wanted:
         with suppress(BudgetError):
-            return _plan_memory(config, model, machine, scratch(length), length, kept)
+            return _plan_memory(config, model, machine, scratch(length), length, kept, teach)
     length, kept = last
-    return _plan_memory(config, model, machine, scratch(length), length, kept)
+    return _plan_memory(config, model, machine, scratch(length), length, kept, teach)
 
 
 def _check_kv(config: Config, model: ExpertModel) -> None:
@@ -221,7 +230,13 @@ def _ram_cap(config: Config, machine: Machine) -> int:
 
 
 def _plan_memory(
-    config: Config, model: ExpertModel, machine: Machine, graph: Graph, n_ctx: int, prompts: int
+    config: Config,
+    model: ExpertModel,
+    machine: Machine,
+    graph: Graph,
+    n_ctx: int,
+    prompts: int,
+    teach: Teach | None,
 ) -> MemoryPlan:
     """As plan_memory, with a context of this many tokens, and so many bytes for prompts."""
     device = machine.device
@@ -282,6 +297,8 @@ def _plan_memory(
     choice = choose(config, model, shape_of, budget)
     shape = shape_of(choice.tiers)
     policy = make_policy(config, choice, shape)
+    if teach is not None:
+        teach(policy, shape.tiers)
     try:
         slots = policy.plan(max(0, budget))
     except BudgetError as error:

@@ -77,10 +77,12 @@ def room_of(
         return Room("--ram", free, config.ram, ram, dense, kv, scratch, compute, prompts)
     asked = config.vram
     cap = min(asked, device.memory_bytes) if asked else device.usable_bytes
-    # on a device the mask is there in two precisions
-    compute += 4 * (attention_weights(model, config, n_ctx) + step_tokens(config, n_ctx) * n_ctx)
+    flash = device.flash and config.importance != "exact"
+    if not flash:  # the weights, and the mask in two precisions
+        tokens = step_tokens(config, n_ctx)
+        compute += 4 * (attention_weights(model, config, n_ctx) + tokens * n_ctx)
     # without a cap, ggml's pool makes room for itself where the device is full
-    kernels = kernel_bytes(model, config, n_ctx, piles=plain and asked is not None)
+    kernels = kernel_bytes(model, config, n_ctx, flash, piles=plain and asked is not None)
     scratch = compute + kernels + _alignment(model) + ahead
     free = f"free memory of {device.name},"
     return Room("--vram", free, asked, cap, dense, kv, scratch, compute)

@@ -38,6 +38,8 @@ def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
         )
         if differs and SKIP_TIER not in stats.mix:
             fields[-1] += f" (computed {_mix_text(stats.computed)})"
+    if stats.kl_estimate is not None and len(stats.mix) > 1:
+        fields.append(f"KL about {stats.kl_estimate:.4f}")
     if stats.budget_bytes:
         fields.append(f"read {format_size(stats.bytes_read)}")
     fields.append(f"memory {format_size(stats.peak_rss_bytes)} of {format_size(ram_bytes)}")

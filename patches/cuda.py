@@ -10,13 +10,14 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from patches import probe
 from patches.upstream import BuildError, cache_dir, say
 
 # Without a GPU to ask, we build PTX that every card since Ampere can translate for itself.
-DEFAULT_ARCH = "80-virtual"
+DEFAULT_ARCH = 80
 
 
 def flags(arch: str | None) -> tuple[list[str], list[str]]:
@@ -35,23 +36,68 @@ def flags(arch: str | None) -> tuple[list[str], list[str]]:
         "GGML_CUDA=ON",
         "GGML_CUDA_NO_VMM=ON",
         "GGML_CUDA_NCCL=OFF",
-        "GGML_CUDA_FA=OFF",
+        "GGML_CUDA_FA=ON",
         f"CUDAToolkit_ROOT={root}",
         f"CMAKE_CUDA_COMPILER={nvcc}",
-        f"CMAKE_CUDA_ARCHITECTURES={arch or gpu_arch() or DEFAULT_ARCH}",
+        f"CMAKE_CUDA_ARCHITECTURES={arch or architectures(nvcc, gpu_capabilities())}",
     ]
     return definitions, libraries
 
 
-def gpu_arch() -> str | None:
-    """Architecture of the GPUs here, e.g. "86-real", or None without one."""
+def architectures(nvcc: str, capabilities: Iterable[int]) -> str:
+    """What cmake is told to compile for cards of these compute capabilities, such as 89: real code
+    where nvcc knows them, else code that the driver translates when it first loads it.
+
+    Raises BuildError for a card that this nvcc has given up.
+    """
+    offered = offered_architectures(nvcc)
+    return ";".join(dict.fromkeys(_code_for(each, offered) for each in capabilities)) or (
+        f"{DEFAULT_ARCH if DEFAULT_ARCH in offered else offered[-1]}-virtual"
+    )
+
+
+def _code_for(capability: int, offered: list[int]) -> str:
+    if capability in offered:
+        return f"{capability}-real"
+    older = [each for each in offered if each < capability]
+    if not older:
+        raise BuildError(
+            f"the GPU has compute capability {capability // 10}.{capability % 10}, and this CUDA "
+            f"toolkit compiles for {offered[0] // 10}.{offered[0] % 10} and newer: install an "
+            "older toolkit and set CUDA_HOME to it, or build with GPU=off."
+        )
+    say(
+        f"this CUDA toolkit does not know the GPU's compute capability {capability // 10}."
+        f"{capability % 10}: the driver compiles for it at the first start, which takes minutes"
+    )
+    return f"{older[-1]}-virtual"
+
+
+def offered_architectures(nvcc: str) -> list[int]:
+    """Compute capabilities that this nvcc compiles for, lowest first. Raises BuildError where it
+    does not say."""
+    done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
+    found = sorted(int(number) for number in re.findall(r"^compute_(\d+)$", done.stdout, re.M))
+    if done.returncode != 0 or not found:
+        raise BuildError(
+            f"{nvcc} --list-gpu-arch names no architecture: install CUDA 11.5 or newer, or name "
+            "one with CUDA_ARCH=86-real."
+        )
+    return found
+
+
+def gpu_capabilities() -> list[int]:
+    """Compute capabilities of the GPUs here, such as 86, lowest first; [] without one."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
-        return None
+        return []
     command = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    found = sorted(set(re.findall(r"^(\d+)\.(\d+)$", done.stdout, re.MULTILINE)))
-    return ";".join(f"{major}{minor}-real" for major, minor in found) or None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return []
+    found = re.findall(r"^(\d+)\.(\d+)$", done.stdout, re.MULTILINE)
+    return sorted({int(major) * 10 + int(minor) for major, minor in found})
 
 
 def _headers(root: Path, name: str) -> list[Path]:

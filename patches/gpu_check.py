@@ -1,194 +1,364 @@
-"""`make gpu-check`: what needs a GPU, in parts that each fit ten minutes, with one report.
+"""`make gpu-check`: what needs a GPU, each step a process of its own, with one report.
 
-The report is a Markdown file; a part that runs again replaces its own section. Nothing here
-fails for the lack of a GPU: what needs one is then skipped, and says why.
+Steps run in an order in which what fails explains what fails behind it. The folder beside the
+report has a file for each: what it says while it runs, and what came of it. So a hang, a crash or
+the end of the machine loses nothing, and the next call goes on with what is left. The report is
+written from that folder after each step. Nothing here fails for the lack of a GPU, and nothing but
+the part `build` may use a network.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from patches import cuda, probe
-from patches.upstream import (
-    say,
-    write_atomic,
-)
+from patches.upstream import REPO, say, write_atomic
 
-PARTS = ("build", "correct", "bench")
 REPORT = Path("gpu-report.md")
 TAIL = 12_000  # characters of a step's output in the report
+TRIES = 2  # a step that was cut off so often is left aside: it may be what ends the machine
+COLLECT_SECONDS = 300
+LIBRARY = "library, environment and tests' tools for this GPU"
 
-# This is pytest's exit status where no test was selected.
-NO_TESTS = 5
+# Each part with the longest time of one of its steps, and the tests that it has: a part takes what
+# no part before it took.
+PARTS: dict[str, tuple[float, str]] = {
+    "build": (3600, r"(?!)"),
+    "device": (300, r"test_device\.py"),
+    "kernels": (600, r"test_upstreams"),
+    "managed": (600, r"test_kernels\.py|test_managed\.py|test_gpu\.py"),
+    "fused": (300, r"test_fused\.py"),
+    "engine": (300, r"test_engine\.py"),
+    "bench": (900, r"test_bench\.py"),
+}
 
-# (what it shows, arguments of `moe-edge`). Each is one step of the part `bench`, and its output
-# goes into the report as it is. Models have random weights and experts of the true shapes.
-BENCHES: tuple[tuple[str, str], ...] = (
-    ("what the machine has", "doctor"),
-    ("Qwen3-30B-A3B, skewed routing", "bench gpu --shape qwen3-30b --runs 1"),
-    ("Qwen3-30B-A3B, uniform routing", "bench gpu --shape qwen3-30b --runs 1 --routing uniform"),
-    ("Mixtral, skewed routing", "bench gpu --shape mixtral --runs 1"),
-    ("Mixtral, uniform routing", "bench gpu --shape mixtral --runs 1 --routing uniform"),
-    ("all layers of Qwen3-30B-A3B", "bench gpu --shape qwen3-30b --layers 48 --runs 1 --caps 25"),
+# (what it shows, arguments of `moe-edge`). Models have random weights and experts of the true
+# shapes. The small ones come first; each keeps its cases as they are measured, so that one that
+# was cut off goes on with the next case.
+COMMANDS: tuple[tuple[str, str, str], ...] = (
+    ("device", "what the machine has", "doctor"),
+    ("bench", "a tiny model", "bench gpu --quick --runs 1"),
+    ("bench", "Qwen3-30B-A3B, skewed", "bench gpu --shape qwen3-30b --runs 1"),
+    ("bench", "Qwen3-30B-A3B, uniform", "bench gpu --shape qwen3-30b --runs 1 --routing uniform"),
+    ("bench", "Mixtral, skewed", "bench gpu --shape mixtral --runs 1"),
+    ("bench", "Mixtral, uniform", "bench gpu --shape mixtral --runs 1 --routing uniform"),
+    ("bench", "all layers", "bench gpu --shape qwen3-30b --layers 48 --runs 1 --caps 25"),
 )
 
 
 @dataclass(frozen=True)
 class Step:
+    """One process. results: where a test writes what came of it."""
+
+    part: str
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    results: Path | None = None
+
+    @property
+    def slug(self) -> str:
+        """The name of its files."""
+        words = re.sub(r"\W+", "-", self.name.rsplit("/", 1)[-1]).strip("-")
+        return f"{list(PARTS).index(self.part)}-{self.part}-{words[:80]}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a step. sources: a hash of what was tested."""
+
+    part: str
     name: str
     outcome: str  # passed | failed | skipped
     seconds: float
     reason: str = ""
     output: str = ""
+    sources: str = ""
 
 
-@dataclass
-class Section:
-    part: str
-    steps: list[Step] = field(default_factory=list)
+class Folder:
+    """What is known of the steps so far, in a folder beside the report."""
 
-    @property
-    def failed(self) -> bool:
-        return any(step.outcome == "failed" for step in self.steps)
+    def __init__(self, report: Path) -> None:
+        self.report = report.resolve()
+        self.path = self.report.with_suffix("")
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def log(self, step: Step) -> Path:
+        """What a step says while it runs. Of one that was cut off it is all that there is."""
+        return self.path / f"{step.slug}.log"
+
+    def tries(self, step: Step) -> int:
+        """How often it was begun and cut off, with these sources."""
+        path = self.path / f"{step.slug}.tries"
+        return path.read_text().split().count(sources()) if path.exists() else 0
+
+    def begin(self, step: Step) -> None:
+        path = self.path / f"{step.slug}.tries"
+        write_atomic(path, f"{sources()} ".encode() * (self.tries(step) + 1))
+
+    def end(self, step: Step, found: Outcome) -> None:
+        write_atomic(self.path / f"{step.slug}.json", json.dumps(asdict(found)).encode())
+        (self.path / f"{step.slug}.tries").unlink(missing_ok=True)
+
+    def outcome(self, step: Step) -> Outcome | None:
+        path = self.path / f"{step.slug}.json"
+        return Outcome(**json.loads(path.read_text())) if path.exists() else None
+
+    def outcomes(self) -> list[Outcome]:
+        """All that ended, in the order of the parts."""
+        found = (Outcome(**json.loads(path.read_text())) for path in self.path.glob("*.json"))
+        return sorted(found, key=lambda each: list(PARTS).index(each.part))
+
+    def write(self, machine: str, steps: Sequence[Step]) -> None:
+        """The report: all that ended, and what was said by what was cut off."""
+        known = {(each.part, each.name) for each in self.outcomes()}
+        cut = [
+            Outcome(
+                step.part, step.name, "cut off", 0, "", self.log(step).read_text("utf8", "replace")
+            )
+            for step in steps
+            if (step.part, step.name) not in known and self.log(step).exists()
+        ]
+        write_atomic(self.report, render([*self.outcomes(), *cut], machine).encode())
+        os.sync()  # a machine that hangs is switched off
 
 
 def run(
-    parts: Iterable[str], python: Path, build_options: list[str], report: Path, only: str = ""
+    parts: Iterable[str],
+    python: Path,
+    build_options: list[str],
+    report: Path,
+    only: str = "",
+    emulated: bool = False,
 ) -> int:
-    """Runs the parts and writes the report; returns 0 unless a step failed. python is that of our
-    environment. only picks the benchmarks whose name or arguments hold it."""
+    """Runs what is left of the parts, and writes the report after each step; returns 0 unless a
+    step failed. python is that of our environment. only picks the steps whose part, name or command
+    holds it, and runs them again. emulated: the tests of the emulated GPU, to show the procedure.
+    """
     found, why = probe.find_gpu()
-    say(f"GPU: {why}" if found else f"no GPU: {why}; what needs one is skipped")
-    status = 0
-    for part in parts:
-        if part == "build":
-            section = _build(found, why, build_options)
-        elif part == "correct":
-            section = _correct(python)
-        else:
-            section = _bench(found, why, python, only)
-        write_report(report, section, why)
-        for step in section.steps:
-            print(f"{step.outcome:8} {step.seconds:7.1f} s  {step.name}  {step.reason}".rstrip())
-        status = 1 if section.failed else status
+    machine = "the emulated GPU" if emulated else why
+    say(f"GPU: {machine}" if found or emulated else f"no GPU: {why}; what needs one is skipped")
+    folder = Folder(report)
+    _end_left_over(folder)
+    chosen = list(parts)
+    failed = False
+    done: list[Step] = []
+    for step in _steps(chosen, python, build_options, folder, emulated):
+        if only and only not in f"{step.part}: {step.name}: {shlex.join(step.command)}":
+            continue
+        done.append(step)
+        if not (only or _is_left(step, folder)):
+            failed = failed or (folder.outcome(step) or _unknown(step)).outcome == "failed"
+            continue
+        outcome = _run_step(step, folder, found or emulated, why)
+        folder.write(machine, done)
+        failed = failed or outcome.outcome == "failed"
+        line = f"{outcome.outcome:8} {outcome.seconds:7.1f} s  {step.name}  {outcome.reason}"
+        print(line.rstrip(), flush=True)
+        if outcome.outcome == "failed" and found and not probe.find_gpu()[0]:
+            say(f"the GPU is gone behind {step.name}: start the machine again, then make gpu-check")
+            break
+    folder.write(machine, done)
     print(f"report: {report}")
-    return status
+    return 1 if failed else 0
 
 
-def _build(found: bool, why: str, options: list[str]) -> Section:
-    name = "library, environment and tests' tools for this GPU"
-    if not found:
-        return Section("build", [Step(name, "skipped", 0, f"no GPU: {why}")])
-    tool = str(Path(__file__).with_name("tool.py"))
-    command = [sys.executable, tool, "setup", "--extras", "test", "--gpu", "cuda", *options]
-    say(f"architecture: {cuda.gpu_arch() or 'unknown'}")
-    return Section("build", [_step(name, command)])
+def _steps(
+    parts: Sequence[str], python: Path, build_options: list[str], folder: Folder, emulated: bool
+) -> Iterator[Step]:
+    """In their order. Tests are looked for behind the build, which makes what they need."""
+    if "build" in parts and not emulated:
+        tool = str(Path(__file__).with_name("tool.py"))
+        setup = (sys.executable, tool, "setup", "--extras", "test", "--gpu", "cuda")
+        yield Step("build", LIBRARY, (*setup, *build_options), PARTS["build"][0])
+    tests: list[Step] | None = None
+    for part in PARTS:
+        if part not in parts or part == "build":
+            continue
+        tests = find_tests(python, folder.path, emulated) if tests is None else tests
+        yield from (step for step in tests if step.part == part)
+        for of_part, name, arguments in COMMANDS:
+            if of_part == part and not emulated:
+                command: tuple[str, ...] = (str(python), "-m", "orchestrator")
+                command += tuple(shlex.split(arguments))
+                if of_part == "bench":
+                    command += ("--keep", str(folder.path / f"cases-{sources()}"))
+                yield Step(part, f"{name}: moe-edge {arguments}", command, PARTS[part][0])
 
 
-def _correct(python: Path) -> Section:
-    with tempfile.TemporaryDirectory(prefix="moe-edge-gpu.") as folder:
-        results = Path(folder) / "results.xml"
-        command = [
-            str(python),
-            "-m",
-            "pytest",
-            "-m",
-            "gpu",
-            "-ra",
-            "-o",
-            "junit_logging=system-out",
-        ]
-        command += [f"--junitxml={results}", "tests"]
-        whole = _step("tests marked gpu", command)
-        steps = read_junit(results.read_text()) if results.exists() else []
-    if not steps:
-        return Section("correct", [whole])
-    return Section("correct", steps)
-
-
-def _bench(found: bool, why: str, python: Path, only: str) -> Section:
-    section = Section("bench")
-    for name, arguments in BENCHES:
-        if only not in f"{name}: {arguments}":
-            section.steps.append(Step(name, "skipped", 0, f"STEP={only}"))
-        elif found:
-            command = [str(python), "-m", "orchestrator", *shlex.split(arguments)]
-            section.steps.append(_step(f"{name}: moe-edge {arguments}", command))
-        else:
-            section.steps.append(Step(name, "skipped", 0, f"no GPU: {why}"))
-    return section
-
-
-def _step(name: str, command: list[str]) -> Step:
-    say(f"{name}: {shlex.join(command)}")
-    start = time.monotonic()
+def find_tests(python: Path, folder: Path, emulated: bool) -> list[Step]:
+    """Each test for a GPU as a step. One failed step says why none could be found."""
+    marks = ("-k", "emulated") if emulated else ("-m", "gpu")
+    pytest = (str(python), "-m", "pytest")
+    collect = (*pytest, "--collect-only", "-q", *marks, "tests/native/cuda")
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        collect, capture_output=True, text=True, timeout=COLLECT_SECONDS, cwd=REPO
     )
-    good = done.returncode in (0, NO_TESTS)
-    reason = "" if good else f"exit status {done.returncode}"
-    return Step(name, "passed" if good else "failed", time.monotonic() - start, reason, done.stdout)
-
-
-def read_junit(text: str) -> list[Step]:
-    """The tests of pytest's --junitxml, each with its reason and what it printed."""
+    names = re.findall(r"^(tests/\S+::\S.*)$", done.stdout, re.MULTILINE)
+    if not names:
+        say((done.stdout + done.stderr)[-2000:])
+        return [Step("device", "tests for a GPU are found", collect, COLLECT_SECONDS)]
     steps = []
+    for name in names:
+        part = part_of(name)
+        results = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.xml"
+        command = (*pytest, "-q", "-o", "junit_logging=all", f"--junitxml={results}", name)
+        steps.append(Step(part, name, command, PARTS[part][0], results))
+    return steps
+
+
+def part_of(test: str) -> str:
+    """The part that a test belongs to; "engine" for one that no part names."""
+    return next((part for part, (_, tests) in PARTS.items() if re.search(tests, test)), "engine")
+
+
+@functools.cache
+def sources() -> str:
+    """A hash of what the steps test."""
+    digest = hashlib.sha256()
+    for name in ("patches", "tests/native", "orchestrator", "gguf_tools"):
+        for path in sorted((REPO / name).rglob("*")):
+            if path.suffix in (".py", ".cpp", ".cu", ".h", ".c", ".patch"):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _unknown(step: Step) -> Outcome:
+    return Outcome(step.part, step.name, "failed", 0, "it was cut off each time that it ran")
+
+
+def _is_left(step: Step, folder: Folder) -> bool:
+    """Whether it has to run: what passed does not, nor what failed until the sources change."""
+    known = folder.outcome(step)
+    if known is None:
+        return folder.tries(step) < TRIES
+    return known.outcome == "skipped" or (known.outcome == "failed" and known.sources != sources())
+
+
+def _run_step(step: Step, folder: Folder, there: bool, why: str) -> Outcome:
+    if not there:
+        outcome = Outcome(step.part, step.name, "skipped", 0, f"no GPU: {why}")
+        folder.end(step, outcome)
+        return outcome
+    if step.part == "build":
+        say(f"architectures: {cuda.gpu_capabilities() or 'unknown'}")
+    folder.begin(step)
+    if step.results is not None:
+        step.results.unlink(missing_ok=True)
+    say(f"{step.name}: {shlex.join(step.command)}")
+    start = time.monotonic()
+    status = _run_limited(step, folder)
+    seconds = time.monotonic() - start
+    output = folder.log(step).read_text("utf8", "replace")
+    if status is None:
+        result = ("failed", f"it took longer than {step.limit_s:g} s", output)
+    elif step.results is not None and step.results.exists():
+        result = read_junit(step.results.read_text())
+    elif status < 0:
+        result = ("failed", f"signal {-status} ({signal.Signals(-status).name})", output)
+    else:
+        result = (
+            ("passed", "", output) if status == 0 else ("failed", f"exit status {status}", output)
+        )
+    outcome = Outcome(step.part, step.name, result[0], seconds, *result[1:], sources=sources())
+    folder.end(step, outcome)
+    return outcome
+
+
+def _run_limited(step: Step, folder: Folder) -> int | None:
+    """Its exit status, None where its time was up. All that it started ends with it."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    if step.part != "build":
+        environment |= {"PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
+    with folder.log(step).open("wb") as log:
+        process = subprocess.Popen(
+            step.command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+            cwd=REPO,
+        )
+        running = folder.path / "running"
+        write_atomic(running, f"{process.pid} {_started(process.pid)}".encode())
+        try:
+            return process.wait(step.limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            running.unlink(missing_ok=True)
+
+
+def _started(pid: int) -> str:
+    """When a process started, in the kernel's own ticks; "" where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _end_left_over(folder: Folder) -> None:
+    """Ends the step of a call that was killed: two at once would share the GPU."""
+    running = folder.path / "running"
+    if running.exists():
+        pid, _, started = running.read_text().partition(" ")
+        if started and _started(int(pid)) == started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(pid), signal.SIGKILL)
+        running.unlink(missing_ok=True)
+
+
+def read_junit(text: str) -> tuple[str, str, str]:
+    """(outcome, reason, what it printed) of the one test in pytest's --junitxml."""
+    outcome, reason, printed = "failed", "pytest ran no test", ""
     for case in ElementTree.fromstring(text).iter("testcase"):
-        if not case.get("classname"):
-            continue  # a file that was skipped as a whole, whatever its tests are marked
         outcome, reason = "passed", ""
+        printed = "".join(node.text or "" for node in case.iter("system-out"))
         for kind in ("failure", "error", "skipped"):
             found = case.find(kind)
             if found is not None:
                 outcome = "skipped" if kind == "skipped" else "failed"
                 reason = (found.get("message") or "").split("\n")[0]
-        printed = "".join(node.text or "" for node in case.iter("system-out"))
-        printed = re.sub(r"^-+ Captured \w+ -+\n", "", printed, flags=re.MULTILINE)
-        if outcome == "failed":
-            printed += "".join(node.text or "" for node in case if node.tag in ("failure", "error"))
-        name = f"{case.get('classname', '').rsplit('.', 1)[-1]}: {case.get('name')}"
-        steps.append(Step(name, outcome, float(case.get("time", 0)), reason, printed))
-    return steps
+                printed += (found.text or "") if outcome == "failed" else ""
+    return outcome, reason, re.sub(r"^-+ Captured \w+ -+\n", "", printed, flags=re.MULTILINE)
 
 
-def write_report(path: Path, section: Section, machine: str) -> None:
-    """Replaces the section of this part and keeps the others."""
-    text = path.read_text() if path.exists() else "# GPU report\n"
-    kept = {
-        match[1]: match[0].rstrip()
-        for match in re.finditer(r"^## (\w+)\n.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    }
-    kept[section.part] = _markdown(section, machine).rstrip()
-    body = "\n\n".join(kept[part] for part in PARTS if part in kept)
-    write_atomic(path, f"# GPU report\n\n{body}\n".encode())
-
-
-def _markdown(section: Section, machine: str) -> str:
+def render(outcomes: Sequence[Outcome], machine: str) -> str:
+    """The report: a table of all, then what each said."""
     lines = [
-        f"## {section.part}",
+        "# GPU report",
         "",
         machine,
         "",
-        "| step | result | s | why |",
-        "|---|---|---|---|",
+        "| part | step | result | s | why |",
+        "|---|---|---|---|---|",
     ]
-    for step in section.steps:
-        reason = step.reason.replace("|", "\\|")
-        name = step.name.replace("|", "\\|")
-        lines.append(f"| {name} | {step.outcome} | {step.seconds:.1f} | {reason} |")
-    for step in section.steps:
-        output = re.sub(r"\x1b\[[0-9;]*m", "", step.output).strip()
+    for each in outcomes:
+        name, reason = (text.replace("|", "\\|") for text in (each.name, each.reason))
+        lines.append(f"| {each.part} | {name} | {each.outcome} | {each.seconds:.1f} | {reason} |")
+    for each in outcomes:
+        output = re.sub(r"\x1b\[[0-9;]*m", "", each.output).strip()
         if output:
             # A heading of the output must not look like one of ours.
             quoted = "\n".join(f"    {line}" for line in output[-TAIL:].splitlines())
-            lines += ["", f"### {step.name}", "", quoted]
-    return "\n".join(lines)
+            lines += ["", f"## {each.part}: {each.name}", "", quoted]
+    return "\n".join(lines) + "\n"

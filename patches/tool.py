@@ -188,8 +188,9 @@ def cmd_cuda_check(args: argparse.Namespace) -> int:
 
 def cmd_gpu_check(args: argparse.Namespace) -> int:
     options = ["--sdist", str(args.sdist)] if args.sdist else []
-    parts = [args.part] if args.part else gpu_check.PARTS
-    return gpu_check.run(parts, env.locate().python, options, args.report, args.step)
+    parts = [args.part] if args.part else list(gpu_check.PARTS)
+    python = env.locate().python
+    return gpu_check.run(parts, python, options, args.report, args.step, args.emulated)
 
 
 def use_files(args: argparse.Namespace) -> None:
@@ -258,8 +259,9 @@ def parser() -> argparse.ArgumentParser:
     cuda_check.add_argument("--full", action="store_true", help="all of them (15 minutes)")
     check = command("gpu-check", cmd_gpu_check, "everything that needs a GPU, with a report")
     check.add_argument("--part", choices=gpu_check.PARTS, help="default: all of them, in order")
-    check.add_argument("--step", default="", metavar="TEXT", help="benchmarks whose line has it")
+    check.add_argument("--step", default="", metavar="TEXT", help="steps whose line has it, anew")
     check.add_argument("--report", type=Path, default=gpu_check.REPORT, metavar="FILE")
+    check.add_argument("--emulated", action="store_true", help="the tests of the emulated GPU")
     check.add_argument("--sdist", type=Path, help="use this copy instead of a download")
     return top
 

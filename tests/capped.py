@@ -5,8 +5,9 @@
 The kernel ends a process that needs more than the cgroup's limit. What may be dropped at any time,
 pages of files, counts for nobody; peak is what may not, read every few milliseconds. Beside it
 stand the pages of programs and libraries, which a cgroup is charged for where nobody else was
-before. A command that has no --ram runs in the same cgroup without. Needs root and cgroups of
-version 1 or 2.
+before. A command that has no --ram runs in the same cgroup without. With --ram least each command
+gets the smallest cap that it names itself, all of which it plans to use: how far the peak stays
+below is how much the plan is too high. Needs root and cgroups of version 1 or 2.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ LOOK_S = 0.005
 # Reading a process's maps takes long.
 MAPS_S = 0.5
 MIB = 1 << 20
+# Where a command asks for less than it can have, to say what it needs.
+ROOMY = 1 << 30
+# A command looks at what its cgroup has left, which the kernel's own takes some of.
+KERNEL = 8 << 20
+_LEAST = re.compile(r"the smallest (?:--ram )?that works[^;]*? is (\d+) bytes")
 _START = "import sys; from orchestrator.__main__ import main; sys.argv[0] = 'moe-edge'; main()"
 
 
@@ -166,6 +172,8 @@ def ask_once(port: int) -> Callable[[subprocess.Popen[str]], None]:
                 break
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
+        else:
+            return
         body = {"prompt": "Once upon a time, " * 100, "max_tokens": 64}
         asked = urllib.request.Request(
             f"{url}/v1/completions",
@@ -198,17 +206,31 @@ class Line(NamedTuple):
 
     def run(self, ram: int, *more: str) -> Run:
         own = [f"--ram={ram}"] if self.has_ram else []
-        return run([*self.args, *own, *more], ram, use=ask_once(self.port) if self.port else None)
+        return self._run(ram, *own, *more)
+
+    def run_least(self) -> tuple[Run, int]:
+        """In the smallest cap that it says will do, and that cap. Without --ram: a roomy one."""
+        if not self.has_ram:
+            return self.run(ROOMY), ROOMY
+        ram, found = 1, self._run(ROOMY, "--ram=1")
+        while (named := _LEAST.search(found.err + found.out)) and int(named[1]) > ram:
+            ram = int(named[1])
+            found = self._run(ram + KERNEL, f"--ram={ram}")
+        return found, ram
+
+    def _run(self, limit_bytes: int, *more: str) -> Run:
+        use = ask_once(self.port) if self.port else None
+        return run([*self.args, *more], limit_bytes, use=use)
 
 
 def commands(
-    model: Path, text: Path, out: Path, tokens: int, types: str = "q4_k"
+    model: Path, text: Path, out: Path, tokens: int, types: str = "q4_k", ctx: int = 1024
 ) -> dict[str, Line]:
-    """Command lines by name, without --ram."""
+    """Command lines by name, without --ram. ctx: the context of those that have one."""
     from orchestrator.lab.registry import STUDIES
 
-    reads = ["-m", str(model), "--ctx=1024"]
-    long = "Once upon a time " * 40
+    reads = ["-m", str(model), f"--ctx={ctx}"]
+    long = "Once upon a time " * (ctx // 20)  # with a vocabulary of letters nearly all of it
     text_of = [f"--text={text}", f"--tokens={tokens}"]
     calib = [f"--calib={text}", f"--calib-tokens={tokens}"]
     packed = ["pack", str(model), str(out / "p.gguf"), f"--tiers={types},q2_k"]
@@ -256,19 +278,25 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--ram", type=parse_size, default="1GiB")
+    parser.add_argument("--ram", default="1GiB", help="a size, or least")
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--ctx", type=int, default=1024)
     args = parser.parse_args()
     failed = False
     print(
         f"{'command':26} {'cap':>6} {'peak':>6} {'of cap':>7} {'libraries':>9}  (MiB)", flush=True
     )
     with tempfile.TemporaryDirectory() as folder:
-        known = commands(args.model, args.text, Path(folder), args.tokens)
+        known = commands(args.model, args.text, Path(folder), args.tokens, ctx=args.ctx)
         for name in args.names or known:
-            found = known[name].run(args.ram)
-            share = found.peak_bytes / args.ram
-            figures = f"{args.ram / MIB:6.0f} {found.peak_bytes / MIB:6.0f} {share:7.1%}"
+            line, ram = known[name], 0
+            if args.ram == "least":
+                found, ram = line.run_least()
+            else:
+                ram = parse_size(args.ram)
+                found = line.run(ram)
+            share = found.peak_bytes / ram
+            figures = f"{ram / MIB:6.0f} {found.peak_bytes / MIB:6.0f} {share:7.1%}"
             figures += f" {found.library_bytes / MIB:9.0f}"
             said = found.err.strip().splitlines()[-1:] if found.status else []
             print(f"{name:26} {figures}  status {found.status} {' '.join(said)}", flush=True)

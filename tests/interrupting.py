@@ -125,6 +125,7 @@ class Command:
                 stderr=subprocess.PIPE,
                 pass_fds=[writer],
                 start_new_session=True,
+                preexec_fn=_heed_signals,
                 text=True,
             ) as process,
         ):
@@ -180,6 +181,12 @@ class Command:
         ):
             return "it says or writes something else"
         return ""
+
+
+def _heed_signals() -> None:
+    """For a child: what nohup lets this process ignore, it would ignore, too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _ended_by(number: signal.Signals) -> tuple[int, ...]:

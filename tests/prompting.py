@@ -9,7 +9,8 @@
 plan: what each micro-batch takes and what the rule says of it; nothing is computed.
 ubatch: the third prompt in a running process, for each micro-batch and for the one that is chosen.
 restart: the first token after a restart that finds the prompt on the disk, against reading it.
-first: the first prompt some seconds after the start, with and without reading while idle.
+first: the first prompt some seconds after the start, with and without reading while idle, and with
+it where the model was used before, for other prompts.
 context: a long context in 16 and in 8 bits, and decoding with that many tokens of room.
 
 --shape makes a model of random weights as `moe-edge bench` does; its --layers and --routing are
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -66,11 +68,13 @@ def moved(engine: Engine) -> int:
 
 
 def timed(engine: Engine, tokens: list[int]) -> tuple[float, int]:
-    """Seconds until a prompt's first token, and bytes that were read for it."""
-    before, start = moved(engine), time.perf_counter()
+    """Seconds until a prompt's first token, and bytes that were read for it. What is counted
+    behind that token, as the statistics of the answer are, is no part of the seconds."""
+    before = moved(engine)
     for _ in engine.generate(tokens, ONE, 1):
         pass
-    return time.perf_counter() - start, moved(engine) - before
+    assert engine.last_stats is not None
+    return engine.last_stats.ttft_ms / 1e3, moved(engine) - before
 
 
 def ubatch(job: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -109,10 +113,24 @@ def restart(job: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         return {"seconds": seconds, "read": read, "new": new, "logits": digest}
 
 
-def first(job: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """One process: the first prompt, some seconds after the start, without a profile of use."""
+def first_settings(job: dict[str, Any]) -> dict[str, Any]:
     settings = {"policy": job["policy"], "ram": job["ram"], "ctx": 4096}
-    with Engine.open(Config.build(**config, **settings)) as engine:
+    return settings | {"remember": job["remember"]}
+
+
+def use(job: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """One process: three other prompts and their answers, whose use of experts is kept."""
+    with Engine.open(Config.build(**config, **first_settings(job))) as engine:
+        for seed in range(100, 103):
+            for _ in engine.generate(drawn(engine, job["tokens"], seed), ONE, 32):
+                pass
+            engine.reset()
+    return {}
+
+
+def first(job: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """One process: the first prompt, some seconds after the start."""
+    with Engine.open(Config.build(**config, **first_settings(job))) as engine:
         start = time.perf_counter()
         if job["idle"]:
             engine.idle()
@@ -160,7 +178,7 @@ def context(job: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         return found | {"slots": plan.slots.total_bytes, "share": share, "tok_s": tok_s}
 
 
-PARTS = {each.__name__: each for each in (ubatch, restart, first, context)}
+PARTS = {each.__name__: each for each in (ubatch, restart, use, first, context)}
 
 
 def run(part: str, config: dict[str, Any], **job: Any) -> dict[str, Any]:
@@ -272,15 +290,25 @@ def report_restart(asked: argparse.Namespace, config: dict[str, Any], common: An
 
 def report_first(asked: argparse.Namespace, config: dict[str, Any], common: Any) -> None:
     n = asked.tokens or 44
-    job = {"tokens": n, "seconds": asked.seconds, **common}
-    cold, warm = (run("first", config, idle=idle, **job) for idle in (False, True))
+    job = {"tokens": n, "seconds": asked.seconds, "remember": False, **common}
+    cold = run("first", config, idle=False, **job)
+    warm = run("first", config, idle=True, **job)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # where the use is kept
+        known = job | {"remember": True}
+        run("use", config, **known)
+        used = run("first", config, idle=True, **known)
     print(warm["mode"])
     print(
         f"{n} tokens, {asked.seconds:g} s after the start: {cold['seconds']:.2f} s and "
-        f"{format_size(cold['read'])} read; with {warm['brought']} of {warm['experts']} experts "
-        f"brought in {warm['seconds']:.2f} s and {format_size(warm['read'])}: "
-        f"{warm['seconds'] / cold['seconds']:.2f} of it"
+        f"{format_size(cold['read'])} read"
     )
+    for name, row in (("without a profile", warm), ("used before", used)):
+        print(
+            f"with {row['brought']} of {row['experts']} experts brought, {name}: "
+            f"{row['seconds']:.2f} s and {format_size(row['read'])}, "
+            f"{row['seconds'] / cold['seconds']:.2f} and {row['read'] / cold['read']:.2f} of it"
+        )
 
 
 def report_context(asked: argparse.Namespace, config: dict[str, Any], common: Any) -> None:

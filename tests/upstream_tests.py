@@ -8,8 +8,8 @@ server, too, and starts ours with what it has of them. It prints what passed and
 that asks for something that `moe-edge serve` has not (embeddings, adapters, ...) starts no server,
 and is counted as such.
 
-Many of them assert words or token counts of the model that they were written for; EXPERIMENTS.md
-says which failures are of that kind.
+Many of them assert words or token counts of the model that they were written for, or what we leave
+out; EXPERIMENTS.md says which failures are of which kind.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def our_options(theirs: list[str]) -> list[str]:
             value = left.pop(0)
             if name == "--parallel":
                 parallel = int(value)
+            if name.endswith("-file"):
+                value = str(Path(value).resolve())  # serve runs in another folder
             if name == "--n-predict" and int(value) < 1:
                 continue  # no limit
             ours += [SAME[name], value]
@@ -131,6 +133,7 @@ def run(files: list[str], expression: str | None) -> int:
             "LLAMA_SERVER_BIN_PATH": str(server),
             "PYTHONPATH": os.pathsep.join([folder, str(tests)]),
             "OMP_WAIT_POLICY": "PASSIVE",
+            "COLUMNS": "400",  # pytest cuts reasons to the width of its terminal
         }
         command = [sys.executable, "-m", "pytest", "-p", "no_downloads", "-v", "--tb=line"]
         command += ["-p", "no:cacheprovider", "-m", "not slow", "-rA", f"--basetemp={folder}/tests"]

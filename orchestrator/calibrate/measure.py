@@ -61,7 +61,7 @@ class Run:
         precisions = self._precisions()
         n_layers, n = model.n_layers, model.n_expert
         counts = np.zeros((n_layers, n), np.int64)
-        power = np.full((n_layers, n), np.nan)
+        power, gates = np.full((2, n_layers, n), np.nan)
         loss = np.full((n_layers, n, len(precisions)), np.nan)
         shares = [0.0, 0.0]
 
@@ -80,6 +80,7 @@ class Run:
                 used = [int(e) for e in np.flatnonzero(counts[seen.layer])]
                 rows = in_order(pool, partial(self._row, seen, experts, precisions), used)
                 for expert, (mean_square, errors) in zip(used, rows, strict=True):
+                    gates[seen.layer, expert] = _mean_square(seen.gates(expert))
                     power[seen.layer, expert] = mean_square
                     loss[seen.layer, expert] = errors
                 report(1, done / n_layers)
@@ -93,6 +94,7 @@ class Run:
             self.quantizer.method,
             self.calibration.summary(),
             MAX_ROWS,
+            gates,
         )
 
     def _precisions(self) -> list[_Precision]:

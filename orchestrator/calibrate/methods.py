@@ -16,6 +16,7 @@ from gguf_tools.quantize.imatrix import ExpertImportance, Imatrix, write_imatrix
 from gguf_tools.quantize.methods import ByImportance, ExpertQuantizer, Rtn
 from gguf_tools.quantize.tiers import parse_types
 from orchestrator.calibrate.capture import WINDOW, Capture, Progress
+from orchestrator.calibrate.fit import Fitting
 from orchestrator.calibrate.gather import gather
 from orchestrator.calibrate.gptq import KEPT_BYTES, Gptq, computing
 from orchestrator.calibrate.measure import WORK_BYTES, Run, expert_bytes, rows_bytes
@@ -28,7 +29,7 @@ from orchestrator.calibrate.within import (
     sums_bytes,
     window_bytes,
 )
-from orchestrator.errors import ConfigError
+from orchestrator.errors import BudgetError, ConfigError, NativeError
 from orchestrator.losses import LossTable, save
 
 RTN, IMATRIX, GPTQ = "rtn", "imatrix", "gptq"
@@ -194,4 +195,15 @@ def measure_losses(
         run = Run(model, full, capture, calibration, wanted, by, load_ggml(), threads)
         table = run.measure(lambda share: progress("Measuring losses", share))
         save(out, model, table)
+        names = [tier.name for tier in model.tiers]
+    # The model that read is gone: two would not fit the memory.
+    windows, firsts = calibration.windows, calibration.firsts
+    fitting = Fitting(source, names, table, windows, firsts, method.threads, method.ram)
+    try:
+        table = replace(table, fit=fitting.fit(progress))
+    except (BudgetError, ConfigError, NativeError) as error:
+        note(f"The table has no factor that makes KL of its losses: {error}")
         return table
+    with ExpertModel.open(source) as model:
+        save(out, model, table)
+    return table

@@ -17,11 +17,13 @@ LEAST_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Windows of tokens of a text. sha256: of the file, hexadecimal."""
+    """Windows of tokens of a text. sha256: of the file, hexadecimal. firsts: of each window, the
+    first token that is not what stands before a text, as the question before an answer."""
 
     name: str
     sha256: str
     windows: list[list[int]]
+    firsts: list[int]
 
     @property
     def n_tokens(self) -> int:
@@ -39,7 +41,8 @@ def read_calibration(
     document each. Raises ConfigError for a text that cannot be read or is too short."""
     documents = read_documents(path)
     cut = windows_of(tokenizer, documents, window, limit)
-    found = Calibration(path.name, sha256_of(path), [each.tokens for each in cut])
+    windows, firsts = [each.tokens for each in cut], [each.first for each in cut]
+    found = Calibration(path.name, sha256_of(path), windows, firsts)
     if found.n_tokens < LEAST_TOKENS:
         raise ConfigError(
             f"{path}: {found.n_tokens} tokens are too few to calibrate on, {LEAST_TOKENS} are the"

@@ -42,12 +42,20 @@ def render(result: dict[str, Any]) -> str:
             )
         )
     if (usage := result["usage"]) is not None:
+        if usage["kl_estimate"] is not None:
+            lines.append(_line("KL foreseen", f"{usage['kl_estimate']:.5f}", "by the loss table"))
         asked = ", ".join(
             f"{100 * usage[key]:.1f} % {key}"
             for key in ("high", "low", "skip")
             if usage[key] is not None
         )
         lines.append(_line("experts asked", asked))
+        if (virtual := result.get("virtual")) is not None and virtual["tpot_ms_mean"]:
+            note = (
+                f"virtual: reads of {format_size(virtual['bandwidth'])}/s and "
+                f"{virtual['latency_us']} us, computing {virtual['compute_ms']:.2f} ms"
+            )
+            lines.append(_line("time a token", f"{virtual['tpot_ms_mean']:.2f} ms", note))
         if usage["computed_low"] is not None:
             how = "exact tiers" if result["exact_tiers"] else "high copies in memory reused"
             lines.append(_line("computed low", f"{100 * usage['computed_low']:.1f} %", how))

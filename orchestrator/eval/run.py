@@ -19,7 +19,8 @@ from orchestrator.eval.compare import Reference
 from orchestrator.eval.judge import Judge
 from orchestrator.eval.perplexity import TextScores, score_text
 from orchestrator.eval.text import Window, cut_windows, read_documents
-from orchestrator.eval.usage import counters, usage_between
+from orchestrator.eval.usage import counters, foresee_from, usage_between
+from orchestrator.eval.virtual import VirtualTime, virtual_store
 from orchestrator.events import Phase
 from orchestrator.footprint import LEAST_CONTEXT
 from orchestrator.micro_batch import SIZES
@@ -42,7 +43,9 @@ class EvalOptions:
 
     kl: compare with the best tier. prefill: judge prompts read at once, and nothing else.
     reuse: a low request may use the high copy in memory, as in a chat (DyMoE 4.4.2); else each
-    expert is computed in exactly the tier that was decided. uniform, calib: the uniform types, or
+    expert is computed in exactly the tier that was decided. bandwidth, in bytes a second,
+    latency_us of a read, compute_ms of a token: of the virtual time in which a policy decides that
+    goes by what is in memory; None is measured. uniform, calib: the uniform types, or
     files, that a study compares with, and the text that they are calibrated on.
     """
 
@@ -54,6 +57,9 @@ class EvalOptions:
     prompt_tokens: int | None = None
     prefill: bool = False
     reuse: bool = False
+    bandwidth: int | None = None
+    latency_us: int | None = None
+    compute_ms: float | None = None
     uniform: tuple[str, ...] | None = None
     calib: Path | None = None
 
@@ -131,6 +137,10 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
                 )
         engine = stack.enter_context(Engine.open(config, loading(report)))
         windows = cut(engine)
+        shadow = None
+        if engine.managed and engine.policy.by_residency and not options.reuse:
+            time = VirtualTime.of(engine, options.bandwidth, options.latency_us, options.compute_ms)
+            shadow = stack.enter_context(virtual_store(engine, time))
         result: dict[str, Any] = {
             "model": config.model.name,
             "mode": engine.mode,
@@ -140,7 +150,8 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
             "exact_tiers": engine.managed and not options.reuse,
         }
         phase = Phase.PREFILL if options.prefill else Phase.DECODE
-        before = counters(engine)
+        losses = foresee_from(engine, best)
+        before = shadow.stats() if shadow else counters(engine)
         judge = Judge(engine, options.prefill)
         if windows:
             scores = score_text(
@@ -149,7 +160,10 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
             result["text"] = text_report(scores, best)
         if questions:
             result["choices"] = _choices(judge, questions, report)
-        usage = usage_between(before, counters(engine), phase)
+        after = shadow.stats() if shadow else counters(engine)
+        usage = usage_between(before, after, phase, losses)
+        if shadow is not None:
+            result["virtual"] = shadow.as_dict()
         result["usage"] = usage.as_dict() if usage else None
         if windows and not options.prefill:
             other = score_text(Judge(engine, prefill=True), windows)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.engine import Engine
+from orchestrator.estimate import LossMeter
 from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS, CStats
 
@@ -14,7 +15,8 @@ from orchestrator.native import MAX_TIERS, CStats
 class Usage:
     """Shares of the routed experts that were asked for in the high tier, in a lower one and
     not at all; the share of matrices that were computed in a lower tier; the share found in
-    memory; bytes read. Shares are None where nothing was counted."""
+    memory; bytes read. Shares are None where nothing was counted. kl_estimate: nats a token from
+    the file's best tier, as orchestrator.estimate foresees it; None where that is not known."""
 
     high: float | None
     low: float | None
@@ -22,6 +24,7 @@ class Usage:
     computed_low: float | None
     hit_rate: float | None
     bytes_read: int
+    kl_estimate: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -32,8 +35,22 @@ def counters(engine: Engine) -> CStats | None:
     return engine.store.stats() if engine.managed else None
 
 
-def usage_between(old: CStats | None, new: CStats | None, phase: Phase) -> Usage | None:
-    """What happened between two readings of the counters in steps of one phase."""
+def foresee_from(engine: Engine, best: str) -> LossMeter | None:
+    """From here on the engine's losses are foreseen against this tier of the file; None where they
+    cannot be."""
+    if not engine.managed:
+        return None
+    estimate = engine.losses.estimate(engine.plan.tier_names, best)
+    meter = None if estimate is None else LossMeter(estimate, engine.config.exact_tiers)
+    engine.driver.meter = meter
+    return meter
+
+
+def usage_between(
+    old: CStats | None, new: CStats | None, phase: Phase, losses: LossMeter | None = None
+) -> Usage | None:
+    """What happened between two readings of the counters in steps of one phase. losses: since the
+    first reading."""
     if old is None or new is None:
         return None
 
@@ -55,6 +72,7 @@ def usage_between(old: CStats | None, new: CStats | None, phase: Phase) -> Usage
         bytes_read=moved("demand_bytes")
         + moved("prefetch_bytes")
         + (new.transition_bytes - old.transition_bytes),
+        kl_estimate=losses.mean(phase) if losses else None,
     )
 
 

@@ -79,6 +79,7 @@ STUDIES = {
     "demotion": Place("study.demotion:Demotion", paper="DynaExq"),
     "memory": Place("study.memory:HotMemory", paper="DynaExq"),
     "equal": Place("study.equal:EqualMemory", paper="ours"),
+    "allocation": Place("study.allocation:AllocationStudy", paper="ours"),
     "votes": Place("study.votes:VotesStudy", paper="FIRM-MoE"),
     "context": Place("study.context:PromptContext", paper="near-data"),
     "near-bits": Place("study.near_bits:NearBits", paper="near-data"),

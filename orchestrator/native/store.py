@@ -229,6 +229,10 @@ class Store:
         self._taken += counts
         return counts
 
+    def forget_counts(self) -> None:
+        """What was routed since the last take_counts is counted nowhere."""
+        self._of_each(self.library.take_counts, ctypes.c_uint32)
+
     def taken_counts(self) -> np.ndarray:
         """uint32 [n_layers, n_expert], a copy: all that take_counts ever returned. From any
         thread."""

@@ -13,11 +13,13 @@ from orchestrator.policy.context import Context
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.policy.firm import FIRM
+from orchestrator.policy.floor import Floor
 from orchestrator.policy.lru import LRU
+from orchestrator.policy.mixed import Mixed
 from orchestrator.settings import Setting
 
 POLICIES: dict[str, type[Policy]] = {
-    each.name: each for each in (LRU, DyMoE, DynaExq, FIRM, Context)
+    each.name: each for each in (LRU, DyMoE, DynaExq, FIRM, Context, Floor, Mixed)
 }
 
 # The upstream path without a store, which a user asks for like a policy.
@@ -27,6 +29,9 @@ PLAIN_REASON = "runs the best precision alone"
 BASELINE = LRU.name
 # What decides where not everything fits.
 DEFAULT = DyMoE.name
+# The setting that chooses a plan where no policy is named: what an answer may lose, mean KL from
+# the best tier in nats a token.
+ALLOWED_LOSS = "max_loss"
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -60,6 +65,7 @@ def owners(name: str) -> tuple[str, ...]:
 
 
 __all__ = [
+    "ALLOWED_LOSS",
     "BASELINE",
     "DEFAULT",
     "PLAIN",

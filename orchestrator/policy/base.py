@@ -14,6 +14,7 @@ import numpy as np
 
 from gguf_tools.file.layout import MAX_TIERS
 from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.estimate import KlEstimate
 from orchestrator.events import ABSENT, DecisionBuffer, RouteEvent, StepReport, StoreView
 from orchestrator.settings import Settings
 
@@ -132,7 +133,9 @@ class Policy:
     it, the end of "NAME, which ...". callback: when it is asked. counts: StepReport.counts is
     wanted. follows_tiers: StepReport.resident and target are. learns: its hotness is kept for the
     next start. tunes: what it tuned is. weighs_losses: what each expert loses in each tier is
-    wanted, where it is known. default_tier: what is asked for where the policy is not.
+    wanted, where it is known; per_use: with its usual gate weights, in nats where that was fitted.
+    foresees: what its choices cost is needed. skips: it may skip experts, whatever its lower tiers
+    are; where none is named, it has none. default_tier: what is asked for where the policy is not.
     lossless: values of its settings with which every expert is computed in the best tier; None
     where there are none.
     """
@@ -149,6 +152,9 @@ class Policy:
     learns: ClassVar[bool] = False
     tunes: ClassVar[bool] = False
     weighs_losses: ClassVar[bool] = False
+    foresees: ClassVar[bool] = False
+    skips: ClassVar[bool] = False
+    per_use: ClassVar[bool] = False
     lossless: ClassVar[Mapping[str, Any] | None] = None
     default_tier: int = 0
     callback: Callback = Callback.NEVER
@@ -197,6 +203,11 @@ class Policy:
         return offer.low
 
     @property
+    def by_residency(self) -> bool:
+        """Whether what it decides depends on what is in memory, and so on the disk."""
+        return False
+
+    @property
     def n_ahead(self) -> int:
         """How many layers ahead it wants the routers asked, 0 for none."""
         return 0
@@ -237,13 +248,14 @@ class Policy:
         return None
 
     def set_losses(self, losses: np.ndarray) -> None:
-        """What each expert's output loses in each tier in use, float64 [n_layers, n_expert,
-        n_tiers]; before start."""
+        """What experts lose in each tier, float64 [n_layers, n_expert, n_tiers]; before start."""
+
+    def set_estimate(self, estimate: KlEstimate) -> None:
+        """What the tiers in use cost against the best of them; before start."""
 
     @property
     def tuned(self) -> Mapping[str, Any] | None:
-        """What it found out about its own settings, for the next start: JSON-ready, None where
-        nothing is."""
+        """What it found out about its own settings, for the next start: JSON-ready, or None."""
         return None
 
     def recall(self, tuned: Mapping[str, Any]) -> None:
@@ -295,13 +307,11 @@ class Policy:
         return None
 
     def save_sequence(self, sequence: int) -> bytes | None:
-        """What it knows of one sequence, for whoever keeps the sequence's tokens; None where that
-        is nothing."""
+        """What it knows of one sequence, for whoever keeps its tokens; None for nothing."""
         return None
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """A sequence goes on from tokens that were kept, with what save_sequence gave for them.
-        Raises PolicyError for a state that it cannot read."""
+        """A sequence goes on, with what save_sequence gave. Raises PolicyError for other bytes."""
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """After every step that succeeded; returns the transitions to start."""

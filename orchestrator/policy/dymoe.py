@@ -31,6 +31,8 @@ _DECODE = int(Phase.DECODE)
 
 _USUAL_RETENTION = 0.75
 
+GATES, MISSING = "gates", "missing"
+
 
 @dataclass(frozen=True)
 class DyMoESettings(LookAhead):
@@ -48,6 +50,13 @@ class DyMoESettings(LookAhead):
         COSINE,
         f"How that share falls with depth: {', '.join(SCHEDULES)}.",
         choices=SCHEDULES,
+    )
+    lowered: str = setting(
+        GATES,
+        "Which of an answer's experts are low or skipped: those with the lowest gates, as in the "
+        "paper (gates), or at most as many of those that are not in memory (missing).",
+        metavar="WHICH",
+        choices=(GATES, MISSING),
     )
     heavy_hitters: float = setting(
         0.4,
@@ -118,9 +127,14 @@ class DyMoE(Policy):
         self.settings_changed()
 
     @property
+    def by_residency(self) -> bool:
+        return self.settings.lowered == MISSING and not self._one_precision
+
+    @property
     def n_ahead(self) -> int:
         """None where what is computed must not depend on what is in memory."""
-        wanted = self.settings.prefetch != OFF and not self.rules.exact
+        exact = self.rules.exact and self.settings.lowered == GATES
+        wanted = self.settings.prefetch != OFF and not exact
         return (self.settings.n_ahead or 0) if wanted else 0
 
     def settings_changed(self) -> None:
@@ -204,16 +218,18 @@ class DyMoE(Policy):
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.phase == _DECODE or event.n_tokens == 1:
-            self._decide_decode(event, out)
+            self._decide_decode(event, view, out)
         else:
             self._prompts.decide(event, view, out, self._prefetch != OFF)
 
-    def _decide_decode(self, event: RouteEvent, out: DecisionBuffer) -> None:
+    def _decide_decode(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         k, t, low = event.k, self.critical[event.layer], self._low
         used = event.ids.tolist()
         if t < k:
             out.renormalize = self.rules.renormalize
-            if event.n_tokens == 1:
+            if self.by_residency:
+                used = self._lower_missing(event, view, out)
+            elif event.n_tokens == 1:
                 tier = out.tier
                 order = gate_order(event.weights.tolist())
                 for place in order[t:]:
@@ -229,6 +245,23 @@ class DyMoE(Policy):
             ahead = low if low != SKIP and self.settings.prefetch_low else None
             asked = prefetch.direct(event, out, self.critical, ahead)
             self._prediction.expect(event.layer + 1, asked)
+
+    def _lower_missing(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> list[int]:
+        """Of each token's experts that are not in memory high, at most k - t_l with the lowest
+        gates are lowered, but never its first one, nor what another token needs high. Returns
+        what is not skipped."""
+        most = event.k - self.critical[event.layer]
+        here = view.resident_array[event.layer] == 0
+        high = here.copy()
+        order = np.argsort(-event.weights_array, axis=1, kind="stable")
+        for ids in np.take_along_axis(event.ids_array, order, axis=1):
+            missing = ids[1:][~here[ids[1:]]]
+            high[ids[0]] = True
+            high[missing[: max(0, len(missing) - most)]] = True
+        used = np.unique(event.ids_array)
+        out.tier_array[used[~high[used]]] = self._low
+        kept: list[int] = (used[high[used]] if self._low == SKIP else used).tolist()
+        return kept
 
     def _prefetches(self) -> bool:
         return self._prefetch == ON or (self._prefetch == AUTO and self._monitor.on)

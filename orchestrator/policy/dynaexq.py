@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
+from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
 from orchestrator.policy.base import (
     Callback,
     ModelShape,
@@ -19,11 +19,11 @@ from orchestrator.policy.base import (
     TierOffer,
     Transition,
 )
+from orchestrator.policy.hotness import Hotness, Intervals
 from orchestrator.policy.versions import (
     HIGH,
     LOW,
     USUAL_RATE,
-    Background,
     ExpertState,
     Swap,
     Tracker,
@@ -40,26 +40,9 @@ UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING)))
 
 
 @dataclass(frozen=True)
-class DynaExqSettings(Background):
+class DynaExqSettings(Intervals):
     """What a user can tune."""
 
-    update_steps: int = setting(
-        32,
-        "Decode steps between two updates of the hot sets, 0 for none; a prompt's part ends an "
-        "interval too.",
-        within=(0, 2**24),
-        hidden=True,
-    )
-    update_ms: int | None = setting(
-        None,
-        "Milliseconds of steps between two updates of the hot sets, as in the paper, in the place "
-        "of a number of steps; 0 for none.",
-        within=(0, 2**31),
-        hidden=True,
-    )
-    hotness_decay: float = setting(
-        0.8, "The alpha of the hotness's moving average.", within=(0.0, 1.0), hidden=True
-    )
     hysteresis: float = setting(
         0.25,
         "By how many mean scores of its layer an expert has to be hotter than the one that it "
@@ -85,19 +68,12 @@ class DynaExqSettings(Background):
 class DynaExq(Policy):
     """n_l experts of each layer in tier 0, the others in tier 1, all of them in memory.
 
-    At each update S <- a S + (1 - a) f (3.5), with f the share of the interval's tokens that use
-    the expert, 0 to 1, where the paper counts tokens: a prompt's part of 512 tokens says no more
-    of what comes than some dozens do. a = alpha ** w, with w the part of a whole interval that the
-    layer saw: 1 by the clock; else as many of update_steps as there were tokens, 1 at most; of a
-    prompt the last layer sees only tokens with an output, and forgets accordingly little.
+    At each update `Hotness` has a new score S of each expert, the share of tokens that use it.
 
     An expert outside the hot set replaces one inside where it is among the n_l hottest, the other
     is not among the n_l + rank_slack hottest, and S differs by more than hysteresis times the
     layer's mean S: both forms of hysteresis. The slack is 0 unless asked for: it keeps an expert
     that nobody uses any more, as long as the others outside are used even less.
-
-    An interval is update_steps decode steps, and a prompt's part ends it too; or, as in the paper,
-    update_ms of the steps' own time, as the step reports tell it: a policy has no clock.
 
     Where the low copies alone do not fit, they are cached instead (`caching`): per layer, the
     least recently used goes first, and tokens wait for what is missing. A part of the slots is
@@ -134,10 +110,7 @@ class DynaExq(Policy):
         self.caching = False
         self.cached = np.zeros(shape.n_layers, np.int64)  # low slots, while caching
         self._hot: np.ndarray = np.zeros((shape.n_layers, shape.n_expert), bool)  # while caching
-        self._scores: np.ndarray = np.zeros((shape.n_layers, shape.n_expert))
-        self._counts = np.zeros((shape.n_layers, shape.n_expert), np.int64)
-        self._steps = self._tokens = 0
-        self._interval_us = 0.0
+        self._hotness = Hotness(shape, self.settings)
         self._queue: list[Swap] = []
         self._active: list[Swap] = []
         self.updates = 0
@@ -208,22 +181,21 @@ class DynaExq(Policy):
     @property
     def fresh(self) -> bool:
         """Whether no step was reported yet."""
-        return self.updates == self._steps == 0
+        return self._hotness.fresh
 
     @property
     def hotness(self) -> np.ndarray:
         """S, float64 [n_layers, n_expert], a copy; zeros before the first update."""
-        scores: np.ndarray = self._scores.copy()
-        return scores
+        return self._hotness.copy()
 
     def set_hotness(self, scores: np.ndarray) -> None:
         """Starts from the S of an earlier run, [n_layers, n_expert]."""
-        self._scores = np.array(scores, np.float64).reshape(self._scores.shape)
+        self._hotness.set(scores)
 
     def start(self) -> list[Transition]:
         """What to load before the first token: each expert in one version, the n_l hottest high
         (the first ones without a hotness); while caching, as many low copies as fit."""
-        order = np.argsort(-self._scores, axis=1, kind="stable")
+        order = np.argsort(-self._hotness.scores, axis=1, kind="stable")
         wanted = []
         for layer, n in enumerate(self.capacity.tolist()):
             end = n + int(self.cached[layer]) if self.caching else self.shape.n_expert
@@ -241,35 +213,15 @@ class DynaExq(Policy):
         if report.counts is None or report.resident is None or report.target is None:
             return ()
         states = expert_states(report.resident, report.target)
-        self._counts += report.counts
-        self._steps += 1
-        self._tokens += report.n_tokens
-        self._interval_us += report.us
-        if self._interval_ends(report.phase):
+        if self._hotness.count(report):
             self._update(states)
         if not (self._queue or self._active) or self._pools is None:
             return ()
         return self._advance(states, self._pools)
 
-    def _interval_ends(self, phase: Phase) -> bool:
-        """Whether the step that was just counted is the last one of its interval."""
-        ms, steps = self.settings.update_ms, self.settings.update_steps
-        if ms is not None:
-            return 0 < 1000 * ms <= self._interval_us
-        return steps > 0 and (phase == Phase.PREFILL or self._steps >= steps)
-
     def _update(self, states: np.ndarray) -> None:
-        """The end of an interval: S, and the list of swaps that it asks for."""
-        seen = self._counts.sum(axis=1, keepdims=True) / self.shape.n_expert_used
-        by_steps = self.settings.update_ms is None
-        whole = max(self._tokens, self.settings.update_steps) if by_steps else self._tokens
-        kept = self.settings.hotness_decay ** np.minimum(seen / whole, 1.0)
-        frequency = self._counts / np.maximum(seen, 1)
-        self._scores = kept * self._scores + (1 - kept) * frequency
-        self._counts[:] = 0
-        self._steps = self._tokens = 0
-        self._interval_us = 0.0
-        self.updates += 1
+        """The end of an interval: the list of swaps that the new scores ask for."""
+        self.updates = self._hotness.updates
         if self.caching:
             for swap in self._swaps(self._hot, np.zeros_like(self._hot)):
                 self._hot[swap.layer, swap.up] = True
@@ -288,7 +240,7 @@ class DynaExq(Policy):
     def _swaps(self, hot: np.ndarray, busy: np.ndarray) -> list[Swap]:
         """The changes of the hot sets: into free places, then the largest gain first. hot and busy
         bool [L, E]: in the hot set when all that is under way is done; under way."""
-        scores, n = self._scores, self.capacity[:, None]
+        scores, n = self._hotness.scores, self.capacity[:, None]
         settings = self.settings
         unit = np.maximum(scores.mean(axis=1, keepdims=True), np.finfo(float).tiny)
         order = np.argsort(-scores, axis=1, kind="stable")

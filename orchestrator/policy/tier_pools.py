@@ -17,12 +17,19 @@ _MOST_MOVES = 16
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Slots for n_experts of each layer, in any of these tiers, each as large as the largest of
-    them. reserve: a few more, for experts that are under way."""
+    """Slots for n_experts of each layer, or so many of each, in any of these tiers, each as large
+    as the largest of them. reserve: a few more, for experts that are under way, one for each so
+    many."""
 
     tiers: tuple[int, ...]
-    n_experts: int
+    n_experts: int | Sequence[int]
     reserve: bool = True
+    experts_per_move: int = _EXPERTS_PER_MOVE
+
+    def of(self, layers: Sequence[int]) -> int:
+        """Experts of these layers together."""
+        each = self.n_experts
+        return each * len(layers) if isinstance(each, int) else sum(each[at] for at in layers)
 
 
 class TierPools(Pools):
@@ -44,6 +51,21 @@ class TierPools(Pools):
         super().__init__(self._pools, shape.n_layers, [place.tiers for place in places])
 
     @property
+    def n_tiers(self) -> int:
+        return sum(map(len, self._tiers))
+
+    @property
+    def pool_of(self) -> np.ndarray:
+        """The pool that holds a layer's experts in each tier, int64 [n_layers, n_tiers]: equal
+        numbers of a tier are one pool."""
+        by_tier = {
+            tier: of_place
+            for tiers, of_place in zip(self._tiers, self._pool_of, strict=True)
+            for tier in tiers
+        }
+        return np.stack([by_tier[tier] for tier in sorted(by_tier)], axis=1)
+
+    @property
     def total_bytes(self) -> int:
         return sum(pool.unit_bytes * pool.n_slots for of_place in self._pools for pool in of_place)
 
@@ -62,6 +84,6 @@ class TierPools(Pools):
 
 def _sized(pool: Pool, place: Places, n_expert: int) -> Pool:
     """With its slots; the store wants one of every tier."""
-    spare = min(_MOST_MOVES, max(1, len(pool.layers) * n_expert // _EXPERTS_PER_MOVE))
-    reserve = spare if place.reserve and place.n_experts else 0
-    return replace(pool, n_slots=max(1, place.n_experts * len(pool.layers) + reserve))
+    spare = min(_MOST_MOVES, max(1, len(pool.layers) * n_expert // place.experts_per_move))
+    n_experts = place.of(pool.layers)
+    return replace(pool, n_slots=max(1, n_experts + (spare if place.reserve and n_experts else 0)))

@@ -228,16 +228,19 @@ def _check(trace: Trace) -> None:
         "start_tier": (n_layers, header.n_expert),
         "start_hotness": (n_layers, header.n_expert),
         "losses": (n_layers, header.n_expert, len(header.tiers)),
+        "costs": (n_layers, header.n_expert, len(header.tiers) + 1),
         "counters": (len(Phase), len(COUNTERS)),
         "published": (len(a["published"]), 4),
         "marks": (len(a["marks"]), 3),
         "restored": (len(a["restored"]), 3),
         "ids": (n_rows, k),
+        "held": (n_rows, k),
         "weights": (n_rows, k),
         "tokens": (n_rows,),
         "sequences": (n_rows,),
         "ahead_ids": (n_ahead, k),
         "ahead_scores": (n_ahead, k),
+        "ahead_held": (n_ahead, k),
         "importance": (n_scored,),
     }
     _check_shapes(a, lengths)
@@ -310,9 +313,10 @@ def _check_routing(trace: Trace) -> None:
 def _check_versions(trace: Trace) -> None:
     a = trace.arrays
     in_use = tuple(range(len(trace.header.in_use)))
-    if not np.isin(a["start_tier"], (*in_use, ABSENT)).all():
-        raise _Wrong("start_tier: a tier is out of range")
-    for name in ("start_hotness", "losses"):
+    for name in ("start_tier", "held", "ahead_held"):
+        if not np.isin(a[name], (*in_use, ABSENT)).all():
+            raise _Wrong(f"{name}: a tier is out of range")
+    for name in ("start_hotness", "losses", "costs"):
         if not (np.isfinite(a[name]).all() and (a[name] >= 0).all()):
             raise _Wrong(f"{name}: negative or not a finite number")
     if (a["counters"] < 0).any():

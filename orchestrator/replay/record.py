@@ -83,6 +83,8 @@ class Recorder:
         self._sequences: list[bytes] = []
         self._ahead_ids: list[bytes] = []
         self._ahead: list[bytes] = []
+        self._held: list[bytes] = []
+        self._ahead_held: list[bytes] = []
         self._importance: list[bytes] = []
         self._start_hotness: np.ndarray = np.zeros(0)
         self._start: np.ndarray = np.zeros(0)
@@ -167,6 +169,10 @@ class Recorder:
         self._weights.append(event.weights_array.tobytes())
         self._tokens.append(event.tokens_array.tobytes())
         self._sequences.append(event.sequences_array.tobytes())
+        resident = self._engine.store.view.resident_array
+        self._held.append(resident[event.layer, event.ids_array].tobytes())
+        for ahead, ids in enumerate(event.ahead_ids_array, 1):
+            self._ahead_held.append(resident[event.layer + ahead, ids].tobytes())
         if event.n_ahead:
             self._ahead_ids.append(event.ahead_ids_array.tobytes())
             self._ahead.append(event.ahead_array.tobytes())
@@ -190,6 +196,13 @@ class Recorder:
             losses[..., list(plan.tiers)] = known
         return losses
 
+    def _costs(self) -> np.ndarray:
+        """What is foreseen of each tier of the file."""
+        model = self._engine.model
+        known = self._engine.losses.costs([tier.name for tier in model.tiers])
+        none: np.ndarray = np.zeros((model.n_layers, model.n_expert, len(model.tiers) + 1))
+        return none if known is None else known
+
     def trace(self, disk: Disk = UNKNOWN) -> Trace:
         """What was recorded. Raises TraceError where nothing was, and where a replay could not
         follow."""
@@ -212,6 +225,7 @@ class Recorder:
             "start_tier": self._start,
             "start_hotness": self._start_hotness,
             "losses": self._losses(),
+            "costs": self._costs(),
             "counters": counted(after) - counted(before),
             "step_phase": np.array(self._phases, np.uint8),
             "step_tokens": np.array(self._tokens_of_step, np.int32),
@@ -235,6 +249,8 @@ class Recorder:
             "sequences": _joined(self._sequences, np.int32),
             "ahead_ids": _joined(self._ahead_ids, np.int32).reshape(-1, k).astype(np.uint16),
             "ahead_scores": _joined(self._ahead, np.float32).reshape(-1, k),
+            "held": _joined(self._held, np.uint8).reshape(-1, k),
+            "ahead_held": _joined(self._ahead_held, np.uint8).reshape(-1, k),
             "importance": _joined(self._importance, np.float32),
         }
         read = after.transition_bytes - before.transition_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from gguf_tools.units import format_size
 from orchestrator.choice import tiers_between, unused_option
 from orchestrator.errors import BudgetError, ConfigError, TraceError
+from orchestrator.estimate import not_fitted
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native import Library
 from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class, policy_settings
@@ -24,7 +26,15 @@ from orchestrator.replay.agreement import (
     share,
 )
 from orchestrator.replay.bounds import Optimum, belady, bound_us
-from orchestrator.replay.simulate import Compute, Outcome, Setup, Transport, set_up, simulate
+from orchestrator.replay.simulate import (
+    Compute,
+    Outcome,
+    Setup,
+    Transport,
+    foreseen,
+    set_up,
+    simulate,
+)
 from orchestrator.replay.trace import Header, Trace
 from orchestrator.settings import flag_of
 
@@ -45,7 +55,8 @@ class ReplayOptions:
     the latter where nothing differs. link: shared, as the store's threads read, demand first and
     what is no longer wanted dropped; or rigid, one queue for all that is asked for, in which
     nothing is overtaken or dropped. wait: what computing with a matrix waits for, itself or its
-    whole expert. Raises SettingError for a setting out of its range."""
+    whole expert. losses: a loss table in the place of what the trace says, of any model; it is
+    stretched to the shape of the trace. Raises SettingError for a setting out of its range."""
 
     policy: str | None = None
     expert_ram: int | None = None
@@ -59,6 +70,7 @@ class ReplayOptions:
     clock: str | None = None
     link: str | None = None
     wait: str | None = None
+    losses: Path | None = None
 
     def __post_init__(self) -> None:
         for name, value in self.settings.items():
@@ -78,6 +90,7 @@ class ReplayOptions:
             "compute_ms": None,
             "link": SHARED,
             "wait": MATRIX,
+            "losses": None,
         }
         differing = {
             name: name in _OF_TIME
@@ -211,13 +224,12 @@ def set_up_for(
             f"the policy {policy.name} is {least} bytes ({format_size(least)})",
             least,
         ) from None
-    hotness = trace.arrays["start_hotness"]
-    if policy.learns and hotness.any():
-        made.policy.set_hotness(hotness)
-    losses = trace.arrays["losses"][..., list(tiers)]
-    if policy.weighs_losses and losses.any():
-        made.policy.set_losses(losses)
-    return made
+    estimate = foreseen(trace, tiers, options.losses)
+    if policy.foresees and estimate is None:
+        raise not_fitted(header.model, "the trace does not say what lower precisions lose")
+    if policy.foresees and estimate is not None:
+        made.policy.set_estimate(estimate)
+    return replace(made, estimate=estimate)
 
 
 def _tiers(
@@ -229,17 +241,18 @@ def _tiers(
     high = options.high_tier or header.in_use[0]
     low = options.low_tier or _low_name(header)
     first = trace.tier_index(high)
-    if policy.most_tiers == 1 or low is None:
-        return (first,), False
-    if low == SKIP_TIER:
-        return (first,), True
     same = options.high_tier is None and options.low_tier is None
     if same and header.policy == policy.name:
-        return tuple(trace.tier_index(name) for name in header.in_use), False
-    last = trace.tier_index(low)
+        in_use = tuple(trace.tier_index(name) for name in header.in_use)
+        return in_use, header.rules.skip
+    if policy.most_tiers == 1:
+        return (first,), False
+    if low in (None, SKIP_TIER) or (policy.skips and options.low_tier is None):
+        return (first,), policy.skips or low == SKIP_TIER
+    last = trace.tier_index(low or "")
     if last <= first:
         raise TraceError(f"the low tier {low} is not below the high tier {high}")
-    return tiers_between(policy, first, last, len(header.tiers)), False
+    return tiers_between(policy, first, last, len(header.tiers)), policy.skips
 
 
 def _work(trace: Trace, time: Compute) -> tuple[list[int], list[float]]:
@@ -263,6 +276,8 @@ def _figures(setup: Setup, outcome: Outcome) -> dict[str, Any]:
     )
     names = ("transition_bytes", "experts_promoted", "experts_demoted", "promotions", "evictions")
     found |= {name: getattr(stats, name) for name in names}
+    lost = None if outcome.losses is None else outcome.losses.mean(Phase.DECODE)
+    found["kl_estimate"] = lost
     return found | {
         "prefetch_used": stats.prefetch_used,
         "prefetch_wasted": stats.prefetch_wasted,
@@ -315,6 +330,8 @@ def render(result: dict[str, Any]) -> str:
     ]
     for name, run in result["runs"].items():
         lines.append(_line(name, run, tokens))
+        if run["kl_estimate"]:
+            lines.append(f"  a loss of {run['kl_estimate']:.4f} nats a token is foreseen")
         if run["transition_bytes"]:
             where = "where the run did" if result["clock"] == RECORDED else "as the reads allow"
             ups, downs = run["experts_promoted"], run["experts_demoted"]

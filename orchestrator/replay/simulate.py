@@ -15,13 +15,16 @@ import numpy as np
 
 from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.driver import Driver
-from orchestrator.events import ComputedStep, Phase
+from orchestrator.errors import ConfigError
+from orchestrator.estimate import KlEstimate, LossMeter
+from orchestrator.events import ComputedStep, Phase, RouteEvent, StoreView
 from orchestrator.footprint import model_shape
+from orchestrator.losses import load
 from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
 from orchestrator.policy import ModelShape, Policy, Rules
 from orchestrator.policy.base import SlotPlan
 from orchestrator.replay.follow import RecordedVersions
-from orchestrator.replay.trace import Step, Trace
+from orchestrator.replay.trace import Event, Step, Trace
 from orchestrator.settings import Settings
 from orchestrator.store_layout import spec_for, store_layers
 
@@ -61,22 +64,26 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A policy over a trace, and its slots. tiers: of the trace's model, those in use."""
+    """A policy over a trace, and its slots. tiers: of the trace's model, those in use. estimate:
+    what these cost, None where the trace does not say."""
 
     policy: Policy
     shape: ModelShape
     slots: SlotPlan
     spec: StoreSpec
     tiers: tuple[int, ...]
+    estimate: KlEstimate | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a replay came to. step_us [S]: virtual time of each step."""
+    """What a replay came to. step_us [S]: virtual time of each step. losses: what was foreseen to
+    be lost, None where the trace does not say."""
 
     stats: CStats
     phases: tuple[Phase, ...]
     step_us: np.ndarray
+    losses: LossMeter | None = None
 
 
 def set_up(
@@ -95,6 +102,7 @@ def set_up(
     first. whole_experts, rigid: as of StoreSpec. Raises PolicyError and BudgetError."""
     shape = model_shape(trace, tiers)
     made = policy(shape, settings, rules)
+    _teach(made, trace, tiers)
     slots = made.plan(expert_bytes)
     spec = spec_for(
         made,
@@ -110,6 +118,36 @@ def set_up(
         rigid=rigid,
     )
     return Setup(made, shape, slots, spec, tiers)
+
+
+def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstimate | None:
+    """What tiers of the trace's model cost against the best of them, by the trace or by the table
+    of another model. Raises ConfigError for a table that does not say it."""
+    names = trace.header.tiers
+    costs = trace.arrays["costs"]
+    if path is not None:
+        found = load(path, None).costs(names)
+        if found is None:
+            raise ConfigError(f"--losses {path} does not say what {', '.join(names)} lose")
+        # Stretched over the depth, and repeated over the experts.
+        layers = np.linspace(0, len(found) - 1, trace.n_layers).round().astype(int)
+        costs = found[np.ix_(layers, np.arange(trace.n_expert) % found.shape[1])]
+    if not costs.any():
+        return None
+    columns = [*tiers, tiers[0], len(names)]
+    usual = np.full(costs.shape[:2], 1 / trace.n_expert_used**2)
+    in_use = [names[tier] for tier in tiers]
+    return KlEstimate.of_costs(costs[..., columns], in_use, in_use[0], usual)
+
+
+def _teach(policy: Policy, trace: Trace, tiers: tuple[int, ...]) -> None:
+    """What earlier runs had learned of the model when the trace was recorded."""
+    hotness = trace.arrays["start_hotness"]
+    if policy.learns and hotness.any():
+        policy.set_hotness(hotness)
+    losses = trace.arrays["losses"][..., list(tiers)]
+    if policy.weighs_losses and losses.any():
+        policy.set_losses(losses)
 
 
 def simulate(
@@ -136,6 +174,9 @@ def simulate(
         clock = Simulation(store)
         driver = Driver(policy, store, lambda: _pass(clock))
         driver.set_route()
+        if setup.estimate is not None:
+            driver.meter = LossMeter(setup.estimate, policy.rules.exact)
+        held = Held(driver) if recorded_us and policy.by_residency else None
         clock.set_speed(speed.bytes_per_s, speed.latency_us)
         driver.load_first(policy.start())
         follow = None
@@ -150,7 +191,7 @@ def simulate(
             if follow is not None:
                 follow.begin_step(step)
             store.begin_step(step.phase)
-            _play(clock, setup, step, time)
+            _play(clock, setup, step, time, held)
             phases.append(step.phase)
             step_us.append((clock.now_ns - start_ns) / 1000)
             moves = driver.learn(
@@ -169,7 +210,33 @@ def simulate(
                 driver.before_answer()
                 step_us[-1] = (clock.now_ns - start_ns) / 1000
         stats = store.stats()
-    return Outcome(stats, tuple(phases), np.array(step_us))
+    return Outcome(stats, tuple(phases), np.array(step_us), driver.meter)
+
+
+class Held:
+    """Lets a policy that decides by what is in memory see what was there in the recorded run: when
+    a read ends is the disk's choice, which no other run repeats."""
+
+    def __init__(self, driver: Driver) -> None:
+        shape = driver.store.view.resident_array.shape
+        self._resident: np.ndarray = np.zeros(shape, np.uint8)
+        self._view = StoreView(self._resident)
+        self._driver = driver
+        driver.set_route(self._on_route)
+
+    def show(self, event: Event) -> None:
+        """Before the event is played."""
+        self._resident[:] = self._driver.store.view.resident_array
+        self._resident[event.layer, event.ids] = event.held
+        for ahead, (ids, held) in enumerate(zip(event.ahead_ids, event.ahead_held, strict=True), 1):
+            self._resident[event.layer + ahead, ids] = held
+
+    def _on_route(self, event: RouteEvent) -> None:
+        driver = self._driver
+        driver.policy.decide(event, self._view, driver.store.decision)
+        driver.store.apply(driver.store.decision)
+        if driver.meter is not None:
+            driver.meter.decided(event, self._view, driver.store.decision)
 
 
 def _restore(driver: Driver, kept: Iterable[tuple[int, bytes]]) -> None:
@@ -194,11 +261,15 @@ def _computed(step: Step, number: int, us: float) -> ComputedStep:
     )
 
 
-def _play(clock: Simulation, setup: Setup, step: Step, time: Compute) -> None:
+def _play(
+    clock: Simulation, setup: Setup, step: Step, time: Compute, held: Held | None = None
+) -> None:
     """One step, from its first route event to where the next one has its first."""
     n_ahead, dense = setup.spec.n_ahead, time.dense_share[step.phase]
     for event, event_ns in zip(step.events, time.events_ns(step), strict=True):
-        layer, ids, weights, tokens, of, ahead_ids, ahead, importance, n_computed, _ = event
+        layer, ids, weights, tokens, of, ahead_ids, ahead, importance, n_computed = event[:9]
+        if held is not None:
+            held.show(event)
         seen = ahead_ids[:n_ahead], ahead[:n_ahead]
         clock.route(layer, ids, weights, tokens, *seen, importance, of)
         experts = np.unique(ids).astype(np.int32)

@@ -1,6 +1,6 @@
 """A recorded run: what the routers chose, step by step, in one .npz file.
 
-Format, version 6. Numpy arrays by name; S steps, E route events in the order in which they
+Format, version 7. Numpy arrays by name; S steps, E route events in the order in which they
 came, N = sum of their tokens, A = sum of tokens times look-ahead layers, I = sum of the tokens
 that have an importance, P versions published, M marks of sequences, R sequences that went on from
 kept tokens, k experts a token:
@@ -14,6 +14,9 @@ kept tokens, k experts a token:
     start_hotness  float64 [layers, experts]  what a policy that learns knew at the start; else 0
     losses         float64 [layers, experts, tiers]  what each expert loses in each tier of the
                                   file, as the policy knew it; 0 where it did not
+    costs          float64 [layers, experts, tiers + 1]  what it costs a token with a gate weight of
+                                  1 in each tier of the file and, last, skipped, against full
+                                  precision, in nats (orchestrator.estimate); 0 where nobody knew
     counters       int64 [2 phases, COUNTERS]  what the run came to
     step_phase     uint8 [S]      orchestrator.events.Phase
     step_tokens    int32 [S]      tokens of the step
@@ -36,11 +39,14 @@ kept tokens, k experts a token:
                                   recording took
     event_wait_us  int64 [E]      the part of it in which computing waited for reads
     ids            uint16 [N, k]  chosen experts
+    held           uint8 [N, k]   the tier in use that was in memory of each then, events.ABSENT for
+                                  none
     weights        float32 [N, k] their routing weights
     tokens         int32 [N]      position of each token in its batch
     sequences      int32 [N]      the sequence of each token
     ahead_ids      uint16 [A, k]  predicted experts; an event's are [event_ahead, T, k]
     ahead_scores   float32 [A, k]
+    ahead_held     uint8 [A, k]   as held
     importance     float32 [I]    attention that each token receives (DyMoE eq. 1)
 
 A reader refuses a version it does not know and arrays that the version does not have.
@@ -61,7 +67,7 @@ from orchestrator.native import MAX_TIERS
 from orchestrator.policy import Rules
 
 FORMAT = "moe-edge-trace"
-VERSION = 6
+VERSION = 7
 
 # Columns of the counters: what was moved; routed experts by decided tier, the skipped ones last;
 # matrices by the tier that was computed.
@@ -79,6 +85,7 @@ ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "start_tier": (np.uint8, 2),
     "start_hotness": (np.float64, 2),
     "losses": (np.float64, 3),
+    "costs": (np.float64, 3),
     "counters": (np.int64, 2),
     "step_phase": (np.uint8, 1),
     "step_tokens": (np.int32, 1),
@@ -97,11 +104,13 @@ ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "event_ns": (np.int64, 1),
     "event_wait_us": (np.int64, 1),
     "ids": (np.uint16, 2),
+    "held": (np.uint8, 2),
     "weights": (np.float32, 2),
     "tokens": (np.int32, 1),
     "sequences": (np.int32, 1),
     "ahead_ids": (np.uint16, 2),
     "ahead_scores": (np.float32, 2),
+    "ahead_held": (np.uint8, 2),
     "importance": (np.float32, 1),
 }
 
@@ -151,9 +160,9 @@ class PlacedSlices(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One route event. ids, weights [T, k]; tokens, sequences [T]; ahead_ids, ahead [A, T, k];
-    importance [T] or None; n_computed: different experts that were not skipped; compute_ns
-    until the next event, without waits for reads."""
+    """One route event. ids, weights, held [T, k]; tokens, sequences [T]; ahead_ids, ahead,
+    ahead_held [A, T, k]; importance [T] or None; n_computed: different experts that were not
+    skipped; compute_ns until the next event, without waits for reads."""
 
     layer: int
     ids: np.ndarray
@@ -165,6 +174,8 @@ class Event(NamedTuple):
     importance: np.ndarray | None
     n_computed: int
     compute_ns: int
+    held: np.ndarray
+    ahead_held: np.ndarray
 
 
 class Step(NamedTuple):
@@ -296,6 +307,8 @@ class Trace:
                         a["importance"][scored_row:scored_to] if scored[i] else None,
                         computed[i],
                         compute[i],
+                        a["held"][row:to],
+                        a["ahead_held"][ahead_row:ahead_to].reshape(p, n, k),
                     )
                 )
                 row, ahead_row, scored_row = to, ahead_to, scored_to

@@ -14,6 +14,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.native import NativeRequest
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.gate import Gate, TooMany
+from orchestrator.serve.seats import Conversation, Seats, with_seat
 from orchestrator.serve.wire import (
     NOT_SUPPORTED,
     Refusal,
@@ -71,10 +72,12 @@ class Answer:
         self,
         backend: Backend,
         gate: Gate,
+        seats: Seats,
         workers: Executor,
         route: str,
         body: bytes,
         *,
+        conversation: Conversation | None,
         is_stream: bool,
         places: int,
         changes: dict[str, Any],
@@ -82,6 +85,7 @@ class Answer:
         is_stopping: Callable[[], bool],
     ) -> None:
         self._backend, self._gate, self._workers = backend, gate, workers
+        self._seats, self._conversation = seats, conversation
         self._route, self._body = route, body
         self._is_stream, self._places, self._most_s = is_stream, places, most_s
         self._changes = changes  # of the policy's settings
@@ -114,7 +118,11 @@ class Answer:
         try:
             await self._patiently(ticket.turn, out)
             with self._backend.changed(self._changes):
-                await self._ask(out)
+                seat = self._seats.take(self._conversation)
+                try:
+                    await self._ask(with_seat(self._body, seat), out)
+                finally:
+                    self._seats.leave(seat)
         except ConfigError as error:
             await out.fail(400, str(error))
         except Refusal as refusal:
@@ -122,11 +130,11 @@ class Answer:
         finally:
             ticket.leave()
 
-    async def _ask(self, out: Outlet) -> None:
+    async def _ask(self, body: bytes, out: Outlet) -> None:
         """Runs the request on a thread of its own and sends what comes."""
         costs = self._backend.costs()
         shared = self._gate.running > 1
-        request = self._backend.request(self._route, self._body)
+        request = self._backend.request(self._route, body)
         parts: asyncio.Queue[Part] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         thread = loop.run_in_executor(

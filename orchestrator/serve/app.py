@@ -22,10 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
+from orchestrator.serve.formats import settle_format
 from orchestrator.serve.gate import Gate
 from orchestrator.serve.metrics import metrics_text
 from orchestrator.serve.openapi import document
 from orchestrator.serve.page import page_response
+from orchestrator.serve.seats import Seats, conversation_of
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.tools import settle_tool_choice
 from orchestrator.serve.wire import Refusal, error_object, read_body, read_object
@@ -63,6 +65,7 @@ class State:
         self.settings = settings
         self.keys = settings.keys()
         self.gate = Gate(settings.parallel, settings.queue)
+        self.seats = Seats(settings.parallel)
         self.backend: Backend | None = None
         self.stopping = False
         self.workers: Executor = ThreadPoolExecutor(settings.parallel, "answer")
@@ -118,9 +121,11 @@ class Endpoints:
             return Answer(
                 backend,
                 state.gate,
+                state.seats,
                 state.workers,
                 route,
                 body,
+                conversation=conversation_of(route, data) if state.settings.parallel > 1 else None,
                 is_stream=data.get("stream") is True,
                 places=places,
                 changes=changes,
@@ -182,8 +187,8 @@ class Endpoints:
             raise Refusal(400, f"{OURS} must be an object of settings")
         for name in DROPPED:
             data.pop(name, None)
-        settled = settle_tool_choice(route, data)
-        if settled or len(data) != size:
+        settled = [settle_tool_choice(route, data), settle_format(route, data)]
+        if any(settled) or len(data) != size:
             body = json.dumps(data).encode()
         return body, data, changes
 

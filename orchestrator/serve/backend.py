@@ -116,7 +116,8 @@ class Backend:
         engine = self.engine
         plan = engine.plan
         store = engine.store if engine.managed else None
-        counted = StoreCosts(store, plan.tier_names, plan.skip)
+        losses = engine.driver.meter if engine.managed else None
+        counted = StoreCosts(store, plan.tier_names, plan.skip, losses)
 
         def until_now() -> dict[str, Any]:
             return {

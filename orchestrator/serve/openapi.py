@@ -88,6 +88,10 @@ SCHEMAS: dict[str, Schema] = {
             predicted_ms=NUMBER,
             hit_rate={"type": ["number", "null"], "description": "Of what answers asked for."},
             prefill_hit_rate={"type": ["number", "null"]},
+            kl_estimate={
+                "type": ["number", "null"],
+                "description": "Foreseen KL divergence from the best tier in use, nats a token.",
+            },
             mix={"type": "object", "description": "Shares of the precisions decided."},
             computed={"type": "object", "description": "Shares of the precisions computed."},
             bytes_read=COUNT,

@@ -4,12 +4,35 @@
 #include "../ggml/src/ggml-cuda/common.cuh"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
+#include <utility>
+
+#include <sys/mman.h>
+#include <unistd.h>
 
 namespace {
 
-constexpr size_t   RING       = 512;   // tickets of a lane that may be under way
-constexpr uint64_t HOST_ALIGN = 4096;
+constexpr size_t   RING         = 512;  // tickets of a lane that may be under way
+constexpr uint64_t PINNED_PIECE = 1ull << 30;  // a driver that refuses one has pinned those before it
+
+// Of the machine's memory. What is pinned can neither be swapped nor given to anybody else.
+static uint64_t most_pinned() {
+    return (uint64_t) sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / 4 * 3;
+}
+
+// An error that stays: every later call of the process fails for its sake. What ggml then says of
+// the call that met it means nothing to a user.
+static void on_abort(const char * message) {
+    const cudaError_t status = cudaDeviceSynchronize();
+    if (status == cudaSuccess) {
+        fprintf(stderr, "%s\n", message);
+        return;
+    }
+    fprintf(stderr, "The GPU has failed (%s): start the program again, or use --device cpu.\n", cudaGetErrorString(status));
+    fflush(stderr);
+    _exit(1);
+}
 
 // Reads and resets, so that no token is lost whose op is still running.
 __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) {
@@ -49,6 +72,11 @@ moe_edge_cuda_table * moe_edge_cuda_table_of(const moe_edge_matrix & m) {
     return static_cast<moe_edge_cuda_table *>(m.executor.get());
 }
 
+moe_edge_cuda_tables::~moe_edge_cuda_tables() {
+    device.release(memory);
+    device.release_host(reinterpret_cast<char *>(host));
+}
+
 moe_edge_cuda_device * moe_edge_cuda_device::get(int index) {
     static std::mutex guard;
     static moe_edge_cuda_device * devices[GGML_CUDA_MAX_DEVICES] = {};
@@ -57,6 +85,7 @@ moe_edge_cuda_device * moe_edge_cuda_device::get(int index) {
         return nullptr;
     }
     if (!devices[index]) {
+        ggml_set_abort_callback(on_abort);
         devices[index] = new moe_edge_cuda_device(index);
     }
     return devices[index];
@@ -146,38 +175,68 @@ void moe_edge_cuda_device::release(void * memory) {
     }
 }
 
+// In pieces, so that a refusal leaves what was pinned before it. Memory of our own that is
+// registered takes direct reads as any other does, which the driver's own may not.
 char * moe_edge_cuda_device::alloc_host(uint64_t bytes, bool * is_pinned) {
     *is_pinned = false;
-    bytes = (bytes + HOST_ALIGN - 1) / HOST_ALIGN * HOST_ALIGN;
-    void * memory = nullptr;
-    if (start()) {
-        if (cudaHostAlloc(&memory, bytes, cudaHostAllocPortable) == cudaSuccess) {
-            std::lock_guard<std::mutex> lock(mutex);
-            pinned[static_cast<char *>(memory)] = bytes;
-            *is_pinned = true;
-            return static_cast<char *>(memory);
-        }
-        (void) cudaGetLastError();
+    const uint64_t page = sysconf(_SC_PAGESIZE);
+    bytes = (bytes + page - 1) / page * page;
+    void * memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) {
+        return nullptr;
     }
-    return static_cast<char *>(std::aligned_alloc(HOST_ALIGN, bytes));
+    madvise(memory, bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not go together
+    auto * at = static_cast<char *>(memory);
+    const bool usable = start();
+    std::lock_guard<std::mutex> lock(mutex);
+    mapped[at] = bytes;
+    uint64_t done = 0;
+    while (usable && done < bytes) {
+        const uint64_t piece = std::min(PINNED_PIECE, bytes - done);
+        if (pinned_bytes + piece > most_pinned() ||
+            cudaHostRegister(at + done, piece, cudaHostRegisterPortable | cudaHostRegisterMapped) != cudaSuccess) {
+            (void) cudaGetLastError();
+            break;
+        }
+        pinned[at + done] = piece;
+        pinned_bytes += piece;
+        done += piece;
+    }
+    *is_pinned = done == bytes;
+    return at;
 }
 
 void moe_edge_cuda_device::release_host(char * memory) {
-    bool was_pinned;
+    if (!memory) {
+        return;
+    }
+    std::vector<char *> pieces;
+    uint64_t bytes;
     {
         std::lock_guard<std::mutex> lock(mutex);
-        was_pinned = pinned.erase(memory) > 0;
+        const auto it = mapped.find(memory);
+        if (it == mapped.end()) {
+            return;
+        }
+        bytes = it->second;
+        mapped.erase(it);
+        for (auto piece = pinned.lower_bound(memory); piece != pinned.end() && piece->first < memory + bytes;) {
+            pieces.push_back(const_cast<char *>(piece->first));
+            pinned_bytes -= piece->second;
+            piece = pinned.erase(piece);
+        }
     }
-    if (!was_pinned) {
-        std::free(memory);
-    } else if (make_current()) {
-        check(cudaFreeHost(memory), "host memory cannot be given back");
+    for (char * piece : pieces) {
+        if (make_current()) {
+            check(cudaHostUnregister(piece), "host memory cannot be given back");
+        }
     }
+    munmap(memory, bytes);
 }
 
 bool moe_edge_cuda_device::read(const void * from, uint64_t bytes) {
     constexpr int BLOCKS = 1024, THREADS = 256;
-    if (!start() || !is_pinned(from)) {
+    if (!start() || !is_pinned(from, bytes)) {
         return false;
     }
     const cudaStream_t stream = lanes[MOE_EDGE_LANE_DEMAND].stream;
@@ -197,15 +256,42 @@ moe_edge_cuda_exchange & moe_edge_cuda_device::exchange_of(uint64_t bytes) {
     return exchange;
 }
 
-bool moe_edge_cuda_device::is_pinned(const void * memory) {
+bool moe_edge_cuda_device::is_pinned(const void * memory, uint64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto * at = static_cast<const char *>(memory);
-    auto after = pinned.upper_bound(at);
-    if (after == pinned.begin()) {
+    const auto * at  = static_cast<const char *>(memory);
+    const auto * end = at + bytes;
+    auto piece = pinned.upper_bound(at);
+    if (piece == pinned.begin()) {
         return false;
     }
-    --after;
-    return at < after->first + after->second;
+    for (--piece; at < end; ++piece) {
+        if (piece == pinned.end() || at < piece->first || at >= piece->first + piece->second) {
+            return false;
+        }
+        at = piece->first + piece->second;
+    }
+    return true;
+}
+
+bool moe_edge_cuda_device::copy_pinned(cudaStream_t stream, void * to, const void * from, uint64_t bytes) {
+    std::vector<uint64_t> pieces;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        const auto * at = static_cast<const char *>(from);
+        for (uint64_t left = bytes; left > 0; left -= pieces.back(), at += pieces.back()) {
+            const auto piece = std::prev(pinned.upper_bound(at));
+            pieces.push_back(std::min<uint64_t>(left, piece->first + piece->second - at));
+        }
+    }
+    uint64_t done = 0;
+    for (const uint64_t piece : pieces) {
+        if (!check(cudaMemcpyAsync(static_cast<char *>(to) + done, static_cast<const char *>(from) + done, piece,
+                                   cudaMemcpyHostToDevice, stream), "a copy to it failed")) {
+            return false;
+        }
+        done += piece;
+    }
+    return true;
 }
 
 bool moe_edge_cuda_device::has_passed(lane & l, uint64_t number) {
@@ -215,8 +301,12 @@ bool moe_edge_cuda_device::has_passed(lane & l, uint64_t number) {
     if (number > l.recorded) {
         return false;
     }
+    if (!make_current()) {  // a thread without a device of its own would make the first one ready for use
+        return true;
+    }
     const cudaError_t status = cudaEventQuery(l.events[number % RING]);
     if (status == cudaErrorNotReady) {
+        (void) cudaGetLastError();  // else the next launch is taken for one that failed
         return false;
     }
     if (check(status, "a query of its work failed")) {
@@ -229,7 +319,7 @@ bool moe_edge_cuda_device::record_on(lane & l, uint64_t number) {
     if (l.events.empty()) {
         l.events.resize(RING);
         for (cudaEvent_t & event : l.events) {
-            if (!check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "an event cannot be made")) {
+            if (!check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync), "an event cannot be made")) {
                 l.events.clear();
                 return false;
             }
@@ -254,18 +344,14 @@ moe_edge_ticket moe_edge_cuda_device::copy(int32_t lane_index, void * to, const 
         return 0;
     }
     lane & l = lanes[lane_index];
-    const bool direct = is_pinned(from) && is_recorded(after);
+    const bool direct = is_pinned(from, bytes) && is_recorded(after);
     if (direct) {
         order(l.stream, after);
     }
     std::lock_guard<std::mutex> lock(l.mutex);
     const uint64_t number = ++l.issued;
     if (direct && l.recorded + 1 == number) {
-        if (!check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, l.stream), "a copy to it failed") ||
-            !record_on(l, number)) {
-            return 0;
-        }
-        return ticket_of(l, number);
+        return copy_pinned(l.stream, to, from, bytes) && record_on(l, number) ? ticket_of(l, number) : 0;
     }
     l.jobs.push_back({ to, from, bytes, after });
     if (!l.pageable.joinable()) {
@@ -310,18 +396,20 @@ moe_edge_ticket moe_edge_cuda_device::record(cudaStream_t stream) {
     if (!start()) {
         return 0;
     }
-    int at = MOE_EDGE_N_LANES;
+    size_t at = MOE_EDGE_N_LANES;
     {
         std::lock_guard<std::mutex> lock(mutex);
-        while (at < n_lanes && lanes[at].stream != stream) {
+        while (at < lanes.size() && lanes[at].stream != stream) {
             at++;
         }
-        if (at == n_lanes && at < (int) lanes.size()) {
-            lanes[at].stream = stream;
-            n_lanes++;
+        for (size_t i = MOE_EDGE_N_LANES; at == lanes.size() && i < lanes.size(); i++) {
+            if (!lanes[i].stream) {
+                lanes[i].stream = stream;
+                at = i;
+            }
         }
     }
-    if (at == (int) lanes.size()) {
+    if (at == lanes.size()) {
         // more streams than lanes: nothing to order later if it is all done now
         check(cudaStreamSynchronize(stream), "its work failed");
         return 0;
@@ -333,7 +421,7 @@ moe_edge_ticket moe_edge_cuda_device::record(cudaStream_t stream) {
 }
 
 void moe_edge_cuda_device::order(cudaStream_t stream, moe_edge_ticket ticket) {
-    if (ticket == 0) {
+    if (ticket == 0 || !make_current()) {
         return;
     }
     lane & l = lane_of(ticket);
@@ -377,18 +465,60 @@ void moe_edge_cuda_device::wait(moe_edge_ticket ticket) {
     check(cudaEventSynchronize(event), "its work failed");
 }
 
-void moe_edge_cuda_device::expect_scratch(uint64_t bytes) {
+void moe_edge_cuda_device::wait_awake(moe_edge_ticket ticket) {
+    while (!passed(ticket)) {
+        std::this_thread::yield();
+    }
+}
+
+void moe_edge_cuda_device::expect_scratch(uint64_t bytes, int32_t pieces) {
+    expected_pieces = pieces;
     expected = bytes;
     if (bytes == 0) {
-        filled = 0;
+        std::lock_guard<std::mutex> lock(mutex);
+        for (auto & [ctx, b] : backends) {
+            b.filled = 0;
+        }
     }
 }
 
 void moe_edge_cuda_device::fill_pool(ggml_backend_cuda_context & ctx) {
     const uint64_t bytes = expected;
-    if (bytes > filled) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        uint64_t & filled = backends[&ctx].filled;
+        if (bytes <= filled) {
+            return;
+        }
         filled = bytes;
-        ggml_cuda_pool_alloc<char> piece(ctx.pool(), bytes);
+    }
+    ggml_cuda_pool_alloc<char> piece(ctx.pool(), bytes);
+    ggml_cuda_pool_alloc<char> other(ctx.pool());
+    if (expected_pieces > 1) {
+        other.alloc(bytes);
+    }
+}
+
+bool moe_edge_cuda_device::pool_shrank(const ggml_backend_cuda_context & ctx) {
+    std::lock_guard<std::mutex> lock(mutex);
+    uint64_t & seen = backends[&ctx].frees;
+    const uint64_t now = pool_frees;
+    return std::exchange(seen, now) != now;
+}
+
+// A lane that nobody records on any more is another stream's next. Its tickets go on counting.
+void moe_edge_cuda_device::forget(const ggml_backend_cuda_context & ctx) {
+    std::lock_guard<std::mutex> lock(mutex);
+    backends.erase(&ctx);
+    for (size_t i = MOE_EDGE_N_LANES; i < lanes.size(); i++) {
+        lane & l = lanes[i];
+        const auto & own = ctx.streams[ctx.device];
+        if (l.stream && std::find(std::begin(own), std::end(own), l.stream) != std::end(own)) {
+            (void) cudaStreamSynchronize(l.stream);
+            std::lock_guard<std::mutex> held(l.mutex);
+            l.passed = l.issued;
+            l.stream = nullptr;
+        }
     }
 }
 
@@ -422,18 +552,20 @@ bool moe_edge_cuda_device::make_tables(moe_edge_matrix * const * matrices, int32
     for (int32_t i = 0; i < n; i++) {
         n_words += matrices[i]->table.size() * (matrices[i]->kind == MOE_EDGE_DOWN ? 4 : 2);
     }
-    void * memory = alloc(n_words * sizeof(int32_t));
-    if (!memory) {
+    const auto all = std::make_shared<moe_edge_cuda_tables>(*this);
+    bool is_pinned = false;
+    all->memory = static_cast<int32_t *>(alloc(n_words * sizeof(int32_t)));
+    all->host   = all->memory ? reinterpret_cast<int32_t *>(alloc_host(n_words * sizeof(int32_t), &is_pinned)) : nullptr;
+    if (!all->host) {
         return false;
     }
-    const std::shared_ptr<void> owner(memory, [this](void * p) { release(p); });
     // counts first, in the order of the layers, and a copy of them: they are read in one piece
-    auto * counts = static_cast<uint32_t *>(memory);
-    auto * entries = static_cast<int32_t *>(memory) + n_words;
+    auto * counts = reinterpret_cast<uint32_t *>(all->memory);
+    auto * entries = all->memory + n_words;
     for (int32_t i = 0; i < n; i++) {
         moe_edge_matrix & m = *matrices[i];
         auto table = std::make_shared<moe_edge_cuda_table>();
-        table->memory = owner;
+        table->all = all;
         if (m.kind == MOE_EDGE_DOWN) {
             table->counts = counts;
             counts += m.table.size();
@@ -462,6 +594,9 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
     if (!fixed || !start() || !make_tables(matrices, n)) {
         return;
     }
+    // one copy from the first entry that changed to the last, behind which this returns
+    int32_t * first = nullptr;
+    int32_t * last  = nullptr;
     for (int32_t i = 0; i < n; i++) {
         const moe_edge_matrix & m = *matrices[i];
         moe_edge_cuda_table & t = *moe_edge_cuda_table_of(m);
@@ -470,11 +605,21 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
             t.version = m.version;
             t.reached = moe_edge_plan_table(m.table, m.types, m.base, entries);
             if (t.reached && entries != t.host) {
-                check(cudaMemcpy(t.entries, entries.data(), entries.size() * sizeof(int32_t), cudaMemcpyHostToDevice),
-                      "a table cannot be copied to it");
+                std::copy(entries.begin(), entries.end(), t.all->host + (t.entries - t.all->memory));
+                first = first ? std::min(first, t.entries) : t.entries;
+                last  = std::max(last, t.entries + entries.size());
             }
             t.host.swap(entries);
         }
+    }
+    if (first) {
+        const moe_edge_cuda_tables & all = *moe_edge_cuda_table_of(*matrices[0])->all;
+        const cudaStream_t stream = lanes[MOE_EDGE_LANE_DEMAND].stream;
+        check(cudaMemcpyAsync(first, all.host + (first - all.memory), (last - first) * sizeof(int32_t), cudaMemcpyHostToDevice, stream),
+              "a table cannot be copied to it") && check(cudaStreamSynchronize(stream), "a table cannot be copied to it");
+    }
+    for (int32_t i = 0; i < n; i++) {
+        moe_edge_cuda_table & t = *moe_edge_cuda_table_of(*matrices[i]);
         t.usable = t.reached && !lost;
     }
     // ops that are fused rely on gate and up of an expert being of one tier

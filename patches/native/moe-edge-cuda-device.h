@@ -21,9 +21,24 @@
 
 struct ggml_backend_cuda_context;
 
+class moe_edge_cuda_device;
+
+// The tables of a store on the device, and as they were sent there: host memory from which one
+// copy brings all that changed.
+struct moe_edge_cuda_tables {
+    moe_edge_cuda_device & device;
+    int32_t *              memory = nullptr;
+    int32_t *              host   = nullptr;
+
+    explicit moe_edge_cuda_tables(moe_edge_cuda_device & device) : device(device) {}
+    ~moe_edge_cuda_tables();
+    moe_edge_cuda_tables(const moe_edge_cuda_tables &) = delete;
+    moe_edge_cuda_tables & operator=(const moe_edge_cuda_tables &) = delete;
+};
+
 // What stays on the device of a matrix whose table is fixed for a step (moe_edge_matrix.executor).
 struct moe_edge_cuda_table {
-    std::shared_ptr<void> memory;             // of all tables of the store
+    std::shared_ptr<moe_edge_cuda_tables> all;
     int32_t *             entries = nullptr;  // on the device, see moe_edge_plan_table
     uint32_t *            counts  = nullptr;  // on the device, [n_expert]; the down matrix only
     std::vector<int32_t>  host;               // entries as they were copied
@@ -63,10 +78,19 @@ class moe_edge_cuda_device : public moe_edge_device {
     bool counts_routing() const override { return true; }
     bool computes(int32_t type) const override;
     bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override;
-    void expect_scratch(uint64_t bytes) override;
+    void expect_scratch(uint64_t bytes, int32_t pieces) override;
 
     // Lets the pool of a backend hold what expect_scratch said.
     void fill_pool(ggml_backend_cuda_context & ctx);
+    // Whether the pools have given memory back since this was last asked for this backend: what it
+    // captured before may point there.
+    bool pool_shrank(const ggml_backend_cuda_context & ctx);
+    // The backend is about to be destroyed.
+    void forget(const ggml_backend_cuda_context & ctx);
+    std::atomic<uint64_t> pool_frees { 0 };
+
+    // As wait, but without the time that it takes to wake a thread: for who computes a token.
+    void wait_awake(moe_edge_ticket ticket);
 
     // A ticket for all that was launched on this stream so far. 0 once the device is lost.
     moe_edge_ticket record(cudaStream_t stream);
@@ -114,7 +138,9 @@ class moe_edge_cuda_device : public moe_edge_device {
 
     bool is_recorded(moe_edge_ticket ticket);
     void run_jobs(lane & l);
-    bool is_pinned(const void * memory);
+    bool is_pinned(const void * memory, uint64_t bytes);
+    // In pieces of which each lies in one piece of pinned memory.
+    bool copy_pinned(cudaStream_t stream, void * to, const void * from, uint64_t bytes);
     bool make_tables(moe_edge_matrix * const * matrices, int32_t n);
 
     const int index;
@@ -123,11 +149,19 @@ class moe_edge_cuda_device : public moe_edge_device {
     std::mutex               mutex;  // of what follows
     bool                     started = false;
     std::string              failure;
-    std::map<const char *, uint64_t> pinned;
+    // By a backend: what its pool was asked for of what is expected, and pool_frees as it saw it.
+    struct of_backend {
+        uint64_t filled = 0;
+        uint64_t frees  = 0;
+    };
+
+    std::map<const char *, uint64_t> mapped;  // all of alloc_host, by address
+    std::map<const char *, uint64_t> pinned;  // pieces of that
+    uint64_t                 pinned_bytes = 0;
+    std::map<const ggml_backend_cuda_context *, of_backend> backends;
     std::atomic<bool>        lost { false };
     std::atomic<uint64_t>    expected { 0 };
-    std::atomic<uint64_t>    filled { 0 };  // what the pool was asked for of that
-    std::atomic<int>         n_lanes { MOE_EDGE_N_LANES };
+    std::atomic<int32_t>     expected_pieces { 1 };
 
     std::array<lane, 16>     lanes;  // of copies, then one for each stream that an executor records on
 };

@@ -469,7 +469,7 @@ class product {
         const exchanged at(products);
         const moe_edge_ticket there = products[0]->fetch(at);
         run_kernels();
-        device.wait(there);
+        device.wait_awake(there);
         products[0]->compute_hosted(products, hosted, at);
     }
 
@@ -854,6 +854,18 @@ int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, g
     }
     product::run_waves({ &gates, &ups });
     return 2;
+}
+
+void moe_edge_cuda_pool_freed(int device) {
+    moe_edge_cuda_device::get(device)->pool_frees++;
+}
+
+bool moe_edge_cuda_pool_shrank(const ggml_backend_cuda_context & ctx) {
+    return moe_edge_cuda_device::get(ctx.device)->pool_shrank(ctx);
+}
+
+void moe_edge_cuda_forget(const ggml_backend_cuda_context & ctx) {
+    moe_edge_cuda_device::get(ctx.device)->forget(ctx);
 }
 
 void * moe_edge_cuda_proc_address(const char * name) {

@@ -29,6 +29,15 @@ void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst
 // GLU, or 0 where neither product is managed or the batch is too large.
 int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, ggml_tensor * up, ggml_tensor * glu);
 
+// A pool gave memory of this device back, which captured graphs may hold.
+void moe_edge_cuda_pool_freed(int device);
+
+// Whether what this backend captured has to go for that reason. Asked before each graph.
+bool moe_edge_cuda_pool_shrank(const ggml_backend_cuda_context & ctx);
+
+// The backend is about to be destroyed: its streams and its pool come to an end.
+void moe_edge_cuda_forget(const ggml_backend_cuda_context & ctx);
+
 // "moe_edge_device": moe_edge_device * (*)(int index), null where there is no such device;
 // "moe_edge_buffer_type": ggml_backend_buffer_type_t (*)(int index). Null for other names.
 void * moe_edge_cuda_proc_address(const char * name);

@@ -62,10 +62,13 @@ struct moe_edge_device {
     // come back from the device in the middle of a step.
     virtual bool counts_routing() const { return false; }
 
-    // The most memory that an op of the graphs that come asks for beside its operands. An executor
-    // that keeps what ops asked for takes it in one piece, before smaller ones pile up. 0: unknown,
-    // a new model.
-    virtual void expect_scratch(uint64_t bytes) { (void) bytes; }
+    // The most memory that an op of the graphs that come asks for beside its operands, in so many
+    // pieces of this length. An executor that keeps what ops asked for takes them at once, before
+    // smaller ones pile up. 0: unknown, a new model.
+    virtual void expect_scratch(uint64_t bytes, int32_t pieces = 1) {
+        (void) bytes;
+        (void) pieces;
+    }
 
     // Whether kernels can read host memory of alloc_host where it is.
     virtual bool reads_in_place(bool pinned) const { return pinned; }

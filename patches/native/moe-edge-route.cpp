@@ -286,15 +286,21 @@ ggml_tensor * output_ids(const llm_graph_context & graph) {
     return nullptr;
 }
 
-// The weights of attention in half precision, which a graph without flash attention makes of those
-// in single precision; of a whole batch over the whole context.
-uint64_t attention_bytes(const llm_graph_context & graph) {
+// What attention makes in half precision over the whole context: of a batch's weights in single
+// precision where it is not flash; else, twice, of a layer's keys or values, should they be quantized.
+void expect_attention(const llm_graph_context & graph, moe_edge_device & device) {
     const auto & c = graph.cparams;
-    uint32_t n_head = 0;
-    for (int64_t il = 0; il < graph.n_layer; il++) {
-        n_head = std::max(n_head, graph.hparams.n_head(il));
+    uint64_t row = 0;  // for each place in the context
+    if (!c.flash_attn) {
+        uint32_t n_head = 0;
+        for (int64_t il = 0; il < graph.n_layer; il++) {
+            n_head = std::max(n_head, graph.hparams.n_head(il));
+        }
+        row = (uint64_t) n_head * c.n_ubatch;
+    } else if (seen_attention.k && ggml_is_quantized(seen_attention.k->type)) {
+        row = std::max(graph.hparams.n_embd_k_gqa_max(), graph.hparams.n_embd_v_gqa_max());
     }
-    return c.flash_attn ? 0 : sizeof(ggml_fp16_t) * n_head * c.n_ubatch * c.n_ctx;
+    device.expect_scratch(sizeof(ggml_fp16_t) * c.n_ctx * row, c.flash_attn ? 2 : 1);
 }
 
 }  // namespace
@@ -315,7 +321,7 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor *
         std::shared_lock<std::shared_mutex> lock(moe_edge_attached.mutex);
         const auto it = moe_edge_attached.by_router.find(gate_inp);
         if (it != moe_edge_attached.by_router.end() && it->second->model->store->device) {
-            it->second->model->store->device->expect_scratch(attention_bytes(graph));
+            expect_attention(graph, *it->second->model->store->device);
         }
         if (it == moe_edge_attached.by_router.end() || graph.cparams.warmup || it->second->model->store->runs_unwatched()) {
             return weights;

@@ -1,8 +1,14 @@
-"""`make cuda-check` fails on warnings in our files, and on those alone."""
+"""`make cuda-check` fails on warnings in our files alone; for which cards is compiled."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from patches import cuda
 from patches.build import our_warnings
+from patches.upstream import BuildError
 
 LOG = """[1/3] Building CUDA object moe-edge-cuda.cu.o
 /src/llama.cpp/moe-edge/moe-edge-cuda.cu(12): warning #177-D: variable "x" is never used
@@ -17,3 +23,34 @@ def test_only_our_warnings_count() -> None:
     found = our_warnings(LOG)
     assert len(found) == 2
     assert "#177-D" in found[0] and "launch.h:7" in found[1]
+
+
+@pytest.fixture
+def nvcc(tmp_path: Path) -> str:
+    """A compiler that knows cards up to 9.0."""
+    path = tmp_path / "nvcc"
+    path.write_text("#!/bin/sh\nprintf 'compute_75\\ncompute_80\\ncompute_86\\ncompute_90\\n'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_real_code_for_the_cards_that_nvcc_knows(
+    nvcc: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cuda.architectures(nvcc, [75, 86]) == "75-real;86-real"
+    assert cuda.architectures(nvcc, []) == "80-virtual"
+    assert not capsys.readouterr().err
+    # newer than the toolkit, and between two that it knows
+    assert cuda.architectures(nvcc, [120]) == "90-virtual"
+    assert "does not know the GPU's compute capability 12.0" in capsys.readouterr().err
+    assert cuda.architectures(nvcc, [89, 89]) == "86-virtual"
+    with pytest.raises(BuildError, match=r"6\.1, and this CUDA toolkit compiles for 7\.5"):
+        cuda.architectures(nvcc, [61])
+
+
+def test_a_compiler_that_names_no_architecture_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "nvcc"
+    path.write_text("#!/bin/sh\nexit 1\n")
+    path.chmod(0o755)
+    with pytest.raises(BuildError, match="--list-gpu-arch names no architecture"):
+        cuda.offered_architectures(str(path))

@@ -1,70 +1,205 @@
-"""`make gpu-check`: skips with a reason, fails where a step fails, keeps its report's sections."""
+"""`make gpu-check`: each step a process with a limit; whatever ends it, what was done is kept."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from patches import gpu_check, probe
 from patches import tool as tool_module
-from patches.gpu_check import Section, Step
+from patches.gpu_check import Folder, Outcome, Step
 from patches.upstream import REPO, read_upstream
 
-RESULTS = """<?xml version="1.0"?><testsuites><testsuite>
-<testcase classname="" name="tests.unit.other"><skipped message="collection skipped"/></testcase>
-<testcase classname="tests.native.cuda.test_kernels" name="test_a[gpu]" time="1.5">
-<system-out>worst NMSE 1e-4</system-out></testcase>
-<testcase classname="tests.native.cuda.test_kernels" name="test_b[gpu]" time="0">
-<skipped message="no GPU: none">there</skipped></testcase>
-<testcase classname="tests.native.cuda.test_kernels" name="test_c[gpu]" time="0">
-<failure message="AssertionError: row 3&#10;more">where it was</failure></testcase>
-</testsuite></testsuites>"""
+TEST = "tests/native/cuda/test_kernels.py::test_random_swaps[gpu]"
+
+# A call with 30 steps in the place of what it would run; each says at its very end that it ran.
+CALL = """
+import sys
+from pathlib import Path
+from patches import gpu_check, probe
+ran, report = Path(sys.argv[1]), Path(sys.argv[2])
+gpu_check.TRIES = 1000
+def steps(*_):
+    for i in range(30):
+        line = f"sleep 0.04; echo said {i}; echo {i} >> {ran}"
+        yield gpu_check.Step("engine", f"step {i}", ("sh", "-c", line), 60.0)
+gpu_check._steps = steps
+probe.find_gpu = lambda: (True, "one")
+sys.exit(gpu_check.run(("engine",), Path(sys.executable), [], report))
+"""
+
+
+def junit(case: str) -> str:
+    return f'<?xml version="1.0"?><testsuites><testsuite>{case}</testsuite></testsuites>'
 
 
 def test_reads_what_pytest_found() -> None:
-    a, b, c = gpu_check.read_junit(RESULTS)
-    assert (a.outcome, a.seconds, a.output) == ("passed", 1.5, "worst NMSE 1e-4")
-    assert (b.outcome, b.reason) == ("skipped", "no GPU: none")
-    assert (c.outcome, c.reason) == ("failed", "AssertionError: row 3")
-    assert "where it was" in c.output
+    case = '<testcase name="a">{}</testcase>'
+    printed = "<system-out>--- Captured Out ---\nworst NMSE 1e-4</system-out>"
+    assert gpu_check.read_junit(junit(case.format(printed))) == ("passed", "", "worst NMSE 1e-4")
+    skipped = gpu_check.read_junit(junit(case.format('<skipped message="no tool">x</skipped>')))
+    assert skipped == ("skipped", "no tool", "")
+    message = '<failure message="AssertionError: row 3&#10;more">where it was</failure>'
+    failed = gpu_check.read_junit(junit(case.format(message)))
+    assert failed == ("failed", "AssertionError: row 3", "where it was")
+    assert gpu_check.read_junit(junit(""))[0] == "failed"
 
 
-def test_a_part_replaces_its_own_section(tmp_path: Path) -> None:
-    report = tmp_path / "report.md"
-    gpu_check.write_report(
-        report, Section("bench", [Step("x", "passed", 1, "", "## build\n1 | 2")]), "H"
-    )
-    gpu_check.write_report(report, Section("build", [Step("y", "failed", 2, "a | b")]), "H")
-    gpu_check.write_report(report, Section("bench", [Step("z", "passed", 3)]), "H")
+def test_every_test_for_a_gpu_has_its_part_and_its_order() -> None:
+    """Each is found by the name under which pytest runs it."""
+    steps = gpu_check.find_tests(Path(sys.executable), Path("/nowhere"), emulated=False)
+    parts = [step.part for step in steps]
+    assert set(parts) == set(gpu_check.PARTS) - {"build"}
+    assert all("[gpu" in step.name or "test_gpu.py" in step.name for step in steps)
+    assert len({step.slug for step in steps}) == len(steps)
+    assert gpu_check.part_of(TEST) == "managed"
+    assert gpu_check.part_of("tests/native/cuda/test_gpu.py::test_upstreams_operators") == "kernels"
+
+
+def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
+    """What was done is in the report, is not done again, and the next call goes on behind it."""
+    ran, report = tmp_path / "ran", tmp_path / "report.md"
+    ran.touch()
+    command = [sys.executable, "-c", CALL, str(ran), str(report)]
+    chance, kills, known = random.Random(7), 0, 0
+    while kills < 10:
+        process = subprocess.Popen(
+            command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(chance.uniform(0.1, 0.5))
+        if process.poll() is not None:
+            break  # all was done: the rest of the kills would hit nothing
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        kept = {each.name for each in Folder(report).outcomes()}
+        assert len(kept) >= known
+        known = len(kept)
+        if report.exists():
+            assert sum(f"| {name} | passed |" in report.read_text() for name in kept) >= known - 1
+    assert kills >= 3
+    assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 0
+    assert {each.outcome for each in Folder(report).outcomes()} == {"passed"}
     text = report.read_text()
-    assert text.index("## build") < text.index("## bench")
-    assert "| y | failed | 2.0 | a \\| b |" in text
-    assert "| z | passed" in text and "| x |" not in text
-    assert text.startswith("# GPU report\n") and text.count("## bench") == 1
+    assert all(f"| step {i} | passed |" in text and f"    said {i}\n" in text for i in range(30))
+    times = [ran.read_text().split().count(str(i)) for i in range(30)]
+    # a step that had ended when the call was killed, but was not yet written down, runs again
+    assert all(times) and sum(times) <= 30 + kills
+    assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 0
+    assert sum(times) == len(ran.read_text().split())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """With a GPU."""
+    monkeypatch.setattr(probe, "find_gpu", lambda: (True, "one"))
+    return Folder(tmp_path / "report.md")
+
+
+def check(folder: Folder, *steps: Step, only: str = "") -> int:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gpu_check, "_steps", lambda *_: iter(steps))
+        return gpu_check.run(("engine",), Path(sys.executable), [], folder.report, only)
+
+
+def shell(name: str, line: str, limit_s: float = 60.0) -> Step:
+    return Step("engine", name, ("sh", "-c", line), limit_s)
+
+
+def test_a_hang_and_a_crash_end_their_step_alone(folder: Folder) -> None:
+    """What hangs is ended with all that it started."""
+    alive = folder.path / "alive"
+    hang = shell("hang", f"echo begun; (while :; do date > {alive}; sleep 0.02; done) & wait", 1.0)
+    crash, fine = shell("crash", "kill -SEGV $$"), shell("fine", "echo good")
+    assert check(folder, hang, crash, fine) == 1
+    a, b, c = folder.outcomes()
+    assert [each.outcome for each in (b, a, c)].count("failed") == 2
+    found = {each.name: each for each in (a, b, c)}
+    assert found["hang"].reason == "it took longer than 1 s" and "begun" in found["hang"].output
+    assert found["crash"].reason == "signal 11 (SIGSEGV)"
+    assert found["fine"].outcome == "passed"
+    alive.unlink(missing_ok=True)
+    time.sleep(0.2)
+    assert not alive.exists()
+
+
+def test_what_failed_runs_again_when_the_sources_change(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = folder.path / "ran"
+    steps = shell("bad", f"echo bad >> {ran}; false"), shell("good", f"echo good >> {ran}")
+    assert (check(folder, *steps), check(folder, *steps)) == (1, 1)
+    assert ran.read_text().split() == ["bad", "good"]
+    monkeypatch.setattr(gpu_check, "sources", lambda: "others")
+    assert check(folder, *steps) == 1
+    assert ran.read_text().split() == ["bad", "good", "bad"]
+
+
+def test_a_step_that_ends_the_machine_is_left_aside(folder: Folder) -> None:
+    """It was begun twice, and nothing is known of how it ended: what it said is in the report."""
+    step = shell("deadly", "true")
+    for _ in range(gpu_check.TRIES):
+        folder.begin(step)
+    folder.log(step).write_text("the last words")
+    assert check(folder, step) == 1
+    assert not folder.outcomes()
+    assert "| deadly | cut off |" in folder.report.read_text()
+    assert "the last words" in folder.report.read_text()
+    assert check(folder, step, only="deadly") == 0
+
+
+def test_a_lost_gpu_ends_the_call(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows would fail for its sake, and is left for the next call."""
+    answers = iter([(True, "one"), (False, "it has fallen off the bus")])
+    monkeypatch.setattr(probe, "find_gpu", lambda: next(answers))
+    assert check(folder, shell("bad", "false"), shell("next", "true")) == 1
+    assert [each.name for each in folder.outcomes()] == ["bad"]
+
+
+def test_what_a_killed_call_left_running_is_ended(folder: Folder) -> None:
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    running = folder.path / "running"
+    running.write_text(f"{process.pid} 1")  # another process that had this number
+    check(folder)
+    assert process.poll() is None
+    running.write_text(f"{process.pid} {gpu_check._started(process.pid)}")
+    check(folder)
+    assert process.wait(60) == -signal.SIGKILL
+
+
+def test_steps_are_picked_by_a_word_in_every_part(folder: Folder) -> None:
+    steps = Step("device", "a", ("echo", "one"), 60), Step("bench", "b", ("echo", "two"), 60)
+    for word, name in (("device: ", "a"), ("two", "b")):
+        assert check(folder, *steps, only=word) == 0
+        assert [each.name for each in folder.outcomes()][-1] == name
 
 
 def test_without_a_gpu_all_is_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(probe, "find_gpu", lambda: (False, "no driver"))
+    monkeypatch.setattr(gpu_check, "find_tests", lambda *_: [])
     report = tmp_path / "report.md"
-    assert gpu_check.run(("build", "bench"), Path(sys.executable), [], report) == 0
-    assert report.read_text().count("skipped") == 1 + len(gpu_check.BENCHES)
+    assert gpu_check.run(gpu_check.PARTS, Path(sys.executable), [], report) == 0
+    assert report.read_text().count("| skipped |") == 1 + len(gpu_check.COMMANDS)
     assert "no GPU: no driver" in capsys.readouterr().out
 
 
-def test_benchmarks_are_picked_by_a_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(probe, "find_gpu", lambda: (True, "one"))
-    monkeypatch.setattr(gpu_check, "BENCHES", (("a", "--version"), ("b", "doctor")))
-    report = tmp_path / "report.md"
-    assert gpu_check.run(("bench",), Path(sys.executable), [], report, "version") == 0
-    text = report.read_text()
-    assert "a: moe-edge --version | passed" in text and "| b | skipped | 0.0 | STEP=version" in text
+def test_headings_of_an_output_are_none_of_the_report() -> None:
+    step = Outcome("bench", "x", "failed", 1, "a | b", "## build\n1 | 2")
+    text = gpu_check.render([step], "one GPU")
+    assert "| bench | x | failed | 1.0 | a \\| b |" in text
+    assert "\n## build" not in text and "\n    ## build" in text
+    assert json.dumps(text)
 
 
 def test_files_are_all_that_is_used(
@@ -85,12 +220,3 @@ def test_files_are_all_that_is_used(
     tool_module.use_files(args)
     assert args.sdist == sdist
     assert (os.environ["PIP_NO_INDEX"], os.environ["PIP_FIND_LINKS"]) == ("1", str(tmp_path))
-
-
-def test_a_failed_step_fails_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(probe, "find_gpu", lambda: (True, "one"))
-    monkeypatch.setattr(gpu_check, "BENCHES", (("wrong", "no-such-command"),))
-    report = tmp_path / "report.md"
-    assert gpu_check.run(("bench",), Path(sys.executable), [], report) == 1
-    assert "| failed |" in report.read_text()
-    assert "no-such-command" in report.read_text()

@@ -236,6 +236,7 @@ def test_a_signal_that_ends_the_process_removes_what_was_begun(
     """Nobody gets over it, as a chat does over Ctrl-C. It comes where Ctrl-C is ignored, too."""
     ended = []
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignored = signal.signal(number, signal.SIG_DFL)  # under nohup a hang-up would be
     try:
         with pytest.raises(SystemExit) as left, interrupts.listening():
             unfinished = UnfinishedFile(tmp_path / "a")
@@ -251,16 +252,17 @@ def test_a_signal_that_ends_the_process_removes_what_was_begun(
                 unfinished.discard()
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        after = signal.signal(number, ignored)
     assert left.value.code == 128 + number
     assert ended == ["what C called goes on"]
     assert os.listdir(tmp_path) == []
-    assert signal.getsignal(number) is signal.SIG_DFL
+    assert after is signal.SIG_DFL
 
 
 def test_a_hang_up_that_is_ignored_stays_so() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with interrupts.listening():
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, before)

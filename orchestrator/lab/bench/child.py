@@ -240,6 +240,7 @@ def run_engine(job: Job) -> dict[str, Any]:
                 "fixed": plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes,
                 "planned": plan.total_bytes,
                 "cap": plan.vram_bytes,
+                "flash": plan.device is not None and plan.device.flash,
                 "llama": engine.device_bytes,
                 "used": memory.used_bytes(),
             }

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from orchestrator import disk
 from orchestrator.config import MISSES, Config
 from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.files import write_whole
 from orchestrator.footprint import device_shape, kernel_bytes
 from orchestrator.lab.bench.ablation import COLD, paper_rows
 from orchestrator.lab.bench.benchmark import Benchmark
@@ -45,6 +49,11 @@ class GpuOptions(BenchOptions):
         option=True,
         help="Layers of a random-weight model: qwen3-30b has 48 in full, mixtral 32.",
         shown="6, 4",
+    )
+    keep: Path | None = setting(
+        None,
+        "Keeps the figures of each case in this folder, so that a call that was cut off goes on.",
+        metavar="DIR",
     )
 
     @property
@@ -140,6 +149,26 @@ class GpuLoop(Loop[GpuOptions]):
             job.parts, job.warm = [], False
         return job
 
+    def measure(self, case: Case, number: int) -> Result:
+        """As every benchmark, but a case whose figures were kept is not measured again."""
+        place = self._place(case, number)
+        if place is not None and place.exists():
+            kept: Result = json.loads(place.read_text())
+            return kept
+        found = super().measure(case, number)
+        self.note(f"{case.key}: {said(case, found)}")
+        if place is not None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(place, json.dumps(found))
+        return found
+
+    def _place(self, case: Case, number: int) -> Path | None:
+        """Where the figures of this case are kept: a name for it and for all that it depends on."""
+        if self.options.keep is None:
+            return None
+        digest = hashlib.sha256(f"{case.key} {self.job(case, number).to_json()}".encode())
+        return self.options.keep / f"case-{digest.hexdigest()[:20]}.json"
+
     def measure_room(self, gpu: int) -> None:
         """Loads the model twice, without experts, to see what it takes. Raises MoeEdgeError."""
         n = self.model.n_layers
@@ -158,12 +187,20 @@ class GpuLoop(Loop[GpuOptions]):
         )
         options = self.options
         config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
-        kernels = kernel_bytes(self.model, config, options.n_ctx)
+        kernels = kernel_bytes(self.model, config, options.n_ctx, memory[0]["flash"])
         self.room = Room(memory[0]["fixed"], memory[1]["llama"] + kernels, layers)
 
     def bandwidth(self, number: int) -> disk.Bandwidth:
         self.copies.append(ask_device(self.options.device)["copies"])
         return super().bandwidth(number)
+
+
+def said(case: Case, found: Result) -> str:
+    """What a process found, in short."""
+    if "error" in found or case.role == "probe":
+        return str(found.get("error", "loaded"))
+    row = case_row(case, [found], None)
+    return f"{row['tpot_ms_p50']:.2f} ms per token, first token after {row['ttft_ms']:.1f} ms"
 
 
 def ask_device(name: str) -> Result:

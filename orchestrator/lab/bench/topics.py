@@ -160,7 +160,7 @@ class Topics(Benchmark[Loop[TopicOptions]]):
 
     def goals(self, loop: Loop[TopicOptions], rows: Sequence[Result]) -> list[Result]:
         usual = topic_goals(rows, f"every {loop.options.usual} steps", RESTLESS)
-        return usual + placement_goals(rows, CONTEXT, FIXED)
+        return usual + placement_goals(rows, CONTEXT, ALL_LOW)
 
     def intro(self, report: Result) -> list[str]:
         options = report["options"]

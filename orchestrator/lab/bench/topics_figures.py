@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from orchestrator.lab.bench.rows import (
     times_ms,
 )
 
+Window = TypeVar("Window")
 WINDOW = 16  # decode steps; the share of high experts is judged by windows
 ADAPTED = 0.95
 SLOWEST = 0.02  # of the steps: what is looked at to explain p99
@@ -58,6 +60,8 @@ def topic_row(switches: int, case: Case, runs: Sequence[Result], limit_bytes: in
     tpot_ms and p99_of_p50: of the decode steps of the changing conversations. high: share of
     the routed experts that were high in them, steady_high in their second halves. adapted: decode
     steps after a change of topic until a window has ADAPTED of that, the mean over the changes.
+    placed_ms_p50: of the second halves of the conversations, where all that a prompt wanted has
+    moved. placed_high: share of the routed experts that were high there, by run.
     promotions: per minute, while the topic changes and on the steady text; waited_ms and
     demand_bytes: over all parts of all runs; most_steps: of the slowest placement of all runs, and
     moved: bytes of transitions by those of the experts that placements changed, both of policies
@@ -79,6 +83,7 @@ def topic_row(switches: int, case: Case, runs: Sequence[Result], limit_bytes: in
         "tpot_ms_p50": statistics.median(p50),
         "tpot_ms_p50_runs": p50,
         "tpot_ms_p99": statistics.median(p99),
+        "placed_ms_p50_runs": [_placed_ms(run, names) for run in runs],
         "p99_of_p50": median_ratio(p99, p50),
         "p99_of_p50_runs": [high / middle for high, middle in zip(p99, p50, strict=True)],
         "mode": runs[0].get("mode", "upstream"),
@@ -92,10 +97,11 @@ def topic_row(switches: int, case: Case, runs: Sequence[Result], limit_bytes: in
         return row
     stores = [part["store"] for run in runs for part in run["parts"]]
     shares = [[_high(named(run, name)) for name in names] for run in runs]
-    late = [[share for windows in run for share in _second_half(windows)] for run in shares]
+    late = [[each for windows in run for each in _second_half(windows)] for run in shares]
     return row | {
         "high": statistics.median(store_figures(parts)["mix"]["high"] for parts in changing),
-        "steady_high": statistics.median(statistics.mean(run) for run in late),
+        "steady_high": statistics.median(map(statistics.mean, late)),
+        "placed_high_runs": list(map(statistics.mean, late)),
         "adapted": statistics.median(
             statistics.mean(_adapted(windows) for windows in run[1:]) for run in shares
         ),
@@ -129,12 +135,18 @@ def _percentile(run: Result, names: Sequence[str], q: float) -> float:
     return float(np.percentile(steps, q))
 
 
+def _placed_ms(run: Result, names: Sequence[str]) -> float:
+    """Median of the steps in the second halves of the conversations."""
+    late = [part for name in names for part in _second_half(named(run, name))]
+    return float(np.median([each for part in late for each in part["ms"]]))
+
+
 def _high(windows: Sequence[Result]) -> list[float]:
     """The share of routed experts that were high, by window."""
     return [float(store_figures([window])["mix"]["high"]) for window in windows]
 
 
-def _second_half(windows: Sequence[float]) -> Sequence[float]:
+def _second_half(windows: Sequence[Window]) -> Sequence[Window]:
     return windows[len(windows) // 2 :]
 
 
@@ -175,24 +187,44 @@ def topic_goals(rows: Sequence[Result], usual: str, restless: str) -> list[Resul
     return found
 
 
-def placement_goals(rows: Sequence[Result], placed: str, fixed: str) -> list[Result]:
+def placement_goals(rows: Sequence[Result], placed: str, low: str) -> list[Result]:
     """What the near-data paper's placement is to reach, in each cap, as topic_goals. placed and
-    fixed name its row and that of as many experts high that never change."""
+    low name its row and that of every expert low."""
     found: list[Result] = []
+    resident = next((each for each in rows if each["role"] == "reference"), None)
+    if resident is not None and "error" in resident:
+        resident = None
     for cap in dict.fromkeys(row["cap"] for row in rows if row["cap"] is not None):
         good = {row["name"]: row for row in rows if row["cap"] == cap and "error" not in row}
-        row, still = good.get(placed), good.get(fixed)
-        if row is None or still is None:
+        row, all_low = good.get(placed), good.get(low)
+        if row is None:
             continue
         add = partial(_add, found, cap)
-        speed = median_ratio(still["tpot_ms_p50_runs"], row["tpot_ms_p50_runs"])
-        add("context: speed, of the fixed hot set", speed, ">= 0.95", speed >= 0.95)
+        if resident is not None and all_low is not None:
+            equal = _same_bits_ms(row, resident, all_low)
+            speed = median_ratio(equal, row["placed_ms_p50_runs"])
+            name = "context: speed once placed, of everything resident at the same bits"
+            add(name, speed, ">= 0.95", speed >= 0.95)
         steps, moved, needed = row.get("most_steps", 0), row.get("moved"), row["demand_bytes"]
         add("context: steps until all moved, at most", steps, "<= 64", steps <= 64)
         add("context: waited, ms", row["waited_ms"], "0", row["waited_ms"] == 0)
         add("context: bytes that tokens waited for", needed, "0", needed == 0)
         add("context: moved, of what changed", moved, "<= 1.1", (moved or 0) <= 1.1)
     return found
+
+
+def _same_bits_ms(row: Result, resident: Result, low: Result) -> list[float]:
+    """For each run, what a step takes with everything resident at the bits of a row: that of
+    everything high and that of everything low, by the share of high in the row."""
+    return [
+        share * high_ms + (1.0 - share) * low_ms
+        for share, high_ms, low_ms in zip(
+            row["placed_high_runs"],
+            resident["placed_ms_p50_runs"],
+            low["placed_ms_p50_runs"],
+            strict=True,
+        )
+    ]
 
 
 def _add(

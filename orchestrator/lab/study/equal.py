@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.engine import Engine
 from orchestrator.errors import BudgetError
@@ -18,6 +19,7 @@ from orchestrator.eval import arithmetic
 from orchestrator.eval.compare import Reference
 from orchestrator.eval.report import with_error
 from orchestrator.eval.run import pair
+from orchestrator.footprint import model_shape
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import (
     COMPUTED_LOW,
@@ -33,6 +35,9 @@ from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import SKIP, Score, Subject
 from orchestrator.lab.study.uniform import UniformFile, tiers_of
 from orchestrator.lab.table import Column, Row, Table
+from orchestrator.policy import ModelShape
+from orchestrator.policy.base import TierOffer
+from orchestrator.policy.mixed import Mixed
 
 HELD = (0.0, 0.25, 0.5, 0.75)  # shares of the experts that a memory holds high, and one more
 RETENTION = 0.75
@@ -41,8 +46,8 @@ RETENTION = 0.75
 @dataclass(frozen=True, slots=True)
 class Memory:
     """One size of memory. n_bytes: of all slots; mix: two tiers that fit whole; fits: uniform types
-    that do; placed: by name, context, where the text has prompts; streamed: by name, what reads the
-    rest while it decodes."""
+    that do; placed: by name, mixed, and context where the text has prompts; streamed: by name, what
+    reads the rest while it decodes."""
 
     n_bytes: int
     n_high: int
@@ -69,13 +74,15 @@ class EqualMemory(Study[Compared]):
 
     name = "equal"
     rivals = True
-    policies = ("dynaexq", "context")
+    policies = ("dynaexq", "context", "mixed")
 
     def n_passes(self, on: Subject) -> int:
         residency, _ = Residency.of_second_half(on)
         streamed = len(_streaming(residency.subject))
         placed = 2 * has_prompts(residency.subject)
-        mixes = len(_high_counts(residency)) * (1 + placed + streamed)
+        counts = _high_counts(residency)
+        mixes = len(counts) * (1 + placed + streamed)
+        mixes += sum(_fits_mixed(residency, n_high) for n_high in counts)
         return 2 + len(on.tiers) + on.uniform_types.n_files + mixes
 
     def measure(self, on: Subject) -> Compared:
@@ -135,7 +142,8 @@ class EqualMemory(Study[Compared]):
             f"uniform: of the types of a method that fit whole, the one with the least KL. "
             f"dynaexq: every expert in memory, in {scored.high} or {scored.low}, started with "
             f"what {found.n_hot_tokens} other tokens of the same text were routed to. context, "
-            f"where the text has prompts: the same, placed behind each prompt. dymoe and "
+            f"where the text has prompts: the same, placed behind each prompt. mixed: every "
+            f"expert in memory in one of all tiers, by the same hotness and by losses. dymoe and "
             f"lru keep in this memory what fits and read the rest; where a high copy is in "
             f"memory, it is used. low or skipped: of the experts, as computed. KL above "
             f"dynaexq's: paired; below 0 is better. read: bytes for each token, what filled the "
@@ -186,26 +194,47 @@ def _high_counts(residency: Residency) -> list[int]:
     return sorted({*(round(share * n) for share in HELD), most})
 
 
+def _fits_mixed(residency: Residency, n_high: int) -> bool:
+    """Whether mixed has room in the memory of n_high high experts."""
+    config, budget = residency.subject.config, residency.budget_bytes(n_high)
+    with ExpertModel.open(config.model, config.low) as model:
+        names = [tier.name for tier in model.tiers]
+
+        def shape(tiers: tuple[int, ...]) -> ModelShape:
+            return model_shape(model, tiers)
+
+        high = Mixed.high_tier(TierOffer(names, shape, budget))
+        try:
+            Mixed(shape(tuple(range(high, len(names))))).plan(budget)
+        except BudgetError:
+            return False
+    return True
+
+
 def _place(
     residency: Residency, n_high: int, hotness: np.ndarray, reference: Reference
 ) -> Iterator[tuple[str, Score]]:
-    """(name, score) of context in the memory of n_high high experts: in the same two tiers, and in
-    all tiers of the file, as many experts in the best one as fit beside the others' near_bits."""
+    """(name, score) of what has every expert in memory, in that of n_high high experts: mixed, by
+    the same hotness; context in the same two tiers, and in all tiers of the file, as many experts
+    in the best one as fit beside the others' near_bits."""
     subject = residency.subject
-    if not has_prompts(subject):
-        return
     n_bytes = format_size(residency.budget_bytes(n_high))
-    every = {"policy": "context", "high_tier": subject.tiers[0], "low_tier": None}
+    every = {"high_tier": subject.tiers[0], "low_tier": None, "hot_experts": None}
     ways: dict[str, AbstractContextManager[Engine]] = {
-        f"context, {subject.high} / {subject.low}": residency.placed(n_high, hotness),
-        "context, all tiers": residency.open(n_high, hotness, **every, hot_experts=None),
+        "mixed, all tiers": residency.open(
+            n_high, hotness, **{**every, "high_tier": None}, policy="mixed"
+        ),
     }
+    if has_prompts(subject):
+        pair_of_tiers = f"context, {subject.high} / {subject.low}"
+        ways[pair_of_tiers] = residency.placed(n_high, hotness)
+        ways["context, all tiers"] = residency.open(n_high, hotness, **every, policy="context")
     for name, way in ways.items():
         try:
             with way as engine:
                 score = subject.score_open(engine, f"{name}, {n_bytes}", against=reference)
         except BudgetError:
-            continue  # not even one of its experts is hot
+            continue  # not even the least of it
         yield name, score
 
 

@@ -101,8 +101,8 @@ def generated(shape: Shape, options: Generated) -> Routing:
         return random.permuted(np.broadcast_to(popularity, (count, *size)), axis=2)
 
     usual = np.repeat(fresh(1), n, axis=0)
-    in_prompt = mixed(usual, fresh(n), options.sequences_cosine)
-    in_answer = mixed(in_prompt, fresh(n), options.prefill_decode_cosine)
+    in_prompt = blended(usual, fresh(n), options.sequences_cosine)
+    in_answer = blended(in_prompt, fresh(n), options.prefill_decode_cosine)
     made = []
     for prompt, answer in zip(in_prompt, in_answer, strict=True):
         ids, weights = _choose(random, prompt, options.prompt_tokens, shape.n_expert_used)
@@ -126,7 +126,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return found
 
 
-def mixed(base: np.ndarray, other: np.ndarray, wanted: float) -> np.ndarray:
+def blended(base: np.ndarray, other: np.ndarray, wanted: float) -> np.ndarray:
     """(1 - x) base + x other along the last axis, with the x at which the mean cosine with base is
     the one wanted; `other` itself where even that is more alike."""
     low, high = 0.0, 1.0

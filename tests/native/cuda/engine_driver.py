@@ -46,6 +46,21 @@ def taken(library: str, engine: Engine) -> Callable[[], int]:
     return lambda: before - find_device(native, gpu.info.name).memory_bytes
 
 
+def used(library: str) -> int | None:
+    """Bytes of the emulated device that are taken now, kernels that were loaded among them."""
+    if library == "-":
+        return None
+    now = ctypes.CDLL(library).moe_emu_used_bytes
+    now.restype = ctypes.c_uint64
+    return int(now())
+
+
+def planned_slots(engine: Engine) -> int:
+    """Bytes of slots before anything of the GPU's memory was measured."""
+    slots = engine._loader.plan(engine.config).slots
+    return slots.total_bytes if slots else 0
+
+
 def main() -> None:
     library, job = sys.argv[1], json.loads(sys.argv[2])
     if library != "-":
@@ -89,9 +104,11 @@ def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
             "mode": engine.mode,
             "note": engine.note,
             "took": [*took, on_device()],
+            "used": used(library),
             "llama": engine.device_bytes,
             "cap": engine.plan.vram_bytes,
             "slots": engine.plan.slots.total_bytes if engine.plan.slots else 0,
+            "slots_at_first": planned_slots(engine),
             "planned": engine.plan.total_bytes,
         }
         if engine.managed:

@@ -27,7 +27,7 @@ struct gpu {
 
     explicit gpu(const std::string & library) {
         ggml_backend_reg_t reg = cuda_backend(library);
-        backend = ggml_backend_dev_init(ggml_backend_reg_dev_get(reg, 0), nullptr);
+        backend = new_backend(reg);
         using device_of = moe_edge_device * (*) (int);
         using type_of   = ggml_backend_buffer_type_t (*)(int);
         device       = reinterpret_cast<device_of>(ggml_backend_reg_get_proc_address(reg, "moe_edge_device"))(0);
@@ -35,6 +35,16 @@ struct gpu {
         void * handle = dlopen(library == "-" ? nullptr : library.c_str(), RTLD_NOW | RTLD_NOLOAD);
         count        = reinterpret_cast<uint64_t (*)(const char *)>(dlsym(handle, "moe_emu_launches"));
         limit_pinned = reinterpret_cast<void (*)(uint64_t)>(dlsym(handle, "moe_emu_limit_pinned"));
+        refuse_pin   = reinterpret_cast<void (*)(int64_t)>(dlsym(handle, "moe_emu_refuse_pin"));
+    }
+
+    static ggml_backend_t new_backend(ggml_backend_reg_t reg) { return ggml_backend_dev_init(ggml_backend_reg_dev_get(reg, 0), nullptr); }
+
+    // Another one in the place of this, with streams and a pool of its own.
+    void renew() {
+        ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+        ggml_backend_free(backend);
+        backend = new_backend(reg);
     }
 
     // Only an emulated GPU counts.
@@ -44,6 +54,9 @@ struct gpu {
 
     // Larger pieces of host memory cannot be pinned from now on. Null on a real GPU.
     void (*limit_pinned)(uint64_t bytes);
+
+    // The nth piece of host memory from now on is not pinned. Null on a real GPU.
+    void (*refuse_pin)(int64_t nth);
 
   private:
     uint64_t (*count)(const char *);

@@ -3,6 +3,8 @@
 // another expert there, so that a kernel that reads too early or too late gives a wrong row.
 //
 //   managed_test LIBRARY types TIERS...          each TIERS is e.g. q4_K+q2_K; batches 1 to 512
+//   managed_test LIBRARY wide TIERS...           8 of 128 experts, 2,048 columns
+//   managed_test LIBRARY far TIERS...            slots more than 4 GiB of addresses apart
 //   managed_test LIBRARY random STEPS TIERS...   swap, compute and skip at random
 //   managed_test LIBRARY random STEPS TIERS --break load|reuse
 //     load: the executor is not told to wait for a copy; reuse: a copy does not wait for readers
@@ -20,6 +22,7 @@
 namespace {
 
 constexpr uint64_t PAGE = 4096;
+constexpr uint64_t FAR  = 4400ull << 20;
 
 // A whole number of blocks, and what kernels may read past the end of the last row.
 uint64_t slot_bytes(ggml_type type, uint64_t expert_bytes, int64_t n_in) {
@@ -35,6 +38,7 @@ struct settings {
     bool    pageable = false;      // copies from memory that is not pinned
     bool    in_place = false;      // some experts are used where they are, in the host's memory
     bool    all_at_once = false;   // next() gives whatever fits, instead of some of it
+    bool    far = false;           // the second half of a tier's slots is FAR behind the first
     broken  how = broken::nothing;
 };
 
@@ -53,7 +57,8 @@ class fake_store {
             step.push_back(slot_bytes(w.types[t], w.expert_bytes(t), w.s.n_in));
             start.push_back(bytes);
             host_start.push_back(host_bytes);
-            bytes += (step[t] * set.slots + 255) / 256 * 256;
+            gap.push_back(set.far ? FAR / step[t] * step[t] : 0);
+            bytes += (step[t] * set.slots + gap[t] + 255) / 256 * 256;
             host_bytes += (step[t] * w.s.experts + PAGE - 1) / PAGE * PAGE;
             most = std::max(most, step[t]);
         }
@@ -111,6 +116,10 @@ class fake_store {
         return (set.pageable ? plain.data() : host) + host_start[tier] + expert * step[tier];
     }
 
+    char * place(int32_t tier, int32_t slot) const {
+        return memory + start[tier] + slot * step[tier] + (slot >= set.slots / 2 ? gap[tier] : 0);
+    }
+
     void begin(const int32_t * experts, int32_t n) {
         for (int32_t i = 0; i < n; i++) {
             const int32_t e = experts[i], t = tier_of[e];
@@ -162,7 +171,7 @@ class fake_store {
         (hit ? hits : loads)++;
         slot & s = slots[t][at];
         s.pinned = true;
-        out.data   = memory + start[t] + at * step[t];
+        out.data   = place(t, at);
         out.ticket = set.how == broken::load ? 0 : s.loaded;
         return true;
     }
@@ -186,7 +195,7 @@ class fake_store {
         s.expert = e;
         slot_of(e, t) = at;
         const char * nans = (set.pageable ? plain.data() : host) + host_start.back();
-        char * to = memory + start[t] + at * step[t];
+        char * to = place(t, at);
         const moe_edge_ticket after = set.how == broken::reuse ? 0 : s.after;
         const moe_edge_ticket wiped = device->copy(random() % MOE_EDGE_N_LANES, to, nans, w.expert_bytes(t), after);
         s.loaded = device->copy(random() % MOE_EDGE_N_LANES, to, source(e, t), w.expert_bytes(t), wiped);
@@ -203,7 +212,7 @@ class fake_store {
             }
             const int32_t t = tier_of[ready[i].expert];
             const auto * data = static_cast<const char *>(ready[i].data);
-            if (t == SKIP || data < memory + start[t] || data >= memory + start[t] + set.slots * step[t]) {
+            if (t == SKIP || data < memory + start[t] || data > place(t, set.slots - 1)) {
                 continue;
             }
             slot & s = slots[t][slot_of(ready[i].expert, t)];
@@ -216,7 +225,7 @@ class fake_store {
     const expert_weights & w;
     const settings set;
     std::mt19937 & random;
-    std::vector<uint64_t> step, start, host_start;  // by tier, bytes
+    std::vector<uint64_t> step, gap, start, host_start;  // by tier, bytes
     uint64_t most = 0;
     char * memory = nullptr;
     char * host = nullptr;
@@ -315,6 +324,26 @@ void test_types(const gpu & g, const std::string & tiers, std::mt19937 & random)
     printf("%s: %d cases, worst NMSE %.2e\n", tiers.c_str(), n, worst);
 }
 
+// A few batches of one shape, the experts in one tier each.
+void test_shape(const gpu & g, const std::string & tiers, const shape & s, bool far, std::mt19937 & random) {
+    const expert_weights w(s, parse_tiers(tiers), random);
+    comparison all;
+    for (const int64_t tokens : { 1, 8, 24 }) {
+        settings set;
+        set.slots = s.experts;
+        set.far   = far;
+        fake_store store(g.device, w, set, random);
+        managed m(g, w, store.matrix);
+        store.tier_of = decide(w, random);
+        const std::string where = tiers + ", " + std::to_string(tokens) + " tokens" + (far ? ", far" : "");
+        for (int i = 0; i < 2; i++) {  // experts that are there, in the second
+            const batch b(s, tokens, 1, random);
+            all.add(w, b, store.tier_of, m.run(b), where);
+        }
+    }
+    printf("%s: worst NMSE %.2e\n", tiers.c_str(), all.nmse(tiers));
+}
+
 void test_random(const gpu & g, int steps, const std::string & tiers, broken how, std::mt19937 & random) {
     const shape s{ 256, 32, 8, 2 };
     const expert_weights w(s, parse_tiers(tiers), random);
@@ -360,7 +389,7 @@ void test_random(const gpu & g, int steps, const std::string & tiers, broken how
 int main(int argc, char ** argv) {
     const std::vector<std::string> args(argv, argv + argc);
     if (argc < 4 || (args[2] == "random" && argc < 5)) {
-        die("usage: managed_test LIBRARY types TIERS... | random STEPS TIERS... [--break load|reuse]");
+        die("usage: managed_test LIBRARY types|wide|far TIERS... | random STEPS TIERS... [--break load|reuse]");
     }
     const gpu g(argv[1]);
     std::mt19937 random(1);
@@ -370,9 +399,13 @@ int main(int argc, char ** argv) {
         how = args[end - 1] == "load" ? broken::load : broken::reuse;
         end -= 2;
     }
-    for (size_t i = args[2] == "types" ? 3 : 4; i < end; i++) {
+    for (size_t i = args[2] == "random" ? 4 : 3; i < end; i++) {
         if (args[2] == "types") {
             test_types(g, args[i], random);
+        } else if (args[2] == "wide") {
+            test_shape(g, args[i], { 2048, 64, 128, 8 }, false, random);
+        } else if (args[2] == "far") {
+            test_shape(g, args[i], { 512, 64, 8, 2 }, true, random);
         } else {
             test_random(g, std::stoi(args[3]), args[i], how, random);
         }

@@ -36,7 +36,8 @@ def engine(library: Path | str, n_decode: int, **options: object) -> dict[str, A
     job: dict[str, object] = {"prompt": PROMPT, "n_decode": n_decode, "warm": False, "watch": False}
     given = ("prompt", "warm", "watch", "pinned_limit", "answer")
     job |= {key: options.pop(key) for key in given if key in options}
-    job["options"] = {"ctx": 128, "threads": 1, **options}
+    # the micro-batch is computed when a model has loaded
+    job["options"] = {"ctx": 128, "threads": 1, "ubatch": 16, **options}
     driver = HERE / "engine_driver.py"
     found: dict[str, Any] = json.loads(run_python(driver, library, json.dumps(job)))
     return found
@@ -79,9 +80,11 @@ def test_decodes_as_on_the_host(device: Device, tiny_model: Callable[..., Path],
         # no op asks the store: what the device counted, of the last step what is computed by now
         assert found["hits"] == found["requests"] and any(found["requests"])
         assert sum(map(sum, found["computed"])) == sum(found["requests"])
-    else:
+    elif device.emulated:
         assert found["requests"] == wanted["requests"]
         assert found["computed"] == wanted["computed"]
+    else:  # a router's close call may fall the other way where sums have another order
+        assert sum(found["requests"]) == pytest.approx(sum(wanted["requests"]), rel=0.05)
     # when a version of an expert changes is up to copies
     assert_same_answer(found, wanted, 0.1 if name == "dynaexq" else 1e-3)
 
@@ -107,10 +110,11 @@ def test_one_tier_is_lossless(device: Device, tiny_model: Callable[..., Path]) -
     library = device.library
     model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
     plain = engine(library, 6, model=model, device="cuda0", policy="plain")
-    found = engine(library, 6, model=model, device="cuda0", misses="copy", **POLICIES["lru"])
+    options = {**POLICIES["lru"], "misses": "copy", "answer": plain["tokens"]}
+    found = engine(library, 6, model=model, device="cuda0", **options)
     assert not plain["managed"] and found["managed"]
-    assert found["tokens"] == plain["tokens"]
-    assert nmse(found["rows"][-1], plain["rows"][-1]) < 1e-6
+    # a GPU splits the sums of a prompt by how many experts a launch has
+    assert_same_answer(found, plain, 1e-6 if device.emulated else 1e-4)
 
 
 def test_steps_that_nobody_watches_are_counted(
@@ -130,18 +134,21 @@ def test_prefill_alone_may_be_watched(device: Device, tiny_model: Callable[..., 
     prompt between them has it, though its graph is the same otherwise."""
     options = {"model": str(tiny_model("qwen3moe", "q4_k", "q2_k")), "policy": "lru", "warm": True}
     wanted = engine(device.library, 5, **options, device="cuda0")
-    found = engine(device.library, 5, **options, device="cuda0", watch=True)
+    options |= {"watch": True, "answer": wanted["tokens"]}
+    found = engine(device.library, 5, **options, device="cuda0")
     assert not wanted["watched"]
     assert found["watched"] == [[0, 1]] * 3  # layers
-    assert found["tokens"] == wanted["tokens"]
-    assert found["rows"] == wanted["rows"]
+    if device.emulated:
+        assert found["rows"] == wanted["rows"]
+    assert_same_answer(found, wanted)
     assert sum(found["requests"]) == sum(wanted["requests"])
     assert sum(found["hits"]) == sum(wanted["hits"])
 
 
 @pytest.mark.parametrize("tier", ["q8_0", "f16"])
 def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> None:
-    """Greedy text equals the CPU's: 64 tokens on a GPU, a few on the emulated one."""
+    """The CPU's greedy text, fed token by token: the same logits, 64 times on a GPU, a few times on
+    the emulated one. Left to itself a GPU may write another text, from the first close call on."""
     if device.emulated and tier == "f16":
         pytest.skip("seconds a token: the other precision stands for both")
     n = 4 if device.emulated else 64
@@ -152,9 +159,10 @@ def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> No
     options = {"model": str(model), "policy": "lru", "high_tier": tier}
     wanted = engine("-", n, **options, device="host")
     budget = model.stat().st_size // 4
-    found = engine(device.library, n, **options, device="cuda0", expert_ram=budget)
+    options |= {"answer": wanted["tokens"], "expert_ram": budget}
+    found = engine(device.library, n, **options, device="cuda0")
     assert found["managed"]
-    assert found["tokens"] == wanted["tokens"]
+    assert_same_answer(found, wanted)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -166,12 +174,37 @@ def test_vram_is_a_cap(device: Device, tiny_model: Callable[..., Path], name: st
     library = device.library
     model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
     refused = engine(library, 0, **options, model=model, device="cuda0", vram=1)["error"]
-    least = int(re.search(r"(\d{6,}) bytes", refused).group(1))
+    least = least_vram(refused)
     again = engine(library, 0, **options, model=model, device="cuda0", vram=least - 1)
     assert f"{least} bytes" in again["error"]
     found = engine(library, 2, **options, model=model, device="cuda0", vram=least)
     assert found["cap"] == least >= found["planned"]
     assert 0 < found["llama"] + found["slots"] < found["took"][-1] <= least
+
+
+def least_vram(said: str) -> int:
+    """The smallest --vram that works, as a refusal names it."""
+    return int(re.search(r"(\d{6,}) bytes", said).group(1))  # type: ignore[union-attr]
+
+
+def test_what_kernels_take_is_measured(
+    device: Device, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded kernels take less than was estimated: experts get the rest. Or they take more: the
+    smallest cap that works is named, and holds."""
+    if not device.emulated:
+        pytest.skip("kernels of a chosen size are at hand in the emulation only")
+    options = {"policy": "lru", "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
+    options["device"] = "cuda0"
+    estimated = least_vram(engine(device.library, 0, **options, vram=1)["error"])
+    found = engine(device.library, 2, **options, vram=estimated)
+    few, all_of_them = found["slots_at_first"], found["slots"]
+    assert found["used"] <= estimated and all_of_them > 2 * few
+    monkeypatch.setenv("MOE_EMU_MODULE", str(4 << 20))
+    measured = least_vram(engine(device.library, 2, **options, vram=estimated)["error"])
+    assert measured > estimated
+    found = engine(device.library, 2, **options, vram=measured)
+    assert found["used"] <= measured
 
 
 def test_kernels_take_no_more_the_longer_a_prompt(
@@ -184,7 +217,8 @@ def test_kernels_take_no_more_the_longer_a_prompt(
     prompt = [5 + i % 300 for i in range(320)]
     found = engine(device.library, 0, **options, model=model, device="cuda0", prompt=prompt)
     assert len(found["took"]) == 6
-    assert found["took"][-1] - found["took"][0] < 64 * 1024
+    # a driver gives memory in steps of 2 MiB, and loads kernels when they are first used
+    assert found["took"][-1] - found["took"][0] < (64 * 1024 if device.emulated else 32 * 2**20)
 
 
 def test_memory_that_is_not_pinned_is_reported(

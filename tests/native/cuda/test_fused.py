@@ -13,3 +13,14 @@ def test_gate_up_and_fixed_tables(device: Device) -> None:
         more=("unary.cu",),
     )
     assert output.count("NMSE") == 2
+
+
+def test_what_outlives_what(device: Device) -> None:
+    """Backends in sequence, graphs and the pool they point into, tables that change under load."""
+    output = device.run(
+        *("lifetime_test", "q4_K+q2_K"),
+        types=("q4_k", "q2_k", "q8_0"),
+        more=("unary.cu",),
+        delay_us=100,
+    )
+    assert output == "fine\n"

@@ -60,6 +60,16 @@ def test_experts_of_all_types(device: Device) -> None:
     assert output.count("30 cases") == len(MORE_TIERS)
 
 
+@pytest.mark.parametrize("how", ["wide", "far"])
+def test_shapes_of_real_models(device: Device, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """8 of 128 experts and 2,048 columns, as Qwen3-30B has them; slots that lie more than 4 GiB of
+    addresses apart, which the emulated GPU has for nothing."""
+    monkeypatch.setenv("MOE_EMU_VRAM", str(16 << 30))
+    sets = ("q4_K+q2_K", "f16+q8_0")
+    output = device.run("managed_test", how, *sets, types=mmq_types(TIERS))
+    assert output.count("worst NMSE") == len(sets)
+
+
 def test_random_swaps(device: Device) -> None:
     """Every freed slot is filled with NaNs before it is loaded again; streams sleep at random;
     pageable memory and experts that are read from pinned memory too. No wrong row."""

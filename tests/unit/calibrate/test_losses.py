@@ -21,9 +21,10 @@ from gguf_tools.quantize.imatrix import read_imatrix
 from orchestrator.calibrate import Capture, compute, measure, read_calibration
 from orchestrator.calibrate.capture import LayerActivations
 from orchestrator.calibrate.compute import LayerExperts, stored
+from orchestrator.calibrate.fit import Fitting
 from orchestrator.cli import cli
 from orchestrator.errors import ConfigError
-from orchestrator.losses import Candidate, LossTable, default_path, load, save
+from orchestrator.losses import Candidate, Fit, LossTable, default_path, load, save
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +131,31 @@ def test_the_best_tier_is_the_reference_where_there_is_no_other(
     seen = own.counts > 0
     assert (own.loss[seen][:, 0] == 0).all() and (own.loss[seen][:, 1] > 0).all()
     assert "stored" in result.output and "q3_k" in result.output
+    assert own.fit is not None and own.fit.tiers == ("q8_0", "q3_k", "skip")
+    assert "KL is foreseen by " in result.output
+    with ExpertModel.open(packed) as model, Capture(packed, threads=1) as capture:
+        windows = read_calibration(capture, text, 300).windows
+        (layer,) = capture.layers(windows, [1])
+    of_each = [np.mean(layer.gates(e).astype(float) ** 2) for e in np.flatnonzero(seen[1])]
+    assert own.gates is not None and np.allclose(own.gates[1][seen[1]], of_each)
+
+
+def test_half_of_the_losses_take_twice_the_factor(
+    files: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    packed, out = files[0], tmp_path / "own.json"
+    assert run(packed, "--calib", text, "--types", "", "--out", out).exit_code == 0
+    with ExpertModel.open(packed) as model, Capture(packed, threads=1) as capture:
+        table, calibration = load(out, model), read_calibration(capture, text, 300)
+    half = replace(table, loss=table.loss / 2, power=table.power / 2)
+    once, twice = (
+        Fitting(
+            *(packed, ["q8_0", "q3_k"], each, calibration.windows, calibration.firsts, 1, None)
+        ).fit(lambda *_: None)
+        for each in (table, half)
+    )
+    assert twice.factors == pytest.approx([2 * each for each in once.factors])
+    assert twice.spread == pytest.approx(once.spread) and once.spread > 1
 
 
 def test_by_importance(files: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
@@ -236,7 +262,8 @@ def small(model: ExpertModel) -> LossTable:
     counts = np.ones(shape, np.int64)
     loss[0, 1], counts[0, 1] = np.nan, 0
     candidates = [Candidate("q8_0", 8.5, True), Candidate("q2_k", 2.625, False)]
-    return LossTable(candidates, loss, loss[..., 0], counts, "r", "rtn", "c", 7)
+    fit = Fit((0.5, 2.0), ("q8_0", "skip"), "9 tokens", 1.25)
+    return LossTable(candidates, loss, loss[..., 0], counts, "r", "rtn", "c", 7, loss[..., 1], fit)
 
 
 def test_a_table_comes_back(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -249,7 +276,11 @@ def test_a_table_comes_back(files: tuple[Path, Path], tmp_path: Path) -> None:
         assert np.array_equal(again.loss, table.loss, equal_nan=True)
         assert np.array_equal(again.counts, table.counts)
         assert (again.reference, again.method, again.calibration) == ("r", "rtn", "c")
-        assert again.max_rows == 7
+        assert again.max_rows == 7 and again.fit == table.fit
+        assert again.gates is not None and table.gates is not None
+        assert np.array_equal(again.gates, table.gates, equal_nan=True)
+        save(path, model, replace(table, gates=None, fit=None))
+        assert load(path, model).fit is load(path, model).gates is None
     with ExpertModel.open(files[1]) as other, pytest.raises(ConfigError, match="another file"):
         load(path, other)
 
@@ -268,6 +299,12 @@ def test_a_table_comes_back(files: tuple[Path, Path], tmp_path: Path) -> None:
         ("candidates", []),
         ("candidates", [{"name": "q8_0"}]),
         ("power", [1]),
+        ("gates", [1]),
+        ("gates", [[-1.0] * 4] * 2),
+        ("kl", {"factors": [1, 1]}),
+        ("kl", {"factors": [1, 0], "tiers": [], "text": "", "spread": 1}),
+        ("kl", {"factors": [1], "tiers": [], "text": "", "spread": 1}),
+        ("kl", {"factors": [1, 1], "tiers": [], "text": "", "spread": 0.5}),
         ("format", "other"),
     ],
 )

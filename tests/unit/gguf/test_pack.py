@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from gguf_craft import model_metadata, model_tensors, write_model
 
 from gguf_tools import errors
@@ -19,6 +20,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType, ValueType, expert_tensor_name
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import export, pack
+from orchestrator.cli import cli
 
 ROOT = Path(__file__).parents[3]
 
@@ -175,6 +177,24 @@ def test_an_older_type_holds_the_same_numbers(tmp_path, ggml):
             ]
             assert values[0].any() and (values[0] == values[1]).all()
         assert changed == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "written", "said"),
+    [
+        ([], GGMLType.Q4_0, "--keep-types leaves it"),
+        (["--keep-types"], GGMLType.Q2_0, "only recent builds of llama.cpp read q2_0"),
+    ],
+)
+def test_the_command_writes_older_types_unless_it_is_told_to_keep_them(
+    tmp_path, ggml, flags, written, said
+):
+    packed, out = tmp_path / "p.gguf", tmp_path / "out.gguf"
+    pack(source(tmp_path / "src.gguf", n_ff=192), packed, ["q4_k", "q2_k"], ggml=ggml)
+    result = CliRunner().invoke(cli, ["export", "--tier", "q2_k", str(packed), str(out), *flags])
+    assert result.exit_code == 0 and said in result.output, result.output
+    with GGUFFile.open(out) as file:
+        assert file.tensors[expert_tensor_name(0, DOWN)].type is written
 
 
 def test_tiers_that_fall_back_to_one_size_are_refused(tmp_path, ggml):

@@ -291,3 +291,30 @@ def test_the_paper_loads_the_critical_ones_alone() -> None:
         wanted = [(5, expert, 0, 0) for expert in ids[:t]]
         wanted += [(5, expert, 1, 0) for expert in ids[t:] if low_too]
         assert prefetches(out) == wanted
+
+
+def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates() -> None:
+    """One of four may be low, t = 3: the lowest gate among what is not in memory, and not the
+    first one. With several tokens, nothing that one of them needs high."""
+    shape = make_shape(n_layers=2, n_expert=8, k=4, tiers=("q4_k",))
+    settings = DyMoE.Settings(retention=0.75, schedule="flat", lowered="missing", prefetch="off")
+    policy = DyMoE(shape, settings, Rules(skip=True))
+    assert policy.by_residency and policy.critical == [3, 3]
+
+    def skipped(rows: list[list[int]], here: list[int]) -> set[int]:
+        event = make_event(shape, np.random.default_rng(0), n_tokens=len(rows))
+        event._ids.flags.writeable = event._weights.flags.writeable = True
+        event._ids[: len(rows)] = rows
+        event._weights[: len(rows)] = [0.4, 0.3, 0.2, 0.1]
+        resident = np.full((2, 8), ABSENT, np.uint8)
+        resident[:, here] = 0
+        out = make_decision(shape)
+        policy.decide(event, make_view(shape, resident), out)
+        return set(np.flatnonzero(out.tier_array == SKIP).tolist())
+
+    assert skipped([[5, 2, 7, 0]], []) == {0}
+    assert skipped([[5, 2, 7, 0]], [0, 7]) == {2}
+    assert skipped([[5, 2, 7, 0]], [0, 7, 2]) == set()
+    assert skipped([[5, 2, 7, 0], [1, 0, 3, 4]], []) == {4}
+    assert skipped([[5, 2, 7, 0], [1, 6, 3, 0]], [2]) == {0}
+    assert not DyMoE(shape, DyMoE.Settings(lowered="missing")).by_residency

@@ -22,11 +22,11 @@ from orchestrator.replay.near_data.routing import (
     Generated,
     Routing,
     Sequence,
+    blended,
     cosine,
     folded,
     from_trace,
     generated,
-    mixed,
 )
 from orchestrator.replay.near_data.strategies import Plan
 
@@ -247,8 +247,8 @@ def test_mixed_has_the_cosine_that_is_wanted():
     rng = np.random.default_rng(2)
     base, other = rng.random((2, 6, 8))
     for wanted in (0.99, 0.95, 0.9):
-        assert cosine(base, mixed(base, other, wanted)).mean() == pytest.approx(wanted, abs=1e-6)
-    assert mixed(base, other, 0.0) == pytest.approx(other)
+        assert cosine(base, blended(base, other, wanted)).mean() == pytest.approx(wanted, abs=1e-6)
+    assert blended(base, other, 0.0) == pytest.approx(other)
 
 
 def run(*args):

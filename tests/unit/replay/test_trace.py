@@ -155,7 +155,7 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
         ("read_latency_us", 0.5, "read_latency_us is 0.5"),
         ("dense_share", [0.5], "dense_share is [0.5]"),
         ("dense_share", [0.5, 2], "dense_share is [0.5, 2]"),
-        ("version", 4, "of version 4; this moe-edge reads 6: record again"),
+        ("version", 4, "of version 4; this moe-edge reads 7: record again"),
         ("surplus", 1, "fields missing or unknown: surplus"),
     ],
 )
@@ -226,6 +226,9 @@ WRONG = [
     (lambda a: a.update(restored=np.array([[0, 0, -1]], np.int32)), "restored: not of the size"),
     (lambda a: a.update(restored_use=np.zeros(9, np.uint8)), "restored: not of the size"),
     (changed("start_tier", (0, 0), 1), "start_tier: a tier is out of range"),
+    (changed("held", (0, 0), 1), "held: a tier is out of range"),
+    (changed("ahead_held", (0, 0), 1), "ahead_held: a tier is out of range"),
+    (changed("costs", (0, 0, 0), -1.0), "costs: negative or not a finite number"),
     (changed("start_hotness", (0, 0), -1), "start_hotness: negative or not a finite"),
     (changed("start_hotness", (0, 0), np.nan), "start_hotness: negative or not a finite"),
     (changed("losses", (0, 0, 0), -1), "losses: negative or not a finite"),
@@ -283,7 +286,7 @@ def test_an_event_beyond_the_last_layer(tmp_path: Path) -> None:
 
 def test_a_trace_without_steps(tmp_path: Path) -> None:
     trace = decode([[0, 1]])
-    kept = ("slices", "start_tier", "start_hotness", "losses", "counters")
+    kept = ("slices", "start_tier", "start_hotness", "losses", "costs", "counters")
     empty = {name: array if name in kept else array[:0] for name, array in trace.arrays.items()}
     with pytest.raises(TraceError, match="holds no step"):
         read_trace(written(tmp_path / "t.npz", empty, header_of(trace)))

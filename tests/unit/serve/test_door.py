@@ -101,6 +101,11 @@ def test_pages_of_other_origins_may_not_ask_unless_they_are_let_in() -> None:
         (b'{"a": "' + b"x" * 2000 + b'"}', 413, "--body-limit"),
         (b'{"n": 2}', 400, "--parallel"),
         (b'{"n": "two"}', 400, "whole number"),
+        (b'{"response_format": "json"}', 400, "response_format must be"),
+        (b'{"response_format": {"json_schema": 1}}', 400, "json_schema must be"),
+        (b'{"response_format": {"type": "json_object", "schema": 123}}', 400, "a JSON schema"),
+        (b'{"response_format": {"json_schema": {"schema": "x"}}}', 400, "a JSON schema"),
+        (b'{"json_schema": [1]}', 400, "a JSON schema"),
     ],
 )
 def test_bodies_that_cannot_be_served(body: bytes, status: int, says: str) -> None:

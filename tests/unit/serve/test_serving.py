@@ -125,6 +125,43 @@ def test_a_tool_is_called(tmp_path_factory: pytest.TempPathFactory, library: obj
         assert arguments["country"] in ("Norway", "Peru")
 
 
+def shaped(name: str, **bounds: int) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "string", **bounds}},
+        "required": [name],
+        "additionalProperties": False,
+    }
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+
+
+def test_a_schema_that_bounds_its_strings_ends_in_json(served: Served) -> None:
+    """Without a bound a model may go on in a string until --max-tokens, and the answer says so."""
+    for name in ("capital", "story", "song"):
+        data = {"messages": QUESTION, "temperature": 0, "max_tokens": 200}
+        bounded = post(
+            served, "/v1/chat/completions", {**data, "response_format": shaped(name, maxLength=40)}
+        )
+        (choice,) = bounded["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert len(json.loads(choice["message"]["content"])[name]) <= 40
+        cut = {**data, "max_tokens": 6, "response_format": shaped(name, minLength=400)}
+        (choice,) = post(served, "/v1/chat/completions", cut)["choices"]
+        assert choice["finish_reason"] == "length"
+
+
+def test_responses_keep_a_schema(served: Served) -> None:
+    """Its form is another one than the chat's, of which llama.cpp knows nothing."""
+    named = shaped("capital", maxLength=20)["json_schema"]
+    data = {"input": "What is the capital of Norway?", "max_output_tokens": 60, "temperature": 0}
+    form = {"format": {"type": "json_schema", **named}}
+    answer = post(served, "/v1/responses", {**data, "text": form})
+    (text,) = [part["text"] for item in answer["output"] for part in item.get("content", ())]
+    assert isinstance(json.loads(text)["capital"], str)
+    plain = post(served, "/v1/responses", {**data, "text": {"format": {"type": "text"}}})
+    assert "Oslo" in plain["output"][0]["content"][0]["text"]
+
+
 def test_the_anthropic_client(served: Served) -> None:
     anthropic = pytest.importorskip("anthropic", reason="the anthropic package is missing")
     client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)

@@ -79,6 +79,7 @@ enum cudaError_t {
     cudaErrorStreamCaptureUnsupported = 900,
     cudaErrorGraphExecUpdateFailure = 910,
     cudaErrorNotReady = 600,
+    cudaErrorIllegalAddress = 700,
     cudaErrorNotSupported = 801,
     cudaErrorUnknown = 999,
 };
@@ -291,6 +292,15 @@ namespace moe_emu {
 // Runs on the stream's thread, once per block thread.
 void launch(const char * kernel, dim3 grid, dim3 block, size_t shared, cudaStream_t stream, std::function<void()> thread);
 
+// Ends the process for a pointer that the kernel could not follow on a GPU.
+void check_pointer(const char * kernel, const void * p);
+
+template <typename T> void check_argument(const char * kernel, const T & argument) {
+    if constexpr (std::is_pointer_v<T>) {
+        check_pointer(kernel, argument);
+    }
+}
+
 // The name of the next kernel that this thread launches through ggml's own wrapper.
 void naming(const char * kernel);
 
@@ -303,6 +313,7 @@ template <typename F> struct prepared {
 
     template <typename... A> void operator()(A &&... arguments) const {
         std::tuple<std::decay_t<A>...> copies(std::forward<A>(arguments)...);
+        std::apply([this](const auto &... each) { (check_argument(name, each), ...); }, copies);
         launch(name, grid, block, shared, stream, [call = call, copies] { std::apply(call, copies); });
     }
 };

@@ -5,18 +5,27 @@
 // name, and the process ends: threads that meet nobody, lanes of a warp that meet in different
 // operations, more threads or shared memory than a GPU has.
 //
-// Memory: fresh memory and shared memory hold NaNs. Upstream's kernels read past the end of
+// Blocks run one after another, in an order that changes from launch to launch. A load that is not
+// aligned to its type ends the process, as on a GPU (by the compiler's own check, see build.py).
+//
+// Memory: device memory belongs to the device. Where the processor has protection keys, a thread of
+// the host that touches it ends the process; a kernel gets no pointer to memory that is not pinned,
+// nor to another device's. Fresh memory and shared memory hold NaNs. Upstream's kernels read past the end of
 // what they work on, by less than SLACK; there are NaNs too, and behind them a page that nobody
 // may touch. Writes before or past an allocation are found when it is freed. Copies are checked
 // against the allocations they name.
 //
 // Streams: a thread and a queue each. Copies from pinned memory read it when they run, others
-// when they are asked for, as CUDA does. With MOE_EMU_DELAY_US=N a stream sleeps at random, up
+// when they are asked for, as CUDA does; a blocking copy from such memory returns before its bytes
+// are there. A stream that is captured can be neither waited for nor asked, nor can the device.
+// Every thread has a current device: work goes to streams and events of that one. With MOE_EMU_DELAY_US=N a stream sleeps at random, up
 // to N microseconds a task, so that an order that nobody asked for does not come by itself.
 //
 //   MOE_EMU_SEED=N    order of fibers and delays (default 1)
 //   MOE_EMU_VRAM=N    device memory in bytes (default 4 GiB)
-//   MOE_EMU_DEVICES=N how many there are (default 1); all but the first are names for it
+//   MOE_EMU_DEVICES=N how many there are (default 1), each with such memory of its own
+//   MOE_EMU_MODULE=N  device memory that each kernel takes when it is first launched (default 0)
+//   MOE_EMU_FAIL=N    the Nth kernel leaves its memory: every call fails from then on (default never)
 //   MOE_EMU_CC=NNN    compute capability (default MOE_EMU_DEFAULT_CC)
 
 #include "cublas_v2.h"
@@ -30,6 +39,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <set>
 #include <string>
@@ -57,6 +67,7 @@ constexpr int    MAX_THREADS = 1024;
 constexpr size_t STACK       = 256 << 10;
 constexpr size_t MAX_SHARED  = 160 << 10;
 constexpr size_t SLACK       = 64 << 10;
+constexpr size_t SPARSE      = 1 << 30;  // allocations that are neither filled with NaNs nor taken in full
 constexpr unsigned char POISON = 0xff, CANARY = 0xa5;
 
 uint64_t setting(const char * name, uint64_t otherwise) {
@@ -70,6 +81,56 @@ std::mt19937_64 seeded() {
     static std::atomic<uint64_t> n{ 0 };
     return std::mt19937_64(setting("MOE_EMU_SEED", 1) * 1000003 + n++);
 }
+
+}  // namespace
+
+// ---- devices ----
+
+constexpr int MAX_DEVICES = 8;
+
+thread_local int current_device = 0;
+thread_local cudaError_t last_error = cudaSuccess;
+std::atomic<cudaError_t> sticky { cudaSuccess };  // of all devices: nothing else can be told of them
+
+cudaError_t failed(cudaError_t e) {
+    last_error = e;
+    return e;
+}
+
+// Ends the call that it stands in once the device is lost.
+#define MOE_EMU_LOST() \
+    if (const cudaError_t e = sticky.load(); e != cudaSuccess) { \
+        return failed(e); \
+    }
+
+[[noreturn]] void misused(const char * what) {
+    fprintf(stderr, "emulated GPU: %s\n", what);
+    abort();
+}
+
+// The protection key of device memory, -1 where the processor has none.
+int device_key() {
+    static const int key = pkey_alloc(0, PKEY_DISABLE_ACCESS);
+    return key;
+}
+
+// This thread is the device while one of these lives.
+struct on_device {
+    on_device() {
+        if (device_key() >= 0 && depth++ == 0) {
+            pkey_set(device_key(), 0);
+        }
+    }
+    ~on_device() {
+        if (device_key() >= 0 && --depth == 0) {
+            pkey_set(device_key(), PKEY_DISABLE_ACCESS);
+        }
+    }
+    static thread_local int depth;
+};
+thread_local int on_device::depth = 0;
+
+namespace {
 
 // ---- fibers ----
 
@@ -241,16 +302,27 @@ void run_block(std::mt19937_64 & random) {
 }
 
 std::atomic<uint64_t> pinned_limit { UINT64_MAX };  // bytes of one allocation
+std::atomic<int64_t> refuse_pin { 0 };              // which one from now on is refused; 0: none
 
 std::mutex counts_lock;
 std::map<std::string, uint64_t> launch_counts;
 
-void count(const char * name) {
+// Whether it is the first time.
+bool count(const char * name) {
     std::lock_guard<std::mutex> counting(counts_lock);
-    launch_counts[name]++;
+    return launch_counts[name]++ == 0;
 }
 
 void run_kernel(const char * name, dim3 grid, dim3 block, size_t shared, std::function<void()> & thread) {
+    static const uint64_t fails = setting("MOE_EMU_FAIL", 0);
+    static std::atomic<uint64_t> ran { 0 };
+    if (sticky != cudaSuccess) {
+        return;
+    }
+    if (++ran == fails) {
+        sticky = cudaErrorIllegalAddress;
+        return;
+    }
     std::lock_guard<std::mutex> lock(device);
     static std::mt19937_64 random = seeded();
     kernel_name = name;
@@ -265,25 +337,26 @@ void run_kernel(const char * name, dim3 grid, dim3 block, size_t shared, std::fu
             mprotect(stacks + i * STACK, 4096, PROT_NONE);
         }
     }
-    count(name);
     body = &thread;
     for (int i = 0; i < n_threads; i++) {
         fibers[i].thread = { i % block.x, i / block.x % block.y, i / (block.x * block.y) };
     }
     blockDim = block;
     gridDim  = grid;
-    for (unsigned int z = 0; z < grid.z; z++) {
-        for (unsigned int y = 0; y < grid.y; y++) {
-            for (unsigned int x = 0; x < grid.x; x++) {
-                memset(shared_memory, POISON, shared);
-                memset(shared_memory + shared, CANARY, MAX_SHARED - shared > 64 ? 64 : MAX_SHARED - shared);
-                blockIdx = { x, y, z };
-                run_block(random);
-                for (size_t i = shared; i < std::min(shared + 64, MAX_SHARED); i++) {
-                    if (shared_memory[i] != CANARY) {
-                        fail("wrote past its shared memory");
-                    }
-                }
+    const uint64_t n_blocks = (uint64_t) grid.x * grid.y * grid.z;
+    uint64_t stride = random() % n_blocks + 1;
+    while (std::gcd(stride, n_blocks) != 1) {
+        stride++;
+    }
+    uint64_t at = random() % n_blocks;
+    for (uint64_t i = 0; i < n_blocks; i++, at = (at + stride) % n_blocks) {
+        memset(shared_memory, POISON, shared);
+        memset(shared_memory + shared, CANARY, MAX_SHARED - shared > 64 ? 64 : MAX_SHARED - shared);
+        blockIdx = { (unsigned int) (at % grid.x), (unsigned int) (at / grid.x % grid.y), (unsigned int) (at / grid.x / grid.y) };
+        run_block(random);
+        for (size_t j = shared; j < std::min(shared + 64, MAX_SHARED); j++) {
+            if (shared_memory[j] != CANARY) {
+                fail("wrote past its shared memory");
             }
         }
     }
@@ -350,6 +423,7 @@ struct moment {
 
 struct event {
     std::shared_ptr<moment> m = std::make_shared<moment>();
+    int device = current_device;
 };
 
 using task = std::function<void()>;
@@ -362,6 +436,7 @@ struct graph_exec {
 };
 
 struct stream {
+    int device = current_device;
     std::mutex lock;
     std::condition_variable changed;
     std::deque<task> queue;
@@ -385,7 +460,10 @@ struct stream {
             if (most && random() % 3 == 0) {
                 std::this_thread::sleep_for(std::chrono::microseconds(random() % most));
             }
-            next();
+            {
+                const on_device device;
+                next();
+            }
             next = nullptr;
             held.lock();
             done++;
@@ -419,7 +497,7 @@ struct stream {
         changed.wait(held, [&] { return done >= n; });
     }
 
-    ~stream() {
+    void end() {
         {
             std::lock_guard<std::mutex> held(lock);
             stop = true;
@@ -435,16 +513,17 @@ namespace {
 struct world {
     std::mutex lock;
     std::set<stream *> streams;
-    stream * plain = nullptr;
-    stream * per_thread = nullptr;
+    stream * plain[MAX_DEVICES] = {};
+    stream * per_thread[MAX_DEVICES] = {};
 
     struct allocation {
         char * map;
         size_t map_bytes, bytes, padded;
+        int    device;
     };
     std::map<uintptr_t, allocation> memory;
     std::map<uintptr_t, size_t> pinned;
-    size_t used = 0, total = setting("MOE_EMU_VRAM", 4ull << 30), most_used = 0;
+    size_t used[MAX_DEVICES] = {}, total = setting("MOE_EMU_VRAM", 4ull << 30), most_used = 0;
 };
 
 world & the() {
@@ -458,7 +537,7 @@ stream * resolve(cudaStream_t s) {
         return s;
     }
     std::lock_guard<std::mutex> held(w.lock);
-    stream *& which = s == cudaStreamPerThread ? w.per_thread : w.plain;
+    stream *& which = (s == cudaStreamPerThread ? w.per_thread : w.plain)[current_device];
     if (!which) {
         which = new stream;
         w.streams.insert(which);
@@ -466,13 +545,13 @@ stream * resolve(cudaStream_t s) {
     return which;
 }
 
+std::vector<stream *> all_streams() {
+    std::lock_guard<std::mutex> held(the().lock);
+    return { the().streams.begin(), the().streams.end() };
+}
+
 void drain_all() {
-    std::vector<stream *> all;
-    {
-        std::lock_guard<std::mutex> held(the().lock);
-        all.assign(the().streams.begin(), the().streams.end());
-    }
-    for (stream * s : all) {
+    for (stream * s : all_streams()) {
         if (!s->capturing()) {
             s->drain();
         }
@@ -503,12 +582,29 @@ where locate(const void * p, size_t bytes) {
     return PAGEABLE;
 }
 
+// What the driver takes of the device for a kernel that it loads.
+void load_module() {
+    static const size_t bytes = setting("MOE_EMU_MODULE", 0);
+    world & w = the();
+    std::lock_guard<std::mutex> held(w.lock);
+    size_t & used = w.used[current_device];
+    used += std::min(bytes, w.total - used);
+    w.most_used = std::max(w.most_used, used);
+}
+
+int device_of(const void * p) {
+    std::lock_guard<std::mutex> held(the().lock);
+    const auto it = the().memory.upper_bound(reinterpret_cast<uintptr_t>(p));
+    return it == the().memory.begin() ? -1 : std::prev(it)->second.device;
+}
+
 [[noreturn]] void bad_copy(const char * what, const void * to, const void * from, size_t bytes) {
     fprintf(stderr, "emulated GPU: copy of %zu bytes from %p to %p: %s\n", bytes, from, to, what);
     abort();
 }
 
 cudaError_t copy_2d(void * to, size_t to_pitch, const void * from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind kind, cudaStream_t s) {
+    MOE_EMU_LOST();
     if (width == 0 || height == 0) {
         return cudaSuccess;
     }
@@ -523,12 +619,12 @@ cudaError_t copy_2d(void * to, size_t to_pitch, const void * from, size_t from_p
         bad_copy("the direction does not fit the memory", to, from, to_bytes);
     }
     auto move = [=](const void * data, size_t pitch) {
-        for (size_t y = 0; y < height; y++) {
+        for (size_t y = 0; y < height && sticky == cudaSuccess; y++) {
             memcpy(static_cast<char *>(to) + y * to_pitch, static_cast<const char *>(data) + y * pitch, width);
         }
     };
     stream * on = resolve(s);
-    if (source == PAGEABLE) {
+    if (source == PAGEABLE && !on->capturing()) {  // a graph reads it each time that it runs
         auto staged = std::make_shared<std::vector<char>>(width * height);
         for (size_t y = 0; y < height; y++) {
             memcpy(staged->data() + y * width, static_cast<const char *>(from) + y * from_pitch, width);
@@ -539,25 +635,24 @@ cudaError_t copy_2d(void * to, size_t to_pitch, const void * from, size_t from_p
     }
     if (target == PAGEABLE) {
         on->drain();
+        MOE_EMU_LOST();
     }
     return cudaSuccess;
-}
-
-thread_local cudaError_t last_error = cudaSuccess;
-
-cudaError_t failed(cudaError_t e) {
-    last_error = e;
-    return e;
 }
 
 // A kernel that leaves its memory: say which.
 void on_fault(int signal, siginfo_t * info, void *) {
     char line[256];
-    const int n = snprintf(line, sizeof(line), "emulated GPU: kernel \"%s\", block (%u, %u, %u), thread %d: touched %p, which is not its memory\n",
-        kernel_name, blockIdx.x, blockIdx.y, blockIdx.z, current, info->si_addr);
-    if (kernel_name[0]) {
-        (void) !write(2, line, n);
+    constexpr int KEY_ERROR = 4;  // SEGV_PKUERR
+    int n = 0;
+    if (signal == SIGSEGV && info->si_code == KEY_ERROR) {
+        n = snprintf(line, sizeof(line), "emulated GPU: the host touched %p, which is memory of the device\n", info->si_addr);
+    } else if (kernel_name[0]) {
+        n = snprintf(line, sizeof(line), "emulated GPU: kernel \"%s\", block (%u, %u, %u), thread %d: %s %p\n", kernel_name, blockIdx.x,
+            blockIdx.y, blockIdx.z, current, signal == SIGILL ? "an access that is not aligned, at" : "touched what is not its memory:",
+            info->si_addr);
     }
+    (void) !write(2, line, n);
     ::signal(signal, SIG_DFL);
 }
 
@@ -570,6 +665,7 @@ void on_fault(int signal, siginfo_t * info, void *) {
     action.sa_flags     = SA_SIGINFO;
     sigaction(SIGSEGV, &action, nullptr);
     sigaction(SIGBUS, &action, nullptr);
+    sigaction(SIGILL, &action, nullptr);
     return true;
 }();
 
@@ -585,7 +681,27 @@ void launch(const char * kernel, dim3 grid, dim3 block, size_t shared, cudaStrea
     if (const char * name = std::exchange(next_name, nullptr)) {
         kernel = name;
     }
-    resolve(s)->add([=]() mutable { run_kernel(kernel, grid, block, shared, thread); });
+    if (sticky != cudaSuccess) {
+        last_error = sticky;
+        return;
+    }
+    stream * on = resolve(s);
+    if (on->device != current_device) {
+        misused("a kernel is launched into a stream of another device than the thread's current one");
+    }
+    if (count(kernel)) {
+        load_module();
+    }
+    on->add([=]() mutable { run_kernel(kernel, grid, block, shared, thread); });
+}
+
+void check_pointer(const char * kernel, const void * p) {
+    const where w = locate(p, 1);
+    if (p && (w == PAGEABLE || w == OUTSIDE || (w == ON_DEVICE && device_of(p) != current_device))) {
+        fprintf(stderr, "emulated GPU: kernel %s is given %p, which is %s\n", kernel, p,
+            w == ON_DEVICE ? "memory of another device" : "neither the device's memory nor pinned");
+        abort();
+    }
 }
 
 void no_ptx() {
@@ -609,6 +725,11 @@ __attribute__((visibility("default"))) uint64_t moe_emu_launches(const char * ke
     return it == moe_emu::launch_counts.end() ? 0 : it->second;
 }
 __attribute__((visibility("default"))) void moe_emu_limit_pinned(uint64_t bytes) { moe_emu::pinned_limit = bytes; }
+__attribute__((visibility("default"))) void moe_emu_refuse_pin(int64_t nth) { moe_emu::refuse_pin = nth; }
+__attribute__((visibility("default"))) uint64_t moe_emu_used_bytes() {
+    std::lock_guard<std::mutex> held(moe_emu::the().lock);
+    return moe_emu::the().used[0];
+}
 __attribute__((visibility("default"))) uint64_t moe_emu_peak_bytes() { return moe_emu::the().most_used; }
 }
 
@@ -626,16 +747,27 @@ const char * cudaGetErrorString(cudaError_t error) {
         case cudaErrorInvalidValue:     return "invalid argument";
         case cudaErrorMemoryAllocation: return "out of memory";
         case cudaErrorNotReady:         return "device not ready";
+        case cudaErrorIllegalAddress:   return "an illegal memory access was encountered";
         default:                        return "error of the emulated GPU";
     }
 }
 const char * cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(error); }
-cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
-cudaError_t cudaPeekAtLastError() { return last_error; }
+cudaError_t cudaGetLastError() {
+    MOE_EMU_LOST();
+    return std::exchange(last_error, cudaSuccess);
+}
+cudaError_t cudaPeekAtLastError() { return sticky != cudaSuccess ? sticky.load() : last_error; }
 
 cudaError_t cudaGetDeviceCount(int * count) { *count = (int) setting("MOE_EMU_DEVICES", 1); return cudaSuccess; }
-cudaError_t cudaGetDevice(int * d) { *d = 0; return cudaSuccess; }
-cudaError_t cudaSetDevice(int d) { return d < (int) setting("MOE_EMU_DEVICES", 1) ? cudaSuccess : failed(cudaErrorInvalidDevice); }
+cudaError_t cudaGetDevice(int * d) { *d = current_device; return cudaSuccess; }
+cudaError_t cudaSetDevice(int d) {
+    MOE_EMU_LOST();
+    if (d < 0 || d >= std::min<int>(setting("MOE_EMU_DEVICES", 1), MAX_DEVICES)) {
+        return failed(cudaErrorInvalidDevice);
+    }
+    current_device = d;
+    return cudaSuccess;
+}
 cudaError_t cudaSetDeviceFlags(unsigned int) { return cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp * p, int) {
     *p = {};
@@ -671,7 +803,16 @@ cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr attribute, int d)
 }
 cudaError_t cudaDeviceGetPCIBusId(char * id, int length, int d) { snprintf(id, length, "0000:%02x:00.0", d); return cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int * least, int * greatest) { *least = 0; *greatest = -5; return cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() { drain_all(); return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+    for (stream * s : all_streams()) {
+        if (s->capturing()) {
+            misused("the device is waited for while a stream of it is captured");
+        }
+    }
+    drain_all();
+    MOE_EMU_LOST();
+    return cudaSuccess;
+}
 cudaError_t cudaDeviceCanAccessPeer(int * can, int, int) { *can = 0; return cudaSuccess; }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned int) { return failed(cudaErrorNotSupported); }
 cudaError_t cudaDeviceDisablePeerAccess(int) { return failed(cudaErrorNotSupported); }
@@ -681,13 +822,16 @@ cudaError_t cudaRuntimeGetVersion(int * version) { *version = CUDART_VERSION; re
 // ---- memory ----
 
 cudaError_t cudaMemGetInfo(size_t * free, size_t * total) {
+    MOE_EMU_LOST();
     std::lock_guard<std::mutex> held(the().lock);
-    *free  = the().total - the().used;
+    constexpr size_t STEP = 2 << 20;
+    *free  = (the().total - the().used[current_device]) / STEP * STEP;
     *total = the().total;
     return cudaSuccess;
 }
 
 cudaError_t cudaMalloc(void ** memory, size_t bytes) {
+    MOE_EMU_LOST();
     constexpr size_t PAGE = 4096, UNIT = 256;
     *memory = nullptr;
     if (bytes == 0) {
@@ -696,22 +840,30 @@ cudaError_t cudaMalloc(void ** memory, size_t bytes) {
     const size_t padded = (bytes + UNIT - 1) / UNIT * UNIT, inner = (padded + SLACK + PAGE - 1) / PAGE * PAGE;
     world & w = the();
     std::lock_guard<std::mutex> held(w.lock);
-    if (w.used + padded > w.total) {
+    size_t & used = w.used[current_device];
+    if (used + padded > w.total) {
         return failed(cudaErrorMemoryAllocation);
     }
     const size_t all = inner + 2 * PAGE;
-    void * map = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void * map = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (map == MAP_FAILED) {
         return failed(cudaErrorMemoryAllocation);
     }
     char * base = static_cast<char *>(map);
     char * data = base + PAGE + inner - padded - SLACK;
-    memset(base + PAGE, POISON, inner);
+    const bool sparse = padded >= SPARSE;
+    memset(base + PAGE, POISON, sparse ? data - base - PAGE : inner);
+    if (sparse) {
+        memset(data + bytes, POISON, padded - bytes + SLACK);
+    }
+    if (device_key() >= 0) {
+        pkey_mprotect(base + PAGE, inner, PROT_READ | PROT_WRITE, device_key());
+    }
     mprotect(base, PAGE, PROT_NONE);
     mprotect(base + PAGE + inner, PAGE, PROT_NONE);
-    w.memory[reinterpret_cast<uintptr_t>(data)] = { base, all, bytes, padded };
-    w.used += padded;
-    w.most_used = std::max(w.most_used, w.used);
+    w.memory[reinterpret_cast<uintptr_t>(data)] = { base, all, bytes, padded, current_device };
+    used += padded;
+    w.most_used = std::max(w.most_used, used);
     *memory = data;
     return cudaSuccess;
 }
@@ -738,9 +890,10 @@ cudaError_t cudaFree(void * memory) {
             abort();
         }
     };
+    const on_device device;
     check(reinterpret_cast<unsigned char *>(a.map) + 4096, data, "before");
     check(data + a.bytes, data + a.padded + SLACK, "past");
-    w.used -= a.padded;
+    w.used[a.device] -= a.padded;
     munmap(a.map, a.map_bytes);
     w.memory.erase(it);
     return cudaSuccess;
@@ -775,6 +928,10 @@ cudaError_t cudaFreeHost(void * memory) {
     return cudaSuccess;
 }
 cudaError_t cudaHostRegister(void * memory, size_t bytes, unsigned int) {
+    MOE_EMU_LOST();
+    if (bytes > pinned_limit || refuse_pin.fetch_sub(1) == 1) {
+        return failed(cudaErrorMemoryAllocation);
+    }
     std::lock_guard<std::mutex> held(the().lock);
     return the().pinned.emplace(reinterpret_cast<uintptr_t>(memory), bytes).second ? cudaSuccess : failed(cudaErrorHostMemoryAlreadyRegistered);
 }
@@ -800,8 +957,16 @@ cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t bytes, cudaMemc
     return copy_2d(to, bytes, from, bytes, bytes, 1, kind, s);
 }
 cudaError_t cudaMemcpy(void * to, const void * from, size_t bytes, cudaMemcpyKind kind) {
+    constexpr uint64_t LATE = 50;  // times the longest delay: by then a graph has begun
+    // from pageable memory the bytes have been taken when this returns, and may still be on their way
+    const bool returns = locate(from, bytes) == PAGEABLE && locate(to, bytes) == ON_DEVICE;
+    if (returns) {
+        resolve(nullptr)->add([] { std::this_thread::sleep_for(std::chrono::microseconds(LATE * delay_us)); });
+    }
     const cudaError_t e = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
-    resolve(nullptr)->drain();
+    if (!returns) {
+        resolve(nullptr)->drain();
+    }
     return e;
 }
 cudaError_t cudaMemcpy2DAsync(void * to, size_t to_pitch, const void * from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind kind, cudaStream_t s) {
@@ -815,7 +980,20 @@ cudaError_t cudaMemsetAsync(void * to, int value, size_t bytes, cudaStream_t s) 
     if (bytes && locate(to, bytes) != ON_DEVICE) {
         bad_copy("a memset outside device memory", to, nullptr, bytes);
     }
-    resolve(s)->add([=] { memset(to, value, bytes); });
+    MOE_EMU_LOST();
+    resolve(s)->add([=] {
+        constexpr size_t PAGE = 4096;
+        auto * first = static_cast<char *>(to);
+        auto * last  = first + bytes;
+        if (value == 0 && bytes >= SPARSE) {  // pages that are given back are zero
+            auto * begin = first + (PAGE - reinterpret_cast<uintptr_t>(first) % PAGE) % PAGE;
+            auto * end   = last - reinterpret_cast<uintptr_t>(last) % PAGE;
+            madvise(begin, end - begin, MADV_DONTNEED);
+            memset(first, 0, begin - first);
+            first = end;
+        }
+        memset(first, value, last - first);
+    });
     return cudaSuccess;
 }
 cudaError_t cudaMemset(void * to, int value, size_t bytes) {
@@ -827,6 +1005,7 @@ cudaError_t cudaMemset(void * to, int value, size_t bytes) {
 // ---- streams, events, graphs ----
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t * s, unsigned int) {
+    MOE_EMU_LOST();
     *s = new stream;
     std::lock_guard<std::mutex> held(the().lock);
     the().streams.insert(*s);
@@ -840,16 +1019,24 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
         std::lock_guard<std::mutex> held(the().lock);
         the().streams.erase(s);
     }
-    delete s;
+    s->end();  // and never another's address: whoever still names it shall not be right by chance
     return cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t s) { resolve(s)->drain(); return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t s) {
+    resolve(s)->drain();
+    MOE_EMU_LOST();
+    return cudaSuccess;
+}
 cudaError_t cudaStreamQuery(cudaStream_t s) {
     stream * on = resolve(s);
+    if (on->capturing()) {
+        misused("a stream is asked whether it has ended while it is captured");
+    }
     std::lock_guard<std::mutex> held(on->lock);
-    return on->done == on->asked ? cudaSuccess : cudaErrorNotReady;
+    return on->done == on->asked ? cudaSuccess : failed(cudaErrorNotReady);
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned int) {
+    MOE_EMU_LOST();
     stream * on = resolve(s);
     const bool capturing = on->capturing();
     std::lock_guard<std::mutex> held(e->m->lock);
@@ -861,7 +1048,15 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned int) {
     return cudaSuccess;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t function, void * argument) {
-    resolve(s)->add([=] { function(argument); });
+    resolve(s)->add([=] {
+        if (device_key() >= 0) {
+            pkey_set(device_key(), PKEY_DISABLE_ACCESS);  // it runs on the host
+        }
+        function(argument);
+        if (device_key() >= 0) {
+            pkey_set(device_key(), 0);
+        }
+    });
     return cudaSuccess;
 }
 
@@ -892,6 +1087,7 @@ cudaError_t cudaGraphExecUpdate(cudaGraphExec_t e, cudaGraph_t g, cudaGraphNode_
     return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
+    MOE_EMU_LOST();
     stream * on = resolve(s);
     count("cudaGraphLaunch");
     for (const task & t : e->tasks) {
@@ -906,7 +1102,11 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t * e, unsigned int) { *e = new e
 cudaError_t cudaEventCreate(cudaEvent_t * e) { return cudaEventCreateWithFlags(e, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t e) { delete e; return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
+    MOE_EMU_LOST();
     stream * on = resolve(s);
+    if (on->device != e->device) {
+        misused("an event is recorded in a stream of another device");
+    }
     const bool capturing = on->capturing();
     uint64_t n;
     {
@@ -923,11 +1123,15 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
     return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t e) {
+    MOE_EMU_LOST();
+    if (e->device != current_device) {
+        misused("a thread with another current device asks for an event, and makes that device ready for use");
+    }
     std::lock_guard<std::mutex> held(e->m->lock);
     if (e->m->captured) {
         return failed(cudaErrorStreamCaptureUnsupported);
     }
-    return e->m->passed >= e->m->recorded ? cudaSuccess : cudaErrorNotReady;
+    return e->m->passed >= e->m->recorded ? cudaSuccess : failed(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t e) {
     uint64_t n;
@@ -936,6 +1140,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t e) {
         n = e->m->recorded;
     }
     e->m->wait(n);
+    MOE_EMU_LOST();
     return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float * ms, cudaEvent_t from, cudaEvent_t to) {
@@ -970,6 +1175,9 @@ struct gemm {
     float alpha, beta;
 
     void run(const void * a, const void * b, void * c) const {
+        if (sticky != cudaSuccess) {
+            return;
+        }
         for (int j = 0; j < n; j++) {
             for (int i = 0; i < m; i++) {
                 double sum = 0;
@@ -1000,6 +1208,7 @@ cublasStatus_t cublasGemmEx(cublasHandle_t h, cublasOperation_t op_a, cublasOper
     const void * a, cudaDataType_t type_a, int lda, const void * b, cudaDataType_t type_b, int ldb, const void * beta,
     void * c, cudaDataType_t type_c, int ldc, cublasComputeType_t compute, cublasGemmAlgo_t) {
     const gemm g{ op_a, op_b, m, n, k, lda, ldb, ldc, type_a, type_b, type_c, scale(alpha, compute), scale(beta, compute) };
+    count("cublasGemmEx");
     resolve(h->stream)->add([=] { g.run(a, b, c); });
     return CUBLAS_STATUS_SUCCESS;
 }

@@ -164,6 +164,8 @@ def test_figures_follow_from_what_was_measured():
     case = dynaexq_case()
     row = topic_row(2, case, [measured_run()], 1 << 30)
     assert row["tpot_ms_p50"] == 2.0
+    assert row["placed_ms_p50_runs"] == [2.0]
+    assert row["placed_high_runs"] == [pytest.approx((0.8 + 1.0 + 1.0) / 3)]
     assert row["adapted"] == (2 * WINDOW + 0) / 2
     assert row["steady_high"] == pytest.approx((0.8 + 1.0 + 1.0) / 3)
     assert row["high"] == pytest.approx((0.8 + 0.75 + 1.0) / 3)
@@ -180,6 +182,15 @@ def test_figures_follow_from_what_was_measured():
     assert (found["most_steps"], found["moved"]) == (9, 130 / 160)
     failed = topic_row(2, case, [{"error": "does not fit"}], None)
     assert failed["error"] == "does not fit"
+
+
+def test_placed_steps_are_those_of_the_second_halves():
+    windows = ((2, 9.0), (2, 9.0), (4, 3.0), (8, 5.0))
+    parts = [window(name, *each) for name in ("topic 0", "topic 1") for each in windows]
+    run = {"parts": [*parts, window("steady", 8)]}
+    row = topic_row(1, dynaexq_case(), [run], None)
+    assert row["placed_ms_p50_runs"] == [4.0]
+    assert row["placed_high_runs"] == [pytest.approx(0.6)]
 
 
 def test_rows_are_compared_within_a_run():
@@ -217,16 +228,27 @@ def test_rows_are_compared_within_a_run():
     slow = {**row, "p99_of_p50": 1.6, "of_speed": 0.9, "of_mmap": 3.0, "waited_ms": 0.5}
     assert [goal["met"] for goal in topic_goals([slow], row["name"], RESTLESS)] == [False] * 4
     assert topic_goals([{**row, "error": "no"}], row["name"], RESTLESS) == []
-    mine = next(row for row in rows if row["name"] == CONTEXT) | {"most_steps": 12, "moved": 1.05}
-    still = next(row for row in rows if row["name"] == FIXED)
-    good = placement_goals([mine, still], CONTEXT, FIXED)
-    assert [goal["value"] for goal in good] == [1.0, 12, 0.0, 0, 1.05]
+
+
+def test_placement_is_judged_behind_the_last_move():
+    """Half high between 4 ms (all high) and 2 ms (all low) is 3 ms; the second halves take 3.1."""
+
+    def row(name, role, ms, cap=0.8, **more):
+        given = {"name": name, "role": role, "cap": cap, "waited_ms": 0.0, "demand_bytes": 0}
+        return given | {"placed_ms_p50_runs": ms, "placed_high_runs": [0.5, 0.5]} | more
+
+    resident = row("our managed path", "reference", [4.0, 8.0], None)
+    low = row(ALL_LOW, "", [2.0, 4.0])
+    mine = row(CONTEXT, "", [3.1, 6.2], most_steps=12, moved=1.05)
+    good = placement_goals([resident, low, mine], CONTEXT, ALL_LOW)
+    assert [goal["value"] for goal in good] == [pytest.approx(3 / 3.1), 12, 0.0, 0, 1.05]
     assert all(goal["met"] for goal in good)
     slow = {"most_steps": 65, "moved": 1.11, "demand_bytes": 1}
-    slow |= {"tpot_ms_p50_runs": [2.2, 2.2], "waited_ms": 0.5}
-    missed = placement_goals([mine | slow, still], CONTEXT, FIXED)
+    slow |= {"placed_ms_p50_runs": [3.2, 6.4], "waited_ms": 0.5}
+    missed = placement_goals([resident, low, mine | slow], CONTEXT, ALL_LOW)
     assert [goal["met"] for goal in missed] == [False] * 5
-    assert placement_goals([mine], CONTEXT, FIXED) == []
+    without = placement_goals([resident | {"error": "no"}, low, mine], CONTEXT, ALL_LOW)
+    assert [goal["value"] for goal in without] == [12, 0.0, 0, 1.05]
 
 
 def test_quick_topics_end_to_end(real_engine):

@@ -105,10 +105,11 @@ def memory(*tables: Rows) -> None:
 def equal(uniform: Rows, *memories: Rows) -> None:
     alone = by(uniform, "configuration")
     high, low = (alone[f"{tier}, random",]["kl"] for tier in (HIGH, LOW))
-    fits = []
+    fits, resident = [], []
     for rows in memories:
         mix = next(row for row in rows if row["configuration"].startswith("dynaexq"))
         streamed = [row for row in rows if row["read"] is not None]
+        resident += [row for row in rows if row["configuration"] == "mixed, all tiers"]
         assert [row["configuration"].split(",")[0] for row in streamed] == ["lru", "dymoe", "dymoe"]
         assert streamed[0]["kl"] == pytest.approx(high)  # lossless, whatever is read
         assert all(row["read"] > 0 for row in streamed)
@@ -120,6 +121,22 @@ def equal(uniform: Rows, *memories: Rows) -> None:
     assert least["kl"] == pytest.approx(low) and least["usage"]["computed_low"] == 1.0
     assert fits[0] == ["uniform q2_k, random"] and "uniform q3_k, rtn" in fits[-1]
     assert not any("q5_k" in name or "q8_0" in name for names in fits for name in names)
+    assert resident and all(row["read"] is None and row["kl"][0] < low[0] for row in resident)
+
+
+def allocation(uniform: Rows, plans: Rows) -> None:
+    kl = {row["configuration"].split(",")[0]: row["kl"][0] for row in uniform}
+    assert kl[LOW] > kl[HIGH] > kl[BEST] == pytest.approx(0.0, abs=1e-6)
+    assert [row["domain"] for row in plans] == ["all", "river", "sums"]
+    for row in plans:
+        assert row["plan_bytes"] <= row["bytes"] and row["uniform"] == f"{HIGH}, random"
+        assert sum(row["experts"].values()) == 3 * 8
+        assert row["gain"][0] == pytest.approx(1 - row["kl"][0] / row["uniform_kl"][0])
+        # No plan is above the bound.
+        assert row["expected"] <= row["possible"] + 1e-12 < 1 and 0 < row["uneven"] < 1
+        if possible := row["possible"]:
+            assert row["reached"] == pytest.approx(row["gain"][0] / possible)
+    assert sum(row["tokens"] for row in plans[1:]) == plans[0]["tokens"]
 
 
 def context(rows: Rows, lengths: Rows, layers: Rows) -> None:
@@ -145,7 +162,7 @@ KNOWN: dict[str, Callable[..., None]] = {
     each.__name__.replace("_", "-"): each
     for each in (
         *(accuracy, retention, critical, tokens, schedule, depth, similarity),
-        *(demotion, memory, equal, context, near_bits),
+        *(demotion, memory, equal, allocation, context, near_bits),
     )
 }
 

@@ -1,0 +1,62 @@
+"""The command line of the frontier: `moe-edge plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli_files import FORCE, NEW_FILE
+from orchestrator.cli_options import make_config, model_options
+from orchestrator.console import strip_controls
+
+
+@click.command()
+@model_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--plot",
+    "picture",
+    type=NEW_FILE,
+    metavar="OUT.png",
+    help="Draw time and loss of the plans there (or .svg); needs the extra `plot`.",
+)
+@FORCE
+def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
+    """Show what a model can be on this machine: plans by speed and loss, and the one taken.
+
+    Each plan is predicted: milliseconds a token, seconds until the first token, and the KL from the
+    file's best precision where `moe-edge calibrate` has fitted it. With --max-loss, `chat` and
+    `serve` take the fastest plan within it.
+    """
+    from gguf_tools.experts import ExpertModel
+    from orchestrator import layer_plot
+    from orchestrator.errors import ConfigError
+    from orchestrator.frontier import frontier
+    from orchestrator.frontier_text import draw, render
+    from orchestrator.load import Loader
+
+    if picture is not None:
+        layer_plot.prepare(picture)
+    config = make_config({**options, "remember": True, "conversations": True})
+    if config.policy is not None:
+        raise ConfigError(
+            "--policy names the plan already: leave it out, and `moe-edge plan` compares them all"
+        )
+    with ExpertModel.open(config.model, config.low) as model:
+        loader = Loader(config, model)
+        with loader.known(config) as known:
+            found = frontier(config, model, known)
+        best = model.tiers[0].name
+    if picture is not None:
+        draw(found, strip_controls(config.model.name), picture)
+    if as_json:
+        told = {"candidates": [each.as_dict() for each in found.candidates]}
+        taken = found.candidates.index(found.taken)
+        click.echo(json.dumps({**told, "taken": taken, "why": found.why, "best_tier": best}))
+        return
+    click.echo(strip_controls(render(found, best)))
+    if known.estimate is None:
+        click.echo(strip_controls(f"KL is not known: {known.why_not}"), err=True)

@@ -1,0 +1,137 @@
+"""What lower precisions cost, foreseen: KL from a better tier, in nats.
+
+An expert's output that is off by a mean square of L moves a token's output by about g^2 L, g its
+gate weight, and the KL divergence of a small move grows with its square. So the sum over the
+experts of a token, times factors that `moe-edge calibrate` fits once for a model, estimates its KL
+in nats. A layer has a factor of its own, since what the first ones lose goes through all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from orchestrator.errors import ConfigError
+from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
+
+
+@dataclass(frozen=True, slots=True)
+class KlEstimate:
+    """The KL of one model's tiers in use from the best of them.
+
+    base: the name of the tier that it is counted from. nats: float64 [n_layers, n_expert,
+    n_tiers + 1], what an expert with a gate weight of 1 costs a token in each tier, best first, and
+    skipped; nothing in the base. gates: float64 [n_layers, n_expert], the mean square of the gate
+    weights that each expert had where it was chosen.
+    """
+
+    base: str
+    nats: np.ndarray
+    gates: np.ndarray
+    # [n_layers, n_expert, 256], by the tier as a decision names it.
+    _by_tier: np.ndarray = field(init=False)
+
+    @classmethod
+    def of_costs(
+        cls, costs: np.ndarray, names: Sequence[str], base: str, gates: np.ndarray
+    ) -> KlEstimate:
+        """costs: as nats, against full precision, of these tiers and, last, the base; then skipped:
+        float64 [n_layers, n_expert, n_tiers + 2]. Roundings of one expert in two precisions are
+        independent, so that their squares add up."""
+        nats = np.delete(costs, -2, axis=2) + costs[..., -2:-1]
+        if base in names:
+            nats[..., list(names).index(base)] = 0
+        return cls(base, nats, gates)
+
+    def __post_init__(self) -> None:
+        by_tier = np.zeros((*self.nats.shape[:2], 256))
+        by_tier[..., : self.nats.shape[2] - 1] = self.nats[..., :-1]
+        by_tier[..., SKIP] = self.nats[..., -1]
+        object.__setattr__(self, "_by_tier", by_tier)
+
+    def of_choice(
+        self, layer: int, ids: np.ndarray, weights: np.ndarray, tiers: np.ndarray
+    ) -> np.ndarray:
+        """Nats of each token in one layer, float64 [T]: the sum of g^2 L over its experts.
+
+        ids int, weights float [T, k]; tiers uint8 [n_expert], the tier that each expert is computed
+        in, or SKIP.
+        """
+        squares = np.square(weights, dtype=np.float64)
+        lost: np.ndarray = (squares * self._by_tier[layer, ids, tiers[ids]]).sum(axis=1)
+        return lost
+
+    def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float:
+        """Nats of so many uses of each expert [n_layers, n_expert], whose gate weights are as they
+        usually are, with each in a tier [n_layers, n_expert]. Of a plan in which every expert is
+        resident: uses a token, the hotness, give the mean KL of a token."""
+        lost = np.take_along_axis(self._by_tier, tiers[..., None].astype(np.int64), axis=2)
+        return float((uses * self.gates * lost[..., 0]).sum())
+
+
+class LossMeter:
+    """Adds up what the experts of a run are foreseen to cost.
+
+    nats, tokens: by phase, since the start.
+    """
+
+    def __init__(self, estimate: KlEstimate, exact: bool) -> None:
+        """exact: a better copy in memory is not used in the place of the tier that was decided."""
+        self.estimate = estimate
+        # Whether anything in use, but for skipping, costs anything; the best tier in use alone.
+        self.costs = bool(estimate.nats[..., :-1].any())
+        self._best_costs = bool(estimate.nats[..., 0].any())
+        self._exact = exact
+        self._step = -1
+        self._in_step = 0.0
+        self.nats = [0.0 for _ in Phase]
+        self.tokens = [0 for _ in Phase]
+
+    def decided(self, event: RouteEvent, view: StoreView, decision: DecisionBuffer) -> None:
+        """One layer of a step, once it is decided. What a failed step counted is dropped."""
+        if event.step != self._step:
+            self._step = event.step
+            self._in_step = 0.0
+        tiers = decision.tier_array
+        if not (self._best_costs or tiers.any()):
+            return
+        if not self._exact:
+            resident = view.resident_array[event.layer]
+            better = (resident < tiers) & (tiers != SKIP)
+            tiers = np.where(better, resident, tiers)
+        ids, weights = event.ids_array, event.weights_array
+        self._in_step += float(self.estimate.of_choice(event.layer, ids, weights, tiers).sum())
+
+    def counted(self, counts: np.ndarray, tiers: np.ndarray) -> None:
+        """A step in which nobody decided: counts as of StepReport, tiers uint8 [n_layers, n_expert]
+        that experts were computed in."""
+        self._in_step += self.estimate.of_uses(counts, tiers)
+
+    def step_done(self, phase: int, n_tokens: int) -> None:
+        """The step has been computed."""
+        self.nats[phase] += self._in_step
+        self.tokens[phase] += n_tokens
+        self._in_step = 0.0
+
+    def mean(self, phase: int) -> float | None:
+        """Mean nats of a token of a phase; None where there was none."""
+        return self.since(([0.0 for _ in Phase], [0 for _ in Phase]), phase)
+
+    def mark(self) -> tuple[list[float], list[int]]:
+        """Where it stands, for `since`."""
+        return list(self.nats), list(self.tokens)
+
+    def since(self, mark: tuple[list[float], list[int]], phase: int) -> float | None:
+        """Mean nats of a token of a phase since a mark; None where there was none."""
+        n = self.tokens[phase] - mark[1][phase]
+        return (self.nats[phase] - mark[0][phase]) / n if n else None
+
+
+def not_fitted(model: str, reason: str) -> ConfigError:
+    """What to say where the KL cannot be foreseen."""
+    return ConfigError(
+        f"{reason}, so that nobody knows what lower precisions cost: run "
+        f"`moe-edge calibrate {model} --calib TEXT` first"
+    )

@@ -1,0 +1,104 @@
+"""A frontier of plans as text and as a picture. The picture needs matplotlib, the extra `plot`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gguf_tools.columns import aligned
+from gguf_tools.units import format_size
+from orchestrator.frontier import PROMPT_TOKENS, Candidate, Frontier
+from orchestrator.plotting import COLOURS, save_figure
+
+_HEAD = ("", "plan", "tiers", "experts", "ms/token", "tok/s", "first prompt", "prompt", "KL, nats")
+# Below it, a picture of KL is even and no longer logarithmic: lossless plans are at its foot.
+_LEAST_KL = 1e-4
+
+
+def render(found: Frontier, best: str) -> str:
+    """The plans, the fastest first. best: the tier that KL is counted from."""
+    rows = [
+        (
+            "*" if each is found.taken else "+" if each.best else "",
+            each.label,
+            "/".join(each.tiers),
+            format_size(each.expert_bytes),
+            f"{1e3 * each.token_s:.1f}",
+            f"{1 / each.token_s:.1f}",
+            f"{each.first_prompt_s:.1f} s",
+            f"{each.prompt_s:.1f} s",
+            _kl(each),
+        )
+        for each in found.candidates
+    ]
+    return "\n".join(
+        [
+            *aligned([list(_HEAD), *map(list, rows)]),
+            f"Prompts have {PROMPT_TOKENS} tokens, and KL is the mean from {best}; 0 is lossless. "
+            f"+: no other plan is both faster and closer; *: taken.",
+            f"`chat` and `serve` take {found.why}",
+        ]
+    )
+
+
+def _kl(each: Candidate) -> str:
+    if each.kl is None:
+        return "?"
+    return "<= " * each.at_most + (f"{each.kl:.2g}" if each.kl else "0")
+
+
+def draw(found: Frontier, title: str, path: Path) -> None:
+    """Writes the plans whose loss is known as points: milliseconds a token, and KL. Equal frontiers
+    give equal SVG bytes. Raises OSError where the file cannot be written."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style: dict[str, Any] = {
+        "font.size": 10,
+        "svg.hashsalt": "moe-edge",
+        "svg.fonttype": "none",
+        "text.parse_math": False,
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(9.0, 5.2), layout="constrained")
+        axes = figure.subplots()
+        shown = [each for each in found.candidates if each.kl is not None]
+        for number, name in enumerate(dict.fromkeys(each.name for each in shown)):
+            mine = [each for each in shown if each.name == name]
+            axes.scatter(
+                [1e3 * each.token_s for each in mine],
+                [each.kl or 0.0 for each in mine],
+                s=44,
+                marker="os^DvP"[number % 6],
+                color=COLOURS[number % len(COLOURS)],
+                label=name,
+                zorder=3,
+            )
+            for each in mine:
+                axes.annotate(
+                    "/".join(each.tiers),
+                    (1e3 * each.token_s, each.kl or 0.0),
+                    xytext=(5, 4),
+                    textcoords="offset points",
+                    fontsize=7,
+                )
+        edge = [each for each in shown if each.best]
+        axes.step(
+            [1e3 * each.token_s for each in edge],
+            [each.kl or 0.0 for each in edge],
+            where="post",
+            color="#999999",
+            linewidth=1,
+        )
+        if found.taken.kl is not None:
+            taken = (1e3 * found.taken.token_s, found.taken.kl)
+            axes.scatter(*taken, s=190, facecolors="none", edgecolors="black", zorder=4)
+        axes.set_yscale("symlog", linthresh=_LEAST_KL)
+        axes.set_ylim(bottom=-_LEAST_KL / 4)
+        axes.set_xlabel("predicted ms a token")
+        axes.set_ylabel("predicted KL from the best tier, nats")
+        axes.set_title(title, fontsize=11)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+        save_figure(figure, path)

@@ -1,0 +1,103 @@
+"""How much each expert is used, as a moving average over intervals (DynaExq, 3.5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrator.events import Phase, StepReport
+from orchestrator.policy.base import ModelShape
+from orchestrator.policy.versions import Background
+from orchestrator.settings import setting
+
+
+@dataclass(frozen=True)
+class Intervals(Background):
+    """Settings of policies that learn from intervals."""
+
+    update_steps: int = setting(
+        32,
+        "Decode steps between two updates of the hot sets, 0 for none; a prompt's part ends an "
+        "interval too.",
+        within=(0, 2**24),
+        hidden=True,
+    )
+    update_ms: int | None = setting(
+        None,
+        "Milliseconds of steps between two updates of the hot sets, as in the paper, in the place "
+        "of a number of steps; 0 for none.",
+        within=(0, 2**31),
+        hidden=True,
+    )
+    hotness_decay: float = setting(
+        0.8, "The alpha of the hotness's moving average.", within=(0.0, 1.0), hidden=True
+    )
+
+
+class Hotness:
+    """S <- a S + (1 - a) f (3.5) at the end of each interval, with f the share of the interval's
+    tokens that use the expert, 0 to 1, where the paper counts tokens: a prompt's part of 512 tokens
+    says no more of what comes than some dozens do. a = alpha ** w, with w the part of a whole
+    interval that the layer saw: 1 by the clock; else as many of update_steps as there were tokens,
+    1 at most; of a prompt the last layer sees only tokens with an output, and forgets accordingly
+    little.
+
+    An interval is update_steps decode steps, and a prompt's part ends it too; or, as in the paper,
+    update_ms of the steps' own time, as the step reports tell it.
+
+    scores: S, float64 [n_layers, n_expert]; zeros before the first update.
+    """
+
+    def __init__(self, shape: ModelShape, settings: Intervals) -> None:
+        self._settings, self._used = settings, shape.n_expert_used
+        self.scores: np.ndarray = np.zeros((shape.n_layers, shape.n_expert))
+        self._counts = np.zeros((shape.n_layers, shape.n_expert), np.int64)
+        self._steps = self._tokens = 0
+        self._us = 0.0
+        self.updates = 0
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no step was counted yet."""
+        return self.updates == self._steps == 0
+
+    def copy(self) -> np.ndarray:
+        """The scores as they are now."""
+        scores: np.ndarray = self.scores.copy()
+        return scores
+
+    def set(self, scores: np.ndarray) -> None:
+        """Starts from the S of an earlier run."""
+        self.scores = np.array(scores, np.float64).reshape(self.scores.shape)
+
+    def count(self, report: StepReport) -> bool:
+        """Counts a step; whether it ended an interval, so that the scores are new."""
+        if report.counts is not None:
+            self._counts += report.counts
+        self._steps += 1
+        self._tokens += report.n_tokens
+        self._us += report.us
+        if not self._ends(report.phase):
+            return False
+        self._update()
+        return True
+
+    def _ends(self, phase: Phase) -> bool:
+        ms, steps = self._settings.update_ms, self._settings.update_steps
+        if ms is not None:
+            return 0 < 1000 * ms <= self._us
+        return steps > 0 and (phase == Phase.PREFILL or self._steps >= steps)
+
+    def _update(self) -> None:
+        settings = self._settings
+        seen = self._counts.sum(axis=1, keepdims=True) / self._used
+        by_steps = settings.update_ms is None
+        whole = max(self._tokens, settings.update_steps) if by_steps else self._tokens
+        kept = settings.hotness_decay ** np.minimum(seen / whole, 1.0)
+        frequency = self._counts / np.maximum(seen, 1)
+        self.scores = kept * self.scores + (1 - kept) * frequency
+        self._counts[:] = 0
+        self._steps = self._tokens = 0
+        self._us = 0.0
+        self.updates += 1

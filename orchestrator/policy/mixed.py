@@ -1,0 +1,288 @@
+"""Every expert in memory, in whichever tier of the file pays best for its bytes: a resident plan
+over all tiers, which follows what is used (DynaExq, generalised)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gguf_tools.units import format_size
+from orchestrator.errors import BudgetError
+from orchestrator.events import StepReport
+from orchestrator.policy.allocation import Hull, lost
+from orchestrator.policy.base import (
+    Callback,
+    ModelShape,
+    Policy,
+    Rules,
+    SlotPlan,
+    TierOffer,
+    Transition,
+)
+from orchestrator.policy.context import ContextSettings
+from orchestrator.policy.dynaexq import DynaExqSettings
+from orchestrator.policy.exchange import exchanges, moves
+from orchestrator.policy.hotness import Hotness, Intervals
+from orchestrator.policy.placement import nominal_bits, shares
+from orchestrator.policy.tier_pools import Places, TierPools
+from orchestrator.policy.versions import MAX_QUEUE, USUAL_RATE, pools_by_size
+from orchestrator.settings import again
+
+# The share of an expert's use that counts as alike for all of its layer: what was used once in a
+# while is not worth nothing.
+ALIKE = 0.05
+# Of a budget: less than that is next to nothing.
+SMALL = 0.001
+# A slot in reserve for each so many experts.
+_EXPERTS_PER_MOVE = 128
+
+
+@dataclass(frozen=True)
+class MixedSettings(Intervals):
+    """What a user can tune."""
+
+    hysteresis: float = again(DynaExqSettings, "hysteresis")
+    losses: Path | None = again(ContextSettings, "losses")
+
+
+class Mixed(Policy):
+    """The allocation of `Hull`: the sum over layers and experts of w L is least under the budget,
+    over all tiers in use. L is what the tier costs a use of the expert, in nats where calibrate has
+    fitted that, so that layers compare; else its mean squared error, or nominal losses. w is the
+    share of tokens that use the expert, by what earlier runs learned, with a small part alike for
+    all.
+
+    Slots are as many of each tier as this plan has experts in it, in pools that layers of one size
+    share. What changes while it runs is which experts have them: behind each interval experts that
+    gain by it exchange their tiers, in pairs, by DynaExq's hysteresis, at step boundaries and
+    within the transition rate. No token waits, and no token reads.
+
+    A tier that no expert has takes no slots where another one's can hold it: one of each size else.
+    The lowest tier has slots in reserve, through which experts move, unless none ever will.
+    """
+
+    name = "mixed"
+    summary = (
+        "Every expert is in memory, in the precision of the file that pays best for its bytes, by "
+        "how much it is used and what it loses. Experts exchange their precisions in the "
+        "background, and no token waits for it."
+    )
+    Settings = MixedSettings
+    least_tiers = 2
+    reason = "fills the budget with the best precisions"
+    keeps = "several precisions"
+    callback = Callback.NEVER
+    counts = True
+    follows_tiers = True
+    learns = True
+    weighs_losses = per_use = True
+    settings: MixedSettings
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        settings: MixedSettings | None = None,
+        rules: Rules | None = None,
+    ) -> None:
+        """Raises PolicyError where the model has no second precision in use."""
+        super().__init__(shape, settings, rules)
+        self.default_tier = len(shape.tiers) - 1
+        self.updates = 0
+        self._hotness = Hotness(shape, self.settings)
+        self._known: np.ndarray | None = None
+        self._losses = nominal(shape)
+        self._pools: TierPools | None = None
+        self._used: list[int] = []  # tiers that experts have
+        self._wanted: np.ndarray = np.zeros((shape.n_layers, shape.n_expert), np.uint8)
+        self._moved = self._exchanged = 0
+
+    @classmethod
+    def high_tier(cls, offer: TierOffer) -> int:
+        """The tier above the best one whose copies all fit; a better one where a slot of it, which
+        the store wants, takes next to nothing of the budget."""
+        tiers = range(len(offer.names))
+        fits = next((at for at in tiers if offer.fits_whole(at)), tiers[-1])
+        for at in range(max(0, fits - 1)):
+            shape = offer.shape(at)
+            n_experts = shape.n_layers * shape.n_expert
+            if shape.all_slot_bytes() <= SMALL * n_experts * offer.budget_bytes:
+                return at
+        return max(0, fits - 1)
+
+    @property
+    def all_resident(self) -> bool:
+        return True
+
+    @property
+    def transition_rate(self) -> int:
+        asked = self.settings.transition_rate
+        return USUAL_RATE if asked is None else asked
+
+    @property
+    def fresh(self) -> bool:
+        return self._hotness.fresh
+
+    @property
+    def hotness(self) -> np.ndarray:
+        return self._hotness.copy()
+
+    def set_hotness(self, scores: np.ndarray) -> None:
+        self._hotness.set(scores)
+
+    @property
+    def losses(self) -> np.ndarray | None:
+        return None if self._known is None else self._known.copy()
+
+    def set_losses(self, losses: np.ndarray) -> None:
+        self._losses = self._known = np.array(losses, np.float64)
+
+    @property
+    def weighted(self) -> np.ndarray:
+        """w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
+        found: np.ndarray = weights(self._hotness.scores)[..., None] * self._losses
+        return found
+
+    def plan(self, budget_bytes: int) -> SlotPlan:
+        """The allocation that the budget has room for, by what is known of use and losses. Raises
+        BudgetError."""
+        sizes = slot_sizes(self.shape)
+        hull = Hull(self.weighted, sizes)
+        needed = self._pools_of(hull.at(hull.least_bytes)).total_bytes
+        if needed > budget_bytes:
+            raise BudgetError(
+                f"{format_size(budget_bytes)} are too little for every expert in one precision: it "
+                f"needs {needed} bytes",
+                needed,
+            )
+        spare = beyond = budget_bytes
+        while beyond > 0:  # what slots in reserve and those of unused tiers take
+            tiers = hull.at(max(spare, hull.least_bytes))
+            pools = self._pools_of(tiers)
+            beyond = pools.total_bytes - budget_bytes
+            spare -= beyond
+        self._pools, self._wanted = pools, tiers
+        self._used = np.unique(tiers).tolist()
+        return pools.plan()
+
+    def _pools_of(self, tiers: np.ndarray) -> TierPools:
+        """Slots for an allocation. A tier without experts shares those of the next better one that
+        has some, where slots can be shared."""
+        places: list[Places] = []
+        last = len(self.shape.tiers) - 1
+        settings = self.settings
+        moves = bool(settings.update_steps if settings.update_ms is None else settings.update_ms)
+        for tier in range(last + 1):
+            n = (tiers == tier).sum(axis=1).tolist()
+            if (
+                not any(n)
+                and self.shape.shares_slots
+                and places
+                and places[-1].of(range(self.shape.n_layers))
+            ):
+                before = places.pop()
+                held, reserve = (*before.tiers, tier), moves and tier == last
+                places.append(Places(held, before.n_experts, reserve, _EXPERTS_PER_MOVE))
+            else:
+                places.append(Places((tier,), n, moves and tier == last, _EXPERTS_PER_MOVE))
+        return TierPools(self.shape, places)
+
+    def start(self) -> list[Transition]:
+        """Every expert where the plan has it."""
+        wanted = self._wanted
+        return [
+            (layer, expert, int(wanted[layer, expert]))
+            for layer, expert in np.ndindex(wanted.shape)
+        ]
+
+    def step_done(self, report: StepReport) -> Sequence[Transition]:
+        """Counts the step, and returns the moves that have slots now."""
+        if report.counts is None or report.resident is None or report.target is None:
+            return ()
+        resident, target = report.resident, report.target
+        if self._hotness.count(report):
+            self.updates = self._hotness.updates
+            self._exchange((resident == target) & (resident == self._wanted))
+        if self._pools is None or (resident == self._wanted).all():
+            return ()
+        losses = self.weighted
+        gains = _of(losses, np.minimum(resident, self.default_tier)) - _of(losses, self._wanted)
+        found = moves(self._pools, self._wanted, resident, target, gains)
+        self._moved += len(found)
+        return found
+
+    def _exchange(self, free: np.ndarray) -> None:
+        """What is wanted from now on. free bool [n_layers, n_expert]: experts that are where they
+        should be."""
+        if self._pools is None:
+            return
+        pool_of = np.full((self.shape.n_layers, len(self.shape.tiers)), -1)
+        pool_of[:, self._used] = self._pools.pool_of[:, self._used]
+        pairs = exchanges(self.weighted, self._wanted, pool_of, free, self.settings.hysteresis)
+        flat = self._wanted.reshape(-1)
+        for riser, faller in pairs[:MAX_QUEUE]:
+            flat[riser], flat[faller] = flat[faller], flat[riser]
+        self._exchanged += len(pairs[:MAX_QUEUE])
+
+    def report(self) -> Mapping[str, Any]:
+        """Since the engine started: updates of the hotness, exchanges of two experts, moves that
+        they took; experts in each tier; the loss of the plan as a share of what the smallest tier
+        alone would lose."""
+        losses = self.weighted
+        least = float(losses[..., -1].sum())
+        return {
+            "updates": self.updates,
+            "exchanges": self._exchanged,
+            "moves": self._moved,
+            "experts": dict(zip(self.shape.tiers, self._per_tier, strict=True)),
+            "loss": lost(losses, self._wanted) / least if least else 0.0,
+        }
+
+    @property
+    def _per_tier(self) -> list[int]:
+        counted: list[int] = np.bincount(
+            self._wanted.ravel(), minlength=len(self.shape.tiers)
+        ).tolist()
+        return counted
+
+    def describe(self) -> str:
+        counts = zip(self._per_tier, self.shape.tiers, strict=True)
+        parts = ", ".join(f"{n} in {name}" for n, name in counts if n)
+        return f"mixed, of {self._wanted.size} experts {parts}"
+
+
+def weights(scores: np.ndarray) -> np.ndarray:
+    """w of each expert: its share of the layer's use, of which ALIKE is alike for all; float64
+    [n_layers, n_expert], each row of sum 1. scores: S; a layer without any counts as used alike."""
+    found: np.ndarray = (1 - ALIKE) * shares(scores) + ALIKE / scores.shape[1]
+    return found
+
+
+def nominal(shape: ModelShape) -> np.ndarray:
+    """What stands for a loss table where there is none, float64 [n_layers, n_expert, n_tiers]: each
+    bit more divides the mean squared error by four, in all experts alike."""
+    bits = shape.bits or tuple(map(nominal_bits, shape.tiers))
+    curve = 0.25 ** np.array(bits, np.float64)
+    size = shape.n_layers, shape.n_expert, len(bits)
+    alike: np.ndarray = np.broadcast_to(curve, size).copy()
+    return alike
+
+
+def slot_sizes(shape: ModelShape) -> np.ndarray:
+    """What an expert's slots take in each tier, int64 [n_layers, n_tiers]: as much as in the
+    largest layer of its pool."""
+    sizes = np.zeros((shape.n_layers, len(shape.tiers)), np.int64)
+    for tier in range(len(shape.tiers)):
+        for pool in pools_by_size(shape, tier):
+            sizes[list(pool.layers), tier] = pool.unit_bytes
+    return sizes
+
+
+def _of(losses: np.ndarray, tiers: np.ndarray) -> np.ndarray:
+    found: np.ndarray = np.take_along_axis(losses, tiers[..., None].astype(np.int64), axis=2)[
+        ..., 0
+    ]
+    return found

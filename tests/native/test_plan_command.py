@@ -1,0 +1,111 @@
+"""`moe-edge plan`, and engines that take the plan which a loss chooses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gguf_tools.experts import ExpertModel
+from orchestrator import load
+from orchestrator.cli import cli
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.errors import ConfigError
+from orchestrator.plan import MemoryPlan
+
+pytestmark = pytest.mark.usefixtures("library_folder")
+
+
+@dataclass
+class Takes:
+    """A token takes as long as its experts have bytes; absent ones ten times as long."""
+
+    plan: MemoryPlan
+    hit_rate: float = 1.0
+    read_bytes: float = 0.0
+
+    def token_s(self, cells: int = 0) -> float:
+        plan = self.plan
+        there = plan.slots.total_bytes if plan.slots else plan.expert_bytes
+        return (there + 10 * plan.absent_bytes) * 1e-9
+
+    def prompt_s(self, n_tokens: int, first: bool = False) -> float:
+        return n_tokens * self.token_s()
+
+
+class Predicts:
+    """In the place of orchestrator.predictor.Predictor, which measures."""
+
+    def __init__(self, bindings: Any, config: Config, model: ExpertModel, reading: Any) -> None:
+        assert reading.bytes_per_s == 1e9
+        size = model.n_layers, model.n_expert
+        self.uses = np.full(size, model.n_expert_used / model.n_expert)
+
+    def of_plan(self, plan: MemoryPlan, config: Config) -> Takes:
+        return Takes(plan)
+
+    def __enter__(self) -> Predicts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(load, "Predictor", Predicts)
+    speed = SimpleNamespace(bytes_per_s=1e9)
+    monkeypatch.setattr(load, "read_bandwidth", lambda *_, **__: speed)
+    yield tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(cli, ["plan", *args])
+
+
+def test_the_frontier_is_printed_and_drawn(model: Path, tmp_path: Path) -> None:
+    """Without a loss that is allowed it takes what a chat takes; without a table no KL is known
+    but that of what is lossless."""
+    asked = ["-m", str(model), "--expert-ram", "2MiB", "--device", "cpu"]
+    shown = run(*asked)
+    assert shown.exit_code == 0, shown.output
+    assert "`chat` and `serve` take dymoe" in shown.stdout
+    assert "KL is not known" in shown.stderr and "calibrate" in shown.stderr
+    found = json.loads(run(*asked, "--json").stdout)
+    names = {each["policy"] for each in found["candidates"]}
+    assert names == {"lru", "dymoe", "dynaexq", "firm", "mixed"}
+    more = json.loads(run(*asked[:2], "--expert-ram", "3MiB", "--device", "cpu", "--json").stdout)
+    assert {each["policy"] for each in more["candidates"]} == {"lru", "dymoe", "dynaexq"} | {
+        "mixed",
+        "context",
+    }
+    taken = found["candidates"][found["taken"]]
+    with Engine.open(Config.build(model=model, expert_ram=2 << 20, device="cpu")) as engine:
+        assert taken["policy"] == engine.policy.name
+        assert tuple(taken["tiers"]) == engine.plan.tier_names
+    assert {each["kl"] for each in found["candidates"]} == {None, 0.0}
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    assert run(*asked, "--plot", str(tmp_path / "plans.svg")).exit_code == 0
+    assert b"predicted ms a token" in (tmp_path / "plans.svg").read_bytes()
+
+
+def test_what_is_refused(model: Path, tmp_path: Path) -> None:
+    refused = run("-m", str(model), "--policy", "lru")
+    assert refused.exit_code == 1 and "names the plan already" in refused.stderr
+    refused = run("-m", str(model), "--ram", "1MiB", "--device", "cpu")
+    assert refused.exit_code == 1 and "too little" in refused.stderr
+    refused = run("-m", str(model), "--plot", str(tmp_path / "plans.txt"))
+    assert refused.exit_code == 1 and "ends in .png or .svg" in refused.stderr
+
+
+def test_a_loss_that_nobody_fitted_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="calibrate"):
+        Engine.open(Config.build(model=model, expert_ram=2 << 20, max_loss=0.1))

@@ -1,0 +1,245 @@
+"""What floor skips and lowers, for how much, and what it asks for ahead and behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from shapes import make_decision, make_shape, make_view, prefetches
+
+from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.estimate import KlEstimate
+from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase, RouteEvent, StepReport
+from orchestrator.policy import floor
+from orchestrator.policy.base import ModelShape
+from orchestrator.policy.floor import Floor
+
+K = 4
+ONE = make_shape(n_layers=3, n_expert=8, k=K, tiers=("q4_k",))
+TWO = make_shape(n_layers=3, n_expert=8, k=K)
+GATES = [0.4, 0.3, 0.2, 0.1]
+IDS = [5, 2, 7, 0]
+
+
+def report(n_tokens: int = 1, **changes: Any) -> StepReport:
+    return StepReport(Phase.DECODE, n_tokens, 1000.0, **changes)
+
+
+def made(shape: ModelShape = ONE, nats: Any = None, price: float = 1.0, **settings: Any) -> Floor:
+    """Without a limit by depth or price, unless one is asked for. nats: of an expert that is
+    skipped, or of each lower tier and of skipping."""
+    chosen = {"max_loss": 1.0, "spread": "flat", "prefetch": "off", "keep": 0, **settings}
+    policy = Floor(shape, Floor.Settings(**chosen))
+    policy.plan(2 * shape.all_slot_bytes())
+    each = np.zeros((shape.n_layers, shape.n_expert, len(shape.tiers) + 1))
+    each[..., 1:] = [1.0] if nats is None else nats
+    policy.set_estimate(KlEstimate(shape.tiers[0], each, np.ones(each.shape[:2])))
+    policy._price = price
+    return policy
+
+
+def make(
+    layer: int = 0,
+    step: int = 0,
+    rows: Any = (IDS,),
+    gates: Any = (GATES,),
+    of: Any = (0,),
+    ahead: Any = None,
+    phase: Phase = Phase.DECODE,
+) -> RouteEvent:
+    """rows, gates [T, k]; of: the sequence of each token; ahead: (experts, scores) of the next
+    layer, [T, k] each."""
+    n = len(rows)
+    ids, scores = (np.zeros((1, n, K)), np.ones((1, n, K))) if ahead is None else ahead
+    event = RouteEvent(
+        *(np.array(rows, np.int32), np.array(gates, np.float32), np.arange(n, dtype=np.int32)),
+        *(np.array(ids, np.int32).reshape(1, n, K), np.array(scores, np.float32).reshape(1, n, K)),
+        *(np.zeros(n, np.float32), np.full(n, phase, np.uint8), np.array(of, np.int32)),
+    )
+    event.layer, event.n_tokens, event.step, event.phase = layer, n, step, int(phase)
+    event.n_ahead = 0 if ahead is None else 1
+    return event
+
+
+def decided(
+    policy: Floor, event: RouteEvent, here: Any = (), low: Any = ()
+) -> tuple[dict[int, int], DecisionBuffer]:
+    """({expert: tier} of what is not high, the decision). here, low: experts in memory in tier 0
+    and in tier 1."""
+    shape = policy.shape
+    resident = np.full((shape.n_layers, shape.n_expert), ABSENT, np.uint8)
+    resident[:, list(here)] = 0
+    resident[:, list(low)] = 1
+    out = make_decision(shape)
+    policy.decide(event, make_view(shape, resident), out)
+    return {e: int(t) for e, t in enumerate(out.tier) if t}, out
+
+
+def test_what_is_in_memory_is_used_and_the_rest_is_skipped_while_it_lasts() -> None:
+    """0.01 and 0.04 fit a layer's part of 0.051; 0.09 does not, nor what comes after it."""
+    policy = made(max_loss=3 * 0.051)
+    assert decided(policy, make())[0] == {0: SKIP, 7: SKIP}
+    assert decided(made(max_loss=3 * 0.051), make(), here=[0])[0] == {7: SKIP}
+    assert decided(made(), make(), here=IDS)[0] == {}
+    assert decided(made(max_loss=0.0), make())[0] == {}
+
+
+def test_a_layer_has_what_those_before_it_left() -> None:
+    policy = made(max_loss=3 * 0.06)
+    assert decided(policy, make(0), here=[0])[0] == {7: SKIP}  # 0.04 of 0.06
+    assert decided(policy, make(1), here=[0, 7])[0] == {}  # 0.09 of 0.08
+    assert decided(policy, make(2), here=[0, 7])[0] == {2: SKIP}  # 0.09 of 0.14
+
+
+def test_the_first_layer_has_nothing_by_the_cosine_schedule() -> None:
+    policy = made(spread="cosine", max_loss=0.16)  # 0, 1/3 and 2/3 of it
+    found = [decided(policy, make(layer))[0] for layer in range(3)]
+    assert found == [{}, {0: SKIP, 7: SKIP}, {0: SKIP, 7: SKIP}]
+
+
+def test_top_gates_are_kept() -> None:
+    assert set(decided(made(keep=1), make())[0]) == {2, 7, 0}
+    assert set(decided(made(keep=3), make())[0]) == {0}
+    shuffled = make(gates=[[0.1, 0.4, 0.2, 0.3]])
+    assert set(decided(made(keep=2), shuffled)[0]) == {5, 7}
+
+
+def test_nothing_is_skipped_above_the_price() -> None:
+    expert_bytes = ONE.expert_slot_bytes(0, 0)
+    assert set(decided(made(price=0.05 / expert_bytes), make())[0]) == {0, 7}
+
+
+def test_a_low_copy_in_memory_stands_for_the_high_one() -> None:
+    found, out = decided(made(TWO, [0.1, 1.0]), make(), here=[0], low=[5, 7])
+    assert found == {5: 1, 7: 1, 2: SKIP}
+    assert not prefetches(out)
+    # kept: the high copy is waited for
+    assert decided(made(TWO, [0.1, 1.0], keep=1), make(), here=[0], low=[5, 7])[0] == {7: 1, 2: 255}
+
+
+def test_absent_ones_are_read_low_before_they_are_skipped() -> None:
+    """Low costs a tenth and saves two fifths: each further byte costs six times as much. 0.014 are
+    for 0 and 7, of which 0 is skipped before 2 is read low; 2 and 5 are 0.009 and 0.016 more."""
+    few = decided(made(TWO, [0.1, 1.0], max_loss=3 * 0.006), make())[0]
+    assert few == {7: 1, 0: 1}
+    some = decided(made(TWO, [0.1, 1.0], max_loss=3 * 0.031), make())[0]
+    assert some == {2: 1, 7: 1, 0: SKIP}
+    more = decided(made(TWO, [0.1, 1.0], max_loss=3 * 0.04), make())[0]
+    assert more == {5: 1, 2: 1, 7: 1, 0: SKIP}
+    # where low loses nearly as much, nothing is read low
+    assert decided(made(TWO, [0.9, 1.0], max_loss=3 * 0.06), make())[0] == {0: SKIP, 7: SKIP}
+
+
+def test_what_a_token_leaves_is_carried_on() -> None:
+    policy = made(max_loss=3 * 0.02)
+    assert decided(policy, make(0), here=[0])[0] == {}  # 0.04 of 0.02
+    policy.step_done(report())
+    policy._price = 1.0
+    assert decided(policy, make(0, 1), here=[0])[0] == {7: SKIP}  # of 0.08
+    policy.step_done(report())
+    account = policy._accounts[0]
+    assert account.left == pytest.approx(2 * 0.06 - 0.04)
+    for step in range(2, 99):
+        decided(policy, make(0, step), here=IDS)
+        policy.step_done(report())
+    assert account.left == pytest.approx(floor._CARRIED_TOKENS * 0.06)
+
+
+def test_a_step_that_failed_spends_nothing() -> None:
+    policy = made(max_loss=3 * 0.051)
+    for step in range(3):
+        assert decided(policy, make(0, step))[0] == {0: SKIP, 7: SKIP}
+    assert policy._accounts[0].left == 0
+
+
+def test_each_sequence_has_its_own_budget() -> None:
+    """Both tokens need 2 and 7; the second one's sequence has nothing left for them."""
+    rows, gates = ([2, 7, 1, 3], [2, 7, 4, 6]), ([0.2] * 4, [0.1] * 4)
+    policy = made(max_loss=3 * 0.17)
+    both = make(rows=rows, gates=gates, of=(4, 9))
+    assert decided(policy, both)[0] == dict.fromkeys((2, 7, 1, 3, 4, 6), SKIP)
+    assert policy._accounts[4].spent == pytest.approx(0.16)
+    assert policy._accounts[9].spent == pytest.approx(0.04)
+    policy.step_done(report(2))
+    policy._accounts[9].left = -0.17
+    policy._price = 1.0
+    assert decided(policy, make(step=1, rows=rows, gates=gates, of=(4, 9)))[0] == {1: SKIP, 3: SKIP}
+    policy.step_done(report(2, ends=(9,)))
+    assert set(policy._accounts) == {4}
+
+
+def test_the_price_follows_what_is_spent() -> None:
+    policy, poor = made(max_loss=1.0), made(max_loss=3 * 0.051)
+    for each in (policy, poor):
+        decided(each, make())
+    poor._accounts[0].spent = 10.0
+    for each in (policy, poor):
+        each.step_done(report())
+    assert policy._price > 1.0 > poor._price == pytest.approx(np.exp(-0.1))
+
+
+def test_it_loads_ahead_what_it_would_not_skip() -> None:
+    """By the predicted scores, made to add up to the weights: 0.4, 0.3, 0.2 and 0.1."""
+    expert_bytes = ONE.expert_slot_bytes(0, 0)
+    ahead = ([1, 3, 4, 6], [0.8, 0.6, 0.4, 0.2])
+    policy = made(price=0.05 / expert_bytes, prefetch="on", behind=False)
+    _, out = decided(policy, make(ahead=ahead), here=[6])
+    assert prefetches(out) == [(1, e, 0, 0) for e in (1, 3, 6)]
+    kept = made(price=1.0, prefetch="on", behind=False, keep=1)
+    assert [e for _, e, *_ in prefetches(decided(kept, make(ahead=ahead))[1])] == [1]
+
+
+def test_what_was_skipped_is_read_behind_within_the_rate() -> None:
+    expert_bytes = ONE.expert_slot_bytes(0, 0)
+    fast, slow = made(transition_rate=0), made(transition_rate=1000 * 2 * expert_bytes)
+    slow.step_done(report())  # a millisecond
+    for policy, wanted in ((fast, [0, 7, 2, 5]), (slow, [0, 7]), (made(behind=False), [])):
+        policy._price = 1.0
+        assert set(decided(policy, make())[0]) == set(IDS)
+        _, out = decided(policy, make(1), here=IDS)
+        assert prefetches(out) == [(0, e, 0, 0) for e in wanted]
+    assert not prefetches(decided(slow, make(2))[1])
+
+
+def test_prompts_are_lossless() -> None:
+    policy = made(prefetch="on")
+    for n in (1, 2):
+        event = make(rows=[IDS] * n, gates=[GATES] * n, of=[0] * n, phase=Phase.PREFILL)
+        assert decided(policy, event)[0] == {}
+
+
+def test_it_says_what_it_lost() -> None:
+    policy = made(max_loss=3 * 0.051)
+    assert policy.fresh and policy.report()["loss"] is None
+    decided(policy, make(), here=[5])
+    policy.step_done(report())
+    said = policy.report()
+    assert said["loss"] == pytest.approx(0.05) and not policy.fresh
+    assert (said["missing"], said["lowered"]) == (0.75, 0.5)
+    assert "0.153 nats" in policy.describe()
+
+
+def test_slots_for_low_copies_are_a_share() -> None:
+    budget = TWO.all_slot_bytes() // 2
+    policy = Floor(TWO, Floor.Settings(low_share=0.5))
+    plan = policy.plan(budget)
+    low = {group for (_, _, tier), group in plan.group_of.items() if tier == 1}
+    n_bytes = sum(plan.groups[group].slot_bytes * plan.groups[group].n_slots for group in low)
+    assert 0.4 * budget < n_bytes <= 0.5 * budget and plan.total_bytes <= budget
+    with pytest.raises(BudgetError):
+        policy.plan(1)
+
+
+def test_it_cannot_decide_without_an_estimate() -> None:
+    policy = Floor(ONE)
+    policy.plan(ONE.all_slot_bytes())
+    with pytest.raises(PolicyError, match="was not told what lower precisions lose"):
+        decided(policy, make())
+
+
+def test_the_budget_changes_live() -> None:
+    policy = made(max_loss=0.0)
+    assert policy.change("max_loss", 3 * 0.051) and policy._price > 0
+    policy._price = 1.0
+    assert decided(policy, make())[0] == {0: SKIP, 7: SKIP}

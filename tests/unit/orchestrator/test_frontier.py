@@ -1,0 +1,207 @@
+"""Which plans there are in one memory, which of them nobody beats, and which one a loss chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from orchestrator.config import Config
+from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.events import SKIP
+from orchestrator.frontier import (
+    AS_FAST,
+    Candidate,
+    Frontier,
+    Knowledge,
+    choose,
+    frontier,
+    settled,
+)
+from orchestrator.frontier_text import draw, render
+from orchestrator.hardware import Machine
+from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.policy import ALLOWED_LOSS
+
+TIERS = ("q8_0", "q4_k", "q2_k")
+# Nats of a use in each tier of the file, and skipped.
+NATS = {0: 0.0, 1: 0.001, 2: 0.01, SKIP: 0.1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
+    path = tmp_path_factory.mktemp("frontier") / "three.gguf"
+    return ExpertModel.open(synthetic.write(path, "tiny-qwen3moe", tiers=TIERS))
+
+
+class Nats:
+    """Every use costs what its tier does."""
+
+    def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float:
+        return float((uses * np.vectorize(NATS.__getitem__)(tiers)).sum())
+
+
+@dataclass
+class Takes:
+    """Absent bytes take ten times as long as present ones."""
+
+    plan: MemoryPlan
+
+    @property
+    def hit_rate(self) -> float:
+        return 1.0
+
+    @property
+    def read_bytes(self) -> float:
+        return float(self.plan.absent_bytes)
+
+    def token_s(self, cells: int = 0) -> float:
+        plan = self.plan
+        there = plan.slots.total_bytes if plan.slots else plan.expert_bytes
+        return (there + 10 * plan.absent_bytes) * 1e-9
+
+    def prompt_s(self, n_tokens: int, first: bool = False) -> float:
+        return n_tokens * self.token_s() * (2 if first else 1)
+
+
+def known(model: ExpertModel, estimate: Nats | None = Nats()) -> Knowledge:  # noqa: B008
+    uses = np.full((model.n_layers, model.n_expert), model.n_expert_used / model.n_expert)
+
+    def plan(config: Config) -> MemoryPlan:
+        return plan_memory(config, model, Machine(1 << 36))
+
+    return Knowledge(plan, lambda plan, _: Takes(plan), uses, estimate, "calibrate first")
+
+
+def ask(model: ExpertModel, share: float, **settings: Any) -> Config:
+    """Slots for so large a share of the best tier."""
+    slots = int(
+        share
+        * plan_memory(
+            Config.build(model=model.path, policy="lru", high_tier="q8_0", expert_ram=1 << 40),
+            model,
+            Machine(1 << 36),
+        ).slots.total_bytes
+    )
+    return Config.build(model=model.path, expert_ram=slots, **settings)
+
+
+def by_label(found: Frontier) -> Mapping[str, Candidate]:
+    return {each.label: each for each in found.candidates}
+
+
+@pytest.fixture(scope="module")
+def found(model: ExpertModel) -> Frontier:
+    return frontier(ask(model, 0.6), model, known(model))
+
+
+def test_all_policies_and_uniform_types_are_on_it(model: ExpertModel, found: Frontier) -> None:
+    """Without a loss that is allowed the usual plan is taken, whatever is faster."""
+    usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
+    assert usual.policy is not None and found.taken.name == usual.policy.name
+    assert found.taken.tiers == (*usual.tier_names, *(["skip"] if usual.skip else []))
+    assert "the default" in found.why
+    labels = by_label(found)
+    assert {each.name for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
+    for tier in ("q4_k", "q2_k"):
+        uniform = labels[f"lru, high-tier {tier}"]
+        assert uniform.resident and uniform.tiers == (tier,)
+        assert uniform.kl == pytest.approx(NATS[TIERS.index(tier)] * known(model).uses.sum())
+    lossless = labels["lru, high-tier q8_0"]
+    assert not lossless.resident and lossless.kl == 0.0
+    # What everyone computes alike is there once.
+    assert not any(
+        each.resident and len(each.tiers) == 1 and each.name != "lru" for each in found.candidates
+    )
+    mixed = labels["mixed"]
+    assert labels["lru, high-tier q2_k"].kl > mixed.kl > 0 and not mixed.at_most
+    skips = labels["dymoe, low-tier skip"]
+    # One of a token's six experts.
+    assert skips.at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
+
+
+def test_nobody_beats_the_best_ones(found: Frontier) -> None:
+    candidates = found.candidates
+    assert [each.token_s for each in candidates] == sorted(each.token_s for each in candidates)
+    for each in candidates:
+        beats = [
+            other.token_s <= each.token_s
+            and other.kl <= each.kl
+            and (other.token_s, other.kl) != (each.token_s, each.kl)
+            for other in candidates
+        ]
+        alike = [
+            other.best
+            for other in candidates
+            if (other.token_s, other.kl) == (each.token_s, each.kl)
+        ]
+        assert any(alike) != any(beats) and sum(alike) <= 1
+
+
+@pytest.mark.parametrize("allowed", [0.0, 0.004, 0.02, 1.0])
+def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float) -> None:
+    config = ask(model, 0.4, max_loss=allowed)
+    found = frontier(config, model, known(model))
+    within = [each for each in found.candidates if each.kl <= allowed]
+    assert found.taken in within
+    fastest = min(each.token_s for each in within)
+    assert found.taken.token_s <= AS_FAST * fastest
+    assert f"within {allowed:g} nats of q8_0" in found.why
+    runs, why = settled(config, model, known(model))
+    assert runs.policy == found.taken.name and why == found.why
+    plan = plan_memory(runs, model, Machine(1 << 36))
+    name = plan.policy.name if plan.policy else "plain"
+    assert (name, plan.tier_names) == (found.taken.name, found.taken.tiers[: len(plan.tier_names)])
+    # A policy that spends a loss gets what its best tier leaves of it.
+    spent = {
+        each.tiers[0]: each.asked[ALLOWED_LOSS] for each in found.candidates if each.name == "floor"
+    }
+    total = known(model).uses.sum()
+    for tier, left in spent.items():
+        assert left == pytest.approx(allowed - NATS[TIERS.index(tier)] * total)
+        assert left > 0
+
+
+def test_what_is_not_fitted_is_refused_where_a_loss_is_allowed(model: ExpertModel) -> None:
+    with pytest.raises(ConfigError, match="calibrate first"):
+        frontier(ask(model, 0.6, max_loss=0.1), model, known(model, None))
+    found = frontier(ask(model, 0.6), model, known(model, None))
+    assert {each.kl for each in found.candidates} <= {0.0, None}
+    assert "?" in render(found, "q8_0")
+
+
+def made(name: str, token_s: float, kl: float | None) -> Candidate:
+    return Candidate(name, {"policy": name}, ("q4_k",), 1, True, token_s, 1.0, 1.0, 1.0, 0.0, kl)
+
+
+def test_as_fast_is_decided_by_the_loss() -> None:
+    fast, near, far = made("a", 1.0, 0.01), made("b", 1.015, 0.002), made("c", 1.03, 0.0)
+    assert choose([fast, near, far], 0.1) is near
+    assert choose([fast, near, far], 0.001) is far
+    unknown = made("d", 0.1, None)
+    with pytest.raises(ConfigError, match=r"no plan in this memory keeps to 0.001 nats.* 0.01"):
+        choose([unknown, fast], 0.001)
+
+
+def test_no_plan_at_all(model: ExpertModel) -> None:
+    with pytest.raises(BudgetError):
+        frontier(Config.build(model=model.path, ram=1 << 20), model, known(model))
+
+
+def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
+    text = render(found, TIERS[0])
+    rows = text.splitlines()
+    assert sum(row.startswith("*") for row in rows) == 1
+    assert "`chat` and `serve` take " + found.why in text
+    assert len(rows) == len(found.candidates) + 3
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    draw(found, "three.gguf", tmp_path / "a.svg")
+    draw(found, "three.gguf", tmp_path / "b.svg")
+    drawn = (tmp_path / "a.svg").read_bytes()
+    assert drawn == (tmp_path / "b.svg").read_bytes() and b"mixed" in drawn

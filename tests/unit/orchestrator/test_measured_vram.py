@@ -1,0 +1,92 @@
+"""A GPU's memory is planned again by what a loaded model was seen to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import pytest
+
+from orchestrator.config import Config
+from orchestrator.load import MOST_LOADS, SPARE_BYTES, Loaded, Loader
+
+MIB = 2**20
+CAP, FREE = 1000 * MIB, 4000 * MIB
+
+
+@dataclass
+class Plan:
+    """With slots up to the cap: more bytes of scratch are fewer of slots."""
+
+    more: int = 0
+    n_ubatch: int = 512
+    total_bytes: int = CAP
+    vram_bytes: int = CAP
+    absent_bytes: int = 1
+
+
+@dataclass
+class Gpu:
+    """Its kernels take a constant amount when the first model computes, and stay. A model takes so
+    much beyond its plan, less what the plan knows of."""
+
+    modules: int
+    beyond: int
+    taken: int = 0
+    others: ClassVar[int] = 0
+    loads: list[int] = field(default_factory=list)
+
+
+def load(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """The plan that is kept."""
+    loader = object.__new__(Loader)
+    loader.gpu = cast(Any, SimpleNamespace(index=0))
+
+    def _load(_config: Config, plan: Plan, _progress: object) -> Any:
+        gpu.loads.append(plan.more)
+
+        def warm_up() -> None:
+            own = gpu.modules + plan.total_bytes + gpu.beyond - plan.more
+            gpu.taken = max(gpu.taken, own)
+
+        def close() -> None:
+            gpu.taken = gpu.modules
+
+        return SimpleNamespace(plan=plan, warm_up=warm_up, close=close)
+
+    monkeypatch.setattr(loader, "_load", _load)
+    monkeypatch.setattr(loader, "plan", lambda _config, more: Plan(more))
+    monkeypatch.setattr(loader, "_free_bytes", lambda: FREE - gpu.taken - gpu.others)
+    found: Loaded = loader.load(Config.build(model="m.gguf"), cast(Any, Plan()))
+    return cast(Plan, found.plan)
+
+
+def test_what_was_estimated_well_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(modules=0, beyond=-5 * MIB)
+    assert load(gpu, monkeypatch).more == 0
+    assert gpu.loads == [0]
+
+
+def test_more_than_was_estimated_comes_off_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(modules=60 * MIB, beyond=20 * MIB)
+    assert load(gpu, monkeypatch).more == 80 * MIB
+    assert gpu.taken <= CAP
+    assert gpu.loads == [0, 80 * MIB]
+
+
+def test_less_than_was_estimated_goes_to_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that the first model loaded still count for the second one."""
+    gpu = Gpu(modules=60 * MIB, beyond=-400 * MIB)
+    assert load(gpu, monkeypatch).more == -340 * MIB + SPARE_BYTES
+    assert gpu.taken <= CAP
+    assert len(gpu.loads) == 2
+
+
+def test_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else takes more of the GPU at each look."""
+    gpu = Gpu(modules=0, beyond=0)
+    others = iter(range(0, FREE, 300 * MIB))
+    monkeypatch.setattr(Gpu, "others", property(lambda _: next(others)), raising=False)
+    load(gpu, monkeypatch)
+    assert len(gpu.loads) == MOST_LOADS

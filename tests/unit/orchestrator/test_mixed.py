@@ -1,0 +1,237 @@
+"""The policy `mixed`: its slots, what it starts with, and experts that exchange their tiers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moving import settle
+from test_near_slots import BITS, N_EXPERT, N_LAYERS, TIERS, five_tiers
+
+from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.events import Phase, StepReport
+from orchestrator.policy import ModelShape, Rules
+from orchestrator.policy.allocation import Hull, lost
+from orchestrator.policy.base import Callback, TierOffer
+from orchestrator.policy.exchange import exchanges, moves
+from orchestrator.policy.mixed import Mixed, nominal, slot_sizes, weights
+from orchestrator.policy.tier_pools import Places, TierPools
+
+
+def make(shape: ModelShape, **options: object) -> Mixed:
+    return Mixed(shape, Mixed.Settings(**options))  # type: ignore[arg-type]
+
+
+def started(policy: Mixed) -> np.ndarray:
+    tiers = np.zeros((policy.shape.n_layers, policy.shape.n_expert), np.uint8)
+    for layer, expert, tier in policy.start():
+        tiers[layer, expert] = tier
+    return tiers
+
+
+def told(policy: Mixed, counts: np.ndarray, resident: np.ndarray, target: np.ndarray):
+    return policy.step_done(
+        StepReport(Phase.DECODE, 1, 1.0, counts.astype(np.uint32), resident, target)
+    )
+
+
+def middle(shape: ModelShape) -> int:
+    """Between all in the third and all in the second tier."""
+    return (shape.all_slot_bytes(1) + shape.all_slot_bytes(2)) // 2
+
+
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("tenths", [0, 3, 9, 20, 40, 80])
+def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd: bool, tenths: int) -> None:
+    """Its slots hold every expert where it starts; of two budgets the larger one loses less."""
+    shape = five_tiers(odd)
+    policy = make(shape)
+    rng = np.random.default_rng(tenths)
+    policy.set_hotness(rng.random((N_LAYERS, N_EXPERT)) ** 3)
+    with pytest.raises(BudgetError) as caught:
+        policy.plan(0)
+    least = caught.value.needed_bytes
+    assert policy.plan(least).total_bytes <= least
+    with pytest.raises(BudgetError):
+        policy.plan(least - 1)
+    budget = least + tenths * shape.all_slot_bytes(4) // 10
+    before = lost(policy.weighted, started(policy))
+    plan = policy.plan(budget)
+    tiers = started(policy)
+    assert plan.total_bytes <= budget
+    whole = shape.all_slot_bytes(0)
+    assert min(budget, whole) - plan.total_bytes < shape.expert_slot_bytes(3, 0)
+    used = [0] * len(plan.groups)
+    for (layer, _, tier), group in plan.group_of.items():
+        used[group] += int((tiers[layer] == tier).sum())
+    assert all(n <= group.n_slots for n, group in zip(used, plan.groups, strict=True))
+    assert lost(policy.weighted, tiers) <= before
+    assert policy.callback is Callback.NEVER and policy.all_resident and policy.default_tier == 4
+
+
+def test_tiers_that_nobody_has_take_no_slots_of_their_own() -> None:
+    """But for those that are better than all in use; on a device each has one of each size."""
+    shape = five_tiers()
+    policy = make(shape)
+    losses = nominal(shape)
+    losses[..., 2] = losses[..., 1] + 1  # no hull has q3_k
+    policy.set_losses(losses)
+    plan = policy.plan(middle(shape))
+    assert 2 not in started(policy)
+    assert plan.group_of[0, 0, 2] == plan.group_of[0, 0, 1] != plan.group_of[0, 0, 3]
+    apart = make(ModelShape(N_EXPERT, 4, TIERS, shape.slots, BITS, shares_slots=False))
+    apart.set_losses(losses)
+    plan = apart.plan(middle(shape))
+    assert len({plan.group_of[0, 0, tier] for tier in range(5)}) == 5
+    assert plan.total_bytes <= middle(shape)
+
+
+def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear() -> None:
+    """A better one where the slot that the store wants of it takes next to nothing."""
+    shape = five_tiers()
+
+    def offered(budget: int, n_expert: int) -> int:
+        def of(tiers: tuple[int, ...]) -> ModelShape:
+            part = tuple(tuple(each[at] for at in tiers) for each in shape.slots)
+            return ModelShape(n_expert, 4, tuple(TIERS[at] for at in tiers), part)
+
+        return Mixed.high_tier(TierOffer(TIERS, of, budget * n_expert // N_EXPERT))
+
+    sizes = [shape.all_slot_bytes(tier) for tier in range(5)]
+    assert [offered(size, N_EXPERT) for size in sizes] == [0, 0, 1, 1, 3]
+    assert offered(sizes[4] - 1, N_EXPERT) == 3
+    assert [offered(size, 1600) for size in sizes] == [0] * 5
+
+
+def test_nothing_is_held_in_reserve_for_what_never_moves() -> None:
+    shape = five_tiers()
+    still, moving = (make(shape, update_steps=n) for n in (0, 32))
+    for policy in (still, moving):
+        policy.plan(middle(shape))
+    wanted = [
+        sum(each.n_slots for each in policy.plan(middle(shape)).groups)
+        for policy in (still, moving)
+    ]
+    assert (started(still) > started(moving)).sum() < (started(still) < started(moving)).sum()
+    assert wanted[0] >= 3 * N_LAYERS * N_EXPERT
+
+
+def test_it_is_the_hulls_allocation_of_use_times_loss() -> None:
+    """What nobody used is not worth nothing, and without a loss table losses are nominal."""
+    shape = five_tiers()
+    policy = make(shape)
+    rng = np.random.default_rng(1)
+    hotness = rng.random((N_LAYERS, N_EXPERT)) ** 3
+    hotness[0, 3] = 0
+    losses = np.sort(rng.random((N_LAYERS, N_EXPERT, 5)) ** 4, axis=2)
+    policy.set_hotness(hotness)
+    policy.set_losses(losses)
+    plan = policy.plan(middle(shape))
+    tiers = started(policy)
+    hull = Hull(weights(hotness)[..., None] * losses, slot_sizes(shape))
+    n_bytes = int(np.take_along_axis(slot_sizes(shape), tiers.astype(int), axis=1).sum())
+    reserve = 1 * shape.expert_slot_bytes(0, 4)
+    assert n_bytes + reserve == plan.total_bytes
+    assert lost(policy.weighted, tiers) == pytest.approx(lost(policy.weighted, hull.at(n_bytes)))
+    assert weights(hotness)[0, 3] > 0
+    assert (policy.losses == losses).all() and make(shape).losses is None
+    assert nominal(shape)[0, 0] == pytest.approx(0.25 ** np.array(BITS))
+
+
+def test_a_change_of_topic_moves_the_tiers_in_the_same_slots() -> None:
+    """After some intervals the allocation is as good as any with as many experts in each tier, but
+    for the hysteresis; nothing is asked for that has no slot, and everything comes to rest."""
+    shape = five_tiers()
+    policy = make(shape, update_steps=1, hotness_decay=0.5, hysteresis=0.0)
+    rng = np.random.default_rng(5)
+    policy.set_hotness(rng.random((N_LAYERS, N_EXPERT)) ** 3)
+    plan = policy.plan(middle(shape))
+    resident = started(policy)
+    counts = np.bincount(resident.ravel(), minlength=5)
+    other = rng.integers(0, 100, (N_LAYERS, N_EXPERT)) ** 2
+    first = policy.weighted
+    for _ in range(12):
+        settle(plan, resident, rng, lambda target: told(policy, other, resident, target))
+    assert (np.bincount(resident.ravel(), minlength=5) == counts).all()
+    now = policy.weighted
+    assert not np.allclose(first, now)
+    # Losses are alike: the best has the most used ones in the best tiers.
+    best = np.sort(resident.ravel())
+    order = np.argsort(-now[..., -1].ravel(), kind="stable")
+    ideal = np.empty_like(best)
+    ideal[order] = best
+    assert lost(now, resident) == pytest.approx(lost(now, ideal.reshape(resident.shape)))
+    told_of = policy.report()
+    assert told_of["exchanges"] > 0 and told_of["moves"] >= 2 * told_of["exchanges"]
+    assert told_of["experts"] == dict(zip(TIERS, counts.tolist(), strict=True))
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=10, deadline=None)
+def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed: int) -> None:
+    """By whatever route, also where all that is wanted is blocked by full pools."""
+    rng = np.random.default_rng(seed)
+    shape = five_tiers(odd=bool(seed % 2))
+    policy = make(shape)
+    policy.set_hotness(rng.random((N_LAYERS, N_EXPERT)) ** 4)
+    plan = policy.plan(int(shape.all_slot_bytes(4) * rng.uniform(2.2, 4)))
+    resident = started(policy)
+    pools = policy._pools
+    assert pools is not None
+    wanted = resident.copy()
+    for some in (slice(0, N_LAYERS - 1), slice(N_LAYERS - 1, None)):
+        part = wanted[some]
+        wanted[some] = rng.permutation(part.ravel()).reshape(part.shape)
+    gains = rng.standard_normal(resident.shape)
+    settle(plan, resident, rng, lambda target: moves(pools, wanted, resident, target, gains))
+    assert (resident == wanted).all()
+
+
+def test_two_experts_of_full_tiers_exchange_through_the_lowest_one() -> None:
+    """Nothing that is wanted has a slot: the one that falls waits in the lowest tier."""
+    numbers = (2, 4, 4, 3, 3)
+    places = [Places((tier,), n, reserve=tier == 4) for tier, n in enumerate(numbers)]
+    pools = TierPools(five_tiers(), places)
+    resident = np.tile(np.repeat(np.arange(5), numbers), (N_LAYERS, 1)).astype(np.uint8)
+    wanted = resident.copy()
+    faller, riser = (0, 3), (2, 7)
+    wanted[faller], wanted[riser] = 2, 1
+    gains = np.zeros(resident.shape)
+    rng = np.random.default_rng(0)
+    moved = settle(
+        pools.plan(), resident, rng, lambda target: moves(pools, wanted, resident, target, gains)
+    )
+    assert (resident == wanted).all()
+    assert moved[riser] == 1 and moved[faller] == 2 and moved.sum() == 3
+
+
+def test_exchanges_need_more_than_the_margin() -> None:
+    """With two tiers and losses alike: a difference in use of margin times the mean use."""
+    used = np.array([[1.0, 2.0, 2.4, 2.6]])
+    losses = used[..., None] * np.array([0.0, 1.0])
+    tiers = np.array([[1, 0, 1, 1]], np.uint8)
+    pool_of, free = np.zeros((1, 2), np.int64), np.ones((1, 4), bool)
+    assert exchanges(losses, tiers, pool_of, free, 0.29) == [(3, 1)]
+    assert exchanges(losses, tiers, pool_of, free, 0.31) == []
+    busy = free.copy()
+    busy[0, 3] = False
+    assert exchanges(losses, tiers, pool_of, busy, 0.0) == [(2, 1)]
+    unused = np.array([[0, -1]])
+    assert exchanges(losses, tiers, unused, free, 0.0) == []
+
+
+def test_layers_of_other_sizes_exchange_among_themselves() -> None:
+    losses = np.array([[[0.0, 1.0]], [[0.0, 9.0]]])
+    tiers, free = np.array([[0], [1]], np.uint8), np.ones((2, 1), bool)
+    assert exchanges(losses, tiers, np.zeros((2, 2), int), free, 0.0) == [(1, 0)]
+    assert exchanges(losses, tiers, np.array([[0, 0], [1, 1]]), free, 0.0) == []
+
+
+def test_it_needs_two_precisions_and_skips_none() -> None:
+    shape = five_tiers()
+    one = ModelShape(N_EXPERT, 4, TIERS[:1], tuple(each[:1] for each in shape.slots))
+    with pytest.raises(PolicyError, match="several precisions"):
+        Mixed(one)
+    with pytest.raises(PolicyError):
+        Mixed(shape, None, Rules(skip=True))

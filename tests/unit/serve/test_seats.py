@@ -1,0 +1,181 @@
+"""Which sequence a request gets: its conversation's own, or the one left alone for the longest."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from threading import Event
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
+
+from asgi import Client, FakeBackend, FakeRequest, ask, state_with
+from served import Served, serving
+from speaking import CAPITAL, post
+
+from orchestrator.serve.app import application
+from orchestrator.serve.seats import Conversation, Seats, conversation_of, with_seat
+
+CHAT = "/v1/chat/completions"
+SYSTEM = {"role": "system", "content": "You are a helper who knows many countries. " * 6}
+
+
+def chat(*said: str, system: dict[str, str] | None = None) -> dict[str, Any]:
+    """Turns of a user and an assistant, one after the other."""
+    turns = [
+        {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)
+    ]
+    return {"messages": [system or SYSTEM, *turns]}
+
+
+def asked(data: dict[str, Any], route: str = CHAT) -> Conversation:
+    found = conversation_of(route, data)
+    assert found is not None
+    return found
+
+
+def take(seats: Seats, *said: str) -> int | None:
+    taken = seats.take(asked(chat(*said)))
+    seats.leave(taken)
+    return taken
+
+
+def test_conversations_with_one_system_prompt_keep_their_sequences() -> None:
+    seats = Seats(3)
+    assert [take(seats, "one"), take(seats, "two")] == [0, 1]
+    for _ in range(3):
+        assert take(seats, "one", "said", "more") == 0
+        assert take(seats, "two", "said", "more") == 1
+    # Repeated, and with another end.
+    assert take(seats, "one", "said", "more") == 0
+    assert take(seats, "one", "said", "another") == 0
+    assert take(seats, "one", "said", "another", "said", "more") == 0
+
+
+def test_a_new_one_gets_what_was_left_alone_for_the_longest() -> None:
+    seats = Seats(2)
+    assert [take(seats, "one"), take(seats, "two"), take(seats, "one", "said", "more")] == [0, 1, 0]
+    assert take(seats, "three") == 1
+    assert take(seats, "two", "said", "more") == 0
+
+
+def test_a_sequence_that_decodes_is_given_to_nobody_else() -> None:
+    seats = Seats(2)
+    first = seats.take(asked(chat("one")))
+    assert seats.take(asked(chat("one", "said", "more"))) != first
+    assert seats.take(asked(chat("two"))) is None
+
+
+def test_tools_belong_to_what_others_have_too() -> None:
+    with_tools = {**chat("one"), "tools": [CAPITAL]}
+    assert asked(with_tools).goes_on(asked(chat("one"))) == 0
+    assert asked({**chat("two"), "tools": [CAPITAL]}).goes_on(asked(with_tools)) == 0
+    assert asked(with_tools).goes_on(asked(with_tools)) > 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "goes_on"),
+    [
+        ({"prompt": "a" * 640}, {"prompt": "a" * 640 + "b"}, True),
+        ({"prompt": "a" * 640}, {"prompt": "b" + "a" * 640}, False),
+        ({"prompt": list(range(640))}, {"prompt": list(range(700))}, True),
+        ({"prompt": list(range(640))}, {"prompt": list(range(1, 700))}, False),
+        ({"input": "one"}, {"input": "one"}, True),
+        ({"input": "one"}, {"input": "two"}, False),
+        ({"input": "one"}, {"input": "one", "instructions": "be short"}, False),
+    ],
+)
+def test_texts_tokens_and_responses(
+    before: dict[str, Any], after: dict[str, Any], goes_on: bool
+) -> None:
+    assert (asked(after).goes_on(asked(before)) > 0) is goes_on
+
+
+@pytest.mark.parametrize(
+    ("route", "data"),
+    [
+        ("/v1/messages", chat("one")),
+        (CHAT, {**chat("one"), "n": 2}),
+        ("/v1/completions", {"prompt": ["one", "two"]}),
+        ("/v1/completions", {}),
+    ],
+)
+def test_where_none_can_be_named_llama_cpp_chooses(route: str, data: dict[str, Any]) -> None:
+    assert conversation_of(route, data) is None
+
+
+def test_beside_a_request_that_may_have_any_none_is_named() -> None:
+    seats = Seats(3)
+    assert take(seats, "one") == 0
+    free = seats.take(None)
+    assert free is None and take(seats, "one", "said", "more") is None
+    seats.leave(free)
+    # What the first sequence holds is not known any more.
+    assert take(seats, "two") == 1
+
+
+@pytest.mark.parametrize("body", [b'{"a": 1}', b' \n{ "a": 1 }', b"{}", b"{ }"])
+def test_the_field_is_added_to_any_object(body: bytes) -> None:
+    assert json.loads(with_seat(body, 2)) == {**json.loads(body), "id_slot": 2}
+    assert with_seat(body, None) == body
+
+
+def test_the_server_names_it_and_a_client_cannot() -> None:
+    answers = [FakeRequest(200, False, [b"{}"]) for _ in range(4)]
+    backend = FakeBackend(*answers)
+    app = application(state_with(backend, parallel=2), lambda _line: None)
+    for text in ("one", "two"):
+        ask(app, CHAT, {**chat(text), "id_slot": 7})
+    ask(app, CHAT, chat("one", "said", "more"))
+    ask(app, "/v1/messages", chat("one"))
+    named = [json.loads(body).get("id_slot") for _, body in backend.asked]
+    assert named == [0, 1, 0, None]
+    alone = FakeBackend(FakeRequest(200, False, [b"{}"]))
+    ask(application(state_with(alone), lambda _line: None), CHAT, chat("one"))
+    assert "id_slot" not in json.loads(alone.asked[0][1])
+
+
+def test_a_client_that_leaves_gives_it_back() -> None:
+    held = FakeRequest(200, False, [b"{}"], Event())
+    backend = FakeBackend(held, FakeRequest(200, False, [b"{}"]))
+    state = state_with(backend, parallel=2)
+    app = application(state, lambda _line: None)
+
+    async def leave() -> None:
+        client = Client(app, "POST", CHAT, json.dumps(chat("one")).encode())
+        running = asyncio.create_task(client.run())
+        while not backend.asked:
+            await asyncio.sleep(0.01)
+        client.leave()
+        await running
+
+    asyncio.run(leave())
+    ask(app, CHAT, chat("one", "said", "more"))
+    assert [json.loads(body)["id_slot"] for _, body in backend.asked] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Any:
+    options = ("--ram", "140MiB", "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512")
+    with serving(tmp_path_factory.mktemp("seats"), *options, "--parallel", "2") as running:
+        yield running
+
+
+def test_neither_of_two_conversations_is_read_again(served: Served) -> None:
+    """The second one begins with the same system prompt, which is more than half of both: without
+    a name, llama.cpp gives it the first one's sequence and keeps nothing of that one's end."""
+    texts = {country: f"{country} is a country. " * 8 for country in ("Norway", "Peru")}
+    said: dict[str, list[str]] = {country: [text] for country, text in texts.items()}
+    n_read: dict[str, list[int]] = {country: [] for country in texts}
+    for _turn in range(3):
+        for country, turns in said.items():
+            data = {**chat(*turns), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            status, answer = post(served.url, CHAT, data)
+            assert status == 200, answer
+            n_read[country].append(answer["timings"]["prompt_n"])
+            turns += [answer["choices"][0]["message"]["content"], "And what else?"]
+    for first, *later in n_read.values():
+        assert first > 60
+        assert max(later) < 30, n_read
