@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="combinations with one of these words")
     parser.add_argument("--avx2", type=Path, help="where a wheel without AVX-512 was unzipped")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each combination")
-    parser.add_argument("--shapes", default="", help="other shapes, for a try: tiny-olmoe")
+    parser.add_argument("--shapes", default="", help="other shapes of moe-edge bench")
     asked = parser.parse_args()
     sys.path.insert(0, str(HERE))
     from gguf_tools.process import default_threads
