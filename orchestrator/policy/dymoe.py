@@ -51,7 +51,7 @@ class DyMoESettings(LookAhead):
         f"How that share falls with depth: {', '.join(SCHEDULES)}.",
         choices=SCHEDULES,
     )
-    lowered: str = setting(
+    lower_which: str = setting(
         GATES,
         "Which of an answer's experts are low or skipped: those with the lowest gates, as in the "
         "paper (gates), or at most as many of those that are not in memory (missing).",
@@ -128,12 +128,12 @@ class DyMoE(Policy):
 
     @property
     def by_residency(self) -> bool:
-        return self.settings.lowered == MISSING and not self._one_precision
+        return self.settings.lower_which == MISSING and not self._one_precision
 
     @property
     def n_ahead(self) -> int:
         """None where what is computed must not depend on what is in memory."""
-        exact = self.rules.exact and self.settings.lowered == GATES
+        exact = self.rules.exact and self.settings.lower_which == GATES
         wanted = self.settings.prefetch != OFF and not exact
         return (self.settings.n_ahead or 0) if wanted else 0
 

@@ -297,7 +297,9 @@ def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates() -> None:
     """One of four may be low, t = 3: the lowest gate among what is not in memory, and not the
     first one. With several tokens, nothing that one of them needs high."""
     shape = make_shape(n_layers=2, n_expert=8, k=4, tiers=("q4_k",))
-    settings = DyMoE.Settings(retention=0.75, schedule="flat", lowered="missing", prefetch="off")
+    settings = DyMoE.Settings(
+        retention=0.75, schedule="flat", lower_which="missing", prefetch="off"
+    )
     policy = DyMoE(shape, settings, Rules(skip=True))
     assert policy.by_residency and policy.critical == [3, 3]
 
@@ -317,4 +319,4 @@ def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates() -> None:
     assert skipped([[5, 2, 7, 0]], [0, 7, 2]) == set()
     assert skipped([[5, 2, 7, 0], [1, 0, 3, 4]], []) == {4}
     assert skipped([[5, 2, 7, 0], [1, 6, 3, 0]], [2]) == {0}
-    assert not DyMoE(shape, DyMoE.Settings(lowered="missing")).by_residency
+    assert not DyMoE(shape, DyMoE.Settings(lower_which="missing")).by_residency
