@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,16 @@ def test_a_command_stays_within_its_cap(known: dict[str, capped.Line], name: str
     found = known[name].run(RAM, "--threads=1")
     assert found.status == 0, found.err
     assert 0 < found.peak_bytes <= RAM
+
+
+def test_a_chat_keeps_to_the_least_that_it_names(known: dict[str, capped.Line]) -> None:
+    """All of it is planned there, the pages of libraries among it: nothing spare hides a plan that
+    is too low. The prompt takes the scratch of a whole micro-batch."""
+    line = capped.Line([*known["chat, dynaexq"].args, "--json", "--threads=1"])
+    found, ram = line.run_least()
+    assert found.status == 0, found.err
+    peak = json.loads(found.out)["stats"]["peak_rss_bytes"]
+    assert 0.8 * ram < peak <= ram
 
 
 def test_who_takes_more_is_ended(known: dict[str, capped.Line]) -> None:
