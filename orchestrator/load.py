@@ -21,26 +21,20 @@ from orchestrator.config import Config
 from orchestrator.damage import Checksums, DataCheck, managed_places, with_checksums
 from orchestrator.disk import read_bandwidth
 from orchestrator.driver import Driver, PlainDriver
-from orchestrator.errors import ConfigError, NativeError
+from orchestrator.errors import ConfigError
 from orchestrator.estimate import LossMeter
 from orchestrator.events import Phase
 from orchestrator.frontier import Knowledge, Loses, settled
 from orchestrator.layouts import with_layouts
 from orchestrator.llama import Bindings, Context, Model
 from orchestrator.losses import LossKeeper
-from orchestrator.native import (
-    FreeCores,
-    Misses,
-    Store,
-    context_memory,
-    find_device,
-    host_scratch,
-)
+from orchestrator.native import FreeCores, Misses, Store, context_memory, find_device
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS, Policy
 from orchestrator.policy.base import Transition
 from orchestrator.predict import Prediction, Reading
 from orchestrator.predictor import Predictor
+from orchestrator.probe import Probe
 from orchestrator.profile import HotnessKeeper, TunedKeeper, UsageKeeper
 from orchestrator.sequences import Sequences
 from orchestrator.spending import spending
@@ -96,62 +90,6 @@ class Loaded:
         self.driver.attend()
         _close(self._parts)
         self._parts = ()
-
-
-class Probe:
-    """What llama.cpp would take of the host's memory for a model of which only the header is
-    read. It is read once, where it is asked for."""
-
-    def __init__(self, bindings: Bindings, config: Config) -> None:
-        self._bindings, self._config = bindings, config
-        self._known: dict[tuple[int, int], int | None] = {}
-
-    @cached_property
-    def _model(self) -> Model:
-        return Model(
-            self._bindings,
-            self._config.model,
-            managed=True,
-            use_extra_bufts=False,
-            use_mmap=False,
-            no_data=True,
-        )
-
-    def scratch(self, n_ctx: int, n_ubatch: int) -> int | None:
-        """Bytes for a context of so many tokens and so many of them at once, without token
-        importance, which needs a store. None for a model that llama.cpp does not load: loading
-        says why."""
-        if (n_ctx, n_ubatch) not in self._known:
-            self._known[n_ctx, n_ubatch] = self._measured(n_ctx, n_ubatch)
-        return self._known[n_ctx, n_ubatch]
-
-    def _measured(self, n_ctx: int, n_ubatch: int) -> int | None:
-        config = self._config
-        try:
-            context = Context(
-                self._bindings,
-                self._model,
-                n_ctx=n_ctx,
-                n_ubatch=n_ubatch,
-                threads=1,
-                all_logits=config.logits_all,
-                flash_attention=config.importance != "exact",
-                sequences=config.sequences,
-                kv=config.kv,
-            )
-        except NativeError:
-            return None
-        try:
-            return host_scratch(self._bindings.library(), context.handle)
-        finally:
-            context.close()
-
-    def __enter__(self) -> Probe:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if "_model" in self.__dict__:
-            self._model.close()
 
 
 class Loader:

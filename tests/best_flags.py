@@ -52,13 +52,13 @@ def combinations(avx2: bool) -> Iterator[Combination]:
     for shape in SHAPES:
         for tier in TYPES:
             yield Combination(shape, tier, 0, False)
-            if shape == "olmoe" and tier != "q2_k":
+            if "olmoe" in shape and tier != "q2_k":
                 for prompt in PROMPTS:
                     yield Combination(shape, tier, prompt, False)
     if avx2:
         for tier in TYPES:
-            yield Combination("olmoe", tier, 0, True)
-        yield Combination("olmoe", "q4_k", 512, True)
+            yield Combination(SHAPES[0], tier, 0, True)
+        yield Combination(SHAPES[0], "q4_k", 512, True)
 
 
 def model_path(shape: str, tier: str, make: bool) -> Path:
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="combinations with one of these words")
     parser.add_argument("--avx2", type=Path, help="where a wheel without AVX-512 was unzipped")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each combination")
-    parser.add_argument("--shapes", default="", help="other shapes, for a try: tiny-olmoe")
+    parser.add_argument("--shapes", default="", help="other shapes of moe-edge bench")
     asked = parser.parse_args()
     sys.path.insert(0, str(HERE))
     from gguf_tools.process import default_threads

@@ -1,6 +1,6 @@
 """What the demo model says of countries as JSON and as tool calls, in each precision and mix.
 
-    python tests/structured.py [--countries 40] [--ram 130MiB]
+    python tests/structured.py [--countries 40] [--ram 145MiB]
 
 Every answer has to parse, by a schema or as a call of the tool that was asked for. How often it is
 right is what is measured: the capital against the list below, and the country that a call is made
@@ -178,7 +178,7 @@ def measure(backend: Any, countries: list[str]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--countries", type=int, default=len(FACTS))
-    parser.add_argument("--ram", default="130MiB")
+    parser.add_argument("--ram", default="145MiB")
     parser.add_argument("--rows", help="names, with ; between")
     asked = parser.parse_args()
     from orchestrator.config import Config

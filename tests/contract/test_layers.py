@@ -56,7 +56,7 @@ LAYERS = (
         "orchestrator.llama",
         "orchestrator.meter",
     ),
-    ("orchestrator.choice", "orchestrator.accelerator", "orchestrator.room"),
+    ("orchestrator.choice", "orchestrator.accelerator", "orchestrator.probe", "orchestrator.room"),
     ("orchestrator.plan",),
     ("orchestrator.layouts", "orchestrator.predict", "orchestrator.products"),
     ("orchestrator.speeds", "orchestrator.spending"),

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from gguf_tools.experts import ExpertModel
-from orchestrator import load
+from orchestrator import load, losses
 from orchestrator.cli import cli
 from orchestrator.config import Config
 from orchestrator.engine import Engine
@@ -26,16 +26,22 @@ pytestmark = pytest.mark.usefixtures("library_folder")
 
 @dataclass
 class Takes:
-    """A token takes as long as its experts have bytes; absent ones ten times as long."""
+    """A token takes as long as its experts have bytes; absent ones ten times as long, or five
+    times where a loss is spent on them."""
 
     plan: MemoryPlan
+    residency: float = 10.0
     hit_rate: float = 1.0
     read_bytes: float = 0.0
+
+    @property
+    def costs(self) -> SimpleNamespace:
+        return SimpleNamespace(expert_bytes=np.ones((len(self.plan.shape.slots), 1)))
 
     def token_s(self, cells: int = 0) -> float:
         plan = self.plan
         there = plan.slots.total_bytes if plan.slots else plan.expert_bytes
-        return (there + 10 * plan.absent_bytes) * 1e-9
+        return (there + self.residency * plan.absent_bytes) * 1e-9
 
     def prompt_s(self, n_tokens: int, first: bool = False) -> float:
         return n_tokens * self.token_s()
@@ -63,6 +69,7 @@ class Predicts:
 def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(load, "Predictor", Predicts)
     speed = SimpleNamespace(bytes_per_s=1e9)
+    monkeypatch.setattr(load, "spending", lambda *_: 5.0)
     monkeypatch.setattr(load, "read_bandwidth", lambda *_, **__: speed)
     yield tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
 
@@ -109,3 +116,50 @@ def test_what_is_refused(model: Path, tmp_path: Path) -> None:
 def test_a_loss_that_nobody_fitted_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="calibrate"):
         Engine.open(Config.build(model=model, expert_ram=2 << 20, max_loss=0.1))
+
+
+@pytest.fixture
+def fitted(model: Path) -> Iterator[Path]:
+    """A use of an expert costs 0, 0.001 and 0.01 nats in the file's tiers, 0.1 where skipped."""
+    path = losses.default_path(model)
+    with ExpertModel.open(model) as opened:
+        size = opened.n_layers, opened.n_expert
+        lost = np.tile([0.0, 0.001, 0.01], (*size, 1))
+        candidates = [losses.Candidate(tier.name, tier.bpw, True) for tier in opened.tiers]
+        fit = losses.Fit((1.0,) * size[0], ("q8_0",), "text", 1.0)
+        ones, counts = np.ones(size), np.ones(size, int)
+        table = losses.LossTable(
+            candidates, lost, 0.1 * ones, counts, "", "rtn", "text", 1, ones, fit
+        )
+        losses.save(path, opened, table)
+    yield model
+    path.unlink()
+
+
+def test_an_engine_takes_the_plan_of_its_loss(fitted: Path) -> None:
+    """Six uses a token: 0.006 nats in q4_k, 0.06 in q2_k; between them a resident plan. The note
+    says why."""
+    asked = {"model": fitted, "expert_ram": 2 << 20, "device": "cpu"}
+    ran = {}
+    for allowed in (0.0, 0.05, 1.0):
+        with Engine.open(Config.build(**asked, max_loss=allowed)) as engine:
+            ran[allowed] = engine.policy.name, engine.plan.tier_names
+            assert f"within {allowed:g} nats of q8_0" in str(engine.note)
+    assert ran[0.0][1][0] == "q8_0" and ran[0.0][0] in ("lru", "dymoe")
+    assert ran[0.05] in ((name, ("q4_k", "q2_k")) for name in ("mixed", "dynaexq"))
+    assert ran[1.0] == ("lru", ("q2_k",))
+    shown_args = ["-m", str(fitted), "--expert-ram", "2MiB", "--device", "cpu"]
+    shown_args += ["--max-loss", "0.05"]
+    shown = run(*shown_args)
+    assert shown.exit_code == 0 and f"take {ran[0.05][0]} (" in shown.stdout and not shown.stderr
+    told = run(*shown_args, "--json")
+    times = {each["policy"]: each for each in json.loads(told.stdout)["candidates"]}
+    high = times["floor"]["settings"]["high_tier"]
+    lossless = next(
+        each
+        for each in json.loads(told.stdout)["candidates"]
+        if each["policy"] == "lru" and each["settings"]["high_tier"] == high
+    )
+    assert times["floor"]["token_ms"] < 0.8 * lossless["token_ms"]
+    assert times["floor"]["kl"] == 0.05 and times["floor"]["settings"]["max_loss"] <= 0.05
+    assert sum(line.startswith("*") for line in shown.stdout.splitlines()) == 1

@@ -66,6 +66,9 @@ int main() {
     if (r.mean_us > 1.03 * 13500) {
         die("beside a loop it is slower than one thread", r.mean_us);
     }
+    if (two.count(512) != 2) {
+        die("a prompt has fewer threads than there are", two.count(512));
+    }
     r = play(two, idle, SECOND * 5 / 2);
     r = play(two, idle, 5 * SECOND);
     if (r.most != 100) {

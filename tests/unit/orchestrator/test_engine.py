@@ -23,6 +23,7 @@ from orchestrator.errors import ConfigError, NativeError, PolicyError
 from orchestrator.hardware import Machine
 from orchestrator.native import Misses
 from orchestrator.plan import plan_memory
+from orchestrator.probe import Probe
 from orchestrator.store_layout import store_spec
 
 END = 0
@@ -144,7 +145,7 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
         monkeypatch.setattr(module, name, fake)
     machine = Machine(2**34)
     monkeypatch.setattr(hardware, "probe", lambda _device: machine)
-    monkeypatch.setattr(load_module.Probe, "_measured", lambda *_: None)
+    monkeypatch.setattr(Probe, "_measured", lambda *_: None)
     monkeypatch.setattr(load_module.Loader, "_checked", lambda _self, _plan: nullcontext())
     config = Config.build(model=path, policy="plain", ctx=64, ubatch=8)
     with Engine.open(config) as engine:
