@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from shapes import make_decision, make_shape, make_view, prefetches
+from shapes import UP, make_decision, make_shape, make_view, prefetches
 
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.estimate import KlEstimate
@@ -138,6 +139,15 @@ def test_absent_ones_are_read_low_before_they_are_skipped() -> None:
     assert more == {5: 1, 2: 1, 7: 1, 0: SKIP}
     # where low loses nearly as much, nothing is read low
     assert decided(made(TWO, [0.9, 1.0], max_loss=3 * 0.06), make())[0] == {0: SKIP, 7: SKIP}
+
+
+def test_what_cannot_be_afforded_low_is_not_skipped() -> None:
+    """With low copies of a fifth, skipping adds less to 0.096 than that is."""
+    tiny = replace(TWO, slots=tuple((each[0], {UP: 8192}) for each in TWO.slots))
+    policy = made(tiny, [0.6, 1.0], max_loss=3 * 0.08)
+    assert decided(policy, make(), here=[2, 7, 0])[0] == {}
+    rich = made(tiny, [0.6, 1.0], max_loss=3 * 0.17)
+    assert decided(rich, make(), here=[2, 7, 0])[0] == {5: SKIP}
 
 
 def test_what_a_token_leaves_is_carried_on() -> None:
