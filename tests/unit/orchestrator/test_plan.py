@@ -140,7 +140,8 @@ def test_both_caps_hold(models: dict[str, ExpertModel]) -> None:
 
 
 def test_unknown_names_list_the_known(models: dict[str, ExpertModel]) -> None:
-    with pytest.raises(PolicyError, match="lru, dymoe, dynaexq, firm, context, plain"):
+    known = "lru, dymoe, dynaexq, firm, context, floor, mixed, plain"
+    with pytest.raises(PolicyError, match=known):
         plan_for(models["one"], policy="belady")
     for key in ("high_tier", "low_tier"):
         with pytest.raises(GGUFError, match="q8_0, q4_k, q2_k"):
