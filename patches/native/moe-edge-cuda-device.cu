@@ -273,14 +273,18 @@ bool moe_edge_cuda_device::is_pinned(const void * memory, uint64_t bytes) {
     return true;
 }
 
-bool moe_edge_cuda_device::copy_pinned(cudaStream_t stream, void * to, const void * from, uint64_t bytes) {
+bool moe_edge_cuda_device::copy_pieces(cudaStream_t stream, void * to, const void * from, uint64_t bytes) {
     std::vector<uint64_t> pieces;
     {
         std::lock_guard<std::mutex> lock(mutex);
         const auto * at = static_cast<const char *>(from);
         for (uint64_t left = bytes; left > 0; left -= pieces.back(), at += pieces.back()) {
-            const auto piece = std::prev(pinned.upper_bound(at));
-            pieces.push_back(std::min<uint64_t>(left, piece->first + piece->second - at));
+            const auto after = pinned.upper_bound(at);
+            const auto * end = after == pinned.end() ? at + left : after->first;
+            if (after != pinned.begin() && at < std::prev(after)->first + std::prev(after)->second) {
+                end = std::prev(after)->first + std::prev(after)->second;
+            }
+            pieces.push_back(std::min<uint64_t>(left, end - at));
         }
     }
     uint64_t done = 0;
@@ -351,7 +355,7 @@ moe_edge_ticket moe_edge_cuda_device::copy(int32_t lane_index, void * to, const 
     std::lock_guard<std::mutex> lock(l.mutex);
     const uint64_t number = ++l.issued;
     if (direct && l.recorded + 1 == number) {
-        return copy_pinned(l.stream, to, from, bytes) && record_on(l, number) ? ticket_of(l, number) : 0;
+        return copy_pieces(l.stream, to, from, bytes) && record_on(l, number) ? ticket_of(l, number) : 0;
     }
     l.jobs.push_back({ to, from, bytes, after });
     if (!l.pageable.joinable()) {
@@ -380,8 +384,7 @@ void moe_edge_cuda_device::run_jobs(lane & l) {
         const job j = l.jobs.front();
         lock.unlock();
         order(l.stream, j.after);
-        const bool copied = !lost && check(
-            cudaMemcpyAsync(j.to, j.from, j.bytes, cudaMemcpyHostToDevice, l.stream), "a copy to it failed");
+        const bool copied = !lost && copy_pieces(l.stream, j.to, j.from, j.bytes);
         lock.lock();
         l.jobs.pop_front();
         if (!copied || !record_on(l, l.recorded + 1)) {

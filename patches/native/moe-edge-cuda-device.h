@@ -139,8 +139,8 @@ class moe_edge_cuda_device : public moe_edge_device {
     bool is_recorded(moe_edge_ticket ticket);
     void run_jobs(lane & l);
     bool is_pinned(const void * memory, uint64_t bytes);
-    // In pieces of which each lies in one piece of pinned memory.
-    bool copy_pinned(cudaStream_t stream, void * to, const void * from, uint64_t bytes);
+    // In parts of which each lies in one piece of pinned memory, or in none: no copy may leave one.
+    bool copy_pieces(cudaStream_t stream, void * to, const void * from, uint64_t bytes);
     bool make_tables(moe_edge_matrix * const * matrices, int32_t n);
 
     const int index;

@@ -77,6 +77,8 @@ def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
     prompt, tokens = job["prompt"], []
     with Engine.open(Config.build(**job["options"])) as engine:
         on_device = taken(library, engine) if engine.plan.device else lambda: 0
+        if not engine._loader.on_gpu:
+            engine._loaded.warm_up()  # a GPU's has been: both begin with the same experts
         step = engine.plan.n_ubatch
         if job["warm"]:
             layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)

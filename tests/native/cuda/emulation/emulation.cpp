@@ -560,7 +560,7 @@ void drain_all() {
 
 enum where { PAGEABLE, PINNED, ON_DEVICE, OUTSIDE };
 
-// OUTSIDE: starts in device memory and leaves it.
+// OUTSIDE: starts in an allocation, or in a piece of pinned memory, and leaves it.
 where locate(const void * p, size_t bytes) {
     world & w = the();
     const auto at = reinterpret_cast<uintptr_t>(p);
@@ -576,7 +576,7 @@ where locate(const void * p, size_t bytes) {
     if (host != w.pinned.begin()) {
         --host;
         if (at < host->first + host->second) {
-            return at + bytes <= host->first + host->second ? PINNED : PAGEABLE;
+            return at + bytes <= host->first + host->second ? PINNED : OUTSIDE;
         }
     }
     return PAGEABLE;
