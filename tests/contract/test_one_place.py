@@ -22,7 +22,7 @@ MECHANISM = ("prefetch", "n_ahead")
 # import the file.
 ORDINARY = ("context",)
 # Settings named by a word that other things have too.
-WORDS = ("behind", "keep", "losses", "lowered", "placement", "spread")
+WORDS = ("losses", "placement")
 # Where a policy's setting is used outside the policies.
 USES = {
     # The model of near-data memory shows what the placement was asked to do.
