@@ -79,8 +79,12 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """As a user would ask for it."""
-        more = [f"{key.replace('_', '-')} {value}" for key, value in self.asked.items()]
+        """As a user would ask for it, with three digits of what is a number."""
+
+        def text(value: Any) -> str:
+            return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+        more = [f"{key.replace('_', '-')} {text(value)}" for key, value in self.asked.items()]
         shown = [each for each in more if not each.startswith("policy ")]
         return ", ".join([self.name, *shown])
 

@@ -74,15 +74,15 @@ def draw(found: Frontier, title: str, path: Path) -> None:
                 label=name,
                 zorder=3,
             )
-            for each in mine:
-                axes.annotate(
-                    "/".join(each.tiers),
-                    (1e3 * each.token_s, each.kl or 0.0),
-                    xytext=(5, 4),
-                    textcoords="offset points",
-                    fontsize=7,
-                )
         edge = [each for each in shown if each.best]
+        for each in edge:  # of the others the table says which they are: labels would overlap
+            axes.annotate(
+                f"{each.name} {'/'.join(each.tiers)}",
+                (1e3 * each.token_s, each.kl or 0.0),
+                xytext=(6, 6),
+                textcoords="offset points",
+                fontsize=8,
+            )
         axes.step(
             [1e3 * each.token_s for each in edge],
             [each.kl or 0.0 for each in edge],
@@ -95,6 +95,8 @@ def draw(found: Frontier, title: str, path: Path) -> None:
             axes.scatter(*taken, s=190, facecolors="none", edgecolors="black", zorder=4)
         axes.set_yscale("symlog", linthresh=_LEAST_KL)
         axes.set_ylim(bottom=-_LEAST_KL / 4)
+        axes.yaxis.set_major_formatter(lambda kl, _: f"{kl:g}")  # its own are formulas
+        axes.margins(x=0.12)
         axes.set_xlabel("predicted ms a token")
         axes.set_ylabel("predicted KL from the best tier, nats")
         axes.set_title(title, fontsize=11)
