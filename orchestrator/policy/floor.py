@@ -53,13 +53,13 @@ class FloorSettings(LookAhead):
         within=(0.0, 100.0),
         live=True,
     )
-    keep: int = setting(
+    keep_top: int = setting(
         1,
         "How many experts of each token, those with the highest gates, are never lowered or "
         "skipped.",
         within=(0, 2**16),
     )
-    spread: str = setting(
+    loss_schedule: str = setting(
         COSINE,
         f"How the loss that is allowed grows with depth: {', '.join(SCHEDULES)}.",
         choices=SCHEDULES,
@@ -71,7 +71,7 @@ class FloorSettings(LookAhead):
         within=(0.0, 1.0),
         hidden=True,
     )
-    behind: bool = setting(
+    read_behind: bool = setting(
         True,
         "Whether what was skipped or lowered is read afterwards, so that it is there when it is "
         "asked for again.",
@@ -112,7 +112,7 @@ class Floor(Policy):
     layers: at equal prices nothing is gained by moving loss from one expert to another. The price
     rises while tokens lose less than allowed, and falls while they lose more. Besides, a token has
     at most what is allowed for the layers up to this one (the cosine schedule), and what the tokens
-    of its sequence before it left. `keep` experts of each token are never lowered.
+    of its sequence before it left. `keep_top` experts of each token are never lowered.
 
     What was skipped or lowered is read behind, after all else, within --transition-rate. Look-ahead
     loads what is not predicted to be skipped. Prompts are lossless.
@@ -191,8 +191,8 @@ class Floor(Policy):
         ways to save were alike."""
         budget, shape = self.settings.max_loss, self.shape
         # What the critical experts leave: nothing in the first layer, most in the last one.
-        left = [1 - share for share in ratios(0.0, shape.n_layers, self.settings.spread)]
-        if self.settings.spread == FLAT:
+        left = [1 - share for share in ratios(0.0, shape.n_layers, self.settings.loss_schedule)]
+        if self.settings.loss_schedule == FLAT:
             left = [1.0] * shape.n_layers
         total = math.fsum(left) or 1.0
         self._allowed = [
@@ -232,7 +232,7 @@ class Floor(Policy):
             self._prediction.observe(event.layer, used)
         if event.n_ahead and self._prefetches():
             self._ask(event, view, out)
-        if self.settings.behind:
+        if self.settings.read_behind:
             self._ask_behind(out)
             self._pending = event.layer, lowered
 
@@ -255,7 +255,7 @@ class Floor(Policy):
                 expert = ids[at]
                 if resident[expert] != 0:
                     owners.setdefault(expert, []).append((account, weights[at] ** 2))
-                    if place < self.settings.keep:
+                    if place < self.settings.keep_top:
                         kept.add(expert)
         self._routed += len(event.ids) * event.n_tokens
         self._missing += len(owners)
@@ -330,7 +330,7 @@ class Floor(Policy):
             # the model's weights have the sum that they have here
             gates = scores * (event.weights_array[row].sum() / max(float(scores.sum()), 1e-30))
             for place, (expert, gate) in enumerate(zip(ids, gates.tolist(), strict=True)):
-                cost = math.inf if place < self.settings.keep else gate**2 * nats[expert][-1]
+                cost = math.inf if place < self.settings.keep_top else gate**2 * nats[expert][-1]
                 wanted[expert] = wanted.get(expert, 0.0) + cost
         least = self._price * self._bytes[layer][0]
         asked = [e for e, cost in wanted.items() if resident[e] == 0 or cost > least]

@@ -30,7 +30,13 @@ def report(n_tokens: int = 1, **changes: Any) -> StepReport:
 def made(shape: ModelShape = ONE, nats: Any = None, price: float = 1.0, **settings: Any) -> Floor:
     """Without a limit by depth or price, unless one is asked for. nats: of an expert that is
     skipped, or of each lower tier and of skipping."""
-    chosen = {"max_loss": 1.0, "spread": "flat", "prefetch": "off", "keep": 0, **settings}
+    chosen = {
+        "max_loss": 1.0,
+        "loss_schedule": "flat",
+        "prefetch": "off",
+        "keep_top": 0,
+        **settings,
+    }
     policy = Floor(shape, Floor.Settings(**chosen))
     policy.plan(2 * shape.all_slot_bytes())
     each = np.zeros((shape.n_layers, shape.n_expert, len(shape.tiers) + 1))
@@ -94,16 +100,16 @@ def test_a_layer_has_what_those_before_it_left() -> None:
 
 
 def test_the_first_layer_has_nothing_by_the_cosine_schedule() -> None:
-    policy = made(spread="cosine", max_loss=0.16)  # 0, 1/3 and 2/3 of it
+    policy = made(loss_schedule="cosine", max_loss=0.16)  # 0, 1/3 and 2/3 of it
     found = [decided(policy, make(layer))[0] for layer in range(3)]
     assert found == [{}, {0: SKIP, 7: SKIP}, {0: SKIP, 7: SKIP}]
 
 
 def test_top_gates_are_kept() -> None:
-    assert set(decided(made(keep=1), make())[0]) == {2, 7, 0}
-    assert set(decided(made(keep=3), make())[0]) == {0}
+    assert set(decided(made(keep_top=1), make())[0]) == {2, 7, 0}
+    assert set(decided(made(keep_top=3), make())[0]) == {0}
     shuffled = make(gates=[[0.1, 0.4, 0.2, 0.3]])
-    assert set(decided(made(keep=2), shuffled)[0]) == {5, 7}
+    assert set(decided(made(keep_top=2), shuffled)[0]) == {5, 7}
 
 
 def test_nothing_is_skipped_above_the_price() -> None:
@@ -116,7 +122,10 @@ def test_a_low_copy_in_memory_stands_for_the_high_one() -> None:
     assert found == {5: 1, 7: 1, 2: SKIP}
     assert not prefetches(out)
     # kept: the high copy is waited for
-    assert decided(made(TWO, [0.1, 1.0], keep=1), make(), here=[0], low=[5, 7])[0] == {7: 1, 2: 255}
+    assert decided(made(TWO, [0.1, 1.0], keep_top=1), make(), here=[0], low=[5, 7])[0] == {
+        7: 1,
+        2: 255,
+    }
 
 
 def test_absent_ones_are_read_low_before_they_are_skipped() -> None:
@@ -193,10 +202,10 @@ def test_it_loads_ahead_what_it_would_not_skip() -> None:
     """By the predicted scores, made to add up to the weights: 0.4, 0.3, 0.2 and 0.1."""
     expert_bytes = ONE.expert_slot_bytes(0, 0)
     ahead = ([1, 3, 4, 6], [0.8, 0.6, 0.4, 0.2])
-    policy = made(price=0.05 / expert_bytes, prefetch="on", behind=False)
+    policy = made(price=0.05 / expert_bytes, prefetch="on", read_behind=False)
     _, out = decided(policy, make(ahead=ahead), here=[6])
     assert prefetches(out) == [(1, e, 0, 0) for e in (1, 3, 6)]
-    kept = made(price=1.0, prefetch="on", behind=False, keep=1)
+    kept = made(price=1.0, prefetch="on", read_behind=False, keep_top=1)
     assert [e for _, e, *_ in prefetches(decided(kept, make(ahead=ahead))[1])] == [1]
 
 
@@ -204,7 +213,7 @@ def test_what_was_skipped_is_read_behind_within_the_rate() -> None:
     expert_bytes = ONE.expert_slot_bytes(0, 0)
     fast, slow = made(transition_rate=0), made(transition_rate=1000 * 2 * expert_bytes)
     slow.step_done(report())  # a millisecond
-    for policy, wanted in ((fast, [0, 7, 2, 5]), (slow, [0, 7]), (made(behind=False), [])):
+    for policy, wanted in ((fast, [0, 7, 2, 5]), (slow, [0, 7]), (made(read_behind=False), [])):
         policy._price = 1.0
         assert set(decided(policy, make())[0]) == set(IDS)
         _, out = decided(policy, make(1), here=IDS)
