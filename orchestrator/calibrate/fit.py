@@ -161,7 +161,7 @@ class Fitting:
             ]
         measured, foreseen = float(np.mean(lost)), meter.mean(Phase.PREFILL) or 0.0
         if not (measured > 0 and foreseen > 0):
-            raise ConfigError("the model says the same whatever is lowered")
+            raise ConfigError("the model says the same in every precision")
         return measured / foreseen
 
 
