@@ -200,11 +200,12 @@ def test_what_kernels_take_is_measured(
     found = engine(device.library, 2, **options, vram=estimated)
     few, all_of_them = found["slots_at_first"], found["slots"]
     assert found["used"] <= estimated and all_of_them > 2 * few
-    monkeypatch.setenv("MOE_EMU_MODULE", str(4 << 20))
+    monkeypatch.setenv("MOE_EMU_MODULE", str(16 << 20))
     measured = least_vram(engine(device.library, 2, **options, vram=estimated)["error"])
     assert measured > estimated
-    found = engine(device.library, 2, **options, vram=measured)
-    assert found["used"] <= measured
+    cap = measured + (16 << 20)  # a driver gives memory in steps
+    found = engine(device.library, 2, **options, vram=cap)
+    assert found["used"] <= cap
 
 
 def test_kernels_take_no_more_the_longer_a_prompt(
