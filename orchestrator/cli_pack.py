@@ -53,7 +53,7 @@ def pack(
         raise click.UsageError(
             "which precisions? Give --tiers LIST, or --for-ram SIZE for those that suit a memory"
         )
-    names = cli_files.tier_names(tiers) if tiers else _names_for(source, for_ram or 0)
+    names = _names_for(source, for_ram or 0) if tiers is None else cli_files.tier_names(tiers)
     if for_ram is not None and options["method"] is None and options["calib"] is not None:
         options["method"] = "imatrix"
     interrupts.ends_with(target)

@@ -45,8 +45,8 @@ from orchestrator.template import ChatTemplate
 Progress = Callable[[float], None]
 Part = FreeCores | Context | Store | Model
 
-# Of a GPU's cap: so much less than was estimated is given to experts by loading again, but for
-# some memory that later steps may take.
+# Of a GPU's cap: so much less than was estimated is given to experts by loading again. Some memory
+# is left for what later steps may take, in each case.
 WORTH_LOADING_AGAIN = 0.02
 SPARE_BYTES = 8 * 2**20
 MOST_LOADS = 3
@@ -204,20 +204,22 @@ class Loader:
         progress gets the loaded share, 0 to 1.
         Raises MoeEdgeError in one of its forms, and leaves nothing behind then.
         """
-        settled, more = config.with_changes(ubatch=plan.n_ubatch), 0
+        if not self.on_gpu:
+            return self._load(config, plan, progress)
+        same_parts, more = config.with_changes(ubatch=plan.n_ubatch), 0
         for loads_left in reversed(range(MOST_LOADS)):
-            free = self._free_at_first if self.on_gpu else 0
+            free = self._free_at_first
             loaded = self._load(config, plan, progress)
             try:
-                beyond = self._taken_beyond(loaded, free) if self.on_gpu else 0
+                beyond = self._taken_beyond(loaded, free)
             except BaseException:
                 loaded.close()
                 raise
             if not loads_left or not is_worth_loading_again(plan, beyond):
                 break
             loaded.close()
-            more += beyond if beyond > 0 else beyond + SPARE_BYTES
-            plan = self.plan(settled, more)
+            more += beyond + SPARE_BYTES
+            plan = self.plan(same_parts, more)
         return loaded
 
     @cached_property
@@ -354,7 +356,8 @@ def is_worth_loading_again(plan: MemoryPlan, beyond: int) -> bool:
     """beyond: what was taken beyond the plan. A driver gives memory in steps, and experts gain
     nothing by a little more of it."""
     over_cap = plan.total_bytes + beyond > plan.vram_bytes
-    return over_cap or (plan.absent_bytes > 0 and -beyond > WORTH_LOADING_AGAIN * plan.vram_bytes)
+    idle = -beyond - SPARE_BYTES
+    return over_cap or (plan.absent_bytes > 0 and idle > WORTH_LOADING_AGAIN * plan.vram_bytes)
 
 
 def _close(parts: Sequence[Part]) -> None:

@@ -80,7 +80,7 @@ def test_a_loss_table_is_found_and_used(five: Path, tmp_path: Path) -> None:
     beside = losses.default_path(five)
     with Engine.open(build(five)) as engine:
         assert policy_of(engine).losses is None
-        assert "There is no loss table" in str(engine.note) and "calibrate" in str(engine.note)
+        assert "there is no loss table" in str(engine.note) and "calibrate" in str(engine.note)
         nominal = engine.store.resident()
     try:
         expected = save_table(beside, five)

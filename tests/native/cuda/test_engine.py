@@ -162,7 +162,10 @@ def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> No
     options |= {"answer": wanted["tokens"], "expert_ram": budget}
     found = engine(device.library, n, **options, device="cuda0")
     assert found["managed"]
-    assert_same_answer(found, wanted)
+    rows = zip(found["rows"], wanted["rows"], strict=True)
+    assert np.median([nmse(row, right) for row, right in rows]) < 1e-3
+    # a close call of a router falls the other way in some step, at any budget
+    assert_same_answer(found, wanted, 2e-2)
 
 
 @pytest.mark.parametrize("name", POLICIES)

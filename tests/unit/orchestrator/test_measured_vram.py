@@ -70,9 +70,9 @@ def test_what_was_estimated_well_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_more_than_was_estimated_comes_off_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(modules=60 * MIB, beyond=20 * MIB)
-    assert load(gpu, monkeypatch).more == 80 * MIB
+    assert load(gpu, monkeypatch).more == 80 * MIB + SPARE_BYTES
     assert gpu.taken <= CAP
-    assert gpu.loads == [0, 80 * MIB]
+    assert gpu.loads == [0, 80 * MIB + SPARE_BYTES]
 
 
 def test_less_than_was_estimated_goes_to_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,3 +90,12 @@ def test_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gpu, "others", property(lambda _: next(others)), raising=False)
     load(gpu, monkeypatch)
     assert len(gpu.loads) == MOST_LOADS
+
+
+def test_without_a_gpu_it_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = object.__new__(Loader)
+    loader.gpu = None
+    loads: list[object] = []
+    monkeypatch.setattr(loader, "_load", lambda _config, plan, _progress: loads.append(plan))
+    loader.load(Config.build(model="m.gguf"), cast(Any, Plan(vram_bytes=0)))
+    assert len(loads) == 1
