@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from real_cache import REAL_CACHE
 
 from patches import probe
-from patches.upstream import cache_dir
 
 if TYPE_CHECKING:
     from orchestrator.native import Library
@@ -23,10 +23,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A runner started in the background ignores Ctrl-C, and what it starts inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Folders of the real user: a build or a download that is there already may be read, never
-# written, by the tests that check it.
-REAL_CACHE = cache_dir()
 
 
 @pytest.fixture(autouse=True)

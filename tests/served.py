@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import REAL_CACHE
+from real_cache import REAL_CACHE
 
 from orchestrator.llama import Bindings
 from orchestrator.native import ServerLibrary
