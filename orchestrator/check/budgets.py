@@ -68,7 +68,7 @@ def cap_option(config: Config) -> str:
 def three_budgets(config: Config, path: Path, tier: str, machine: Machine) -> Iterator[Budget]:
     """The least that works, all experts in memory (as far as the user's cap or the machine
     allows), and half way between them, each with the baseline or, half way, with every other policy
-    that has a lossless form.
+    that has a lossless form and needs no loss table, which a model need not have.
 
     Raises BudgetError where not even the least is allowed, GGUFError.
     """
@@ -88,7 +88,7 @@ def three_budgets(config: Config, path: Path, tier: str, machine: Machine) -> It
         low = least(BASELINE)
         yield Budget("the least", lossless(config, path, tier, BASELINE, low))
         for name, policy in POLICIES.items():
-            if policy.lossless is None or name == BASELINE:
+            if policy.lossless is None or name == BASELINE or policy.foresees:
                 continue
             cap = max(least(name), (low + whole) // 2)
             if allowed is None or cap <= allowed:

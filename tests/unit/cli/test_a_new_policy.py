@@ -120,7 +120,7 @@ def moe_edge(folder: Path, *args: object, stdin: str = "") -> subprocess.Complet
 
 def test_its_option_and_its_help(folder: Path) -> None:
     said = " ".join(moe_edge(folder, "chat", "--help").stdout.split())
-    assert "lru, dymoe, dynaexq, firm, context, stripes, plain" in said
+    assert "lru, dymoe, dynaexq, firm, context, floor, mixed, stripes, plain" in said
     assert "--stripe N How many experts beside each other share a tier. For stripes." in said
     assert "[default: 2]" in said
     said = " ".join(moe_edge(folder, "replay", "--help").stdout.split())

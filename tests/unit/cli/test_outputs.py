@@ -26,6 +26,7 @@ CALLS = [
     "convert --tiers q2_k IN OUT",
     "inspect IN --plot OUT",
     "check -m IN --out OUT",
+    "plan -m IN --plot OUT",
     "trace -m IN -p x --out OUT",
     "calibrate IN --calib TEXT --out OUT",
     "calibrate IN --calib TEXT --save-imatrix OUT",
