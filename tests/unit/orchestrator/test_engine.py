@@ -147,7 +147,7 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
     monkeypatch.setattr(hardware, "probe", lambda _device: machine)
     monkeypatch.setattr(Probe, "_measured", lambda *_: None)
     monkeypatch.setattr(load_module.Loader, "_checked", lambda _self, _plan: nullcontext())
-    config = Config.build(model=path, policy="plain", ctx=64, ubatch=8)
+    config = Config.build(model=path, policy="plain", ctx=64, ubatch=8, threads=1)
     with Engine.open(config) as engine:
         context = engine._loaded.context
         assert isinstance(context, FakeContext)
