@@ -194,7 +194,6 @@ def measure_losses(
         threads = _losses_threads(method, full)
         run = Run(model, full, capture, calibration, wanted, by, load_ggml(), threads)
         table = run.measure(lambda share: progress("Measuring losses", share))
-        save(out, model, table)
         names = [tier.name for tier in model.tiers]
     # The model that read is gone: two would not fit the memory.
     fitting = Fitting(source, names, table, calibration.windows, method.threads, method.ram)
@@ -202,7 +201,7 @@ def measure_losses(
         table = replace(table, fit=fitting.fit(progress))
     except (BudgetError, ConfigError, NativeError) as error:
         note(f"The table has no factor that makes KL of its losses: {error}")
-        return table
+    # Once: a result that has its name is the end of what can be interrupted.
     with ExpertModel.open(source) as model:
         save(out, model, table)
     return table

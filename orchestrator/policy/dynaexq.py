@@ -13,17 +13,15 @@ from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreVie
 from orchestrator.policy.base import (
     Callback,
     ModelShape,
-    Policy,
     Rules,
     SlotPlan,
     TierOffer,
     Transition,
 )
-from orchestrator.policy.hotness import Hotness, Intervals
+from orchestrator.policy.hotness import Intervals, Learning
 from orchestrator.policy.versions import (
     HIGH,
     LOW,
-    USUAL_RATE,
     ExpertState,
     Swap,
     Tracker,
@@ -65,7 +63,7 @@ class DynaExqSettings(Intervals):
     )
 
 
-class DynaExq(Policy):
+class DynaExq(Learning):
     """n_l experts of each layer in tier 0, the others in tier 1, all of them in memory.
 
     At each update `Hotness` has a new score S of each expert, the share of tokens that use it.
@@ -90,9 +88,6 @@ class DynaExq(Policy):
     least_tiers = most_tiers = 2
     reason = "fills the budget with high copies"
     keeps = "two precisions"
-    counts = True
-    follows_tiers = True
-    learns = True
     default_tier = LOW
     callback = Callback.ALWAYS
     settings: DynaExqSettings
@@ -110,10 +105,8 @@ class DynaExq(Policy):
         self.caching = False
         self.cached = np.zeros(shape.n_layers, np.int64)  # low slots, while caching
         self._hot: np.ndarray = np.zeros((shape.n_layers, shape.n_expert), bool)  # while caching
-        self._hotness = Hotness(shape, self.settings)
         self._queue: list[Swap] = []
         self._active: list[Swap] = []
-        self.updates = 0
         self._done = {"promotions": 0, "demotions": 0, "given_up": 0}
 
     @classmethod
@@ -150,11 +143,6 @@ class DynaExq(Policy):
     def all_resident(self) -> bool:
         return not self.caching
 
-    @property
-    def transition_rate(self) -> int:
-        asked = self.settings.transition_rate
-        return USUAL_RATE if asked is None else asked
-
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert low, and n_l = spare bytes / (high - low) of each layer high instead;
         where that does not fit, slots for some copies of each layer. Raises BudgetError."""
@@ -178,20 +166,6 @@ class DynaExq(Policy):
         hot = float(self.capacity.mean()) / self.shape.n_expert
         return hot, 1.0 - hot
 
-    @property
-    def fresh(self) -> bool:
-        """Whether no step was reported yet."""
-        return self._hotness.fresh
-
-    @property
-    def hotness(self) -> np.ndarray:
-        """S, float64 [n_layers, n_expert], a copy; zeros before the first update."""
-        return self._hotness.copy()
-
-    def set_hotness(self, scores: np.ndarray) -> None:
-        """Starts from the S of an earlier run, [n_layers, n_expert]."""
-        self._hotness.set(scores)
-
     def start(self) -> list[Transition]:
         """What to load before the first token: each expert in one version, the n_l hottest high
         (the first ones without a hotness); while caching, as many low copies as fit."""
@@ -213,7 +187,7 @@ class DynaExq(Policy):
         if report.counts is None or report.resident is None or report.target is None:
             return ()
         states = expert_states(report.resident, report.target)
-        if self._hotness.count(report):
+        if self._count(report):
             self._update(states)
         if not (self._queue or self._active) or self._pools is None:
             return ()
@@ -221,7 +195,6 @@ class DynaExq(Policy):
 
     def _update(self, states: np.ndarray) -> None:
         """The end of an interval: the list of swaps that the new scores ask for."""
-        self.updates = self._hotness.updates
         if self.caching:
             for swap in self._swaps(self._hot, np.zeros_like(self._hot)):
                 self._hot[swap.layer, swap.up] = True

@@ -26,7 +26,7 @@ from orchestrator.policy.monitor import Monitor, Prediction
 from orchestrator.policy.prefetch import AUTO, OFF, ON, LookAhead
 from orchestrator.policy.prompts import Prompts, even_slots, layer_groups
 from orchestrator.policy.retention import COSINE, FLAT, SCHEDULES, ratios
-from orchestrator.policy.versions import USUAL_RATE, Background
+from orchestrator.policy.versions import Background, rate_of
 from orchestrator.settings import again, setting
 
 _DECODE = int(Phase.DECODE)
@@ -170,8 +170,7 @@ class Floor(Policy):
 
     @property
     def transition_rate(self) -> int:
-        asked = self.settings.transition_rate
-        return USUAL_RATE if asked is None else asked
+        return rate_of(self.settings.transition_rate)
 
     @property
     def fresh(self) -> bool:

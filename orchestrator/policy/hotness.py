@@ -1,4 +1,5 @@
-"""How much each expert is used, as a moving average over intervals (DynaExq, 3.5)."""
+"""How much each expert is used, as a moving average over intervals (DynaExq, 3.5), and what
+policies have in common that go by it."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import ModelShape
-from orchestrator.policy.versions import Background
+from orchestrator.policy.base import ModelShape, Policy, Rules
+from orchestrator.policy.versions import Background, rate_of
 from orchestrator.settings import setting
 
 
@@ -101,3 +102,44 @@ class Hotness:
         self._steps = self._tokens = 0
         self._us = 0.0
         self.updates += 1
+
+
+class Learning(Policy):
+    """A policy that goes by `Hotness`, and changes versions in the background at the usual rate."""
+
+    counts = True
+    follows_tiers = True
+    learns = True
+    settings: Intervals
+
+    def __init__(
+        self, shape: ModelShape, settings: Intervals | None = None, rules: Rules | None = None
+    ) -> None:
+        """Raises PolicyError where the policy cannot work with the model's tiers."""
+        super().__init__(shape, settings, rules)
+        self._hotness = Hotness(shape, self.settings)
+
+    @property
+    def transition_rate(self) -> int:
+        return rate_of(self.settings.transition_rate)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no step was reported yet."""
+        return self._hotness.fresh
+
+    @property
+    def hotness(self) -> np.ndarray:
+        """S, float64 [n_layers, n_expert], a copy; zeros before the first update."""
+        return self._hotness.copy()
+
+    def set_hotness(self, scores: np.ndarray) -> None:
+        """Starts from the S of an earlier run, [n_layers, n_expert]."""
+        self._hotness.set(scores)
+
+    def _count(self, report: StepReport) -> bool:
+        """Counts a step; whether the scores are new."""
+        if not self._hotness.count(report):
+            return False
+        self.updates += 1
+        return True

@@ -17,7 +17,6 @@ from orchestrator.policy.allocation import Hull, lost
 from orchestrator.policy.base import (
     Callback,
     ModelShape,
-    Policy,
     Rules,
     SlotPlan,
     TierOffer,
@@ -26,10 +25,10 @@ from orchestrator.policy.base import (
 from orchestrator.policy.context import ContextSettings
 from orchestrator.policy.dynaexq import DynaExqSettings
 from orchestrator.policy.exchange import exchanges, moves
-from orchestrator.policy.hotness import Hotness, Intervals
+from orchestrator.policy.hotness import Intervals, Learning
 from orchestrator.policy.placement import nominal_bits, shares
 from orchestrator.policy.tier_pools import Places, TierPools
-from orchestrator.policy.versions import MAX_QUEUE, USUAL_RATE, pools_by_size
+from orchestrator.policy.versions import MAX_QUEUE, pools_by_size
 from orchestrator.settings import again
 
 # The share of an expert's use that counts as alike for all of its layer: what was used once in a
@@ -49,7 +48,7 @@ class MixedSettings(Intervals):
     losses: Path | None = again(ContextSettings, "losses")
 
 
-class Mixed(Policy):
+class Mixed(Learning):
     """The allocation of `Hull`: the sum over layers and experts of w L is least under the budget,
     over all tiers in use. L is what the tier costs a use of the expert, in nats where calibrate has
     fitted that, so that layers compare; else its mean squared error, or nominal losses. w is the
@@ -76,9 +75,6 @@ class Mixed(Policy):
     reason = "fills the budget with the best precisions"
     keeps = "several precisions"
     callback = Callback.NEVER
-    counts = True
-    follows_tiers = True
-    learns = True
     weighs_losses = per_use = True
     settings: MixedSettings
 
@@ -91,8 +87,6 @@ class Mixed(Policy):
         """Raises PolicyError where the model has no second precision in use."""
         super().__init__(shape, settings, rules)
         self.default_tier = len(shape.tiers) - 1
-        self.updates = 0
-        self._hotness = Hotness(shape, self.settings)
         self._known: np.ndarray | None = None
         self._losses = nominal(shape)
         self._pools: TierPools | None = None
@@ -116,22 +110,6 @@ class Mixed(Policy):
     @property
     def all_resident(self) -> bool:
         return True
-
-    @property
-    def transition_rate(self) -> int:
-        asked = self.settings.transition_rate
-        return USUAL_RATE if asked is None else asked
-
-    @property
-    def fresh(self) -> bool:
-        return self._hotness.fresh
-
-    @property
-    def hotness(self) -> np.ndarray:
-        return self._hotness.copy()
-
-    def set_hotness(self, scores: np.ndarray) -> None:
-        self._hotness.set(scores)
 
     @property
     def losses(self) -> np.ndarray | None:
@@ -203,8 +181,7 @@ class Mixed(Policy):
         if report.counts is None or report.resident is None or report.target is None:
             return ()
         resident, target = report.resident, report.target
-        if self._hotness.count(report):
-            self.updates = self._hotness.updates
+        if self._count(report):
             self._exchange((resident == target) & (resident == self._wanted))
         if self._pools is None or (resident == self._wanted).all():
             return ()

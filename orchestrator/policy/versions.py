@@ -78,6 +78,11 @@ class Background(Settings):
     )
 
 
+def rate_of(asked: int | None) -> int:
+    """Bytes a second that transitions may read, 0 for no limit: the usual cap, unless asked."""
+    return USUAL_RATE if asked is None else asked
+
+
 # Slots of one pool have one size. Layers whose sizes differ by less share one, with the largest.
 _SAME_SIZE = 1.02
 # One low slot beyond what is needed for each so many experts: as many swaps may be under way.
