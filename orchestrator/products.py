@@ -4,7 +4,9 @@ kernels over weights that no cache holds."""
 from __future__ import annotations
 
 import ctypes
+import mmap
 from contextlib import ExitStack
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +18,7 @@ from orchestrator.errors import NativeError
 # Weights of one timing, together: more than the caches of a processor hold.
 _POOL_BYTES = 96 * 2**20
 _MOST_MATRICES = 256
-# A timing is the least of so many runs, or of as many as fit this time.
+# A timing is the median of so many runs, or of as many as fit this time, as tokens have one.
 _RUNS, _SECONDS = 7, 0.1
 # Experts that a token uses in one timing, and nodes of a chain.
 _USED, _CHAIN = 8, 64
@@ -30,6 +32,7 @@ class Product(NamedTuple):
 
     type: of ggml. n_in, n_out: numbers of a row, and rows of the matrix. rows: of activations.
     repacked: in upstream's repacked layout. routed: as one of several experts in one operation.
+    in_slots: the weights lie in huge pages, as slots do.
     """
 
     type: GGMLType
@@ -38,6 +41,7 @@ class Product(NamedTuple):
     rows: int
     repacked: bool = False
     routed: bool = False
+    in_slots: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +98,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_alloc_ctx_tensors_from_buft": (_P, [_P, _P]),
     "ggml_backend_buffer_clear": (None, [_P, ctypes.c_uint8]),
     "ggml_backend_buffer_free": (None, [_P]),
+    "ggml_backend_buffer_get_base": (_P, [_P]),
+    "ggml_backend_buffer_get_size": (_S, [_P]),
     "ggml_backend_tensor_set": (None, [_P, _P, _S, _S]),
     "ggml_backend_graph_compute": (_I, [_P, _P]),
     "ggml_backend_cpu_init": (_P, []),
@@ -156,7 +162,7 @@ class Timer:
         with ExitStack() as stack:
             weights = self._context(stack)
             experts = self.new_tensor_3d(weights, what.type, what.n_in, what.n_out, n)
-            self._allocate(stack, weights, what.repacked)
+            self._allocate(stack, weights, what)
             context = self._context(stack)
             x = self.new_tensor_3d(context, GGMLType.F32, what.n_in, 1, what.rows)
             chosen = [
@@ -168,7 +174,7 @@ class Timer:
                 first = number * used
                 values = np.tile(np.arange(first, first + used, dtype=np.int32), what.rows)
                 self.backend_tensor_set(ids, values.ctypes.data, 0, values.nbytes)
-            return self._least(context, ops) / used
+            return self._median(context, ops) / used
 
     def _single(self, what: Product) -> float:
         n = 2 if what.rows > 1 else max(2, min(_MOST_MATRICES, _POOL_BYTES // what.nbytes))
@@ -177,12 +183,12 @@ class Timer:
             matrices = [
                 self.new_tensor_2d(weights, what.type, what.n_in, what.n_out) for _ in range(n)
             ]
-            self._allocate(stack, weights, what.repacked)
+            self._allocate(stack, weights, what)
             context = self._context(stack)
             x = self.new_tensor_2d(context, GGMLType.F32, what.n_in, what.rows)
             ops = [self.mul_mat(context, each, x) for each in matrices]
             self._allocate(stack, context)
-            return self._least(context, ops)
+            return self._median(context, ops)
 
     def _small(self, what: Small) -> float:
         with ExitStack() as stack:
@@ -191,7 +197,7 @@ class Timer:
             for _ in range(_CHAIN):
                 ops.append(self.rms_norm(context, ops[-1], 1e-6))
             self._allocate(stack, context)
-            return self._least(context, ops[1:])
+            return self._median(context, ops[1:])
 
     def _attention(self, what: Attention) -> float:
         with ExitStack() as stack:
@@ -203,14 +209,15 @@ class Timer:
             )
             op = self.flash_attn_ext(context, q, k, v, None, 0.1, 0.0, 0.0)
             self._allocate(stack, context)
-            return self._least(context, [op])
+            return self._median(context, [op])
 
     def _context(self, stack: ExitStack) -> int:
         context: int = self.init(_InitParams(_CONTEXT_BYTES, None, True))
         stack.callback(self.free, context)
         return context
 
-    def _allocate(self, stack: ExitStack, context: int, repacked: bool = False) -> None:
+    def _allocate(self, stack: ExitStack, context: int, weights: Product | None = None) -> None:
+        repacked = weights is not None and weights.repacked
         if repacked and self._repack is None:
             raise NativeError("ggml has no repacked layout on this processor")
         where = self._repack if repacked else self._plain
@@ -218,24 +225,25 @@ class Timer:
         if not buffer:
             raise NativeError("there is no memory to time products with")
         stack.callback(self.backend_buffer_free, buffer)
+        if weights is not None and weights.in_slots:
+            base = self.backend_buffer_get_base(buffer)
+            _ask_for_huge_pages(base, self.backend_buffer_get_size(buffer))
         self.backend_buffer_clear(buffer, _FILL)
 
-    def _least(self, context: int, ops: list[int]) -> float:
-        """Seconds of one of these operations, which are one graph: the least of some runs."""
+    def _median(self, context: int, ops: list[int]) -> float:
+        """Seconds of one of these operations, which are one graph: the median of some runs."""
         graph = self.new_graph(context)
         for op in ops:
             self.build_forward_expand(graph, op)
         if self.backend_graph_compute(self._backend, graph) != _SUCCESS:
             raise NativeError("ggml cannot compute what is to be timed")
-        least, end = float("inf"), perf_counter() + _SECONDS
-        for _ in range(_RUNS):
+        times: list[float] = []
+        end = perf_counter() + _SECONDS
+        while len(times) < _RUNS and (not times or perf_counter() < end):
             start = perf_counter()
             self.backend_graph_compute(self._backend, graph)
-            now = perf_counter()
-            least = min(least, now - start)
-            if now > end:
-                break
-        return least / len(ops)
+            times.append(perf_counter() - start)
+        return median(times) / len(ops)
 
     if TYPE_CHECKING:
 
@@ -252,3 +260,14 @@ class Timer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _ask_for_huge_pages(base: int, n_bytes: int) -> None:
+    """Of memory that nobody has written to yet, as the store asks for its slots."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    first = -(-base // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (base + n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        libc = ctypes.CDLL(None)
+        libc.madvise(_P(first), _S(last - first), mmap.MADV_HUGEPAGE)

@@ -102,14 +102,14 @@ def model_costs(
 
     def product(info: Product) -> float:
         """Of an expert in its layout."""
-        kind, n_in, n_out, rows, _, _ = info
-        plain = info._replace(routed=True)
+        kind, n_in, n_out, rows = info[:4]
+        plain = info._replace(routed=True, in_slots=layout != UPSTREAM)
         if layout == FILE or not interleaves(kind, n_in, n_out):
             return speeds.seconds(plain)
-        one_by_one = info._replace(repacked=True, routed=True)
+        one_by_one = plain._replace(repacked=True)
         if layout == UPSTREAM or rows < _GEMM_LEAST:
             return speeds.seconds(one_by_one)
-        together = speeds.seconds(info._replace(repacked=True))
+        together = speeds.seconds(one_by_one._replace(routed=False))
         return min(together, speeds.seconds(plain)) if rows >= _RESTORES_FROM else together
 
     expert_s = np.zeros((model.n_layers, len(tiers), len(ROWS)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
 from orchestrator.errors import ConfigError
@@ -51,6 +52,9 @@ class Benchmark(Experiment[L, Result]):
         listed: list[Case] = type(self).listed(loop.options)
         return listed
 
+    def watch(self, loop: L, case: Case, number: int, measured: Measured) -> None:
+        """Looks at a case in the minute in which it ran; nothing by default."""
+
     @abstractmethod
     def figures(self, loop: L, measured: Measured) -> Result:
         """What follows from all runs, at least the rows."""
@@ -65,7 +69,7 @@ class Benchmark(Experiment[L, Result]):
 
     def measure(self, on: L) -> Result:
         """The report. A case that fails is reported in its row."""
-        measured = on.run(only(self.cases(on), on.options.rows))
+        measured = on.run(only(self.cases(on), on.options.rows), partial(self.watch, on))
         report = on.describe(measured) | self.figures(on, measured)
         goals = self.goals(on, report["cases"])
         if goals is None:

@@ -21,7 +21,7 @@ from orchestrator.lab.bench.cases import (
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.models import tier_expert_bytes, uniform_tiers
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.predicted import add_predictions, prediction_notes
+from orchestrator.lab.bench.predicted import predict, predicted, prediction_notes
 from orchestrator.lab.bench.report import MIX, by_cap, memory_notes, moved, speeds, tokens_of
 from orchestrator.lab.bench.rows import Result, case_row, median_ratio
 from orchestrator.lab.table import Column, Table, fixed, percent
@@ -88,14 +88,19 @@ class Caps(Benchmark[Loop[BenchOptions]]):
             listed[last + 1 : last + 1] = uniform(cap, tier)
         return listed
 
+    def watch(self, loop: Loop[BenchOptions], case: Case, number: int, measured: Measured) -> None:
+        predict(loop, case, number, measured)
+
     def figures(self, loop: Loop[BenchOptions], measured: Measured) -> Result:
-        rows = [case_row(case, runs, loop.limit_bytes(case)) for case, runs in measured.each()]
+        rows = [
+            case_row(case, runs, loop.limit_bytes(case)) | predicted(runs)
+            for case, runs in measured.each()
+        ]
         compute = computing(rows, loop.fewer_experts[1] / loop.model.n_expert_used)
         for row, (_, runs) in zip(rows, measured.each(), strict=True):
             if compute and "error" not in row and "disk" in runs[0]:
                 add_bound(row, runs, compute)
         _add_speedups(rows)
-        add_predictions(loop, measured, rows)
         fewer = loop.fewer_experts[1]
         return {"ratios": _resident_ratios(rows), "fewer_experts": fewer, "cases": rows}
 

@@ -44,6 +44,9 @@ class Measured(NamedTuple):
             yield case, self.results[case.key]
 
 
+# A case, the number of its run, and all that was measured so far.
+Watch = Callable[[Case, int, Measured], None]
+
 Asked = TypeVar("Asked", bound=BenchOptions)
 L = TypeVar("L", bound="Loop[Any]")
 ShapeOf = Callable[[ExpertModel, tuple[int, ...]], ModelShape]
@@ -76,14 +79,16 @@ class Loop(Generic[Asked]):
             )
         return cls(options, high, low, model, note)
 
-    def run(self, listed: Sequence[Case]) -> Measured:
+    def run(self, listed: Sequence[Case], watch: Watch | None = None) -> Measured:
         """Measures all cases once, then all of them again, options.runs times: what a ratio
-        compares ran within minutes of each other. A case that failed is not tried again."""
+        compares ran within minutes of each other. A case that failed is not tried again. watch
+        sees each case right behind it, and what was measured until then."""
         options = self.options
         for case in listed:
             self.file_of(case.tier)  # a disk without room ends this before an hour of measuring
         results: dict[str, list[Result]] = {case.key: [] for case in listed}
-        bandwidths = []
+        bandwidths: list[disk.Bandwidth] = []
+        so_far = Measured(listed, results, bandwidths)
         with contextlib.nullcontext() if options.quick else host.first_in_line():
             for number in range(options.runs):
                 bandwidths.append(self.bandwidth(number))
@@ -97,7 +102,9 @@ class Loop(Generic[Asked]):
                     if case.cap is not None and case.system == "engine" and case.tier is None:
                         after = self.probe(number).bytes_per_s
                         earlier[-1]["disk"], before = [before, after], after
-        return Measured(listed, results, bandwidths)
+                    if watch is not None and "error" not in earlier[-1]:
+                        watch(case, number, so_far)
+        return so_far
 
     def skip(self, reason: str) -> None:
         if reason and reason not in self.skipped:

@@ -11,7 +11,6 @@ import numpy as np
 from orchestrator.config import Config
 from orchestrator.hardware import probe
 from orchestrator.lab.bench.cases import Case
-from orchestrator.lab.bench.job import Job
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.rows import Result
 from orchestrator.llama import Bindings
@@ -19,26 +18,18 @@ from orchestrator.plan import plan_memory
 from orchestrator.predict import Reading
 from orchestrator.predictor import Predictor
 
+_KEY = "predicted_"
 
-def add_predictions(loop: Loop[Any], measured: Measured, rows: Sequence[Result]) -> None:
-    """Adds to each row of our engine what its plan was to take, by what this machine computes, the
-    routing that the run measured, and the disk's speed in the run. Raises MoeEdgeError."""
-    listed = [
-        (row, case, loop.job(case, 0))
-        for row, (case, _) in zip(rows, measured.each(), strict=True)
-        if case.system == "engine" and case.tier is None and "error" not in row
-    ]
-    if not listed:
+
+def predict(loop: Loop[Any], case: Case, number: int, measured: Measured) -> None:
+    """Adds to the last result of a case of our engine what its plan was to take, by what this
+    machine computes in the same minute, the routing that the run measured so far, and the disk's
+    speed before and after. Raises MoeEdgeError."""
+    if case.system != "engine" or case.tier is not None:
         return
-    speed = statistics.median(each.bytes_per_s for each in measured.bandwidths)
-    bindings, uses = Bindings.load(), _uses(loop, measured)
-    plain = Config.build(model=loop.high, low=loop.low, threads=loop.options.n_threads)
-    with Predictor(bindings, plain, loop.model, Reading(speed), uses, fresh=True) as predictor:
-        for row, case, job in listed:
-            row |= _predicted(loop, predictor, case, job)
-
-
-def _predicted(loop: Loop[Any], predictor: Predictor, case: Case, job: Job) -> Result:
+    result = measured.results[case.key][-1]
+    speed = statistics.mean(result.get("disk", [measured.bandwidths[-1].bytes_per_s]))
+    uses, job, options = _uses(loop, measured), loop.job(case, number), loop.options
     config = Config.build(
         model=job.model,
         low=job.low,
@@ -47,15 +38,27 @@ def _predicted(loop: Loop[Any], predictor: Predictor, case: Case, job: Job) -> R
         threads=job.threads,
         **job.settings,
     )
-    options = loop.options
     plan = plan_memory(config, loop.model, probe())
-    found = predictor.of_plan(plan, config)
     behind = options.prompt_tokens + options.warmup + options.tokens // 2
-    return {
-        "predicted_tpot_ms": 1e3 * found.token_s(behind),
-        "predicted_ttft_ms": 1e3 * found.prompt_s(options.prompt_tokens, first=not job.warm),
-        "predicted_hit_rate": found.hit_rate,
-    }
+    with Predictor(
+        Bindings.load(), config, loop.model, Reading(speed), uses, fresh=True
+    ) as predictor:
+        found = predictor.of_plan(plan)
+        result |= {
+            f"{_KEY}tpot_ms": 1e3 * found.token_s(behind),
+            f"{_KEY}ttft_ms": 1e3 * found.prompt_s(options.prompt_tokens, first=not job.warm),
+            f"{_KEY}hit_rate": found.hit_rate,
+        }
+
+
+def predicted(runs: Sequence[Result]) -> Result:
+    """The medians of what was predicted in all runs of a case; nothing where nothing was."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        for name, value in run.items():
+            if name.startswith(_KEY):
+                found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def _uses(loop: Loop[Any], measured: Measured) -> np.ndarray | None:
