@@ -21,7 +21,7 @@ class Toy(Benchmark):
         note("making the model")
         described = {"options": {"quick": options.quick}, "skipped": []}
         return SimpleNamespace(
-            options=options, run=lambda cases: None, describe=lambda measured: described
+            options=options, run=lambda cases, watch: None, describe=lambda measured: described
         )
 
     def figures(self, loop, measured):
