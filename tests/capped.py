@@ -27,7 +27,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +37,8 @@ LOOK_S = 0.005
 # Reading a process's maps takes long.
 MAPS_S = 0.5
 MIB = 1 << 20
+# By each of several clients.
+ASKED = 20
 # Where a command asks for less than it can have, to say what it needs.
 ROOMY = 1 << 30
 # A command looks at what its cgroup has left, which the kernel's own takes some of.
@@ -161,8 +163,9 @@ def _library_bytes(pid: int) -> int:
     return total
 
 
-def ask_once(port: int) -> Callable[[subprocess.Popen[str]], None]:
-    """Asks a server for one answer to a long prompt, and ends it."""
+def ask_server(port: int, clients: int) -> Callable[[subprocess.Popen[str]], None]:
+    """Asks a server for answers to prompts of all lengths, so many clients at once, and ends it.
+    One client asks once, with the longest."""
 
     def use(process: subprocess.Popen[str]) -> None:
         url = f"http://127.0.0.1:{port}"
@@ -174,16 +177,29 @@ def ask_once(port: int) -> Callable[[subprocess.Popen[str]], None]:
                 time.sleep(0.1)
         else:
             return
-        body = {"prompt": "Once upon a time, " * 100, "max_tokens": 64}
-        asked = urllib.request.Request(
-            f"{url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        try:
-            urllib.request.urlopen(asked, timeout=600).read()
-        finally:
-            process.send_signal(signal.SIGTERM)
+
+        def ask(number: int) -> None:
+            for turn in range(ASKED if clients > 1 else 1):
+                n = 100 - (37 * turn + 11 * number) % 90
+                body = {
+                    "prompt": "Once upon a time, " * n,
+                    "max_tokens": 64,
+                    "stream": turn % 2 > 0,
+                }
+                asked = urllib.request.Request(
+                    f"{url}/v1/completions",
+                    json.dumps(body).encode(),
+                    {"Content-Type": "application/json"},
+                )
+                with suppress(OSError):  # the process says why it ended
+                    urllib.request.urlopen(asked, timeout=600).read()
+
+        askers = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
+        for each in askers:
+            each.start()
+        for each in askers:
+            each.join()
+        process.send_signal(signal.SIGTERM)
 
     return use
 
@@ -198,11 +214,13 @@ def _group(limit_bytes: int) -> Iterator[Group]:
 
 
 class Line(NamedTuple):
-    """A command line; has_ram: it takes --ram; port: that of a server."""
+    """A command line; has_ram: it takes --ram; port: that of a server, and how many clients it
+    gets."""
 
     args: list[str]
     has_ram: bool = True
     port: int = 0
+    clients: int = 1
 
     def run(self, ram: int, *more: str) -> Run:
         own = [f"--ram={ram}"] if self.has_ram else []
@@ -219,7 +237,7 @@ class Line(NamedTuple):
         return found, ram
 
     def _run(self, limit_bytes: int, *more: str) -> Run:
-        use = ask_once(self.port) if self.port else None
+        use = ask_server(self.port, self.clients) if self.port else None
         return run([*self.args, *more], limit_bytes, use=use)
 
 
@@ -242,6 +260,7 @@ def commands(
         "chat, dymoe": Line(["chat", *reads, "--policy=dymoe", "-p", long, "--max-tokens=64"]),
         "chat, dynaexq": Line(["chat", *reads, "--policy=dynaexq", "-p", long, "--max-tokens=64"]),
         "serve": Line(["serve", *reads, f"--port={port}"], port=port),
+        "serve, 8 clients": Line(["serve", *reads, f"--port={port}"], port=port, clients=8),
         "eval": Line(["eval", *reads, *text_of]),
         "eval --kl": Line(["eval", *reads, *text_of, "--kl"]),
         "eval --prefill": Line(["eval", *reads, *text_of, "--prefill", "--window=1024"]),

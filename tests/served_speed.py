@@ -2,6 +2,7 @@
 
     python tests/served_speed.py overhead MODEL.gguf [--pairs 8] [--tokens 96] [-- OPTION ...]
     python tests/served_speed.py parallel MODEL.gguf [--pairs 8] [--tokens 96] [-- OPTION ...]
+    python tests/served_speed.py cost MODEL.gguf [--tokens 2000] [-- OPTION ...]
 
 OPTIONs are those of `moe-edge serve`, behind `--`, as in `-- --policy lru --ram 1500MiB`.
 
@@ -11,6 +12,9 @@ from its first text to its last one: the server as its client sees it. Above 1 t
 
 parallel: one server with --parallel N answers N prompts together, then one after another, in turns.
 Its ratio is the time in turn over the time together, prompts included.
+
+cost: the processor time of a streamed token, thread by thread of the server. Other work on the
+machine moves it little, since it is no time on a clock.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from time import perf_counter
 HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE))
 
+import psutil  # noqa: E402
 from served import serving  # noqa: E402
 from speaking import Said, post, stream  # noqa: E402
 
@@ -210,9 +215,40 @@ def parallel(cache: Path, asked: argparse.Namespace) -> None:
         print(summary(f"{n} in turn over {n} at once", ratios))
 
 
+def cost(cache: Path, asked: argparse.Namespace) -> None:
+    options = ["-m", str(asked.model), "--threads", str(asked.threads), "--ctx"]
+    options += [str(asked.tokens + 256), *asked.options]
+    request = {
+        "prompt": asked.prompt,
+        "temperature": 0,
+        "n_predict": asked.tokens,
+        "ignore_eos": True,
+    }
+    with serving(cache, *options) as served:
+        process = psutil.Process(served.process.pid)
+
+        def spent_s() -> dict[int, float]:
+            return {each.id: each.user_time + each.system_time for each in process.threads()}
+
+        stream(served.url, {**request, "n_predict": 32})  # caches are cold
+        before = spent_s()
+        said = stream(served.url, request)
+        after = spent_s()
+        n = said.last["timings"]["predicted_n"]
+        by_thread = {each: 1e6 * (s - before.get(each, 0)) / n for each, s in after.items()}
+    loop = by_thread.pop(served.process.pid)
+    others = sorted(by_thread.values(), reverse=True)
+    print(f"{n} tokens in {len(said.texts)} parts; microseconds of processor time a token:")
+    print(
+        f"in all {loop + sum(others):.0f}, of which the event loop {loop:.0f}, then by thread",
+        end=" ",
+    )
+    print(" ".join(f"{each:.0f}" for each in others if each >= 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("overhead", "parallel"))
+    parser.add_argument("what", choices=("overhead", "parallel", "cost"))
     parser.add_argument("model", type=Path)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
@@ -232,7 +268,7 @@ def main() -> None:
     asked.model = asked.model.resolve()
     asked.threads = asked.threads or default_threads()
     with tempfile.TemporaryDirectory() as cache:
-        (overhead if asked.what == "overhead" else parallel)(Path(cache), asked)
+        {"overhead": overhead, "parallel": parallel, "cost": cost}[asked.what](Path(cache), asked)
 
 
 if __name__ == "__main__":

@@ -59,27 +59,39 @@ LEFT_OUT = {
     "--no-cache-idle-slots": 0,
     "--hf-repo": 1,
     "--hf-file": 1,
-    "--batch-size": 1,
-    "--ubatch-size": 1,
     "-fa": 1,
     "--reasoning-format": 1,
 }
 
-# Upstream downloads its models before the first test. A plugin of pytest.
+# Upstream downloads its models before the first test, and compares names of header fields by case,
+# which they do not have (RFC 9110, 5.1). A plugin of pytest.
 PLUGIN = """
+import requests
 import utils
+
 utils.ServerPreset.load_all = staticmethod(lambda: None)
+make_request = utils.ServerProcess.make_request
+
+def request(*args, **options):
+    result = make_request(*args, **options)
+    result.headers = requests.structures.CaseInsensitiveDict(result.headers)
+    return result
+
+utils.ServerProcess.make_request = request
 """
 
 
 def our_options(theirs: list[str]) -> list[str]:
     """The options of moe-edge serve for those of llama-server. Exits where one has no place."""
     ours, n_ctx, parallel = ["-m", str(DEMO)], 0, 1
+    batches: list[int] = []
     left = list(theirs)
     while left:
         name = left.pop(0)
         if name in LEFT_OUT:
             del left[: LEFT_OUT[name]]
+        elif name in ("--batch-size", "--ubatch-size"):
+            batches.append(int(left.pop(0)))  # the smaller one counts
         elif name == "--ctx-size":
             n_ctx = int(left.pop(0))
         elif name == "--cache-ram":
@@ -96,6 +108,8 @@ def our_options(theirs: list[str]) -> list[str]:
         else:
             print(f"moe-edge serve has nothing like {name}", file=sys.stderr)
             sys.exit(NOT_OURS)
+    if batches:
+        ours += ["--ubatch", str(min(batches))]
     if n_ctx:
         # Theirs is of all sequences together.
         ours += ["--ctx", str(n_ctx // parallel)]

@@ -14,6 +14,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.native import NativeRequest
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.gate import Gate, TooMany
+from orchestrator.serve.parts import Parts
 from orchestrator.serve.seats import Conversation, Seats, with_seat
 from orchestrator.serve.wire import (
     NOT_SUPPORTED,
@@ -52,6 +53,12 @@ class Outlet:
 
     async def part(self, data: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def ping(self) -> None:
+        """Says in a stream that the work goes on."""
+        if self.status is None:
+            await self.begin(200, STREAM)
+        await self.part(PING)
 
     async def fail(self, status: int, message: str) -> None:
         """Ends the answer with an error: as its status, or as an event where a stream has
@@ -116,7 +123,7 @@ class Answer:
             await out.fail(429, "too many requests wait already (--queue): try again later")
             return
         try:
-            await self._patiently(ticket.turn, out)
+            await self._turn(ticket.turn, out)
             with self._backend.changed(self._changes):
                 seat = self._seats.take(self._conversation)
                 try:
@@ -135,11 +142,9 @@ class Answer:
         costs = self._backend.costs()
         shared = self._gate.running > 1
         request = self._backend.request(self._route, body)
-        parts: asyncio.Queue[Part] = asyncio.Queue()
+        parts: Parts[Part] = Parts()
         loop = asyncio.get_running_loop()
-        thread = loop.run_in_executor(
-            self._workers, _run, request, lambda part: loop.call_soon_threadsafe(_put, parts, part)
-        )
+        thread = loop.run_in_executor(self._workers, _run, request, parts.put)
         status, is_stream = 200, False
         try:
             while True:
@@ -180,29 +185,17 @@ class Answer:
             return Refusal(503, "the server is shutting down")
         return Refusal(500, self._backend.failure() or "llama.cpp failed to evaluate")
 
-    async def _next(self, parts: asyncio.Queue[Part], out: Outlet) -> Part:
-        if not parts.empty():
-            return parts.get_nowait()
-        coming = asyncio.ensure_future(parts.get())
-        await self._patiently(coming, out)
-        return coming.result()
+    async def _next(self, parts: Parts[Part], out: Outlet) -> Part:
+        while not parts and not await parts.coming(PING_S if self._is_stream else None):
+            await out.ping()
+        return parts.take()
 
-    async def _patiently(self, what: asyncio.Future[Any], out: Outlet) -> None:
-        """Waits, and keeps a stream alive meanwhile."""
-        try:
-            while not what.done():
-                await asyncio.wait({what}, timeout=PING_S if self._is_stream else None)
-                if not what.done():
-                    if out.status is None:
-                        await out.begin(200, STREAM)
-                    await out.part(PING)
-        except asyncio.CancelledError:
-            what.cancel()
-            raise
-
-
-def _put(parts: asyncio.Queue[Part], part: Part) -> None:
-    parts.put_nowait(part)
+    async def _turn(self, turn: asyncio.Future[None], out: Outlet) -> None:
+        """Waits for it, and keeps a stream alive meanwhile."""
+        while not turn.done():
+            await asyncio.wait({turn}, timeout=PING_S if self._is_stream else None)
+            if not turn.done():
+                await out.ping()
 
 
 def _run(request: NativeRequest, say: Callable[[Part], object]) -> None:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,13 +35,21 @@ from orchestrator.serve.wire import Refusal, error_object, read_body, read_objec
 # Paths that decode, and so take their turn; and other paths of the same.
 GENERATING = {
     "/v1/chat/completions": ("/chat/completions",),
-    "/v1/completions": ("/completions",),
+    "/v1/completions": (),
     "/v1/responses": ("/responses",),
     "/v1/messages": (),
-    "/completion": (),
+    "/completion": ("/completions",),
     "/infill": (),
 }
+# How long a prompt is, and the path to which the same request goes for an answer.
+COUNTING = {
+    "/v1/chat/completions/input_tokens": "/v1/chat/completions",
+    "/v1/responses/input_tokens": "/v1/responses",
+    "/v1/messages/count_tokens": "/v1/messages",
+}
 QUICK = {
+    "/v1/chat/completions/input_tokens": ("/chat/completions/input_tokens",),
+    "/v1/responses/input_tokens": ("/responses/input_tokens",),
     "/v1/messages/count_tokens": (),
     "/tokenize": (),
     "/detokenize": (),
@@ -67,6 +75,7 @@ class State:
         self.gate = Gate(settings.parallel, settings.queue)
         self.seats = Seats(settings.parallel)
         self.backend: Backend | None = None
+        self.began_s = int(time())  # of the Unix clock
         self.stopping = False
         self.workers: Executor = ThreadPoolExecutor(settings.parallel, "answer")
         self.quick: Executor = ThreadPoolExecutor(2, "quick")
@@ -166,7 +175,11 @@ class Endpoints:
         backend = self._state.ready()
         _, text = await self._answer(backend, "/metrics", b"")
         ours = metrics_text(backend, self._state.gate)
-        return Response(text + ours.encode(), media_type="text/plain; version=0.0.4")
+        return Response(
+            text + ours.encode(),
+            media_type="text/plain; version=0.0.4",
+            headers={"process-start-time-unix": str(self._state.began_s)},
+        )
 
     async def _body(
         self, request: Request, route: str
@@ -187,7 +200,8 @@ class Endpoints:
             raise Refusal(400, f"{OURS} must be an object of settings")
         for name in DROPPED:
             data.pop(name, None)
-        settled = [settle_tool_choice(route, data), settle_format(route, data)]
+        form = COUNTING.get(route, route)
+        settled = [settle_tool_choice(form, data), settle_format(form, data)]
         if any(settled) or len(data) != size:
             body = json.dumps(data).encode()
         return body, data, changes

@@ -65,6 +65,19 @@ SAMPLING: dict[str, Schema] = {
 }
 FUNCTION = record("name", name=STRING, description=STRING, parameters={"type": "object"})
 CHOICES: Schema = {"enum": ["auto", "none", "required"]}
+MESSAGES: dict[str, Schema] = {
+    "messages": listed(
+        record("role content", role={"enum": ["user", "assistant"]}, content=CONTENT), minItems=1
+    ),
+    "max_tokens": {**COUNT, "minimum": 1},
+    "system": CONTENT,
+    "stop_sequences": listed(STRING),
+    "model": STRING,
+    "stream": FLAG,
+    "temperature": SHARE,
+    "top_k": COUNT,
+    "top_p": SHARE,
+}
 PROMPT: Schema = {"anyOf": [STRING, listed({"type": "integer", "minimum": 0})]}
 
 SCHEMAS: dict[str, Schema] = {
@@ -175,21 +188,8 @@ SCHEMAS: dict[str, Schema] = {
         output=listed({"type": "object"}),
         status=STRING,
     ),
-    "MessagesRequest": record(
-        "messages max_tokens",
-        messages=listed(
-            record("role content", role={"enum": ["user", "assistant"]}, content=CONTENT),
-            minItems=1,
-        ),
-        max_tokens={**COUNT, "minimum": 1},
-        system=CONTENT,
-        stop_sequences=listed(STRING),
-        model=STRING,
-        stream=FLAG,
-        temperature=SHARE,
-        top_k=COUNT,
-        top_p=SHARE,
-    ),
+    "MessagesRequest": record("messages max_tokens", **MESSAGES),
+    "CountRequest": record("messages", **MESSAGES),
     "MessagesAnswer": record(
         "type role content",
         type={"const": "message"},
@@ -251,32 +251,34 @@ CHAT = post("OpenAI's chat.", "ChatRequest", named("ChatAnswer"), stream=True)
 COMPLETION = post(
     "OpenAI's plain completion.", "CompletionRequest", named("CompletionAnswer"), stream=True
 )
+NATIVE = post("llama.cpp's completion.", "CompletionRequest", named("NativeAnswer"), stream=True)
 RESPONSES = post(
     "OpenAI's responses, without stored state.",
     "ResponsesRequest",
     named("ResponsesAnswer"),
     stream=True,
 )
+TOKENS = record("input_tokens", input_tokens=COUNT)
+CHAT_TOKENS = post("How long a chat's prompt is.", "ChatRequest", TOKENS)
+RESPONSES_TOKENS = post("How long a response's prompt is.", "ResponsesRequest", TOKENS)
 MODELS = get("The one model.", record("data", data=listed(record("id", id=STRING))))
 HEALTH = get("Whether the model is ready; needs no key.", record("status", status=STRING))
 PATHS: dict[str, Schema] = {
     "/v1/chat/completions": CHAT,
     "/chat/completions": CHAT,
+    "/v1/chat/completions/input_tokens": CHAT_TOKENS,
+    "/chat/completions/input_tokens": CHAT_TOKENS,
     "/v1/completions": COMPLETION,
-    "/completions": COMPLETION,
     "/v1/responses": RESPONSES,
     "/responses": RESPONSES,
+    "/v1/responses/input_tokens": RESPONSES_TOKENS,
+    "/responses/input_tokens": RESPONSES_TOKENS,
     "/v1/messages": post(
         "Anthropic's messages.", "MessagesRequest", named("MessagesAnswer"), stream=True
     ),
-    "/v1/messages/count_tokens": post(
-        "How long a prompt is.",
-        "MessagesRequest",
-        record("input_tokens", input_tokens=COUNT),
-    ),
-    "/completion": post(
-        "llama.cpp's completion.", "CompletionRequest", named("NativeAnswer"), stream=True
-    ),
+    "/v1/messages/count_tokens": post("How long a message's prompt is.", "CountRequest", TOKENS),
+    "/completion": NATIVE,
+    "/completions": NATIVE,
     "/infill": post(
         "llama.cpp's completion of a gap, for models that can.",
         "InfillRequest",

@@ -41,19 +41,21 @@ struct route {
 };
 
 const route ROUTES[] = {
-    { "/v1/chat/completions",      &server_routes::post_chat_completions },
-    { "/v1/completions",           &server_routes::post_completions_oai },
-    { "/v1/responses",             &server_routes::post_responses_oai },
-    { "/v1/messages",              &server_routes::post_anthropic_messages },
-    { "/v1/messages/count_tokens", &server_routes::post_anthropic_count_tokens },
-    { "/completion",               &server_routes::post_completions },
-    { "/infill",                   &server_routes::post_infill },
-    { "/tokenize",                 &server_routes::post_tokenize },
-    { "/detokenize",               &server_routes::post_detokenize },
-    { "/apply-template",           &server_routes::post_apply_template },
-    { "/v1/models",                &server_routes::get_models },
-    { "/props",                    &server_routes::get_props },
-    { "/metrics",                  &server_routes::get_metrics },
+    { "/v1/chat/completions",              &server_routes::post_chat_completions },
+    { "/v1/chat/completions/input_tokens", &server_routes::post_chat_completions_tok },
+    { "/v1/completions",                   &server_routes::post_completions_oai },
+    { "/v1/responses",                     &server_routes::post_responses_oai },
+    { "/v1/responses/input_tokens",        &server_routes::post_responses_tok_oai },
+    { "/v1/messages",                      &server_routes::post_anthropic_messages },
+    { "/v1/messages/count_tokens",         &server_routes::post_anthropic_count_tokens },
+    { "/completion",                       &server_routes::post_completions },
+    { "/infill",                           &server_routes::post_infill },
+    { "/tokenize",                         &server_routes::post_tokenize },
+    { "/detokenize",                       &server_routes::post_detokenize },
+    { "/apply-template",                   &server_routes::post_apply_template },
+    { "/v1/models",                        &server_routes::get_models },
+    { "/props",                            &server_routes::get_props },
+    { "/metrics",                          &server_routes::get_metrics },
 };
 
 const route * find_route(const char * path) {

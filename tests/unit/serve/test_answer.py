@@ -143,3 +143,30 @@ def test_a_client_that_leaves_ends_its_work_and_gives_its_place_back() -> None:
         return (await asyncio.wait_for(second, 10)).status
 
     assert asyncio.run(leave()) == 200
+
+
+def test_a_client_that_leaves_the_line_lets_nobody_in() -> None:
+    hold = Event()
+    first, second = FakeRequest(200, False, [b"{}"], hold), FakeRequest(200, False, [b"{}"])
+    backend = FakeBackend(first, second)
+    state = state_with(backend)
+    app = application(state, quiet)
+
+    async def leave() -> list[int]:
+        clients = [Client(app, "POST", CHAT, b"{}") for _ in range(3)]
+        running = []
+        for number, client in enumerate(clients):
+            running.append(asyncio.create_task(client.run()))
+            while state.gate.running + state.gate.waiting <= number:
+                await asyncio.sleep(0.01)
+        clients[2].leave()
+        await asyncio.wait_for(running[2], 10)
+        await asyncio.sleep(0.05)
+        assert (state.gate.running, state.gate.waiting) == (1, 1)
+        assert len(backend.asked) == 1  # the second one waits until the first has ended
+        hold.set()
+        replies = [await asyncio.wait_for(each, 10) for each in running[:2]]
+        return [reply.status for reply in replies]
+
+    assert asyncio.run(leave()) == [200, 200]
+    assert state.gate.running == state.gate.waiting == 0

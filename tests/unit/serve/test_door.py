@@ -159,3 +159,13 @@ def test_settings_of_one_request_go_to_the_policy_and_not_to_llama_cpp() -> None
     refused = ask(app, CHAT, {**MESSAGE, "moe_edge": {"bad": 1}})
     assert refused.status == 400 and "bad is no setting" in refused.json()["error"]["message"]
     assert ask(app, CHAT, {**MESSAGE, "moe_edge": 3}).status == 400
+
+
+def test_a_path_without_v1_is_llama_cpps_own() -> None:
+    """`/completions` has llama.cpp's answer, with `content`; `/v1/completions` has OpenAI's."""
+    backend = FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(3)))
+    app = application(state_with(backend), lambda _line: None)
+    for path in ("/completions", "/completion", "/v1/completions"):
+        assert ask(app, path, {"prompt": "a"}).status == 200
+    routes = [route for route, _ in backend.asked]
+    assert routes == ["/completion", "/completion", "/v1/completions"]

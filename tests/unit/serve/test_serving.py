@@ -69,7 +69,10 @@ def test_an_answer_has_our_costs_and_the_memory_is_kept(served: Served) -> None:
     assert timings["ram_bytes"] == 130 << 20
     assert timings["peak_rss_bytes"] <= timings["ram_bytes"]
     assert timings["policy"] == "lru" and timings["shared_steps"] is False
-    metrics = get(served, "/metrics")
+    began_s = time.time()
+    with urlopen(served.url + "/metrics", timeout=60) as scraped:
+        assert began_s - 3600 < int(scraped.headers["Process-Start-Time-Unix"]) <= began_s
+        metrics = scraped.read().decode()
     hits = re.search(r'moe_edge_expert_hits_total\{phase="decode"\} (\d+)', metrics)
     assert hits is not None and int(hits[1]) > 0
     assert "llamacpp:tokens_predicted_total" in metrics
@@ -160,6 +163,29 @@ def test_responses_keep_a_schema(served: Served) -> None:
     assert isinstance(json.loads(text)["capital"], str)
     plain = post(served, "/v1/responses", {**data, "text": {"format": {"type": "text"}}})
     assert "Oslo" in plain["output"][0]["content"][0]["text"]
+
+
+def test_what_is_counted_is_what_is_read(served: Served) -> None:
+    """Tools and the template included, in each of the three forms."""
+    chat = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
+    tools = {"tools": [CAPITAL], "tool_choice": "required"}
+    counts = []
+    for data in (chat, {**chat, **tools}):
+        found = post(served, "/v1/chat/completions/input_tokens", data)
+        usage = post(served, "/v1/chat/completions", data)["usage"]
+        assert found["input_tokens"] == usage["prompt_tokens"]
+        counts.append(found["input_tokens"])
+    assert counts[1] > counts[0] + 20
+    asked = {"input": QUESTION[0]["content"], "max_output_tokens": 4}
+    found = post(served, "/responses/input_tokens", asked)
+    assert found == {"object": "response.input_tokens", "input_tokens": counts[0]}
+    function = CAPITAL["function"]
+    tool = {**function, "input_schema": function["parameters"]}
+    called = {"messages": QUESTION, "tools": [tool], "tool_choice": {"type": "any"}}
+    found = post(served, "/v1/messages/count_tokens", called)
+    usage = post(served, "/v1/messages", {**called, "max_tokens": 4})["usage"]
+    read = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+    assert found == {"input_tokens": read}
 
 
 def test_the_anthropic_client(served: Served) -> None:

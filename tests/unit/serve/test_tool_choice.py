@@ -6,6 +6,11 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
+
+from asgi import FakeBackend, FakeRequest, ask, state_with
+
+from orchestrator.serve.app import COUNTING, application
 from orchestrator.serve.tools import settle_tool_choice
 from orchestrator.serve.wire import Refusal
 
@@ -61,6 +66,24 @@ def test_words_stay_as_they_are() -> None:
         assert data == {"tools": [chat_tool("a")], "tool_choice": word}
     assert settled(CHAT, messages=[]) == {"messages": []}
     assert settled(CHAT, messages=[], tool_choice="auto") == {"messages": [], "tool_choice": "auto"}
+
+
+def test_a_count_reads_the_choice_as_the_answer_does() -> None:
+    """What llama.cpp counts is the prompt of the request as it gets it for an answer."""
+    asked = {"messages": [], "tools": [plain_tool("a")], "tool_choice": {"type": "any"}}
+    named = {"messages": [], "tools": [chat_tool("a"), chat_tool("b")]}
+    named["tool_choice"] = {"type": "function", "function": {"name": "b"}}
+    for path, data in (
+        ("/v1/messages", asked),
+        ("/v1/chat/completions", named),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}),
+    ):
+        backend = FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2)))
+        app = application(state_with(backend), lambda _line: None)
+        count = next(each for each, form in COUNTING.items() if form == path)
+        assert [ask(app, each, data).status for each in (path, count)] == [200, 200]
+        (answered, body), (counted, same) = backend.asked
+        assert (answered, counted) == (path, count) and body == same
 
 
 def test_anthropic_has_words_of_its_own() -> None:
