@@ -198,11 +198,13 @@ def _group(limit_bytes: int) -> Iterator[Group]:
 
 
 class Line(NamedTuple):
-    """A command line; has_ram: it takes --ram; port: that of a server."""
+    """A command line; has_ram: it takes --ram; port: that of a server; before: the arguments of
+    another one that makes what it reads, without a cap."""
 
     args: list[str]
     has_ram: bool = True
     port: int = 0
+    before: Sequence[str] = ()
 
     def run(self, ram: int, *more: str) -> Run:
         own = [f"--ram={ram}"] if self.has_ram else []
@@ -219,6 +221,10 @@ class Line(NamedTuple):
         return found, ram
 
     def _run(self, limit_bytes: int, *more: str) -> Run:
+        if self.before:
+            made = run(self.before, ROOMY)
+            if made.status:
+                return made
         use = ask_once(self.port) if self.port else None
         return run([*self.args, *more], limit_bytes, use=use)
 
@@ -233,6 +239,8 @@ def commands(
     long = "Once upon a time " * (ctx // 20)  # with a vocabulary of letters nearly all of it
     text_of = [f"--text={text}", f"--tokens={tokens}"]
     calib = [f"--calib={text}", f"--calib-tokens={tokens}"]
+    trace = out / "t.npz"
+    traced = [*reads, *text_of, "--ram=1GiB", "--expert-ram=16MiB", "--force", f"--out={trace}"]
     packed = ["pack", str(model), str(out / "p.gguf"), f"--tiers={types},q2_k"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -245,7 +253,10 @@ def commands(
         "eval": Line(["eval", *reads, *text_of]),
         "eval --kl": Line(["eval", *reads, *text_of, "--kl"]),
         "eval --prefill": Line(["eval", *reads, *text_of, "--prefill", "--window=1024"]),
-        "trace": Line(["trace", *reads, *text_of, "--out", str(out / "t.npz")]),
+        "trace": Line(["trace", *reads, *text_of, "--out", str(trace)]),
+        "replay": Line(["replay", str(trace)], False, before=["trace", *traced]),
+        "plan": Line(["plan", *reads]),
+        "doctor": Line(["doctor", *reads]),
         "calibrate": Line(
             [
                 *("calibrate", str(model), *calib, f"--types={types}"),
