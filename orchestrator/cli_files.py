@@ -41,6 +41,8 @@ class NewPath(NamedPath):
     """The name of an output. What has it already is replaced where FORCE was given, alone."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value == "-":
+            self.fail("an output is a file, not stdout (./- is a file of that name)", param, ctx)
         path = super().convert(value, param, ctx)
         complaint = taken(path, ctx)
         if complaint:
@@ -50,6 +52,11 @@ class NewPath(NamedPath):
 
 def taken(path: Path, ctx: click.Context) -> str | None:
     """Why an output of this name is not to be written, or None. Nobody writes over a folder."""
+    from gguf_tools.file.unfinished import irregular
+
+    complaint = irregular(path)
+    if complaint:
+        return f"{path} {complaint}"
     if ctx.meta.get(_FORCE) or not os.path.lexists(path) or path.is_dir():
         return None
     return f"{path} exists: choose another name, or replace it with --force"

@@ -6,7 +6,6 @@ anything is installed, has its own (patches/upstream.py).
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterator
@@ -45,8 +44,6 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 def check_target(path: Path) -> None:
     """Raises OSError where whole_file cannot write, before a long run finds out."""
     with _about(path):
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         UnfinishedFile(path).discard()
 
 

@@ -51,7 +51,7 @@ class Bindings:
             raise NativeError(f"llama_cpp cannot be loaded ({error}): run `make build`") from error
         self.complaints: list[str] = []
         self._log = self.api.llama_log_callback(self._on_log)
-        self.api.llama_log_set(self._log, ctypes.c_void_p(0))
+        self.listen()
         self.api.llama_backend_init()
         self._library: Library | None = None
 
@@ -76,6 +76,11 @@ class Bindings:
         get.argtypes, get.restype = [ctypes.c_size_t], ctypes.c_void_p
         kind.argtypes, kind.restype = [ctypes.c_void_p], ctypes.c_int
         return sum(kind(get(i)) == _GPU for i in range(ggml.ggml_backend_dev_count()))
+
+    def listen(self) -> None:
+        """Hears what the library says from here on: another may have taken its only log."""
+        self.complaints.clear()
+        self.api.llama_log_set(self._log, ctypes.c_void_p(0))
 
     @interrupts.called_from_c
     def _on_log(self, level: int, text: bytes, _user: int | None) -> None:
@@ -139,7 +144,7 @@ class Model:
             return not interrupts.asked()
 
         params.progress_callback = api.llama_progress_callback(report)
-        bindings.complaints.clear()
+        bindings.listen()
         handle = None
         try:
             with interrupts.held():
@@ -257,7 +262,7 @@ class Context:
         # A CUDA build would otherwise move the KV cache and large products to the GPU by itself.
         params.offload_kqv = on_gpu
         params.op_offload = False
-        bindings.complaints.clear()
+        bindings.listen()
         self._handle: int | None = api.llama_init_from_model(model.handle, params)
         if not self._handle:
             raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
@@ -301,11 +306,7 @@ class Context:
         return self._handle
 
     def decode(
-        self,
-        tokens: Sequence[int],
-        pos: int,
-        all_logits: bool = False,
-        interruptible: bool = False,
+        self, tokens: Sequence[int], pos: int, all_logits: bool = False, interruptible: bool = False
     ) -> int:
         """Evaluates at most n_ubatch tokens at positions pos, pos+1, ...; the last one (or
         each) gets logits. interruptible costs a Python call for every graph node: for long
@@ -340,8 +341,7 @@ class Context:
 
     def _decode(self) -> int:
         with interrupts.held():
-            status = int(self.api.llama_decode(self.handle, self._batch))
-        return status
+            return int(self.api.llama_decode(self.handle, self._batch))
 
     def share(self, sequence: int) -> None:
         """Lets a sequence hold what number 0 holds, and nothing else."""

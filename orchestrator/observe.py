@@ -138,7 +138,7 @@ class Observer:
         params.no_perf = True
         self._callback = self._api.ggml_backend_sched_eval_callback(self._on_tensor)
         params.cb_eval = self._callback
-        bindings.complaints.clear()
+        bindings.listen()
         self._handle = self._api.llama_init_from_model(self.model.handle, params)
         if not self._handle:
             self.close()

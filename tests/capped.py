@@ -215,12 +215,13 @@ def _group(limit_bytes: int) -> Iterator[Group]:
 
 class Line(NamedTuple):
     """A command line; has_ram: it takes --ram; port: that of a server, and how many clients it
-    gets."""
+    gets; before: the arguments of another one that makes what it reads, without a cap."""
 
     args: list[str]
     has_ram: bool = True
     port: int = 0
     clients: int = 1
+    before: Sequence[str] = ()
 
     def run(self, ram: int, *more: str) -> Run:
         own = [f"--ram={ram}"] if self.has_ram else []
@@ -237,6 +238,10 @@ class Line(NamedTuple):
         return found, ram
 
     def _run(self, limit_bytes: int, *more: str) -> Run:
+        if self.before:
+            made = run(self.before, ROOMY)
+            if made.status:
+                return made
         use = ask_server(self.port, self.clients) if self.port else None
         return run([*self.args, *more], limit_bytes, use=use)
 
@@ -251,6 +256,8 @@ def commands(
     long = "Once upon a time " * (ctx // 20)  # with a vocabulary of letters nearly all of it
     text_of = [f"--text={text}", f"--tokens={tokens}"]
     calib = [f"--calib={text}", f"--calib-tokens={tokens}"]
+    trace = out / "t.npz"
+    traced = [*reads, *text_of, "--ram=1GiB", "--expert-ram=16MiB", "--force", f"--out={trace}"]
     packed = ["pack", str(model), str(out / "p.gguf"), f"--tiers={types},q2_k"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -264,7 +271,10 @@ def commands(
         "eval": Line(["eval", *reads, *text_of]),
         "eval --kl": Line(["eval", *reads, *text_of, "--kl"]),
         "eval --prefill": Line(["eval", *reads, *text_of, "--prefill", "--window=1024"]),
-        "trace": Line(["trace", *reads, *text_of, "--out", str(out / "t.npz")]),
+        "trace": Line(["trace", *reads, *text_of, "--out", str(trace)]),
+        "replay": Line(["replay", str(trace)], False, before=["trace", *traced]),
+        "plan": Line(["plan", *reads]),
+        "doctor": Line(["doctor", *reads]),
         "calibrate": Line(
             [
                 *("calibrate", str(model), *calib, f"--types={types}"),

@@ -3,13 +3,18 @@
 Until then a file has another name, and is locked as long as its writer lives. A writer that was
 killed leaves such a file behind without a lock. So the next one in the folder tells it from those
 of writers that are still at work, and removes it.
+
+What is no regular file, a device or a pipe, is never replaced: giving a file its name would remove
+what all programs of the machine may need.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import secrets
+import stat
 import weakref
 from pathlib import Path
 
@@ -18,6 +23,8 @@ from gguf_tools import interrupts
 ENDING = ".part"
 # As create names them.
 _PART = re.compile(r"\..+\.[0-9a-f]{8}\.part", re.DOTALL)
+# Links in a row that a path may have, as in Linux.
+_MOST_LINKS = 40
 
 
 class UnfinishedFile:
@@ -29,7 +36,12 @@ class UnfinishedFile:
     """
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
-        """Raises OSError."""
+        """Raises OSError, for a folder, a device or a pipe of this name as well."""
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        complaint = irregular(path)
+        if complaint:
+            raise OSError(errno.EINVAL, complaint, str(path))
         self.path = path
         with interrupts.held():
             self.fd, self.part = create(path, mode)
@@ -54,6 +66,32 @@ class UnfinishedFile:
     def discard(self) -> None:
         """Removes the file."""
         self._discard()
+
+
+def irregular(path: Path) -> str | None:
+    """What is wrong with the name of an output that belongs to a device, a pipe or a socket, or
+    None. A link counts as what it leads to; one to a stream of a process, as /dev/stdout is, counts
+    as a stream, wherever that leads."""
+    try:
+        is_file = stat.S_ISREG(path.stat().st_mode) and not _is_stream(path)
+    except OSError:  # Nothing has the name yet, or writing there says why it cannot be.
+        return None
+    if is_file or path.is_dir():
+        return None
+    return "is not a regular file: an output is a new file, or takes the place of one"
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether links lead through a list of open files in /proc."""
+    for _ in range(_MOST_LINKS):
+        folder = Path(os.path.realpath(path.parent))
+        path = folder / path.name
+        if not path.is_symlink():
+            return False
+        if folder.is_relative_to("/proc"):
+            return True
+        path = folder / os.readlink(path)
+    return False
 
 
 def _discard(fd: int, part: Path) -> None:

@@ -296,5 +296,5 @@ class DyMoE(Policy):
         if self.retention >= self._least_share:
             return ""
         schedule = self.settings.schedule
-        other = "" if schedule == FLAT else f", --schedule {FLAT} does"
+        other = "" if schedule == FLAT else f"; --schedule {FLAT} does"
         return f": the schedule {schedule} reaches no less{other}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import click
@@ -43,6 +45,27 @@ def test_an_output_that_exists_is_kept(call: str, model: Path, tmp_path: Path) -
     assert result.exit_code == 2
     assert f"{out} exists: choose another name, or replace it with --force" in result.stderr
     assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_pipe_is_never_replaced(call: str, model: Path, tmp_path: Path) -> None:
+    out, text = tmp_path / "out.png", tmp_path / "text.txt"
+    os.mkfifo(out)
+    text.write_text("some words")
+    places = {"IN": str(model), "OUT": str(out), "TEXT": str(text)}
+    words = [places.get(word, word) for word in call.split()]
+    result = CliRunner().invoke(cli, [*words, "--force"])
+    assert result.exit_code == 2
+    assert f"{out} is not a regular file" in result.stderr
+    assert stat.S_ISFIFO(out.lstat().st_mode)
+    assert sorted(tmp_path.iterdir()) == [out, text]
+
+
+def test_stdout_is_no_output(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, ["export", str(model), "-", "--tier", "q4_k", "--force"])
+    assert result.exit_code == 2 and "an output is a file, not stdout" in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("before", [True, False])

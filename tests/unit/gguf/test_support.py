@@ -16,6 +16,8 @@ from gguf_tools import synthetic
 from orchestrator import support
 from orchestrator.cli import cli
 from orchestrator.cli_files import CANNOT_RUN
+from orchestrator.errors import NativeError
+from orchestrator.llama import Bindings
 from orchestrator.native import Library
 from orchestrator.support import MANAGED, NOT, PLAIN, support_of
 
@@ -63,6 +65,19 @@ def test_what_llama_does_not_load_cannot_run(sound, tmp_path, changes, reason):
     found = support_of(path, "olmoe")
     assert found.runs == NOT and reason in found.reason
     assert str(path) not in found.reason
+
+
+def test_the_reason_is_heard_whoever_took_the_log(sound, tmp_path):
+    """As llama_cpp's own logger does when it is imported late, and a benchmark of upstream."""
+    bindings = Bindings.load()
+    silent = bindings.api.llama_log_callback(lambda *_: None)
+    path = repack(sound, tmp_path / "odd.gguf", drop=["blk.0.attn_q.weight"])
+    bindings.api.llama_log_set(silent, None)
+    try:
+        with pytest.raises(NativeError, match=r"tensor 'blk\.0\.attn_q\.weight' not found"):
+            support.try_load(path)
+    finally:
+        bindings.listen()
 
 
 def test_a_file_that_is_whole_and_cannot_run_has_a_status_of_its_own(sound, tmp_path):

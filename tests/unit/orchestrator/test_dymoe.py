@@ -265,7 +265,7 @@ def test_a_share_that_the_schedule_cannot_reach_is_said() -> None:
     least = DyMoE(shape, DyMoE.Settings(retention=0.0)).realised
     assert 0.5 < least < 0.75
     for retention, schedule, said in (
-        (least - 0.05, "cosine", ": the schedule cosine reaches no less, --schedule flat does)"),
+        (least - 0.05, "cosine", ": the schedule cosine reaches no less; --schedule flat does)"),
         (least, "cosine", f"(realised {least:.3f})"),
         (0.75, "cosine", "(realised 0.750)"),
         (least - 0.05, "flat", "(realised 0.500)"),
@@ -273,6 +273,8 @@ def test_a_share_that_the_schedule_cannot_reach_is_said() -> None:
     ):
         policy = DyMoE(shape, DyMoE.Settings(retention=retention, schedule=schedule))
         assert policy.describe().endswith(said), (retention, schedule, policy.describe())
+        # The line under an answer has what stands before the first comma.
+        assert "," not in policy.describe()
     # what may change between two tokens is said as well
     assert policy.change("retention", 0.5)
     assert "no less" not in policy.describe()
