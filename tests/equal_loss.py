@@ -61,7 +61,9 @@ class Setting:
     def __init__(self, asked: argparse.Namespace) -> None:
         speed = Transport(parse_size(asked.bandwidth), 100, 4)
         self._time = VirtualTime(speed, 1000 * asked.compute_ms)
-        self._options = EvalOptions(text=asked.text, tokens=asked.tokens, window=256, kl=True)
+        # As in a chat: policies look ahead, and a high copy in memory is used in the place of a low
+        # one.
+        self._options = EvalOptions(text=asked.text, tokens=asked.tokens, window=256, reuse=True)
         self._high = asked.high
         with ExpertModel.open(asked.model) as model:
             tier = [each.name for each in model.tiers].index(asked.high)
