@@ -16,7 +16,8 @@
      "kl": what makes nats of it, absent where that was not fitted: {"factors": [n_layers] nats for
          g^2 L = 1,
          "tiers": those that it was fitted with, "text": the tokens it was fitted on, "spread": the
-         largest ratio between estimate and measurement there}}
+         largest ratio between estimate and measurement there, "scales": what the factors are
+         multiplied by for each of the tiers, empty for 1}}
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.estimate import KlEstimate, not_fitted
+from orchestrator.events import SKIP_TIER
 from orchestrator.files import read_object, write_whole
 from orchestrator.profile import identity
 
@@ -58,12 +60,13 @@ class Candidate(NamedTuple):
 class Fit(NamedTuple):
     """What makes nats of a table, as orchestrator.estimate says: the factor of each layer; the
     tiers that they were fitted with; the text; the largest ratio between estimate and measurement
-    there."""
+    there; what the factors are multiplied by for each of the tiers, none for 1."""
 
     factors: tuple[float, ...]
     tiers: tuple[str, ...]
     text: str
     spread: float
+    scales: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +115,24 @@ class LossTable:
         if self.fit is None or lost is None:
             return None
         skipped = self._filled(self.power[:, :, None])
-        factors = np.array(self.fit.factors)[:, None, None]
+        factors = np.array(self.fit.factors)[:, None, None] * self._scales(self.fit, names)
         costs: np.ndarray = factors * np.concatenate([lost, skipped], axis=2)
         return costs
+
+    def _scales(self, fit: Fit, names: Sequence[str]) -> np.ndarray:
+        """By what the factors are multiplied for the named tiers and, last, for skipping, float64
+        [n_names + 1]. A tier that was not fitted is like the one that is nearest in bits."""
+        if not fit.scales:
+            return np.ones(len(names) + 1)
+        bits = {each.name: each.bits for each in self.candidates}
+        known = dict(zip(fit.tiers, fit.scales, strict=True))
+        fitted = [each for each in known if each in bits] or list(known)
+
+        def near(name: str) -> str:
+            return min(fitted, key=lambda each: abs(bits.get(each, 0.0) - bits[name]))
+
+        scales = [known[name] if name in known else known[near(name)] for name in names]
+        return np.array([*scales, known[SKIP_TIER]])
 
     def estimate(self, names: Sequence[str], base: str | None = None) -> KlEstimate | None:
         """What the named tiers, best first, cost against the tier base (None: the first of them);
@@ -262,9 +280,14 @@ def _fit(data: Any) -> Fit | None:
         tuple(str(each) for each in data["tiers"]),
         str(data["text"]),
         float(data["spread"]),
+        tuple(float(each) for each in data.get("scales", ())),
     )
     if not (
-        all(0 < factor <= _LARGEST for factor in found.factors) and 1 <= found.spread <= _LARGEST
+        all(0 < factor <= _LARGEST for factor in (*found.factors, *found.scales))
+        and 1 <= found.spread <= _LARGEST
+        and (
+            not found.scales or (len(found.scales) == len(found.tiers) and SKIP_TIER in found.tiers)
+        )
     ):
         raise ValueError("kl: out of range")
     return found

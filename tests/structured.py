@@ -1,6 +1,7 @@
 """What the demo model says of countries as JSON and as tool calls, in each precision and mix.
 
     python tests/structured.py [--countries 40] [--ram 145MiB]
+    python tests/structured.py --model MODEL.gguf --max-loss 0.02 [--memory 40,60,80,100]
 
 Every answer has to parse, by a schema or as a call of the tool that was asked for. How often it is
 right is what is measured: the capital against the list below, and the country that a call is made
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,17 +177,36 @@ def measure(backend: Any, countries: list[str]) -> dict[str, int]:
     return counts
 
 
+def rows(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and settings of each row."""
+    from gguf_tools.experts import ExpertModel
+    from orchestrator.footprint import model_shape
+    from orchestrator.settings import parse_size
+
+    if asked.max_loss is None:
+        for name in asked.rows.split(";") if asked.rows else ROWS:
+            yield name, {"ram": parse_size(asked.ram), **ROWS[name]}
+        return
+    with ExpertModel.open(asked.model) as model:
+        whole = model_shape(model, (0,)).all_slot_bytes()
+    for percent in map(int, asked.memory.split(",")):
+        slots = whole * percent // 100
+        yield f"{percent} %", {"expert_ram": slots, "max_loss": asked.max_loss}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--countries", type=int, default=len(FACTS))
     parser.add_argument("--ram", default="145MiB")
     parser.add_argument("--rows", help="names, with ; between")
+    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--max-loss", type=float, help="nats a token, which chooses the plans")
+    parser.add_argument("--memory", default="40,60,80,100", help="with it: shares in percent")
     asked = parser.parse_args()
     from orchestrator.config import Config
     from orchestrator.llama import Bindings
     from orchestrator.serve.backend import Backend
     from orchestrator.serve.settings import ServeSettings
-    from orchestrator.settings import parse_size
 
     Bindings.load()
     library = server_library()
@@ -193,19 +214,19 @@ def main() -> None:
     n = len(countries)
     print(f"of {n} countries: schemas and calls that parse, then what is right in %")
     print(f"{'':22} parse  calls   capital  of four  continent  call's country")
-    for name in asked.rows.split(";") if asked.rows else ROWS:
-        config = Config.build(
-            model=DEMO, ctx=1024, threads=1, ram=parse_size(asked.ram), **ROWS[name]
-        )
+    for name, settings in rows(asked):
+        config = Config.build(model=asked.model, ctx=1024, threads=1, **settings)
         backend = Backend(config, ServeSettings(), library, lambda _done: None)
         try:
             counts = measure(backend, countries)
+            plan = f"  {backend.engine.mode}" if asked.max_loss is not None else ""
         finally:
             backend.close()
         right = [100 * counts[key] / n for key in ("capital", "chosen", "continent", "called")]
         print(
             f"{name:22} {counts['parsed']:3}/{3 * n} {counts['calls']:3}/{n}"
-            + "".join(f"{each:9.1f}" for each in right),
+            + "".join(f"{each:9.1f}" for each in right)
+            + plan,
             flush=True,
         )
 

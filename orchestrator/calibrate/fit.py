@@ -3,7 +3,9 @@
 The model reads a text as prompts, first in its best tier, then with experts that are chosen by
 chance in lower tiers, or skipped. The choice is another one in each layer of each micro-batch, so
 that all experts have a part in it. Some layers are lowered alone: each part of the depth gets its
-own factor by that. Then all layers are: these scale the factors, and say how far they go.
+own factor by that. Then all layers are, in one tier after the other: each gets its own scale, since
+large moves change answers less than in proportion. What no token can do without is not skipped
+here either: no policy skips a token's first expert, and that costs more than the others foretell.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from orchestrator.policy import BASELINE, DEFAULT
 
 # Tokens of the calibration text that are read: they settle the factor to a few per cent.
 MAX_TOKENS = 2048
-# Tokens that share one choice.
-_MICRO_BATCH = 32
+# Tokens that share one choice; fewer where the first expert of each of them is not skipped, so that
+# some are.
+_MICRO_BATCH, _FEW = 32, 4
 # Shares of the experts that are lowered or skipped: about what a policy does with them.
 _LOWERED, _SKIPPED = 0.5, (0.1, 0.25)
 # Parts of the depth with a factor of their own, layers of about as many each.
@@ -73,11 +76,14 @@ class Fitting:
         alone = [low._replace(layers=part) for part in parts if part]
         ways = [_Way(tier, _LOWERED, every) for tier in self.tiers[1:]]
         ways += [_Way(SKIP_TIER, share, every) for share in _SKIPPED]
+        # Nothing is fitted by it: it shows how far the estimate goes.
+        checked = [_Way(tier, 1.0, every) for tier in self.tiers[1:][-1:]]
         windows = self._windows()
-        steps = iter(range(1, len(alone) + len(ways) + 2))
+        n_steps = len(alone) + len(ways) + len(checked) + 1
+        steps = iter(range(1, n_steps + 1))
 
         def done() -> None:
-            report("Fitting KL", next(steps) / (len(alone) + len(ways) + 1))
+            report("Fitting KL", next(steps) / n_steps)
 
         factors = np.ones(n_layers)
         with self._read(windows) as reference:
@@ -86,15 +92,27 @@ class Fitting:
                 factors[list(way.layers)] = self._ratio(windows, way, reference, factors)
                 done()
             ratios = []
-            for way in ways:
+            for way in (*ways, *checked):
                 ratios.append(self._ratio(windows, way, reference, factors))
                 done()
-        scale = math.exp(float(np.mean(np.log(ratios))))
+        scale = _mean(ratios[: len(ways)])
+        of_tiers = {
+            tier: _mean(
+                [ratio for way, ratio in zip(ways, ratios, strict=False) if way.tier == tier]
+            )
+            for tier in (*self.tiers[1:], SKIP_TIER)
+        }
+        # The best tier loses nothing, or as little as the next one.
+        of_tiers = {self.tiers[0]: next(iter(of_tiers.values())), **of_tiers}
+        off = [
+            ratio / of_tiers[way.tier] for way, ratio in zip((*ways, *checked), ratios, strict=True)
+        ]
         return Fit(
             tuple((factors * scale).tolist()),
-            (*self.tiers, SKIP_TIER),
+            tuple(of_tiers),
             f"{sum(each.n_scored for each in windows)} tokens of {self.table.calibration}",
-            max(max(ratio / scale, scale / ratio) for ratio in ratios),
+            max(max(each, 1 / each) for each in off),
+            tuple(each / scale for each in of_tiers.values()),
         )
 
     def _windows(self) -> list[Window]:
@@ -104,12 +122,12 @@ class Fitting:
         step = max(1, round(total / MAX_TOKENS))
         return [each for each in every[::step] if each.n_scored > 0]
 
-    def _config(self, **settings: Any) -> Config:
+    def _config(self, micro_batch: int = _MICRO_BATCH, **settings: Any) -> Config:
         return Config.build(
             model=self.path,
             high_tier=self.tiers[0],
             ctx=max(8, *(len(window) for window in self.windows)),
-            ubatch=_MICRO_BATCH,
+            ubatch=micro_batch,
             logits_all=True,
             exact_tiers=True,
             force_managed=True,
@@ -137,9 +155,10 @@ class Fitting:
         """The mean KL from the best tier, by what these factors foresee. Raises ConfigError where
         there is none."""
         settings = {"policy": DEFAULT, "low_tier": way.tier, "prefetch": "off"}
+        micro_batch = _FEW if way.tier == SKIP_TIER else _MICRO_BATCH
         random = np.random.default_rng(_SEED)
         table = replace(self.table, fit=Fit(tuple(factors.tolist()), (), "", 1.0))
-        with Engine.open(self._config(**settings)) as engine:
+        with Engine.open(self._config(micro_batch, **settings)) as engine:
             estimate = table.estimate(engine.plan.tier_names, self.tiers[0])
             if estimate is None:
                 raise ConfigError(f"the loss table lacks {way.tier}")
@@ -150,7 +169,10 @@ class Fitting:
             def route(event: RouteEvent) -> None:
                 decision = store.decision
                 if event.layer in way.layers:
-                    decision.tier_array[random.random(len(decision.tier)) < way.share] = low
+                    chosen = random.random(len(decision.tier)) < way.share
+                    if low == SKIP and event.k > 1:
+                        chosen[_first_choices(event)] = False
+                    decision.tier_array[chosen] = low
                 store.apply(decision)
                 meter.decided(event, store.view, decision)
 
@@ -163,6 +185,19 @@ class Fitting:
         if not (measured > 0 and foreseen > 0):
             raise ConfigError("the model says the same in every precision")
         return measured / foreseen
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    """The geometric mean."""
+    return math.exp(float(np.mean(np.log(ratios))))
+
+
+def _first_choices(event: RouteEvent) -> np.ndarray:
+    """The expert with the highest gate of each token, int [T]."""
+    first: np.ndarray = event.ids_array[
+        np.arange(event.n_tokens), event.weights_array.argmax(axis=1)
+    ]
+    return first
 
 
 def _rows(engine: Engine, windows: Sequence[Window]) -> Iterator[np.ndarray]:

@@ -248,15 +248,15 @@ class DyMoE(Policy):
 
     def _lower_missing(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> list[int]:
         """Of each token's experts that are not in memory high, at most k - t_l with the lowest
-        gates are lowered, but never its first one, nor what another token needs high. Returns
-        what is not skipped."""
-        most = event.k - self.critical[event.layer]
+        gates are lowered, but never one of its first quarter, which is the first one at least, nor
+        what another token needs high. Returns what is not skipped."""
+        most, kept_high = event.k - self.critical[event.layer], max(1, event.k // 4)
         here = view.resident_array[event.layer] == 0
         high = here.copy()
         order = np.argsort(-event.weights_array, axis=1, kind="stable")
         for ids in np.take_along_axis(event.ids_array, order, axis=1):
-            missing = ids[1:][~here[ids[1:]]]
-            high[ids[0]] = True
+            missing = ids[kept_high:][~here[ids[kept_high:]]]
+            high[ids[:kept_high]] = True
             high[missing[: max(0, len(missing) - most)]] = True
         used = np.unique(event.ids_array)
         out.tier_array[used[~high[used]]] = self._low

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +19,13 @@ from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.pack import pack
 from gguf_tools.quantize.ggml import Ggml
 from gguf_tools.quantize.imatrix import read_imatrix
-from orchestrator.calibrate import Capture, compute, measure, read_calibration
+from orchestrator.calibrate import Capture, compute, fit, measure, read_calibration
 from orchestrator.calibrate.capture import LayerActivations
 from orchestrator.calibrate.compute import LayerExperts, stored
 from orchestrator.calibrate.fit import Fitting
 from orchestrator.cli import cli
 from orchestrator.errors import ConfigError
+from orchestrator.events import SKIP
 from orchestrator.losses import Candidate, Fit, LossTable, default_path, load, save
 
 
@@ -148,12 +150,38 @@ def test_half_of_the_losses_take_twice_the_factor(
     with ExpertModel.open(packed) as model, Capture(packed, threads=1) as capture:
         table, calibration = load(out, model), read_calibration(capture, text, 300)
     half = replace(table, loss=table.loss / 2, power=table.power / 2)
-    once, twice = (
-        Fitting(packed, ["q8_0", "q3_k"], each, calibration.windows, 1, None).fit(lambda *_: None)
-        for each in (table, half)
+    names = ["q8_0", "q3_k"]
+    once, twice, lower = (
+        Fitting(packed, names, each, calibration.windows, 1, None).fit(lambda *_: None)
+        for each in (table, half, replace(table, loss=table.loss / 2))
     )
     assert twice.factors == pytest.approx([2 * each for each in once.factors])
     assert twice.spread == pytest.approx(once.spread) and once.spread > 1
+    assert twice.scales == pytest.approx(once.scales) and len(set(once.scales)) == 2
+    # A tier has a scale of its own, so that what the others cost is the same whatever its unit.
+    costs = replace(table, fit=once).costs(names)
+    assert costs is not None and (costs[..., 1:] > 0).all()
+    assert replace(table, loss=table.loss / 2, fit=lower).costs(names) == pytest.approx(costs)
+
+
+def test_no_first_choice_is_skipped(
+    files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As no policy does; and experts are skipped all the same."""
+    skipped = set()
+
+    class Watched(fit.LossMeter):
+        def decided(self, event: Any, view: Any, decision: Any) -> None:
+            first = event.ids_array[np.arange(event.n_tokens), event.weights_array.argmax(axis=1)]
+            assert (decision.tier_array[first] != SKIP).all()
+            skipped.update(event.ids_array[decision.tier_array[event.ids_array] == SKIP].tolist())
+            super().decided(event, view, decision)
+
+    monkeypatch.setattr(fit, "LossMeter", Watched)
+    options = ("--calib", text, "--types", "", "--calib-tokens", 300, "--out", tmp_path / "o.json")
+    result = run(files[0], *options)
+    assert result.exit_code == 0, result.output
+    assert skipped
 
 
 def test_by_importance(files: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
@@ -260,8 +288,9 @@ def small(model: ExpertModel) -> LossTable:
     counts = np.ones(shape, np.int64)
     loss[0, 1], counts[0, 1] = np.nan, 0
     candidates = [Candidate("q8_0", 8.5, True), Candidate("q2_k", 2.625, False)]
-    fit = Fit((0.5, 2.0), ("q8_0", "skip"), "9 tokens", 1.25)
-    return LossTable(candidates, loss, loss[..., 0], counts, "r", "rtn", "c", 7, loss[..., 1], fit)
+    fitted = Fit((0.5, 2.0), ("q8_0", "skip"), "9 tokens", 1.25, (0.8, 1.25))
+    gates = loss[..., 1]
+    return LossTable(candidates, loss, loss[..., 0], counts, "r", "rtn", "c", 7, gates, fitted)
 
 
 def test_a_table_comes_back(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -303,6 +332,12 @@ def test_a_table_comes_back(files: tuple[Path, Path], tmp_path: Path) -> None:
         ("kl", {"factors": [1, 0], "tiers": [], "text": "", "spread": 1}),
         ("kl", {"factors": [1], "tiers": [], "text": "", "spread": 1}),
         ("kl", {"factors": [1, 1], "tiers": [], "text": "", "spread": 0.5}),
+        (
+            "kl",
+            {"factors": [1, 1], "tiers": ["q8_0", "skip"], "text": "", "spread": 1, "scales": [1]},
+        ),
+        ("kl", {"factors": [1, 1], "tiers": ["q8_0"], "text": "", "spread": 1, "scales": [1]}),
+        ("kl", {"factors": [1, 1], "tiers": ["skip"], "text": "", "spread": 1, "scales": [0]}),
         ("format", "other"),
     ],
 )

@@ -322,3 +322,17 @@ def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates() -> None:
     assert skipped([[5, 2, 7, 0], [1, 0, 3, 4]], []) == {4}
     assert skipped([[5, 2, 7, 0], [1, 6, 3, 0]], [2]) == {0}
     assert not DyMoE(shape, DyMoE.Settings(lower_which="missing")).by_residency
+
+
+def test_of_missing_ones_the_first_quarter_is_never_lowered() -> None:
+    shape = make_shape(n_layers=1, n_expert=16, k=8, tiers=("q4_k",))
+    settings = DyMoE.Settings(retention=0.25, schedule="flat", lower_which="missing")
+    policy = DyMoE(shape, settings, Rules(skip=True))
+    event = make_event(shape, np.random.default_rng(0), n_tokens=1)
+    event._ids.flags.writeable = event._weights.flags.writeable = True
+    event._ids[0], event._weights[0] = range(8), np.arange(8, 0, -1) / 36
+    out = make_decision(shape)
+    resident = np.full((1, 16), ABSENT, np.uint8)
+    resident[0, 4:8] = 0
+    policy.decide(event, make_view(shape, resident), out)
+    assert set(np.flatnonzero(out.tier_array == SKIP)) == {2, 3}

@@ -121,6 +121,16 @@ def test_distances_are_from_the_base() -> None:
     assert table().estimate(["q4_k"]) is None and table(FIT).estimate(["q4_k", "q1_0"]) is None
 
 
+def test_each_tier_has_its_own_scale() -> None:
+    """One that was not fitted has that of the tier nearest in bits."""
+    scaled = FIT._replace(tiers=("q8_0", "q2_k", "skip"), scales=(0.5, 2.0, 3.0))
+    costs = table(scaled).costs(["q8_0", "q4_k", "q2_k"])
+    plain = table(scaled._replace(scales=())).costs(["q8_0", "q4_k", "q2_k"])
+    assert costs is not None and plain is not None
+    # The table's bits are 8, 7 and 6.
+    assert np.allclose(costs, plain * np.array([0.5, 0.5, 2.0, 3.0]))
+
+
 def keeper(folder: Path, monkeypatch: pytest.MonkeyPatch, found: LossTable | None) -> LossKeeper:
     """Of a model in a folder, with this table beside it."""
     path = folder / "m.gguf"
