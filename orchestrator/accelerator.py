@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gguf_tools.experts import ExpertModel
@@ -11,7 +12,18 @@ from orchestrator.errors import ConfigError
 from orchestrator.flash import runs_flash
 from orchestrator.hardware import Device
 from orchestrator.llama import Bindings
-from orchestrator.native import Bandwidths, DeviceInfo, Misses, find_device, measure_device
+from orchestrator.native import (
+    Bandwidths,
+    DeviceInfo,
+    Misses,
+    ProductTime,
+    StoreSpec,
+    find_device,
+    measure_device,
+)
+
+# A type and a shape of experts to what their product takes.
+TimeProduct = Callable[[int, tuple[int, int]], ProductTime | None]
 
 AUTO, CPU = "auto", "cpu"
 _GPU = "cuda"
@@ -86,22 +98,46 @@ def check_misses(gpu: Accelerator | None, config: Config) -> None:
 
 
 def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:
-    """How a GPU gets the experts that it lacks. Where that is for speeds to say, measures them,
-    which takes some tenths of a second.
+    """How a GPU gets the experts that it lacks. Measures its link, which takes some tenths of a
+    second: what is copied ahead is bounded by its speed, whatever becomes of misses.
 
     Raises ConfigError for a GPU that does not answer.
     """
     if gpu is None:
         return Misses()
     mode, threads = config.misses or AUTO, config.threads or default_threads()
-    if mode != AUTO or gpu.index is None:  # main memory in the place of a GPU has no link to it
+    if gpu.index is None:  # main memory in the place of a GPU has no link to it
         return Misses(mode, threads=threads)
-    return misses_at(measure_device(bindings.library(), gpu.info, threads), threads)
+    return misses_at(measure_device(bindings.library(), gpu.info, threads), threads, mode)
 
 
-def misses_at(speeds: Bandwidths, threads: int) -> Misses:
-    """Each miss the way that is quickest at these speeds."""
-    return Misses(AUTO, speeds.pinned, speeds.read, speeds.compute, speeds.round_trip_us, threads)
+def misses_at(speeds: Bandwidths, threads: int, mode: str = AUTO) -> Misses:
+    """Misses served this way, or each the way that is quickest, at these speeds. Where pinning is
+    refused there is no link that nobody waits for."""
+    return Misses(mode, speeds.pinned, speeds.read, speeds.round_trip_us, threads)
+
+
+def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) -> StoreSpec:
+    """A store's spec with what the host takes to compute each expert, for misses by speeds. timed:
+    a product of experts of a type and a shape (row length, rows), None where the host has none."""
+    if spec.misses.mode != AUTO or not spec.misses.copy:
+        return spec
+    found: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
+    layers = []
+    for (il, slices), shapes in zip(spec.layers, model.shapes, strict=True):
+        with_times = {}
+        for (kind, tier), piece in slices.items():
+            shape = shapes[kind]
+            assert shape is not None
+            at = piece.type, shape
+            if at not in found:
+                found[at] = timed(*at)
+            took = found[at]
+            with_times[kind, tier] = replace(piece, compute_us=took.each_us if took else 0.0)
+        layers.append((il, with_times))
+    wake_us = max((took.wake_us for took in found.values() if took), default=0.0)
+    misses = replace(spec.misses, round_trip_us=spec.misses.round_trip_us + wake_us)
+    return replace(spec, layers=tuple(layers), misses=misses)
 
 
 def has_gpu_support(bindings: Bindings) -> bool:

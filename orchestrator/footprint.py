@@ -226,6 +226,14 @@ def embedding_bytes(model: ExpertModel) -> int:
     return max((info.nbytes for info in infos if info is not None), default=0)
 
 
+def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:
+    """Rows of a layer that the host computes for a device: inputs and results of each expert of so
+    many tokens."""
+    shapes = [shape for kinds in model.shapes for shape in kinds if shape is not None]
+    longest = max(max(shape) for shape in shapes)
+    return 3 * 4 * n_tokens * model.n_expert_used * longest
+
+
 class Placed(Protocol):
     """Where the experts of one (layer, kind, tier) lie: gguf_tools.experts.Slice."""
 
@@ -266,14 +274,15 @@ def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
 
 
 def device_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
-    """The same with slots in a device's memory."""
+    """The same with slots in a device's memory, or in the host's behind it."""
 
     def size(layer: int, kind: int, each: Slice) -> int:
         shape = model.shapes[layer][kind]
         assert shape is not None
         return device_slot_bytes(each.type, each.expert_bytes, shape[0])
 
-    return replace(_shape(model, model.slices, tiers, size), shares_slots=False)
+    found = _shape(model, model.slices, tiers, size)
+    return replace(found, shares_slots=False, host_slots=model_shape(model, tiers).slots)
 
 
 def _shape(

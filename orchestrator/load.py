@@ -16,6 +16,7 @@ from orchestrator.accelerator import (
     one_of_several,
     planned_device,
     serve_misses,
+    with_product_times,
 )
 from orchestrator.config import Config
 from orchestrator.damage import Checksums, DataCheck, managed_places, with_checksums
@@ -28,7 +29,15 @@ from orchestrator.frontier import Knowledge, Loses, settled
 from orchestrator.layouts import with_layouts
 from orchestrator.llama import Bindings, Context, Model
 from orchestrator.losses import LossKeeper
-from orchestrator.native import FreeCores, Misses, Store, context_memory, find_device
+from orchestrator.native import (
+    FreeCores,
+    Misses,
+    ProductTime,
+    Store,
+    context_memory,
+    find_device,
+    measure_product,
+)
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS, Policy
 from orchestrator.policy.base import Transition
@@ -108,6 +117,7 @@ class Loader:
         self._model = model
         # What llama.cpp reads was found to be what was written, for plans that are managed or not.
         self._sound: set[bool] = set()
+        self._product_times: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
         self._chosen: str | None = None
         self._machine = hardware.probe(planned_device(self.bindings, self.gpu, model, config.kv))
 
@@ -130,9 +140,15 @@ class Loader:
 
     @cached_property
     def misses(self) -> Misses:
-        """How a GPU gets what it lacks. Measured for the first store: where everything fits,
-        nothing is missed."""
+        """How a GPU gets what it lacks. Measured for the first store."""
         return serve_misses(self.bindings, self.gpu, self._config)
+
+    def _product_time(self, quant: int, shape: tuple[int, int]) -> ProductTime | None:
+        at = quant, shape
+        if at not in self._product_times:
+            library = self.bindings.library()
+            self._product_times[at] = measure_product(library, *at, self.misses.threads)
+        return self._product_times[at]
 
     @cached_property
     def _checksums(self) -> Checksums:
@@ -250,6 +266,7 @@ class Loader:
                 spec = store_spec(config, self._model, plan, self.misses)
                 library = self.bindings.library()
                 spec = with_layouts(spec, config, self._model, plan, library)
+                spec = with_product_times(spec, self._model, self._product_time)
                 store = Store.create(library, with_checksums(spec, self._checksums))
                 parts.append(store)
                 driver = Driver(plan.policy, store)

@@ -18,6 +18,7 @@ from orchestrator.footprint import (
     context_tokens,
     copying_bytes,
     device_shape,
+    exchange_bytes,
     model_shape,
     process_bytes,
     prompt_bytes,
@@ -316,8 +317,29 @@ def _plan_memory(
         policy=policy,
         shape=shape,
         slots=slots,
-        host_bytes=host_bytes(config, model, choice.tiers, ram - prompts) if device else 0,
+        host_bytes=_cache_bytes(config, model, choice.tiers, ram - prompts, slots, n_ctx)
+        if device
+        else 0,
     )
+
+
+def _cache_bytes(
+    config: Config,
+    model: ExpertModel,
+    tiers: tuple[int, ...],
+    ram: int,
+    slots: SlotPlan,
+    n_ctx: int,
+) -> int:
+    """The cache of experts behind a device, beside slots in the host's memory, if there are."""
+    near = slots.host_bytes
+    if near:
+        staged = sorted(
+            {tier for (_, _, tier), at in slots.group_of.items() if not slots.groups[at].on_host}
+        )
+        tiers = tuple(tiers[tier] for tier in staged)
+        near += exchange_bytes(model, step_tokens(config, n_ctx))
+    return host_bytes(config, model, tiers, ram, near)
 
 
 def _too_small(

@@ -93,10 +93,13 @@ def _alignment(model: ExpertModel) -> int:
     return POOL_ALIGNMENT * len(model.slices) * len(KINDS) * len(model.tiers)
 
 
-def host_bytes(config: Config, model: ExpertModel, tiers: tuple[int, ...], ram: int) -> int:
+def host_bytes(
+    config: Config, model: ExpertModel, tiers: tuple[int, ...], ram: int, near: int = 0
+) -> int:
     """The cache of experts in the host's memory behind a device: what is left there, as far as
-    there are experts. Raises BudgetError where not even reads in flight find room."""
-    fixed = process_bytes(model, on_gpu=True) + config.beside + embedding_bytes(model)
+    there are experts. near: bytes of slots there, with what their products take. Raises BudgetError
+    where not even reads in flight find room."""
+    fixed = process_bytes(model, on_gpu=True) + config.beside + embedding_bytes(model) + near
     shape = model_shape(model, tiers)
     slots = {size for layer in shape.slots for sizes in layer for size in sizes.values()}
     # every size has slots of its own, two at least

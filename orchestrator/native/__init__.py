@@ -4,10 +4,12 @@ from orchestrator.native.abi import ABI_VERSION, FAILED, MAX_AHEAD, MAX_TIERS, C
 from orchestrator.native.device import (
     Bandwidths,
     DeviceInfo,
+    ProductTime,
     context_memory,
     find_device,
     host_scratch,
     measure_device,
+    measure_product,
 )
 from orchestrator.native.library import Library
 from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrary, ServerSpec
@@ -29,6 +31,7 @@ __all__ = [
     "Misses",
     "NativeRequest",
     "NativeServer",
+    "ProductTime",
     "ServerLibrary",
     "ServerSpec",
     "Simulation",
@@ -39,4 +42,5 @@ __all__ = [
     "find_device",
     "host_scratch",
     "measure_device",
+    "measure_product",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -29,6 +29,7 @@ class CSlices(ctypes.Structure):
         ("group", ctypes.c_int32),
         ("interleaved_rows", ctypes.c_int32),
         ("checksums", ctypes.POINTER(ctypes.c_uint32)),
+        ("compute_us", ctypes.c_double),
     ]
 
 
@@ -37,6 +38,8 @@ class CGroup(ctypes.Structure):
         ("slot_bytes", ctypes.c_uint64),
         ("n_slots", ctypes.c_int32),
         ("n_passing", ctypes.c_int32),
+        ("place", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     ]
 
 
@@ -58,7 +61,6 @@ class CConfig(ctypes.Structure):
         ("host_bytes", ctypes.c_uint64),
         ("copy_bytes_per_s", ctypes.c_double),
         ("read_bytes_per_s", ctypes.c_double),
-        ("compute_bytes_per_s", ctypes.c_double),
         ("round_trip_us", ctypes.c_double),
         ("misses", ctypes.c_int32),
         ("n_host_threads", ctypes.c_int32),
@@ -203,10 +205,10 @@ class CMemory(ctypes.Structure):
 # What the header's structs measure on a 64-bit machine. The library is built from the
 # same header and checked by its ABI version; these catch a mirror that went astray.
 STRUCT_BYTES = {
-    CSlices: 40,
-    CGroup: 16,
-    CLayer: 8 + N_KINDS * MAX_TIERS * 40,
-    CConfig: 136,
+    CSlices: 48,
+    CGroup: 24,
+    CLayer: 8 + N_KINDS * MAX_TIERS * 48,
+    CConfig: 128,
     CEvent: 104,
     CStep: 64,
     CPrefetch: 8,
@@ -251,6 +253,13 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_device_measure": (
         ctypes.c_int,
         [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32, ctypes.POINTER(CBandwidths)],
+    ),
+    "moe_edge_measure_product": (
+        ctypes.c_int,
+        [
+            *(ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32),
+            *[ctypes.POINTER(ctypes.c_double)] * 2,
+        ],
     ),
     "moe_edge_store_create": (
         _STORE,

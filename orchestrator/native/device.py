@@ -65,6 +65,26 @@ def host_scratch(library: Library, context: int) -> int:
     return int(found.scratch[0])
 
 
+class ProductTime(NamedTuple):
+    """What the host's threads take to multiply experts with one token, in microseconds: one expert
+    more, and what the first one takes beyond that, since the threads slept."""
+
+    each_us: float
+    wake_us: float
+
+
+def measure_product(
+    library: Library, quant: int, shape: tuple[int, int], threads: int
+) -> ProductTime | None:
+    """For experts of this type, shape (row length, rows) each; takes 64 MiB meanwhile. None for a
+    type that the host does not multiply."""
+    each, wake = ctypes.c_double(), ctypes.c_double()
+    outputs = ctypes.byref(each), ctypes.byref(wake)
+    if library.measure_product(quant, *shape, threads, *outputs) != 0:
+        return None
+    return ProductTime(each.value, wake.value)
+
+
 def measure_device(library: Library, device: DeviceInfo, threads: int) -> Bandwidths:
     """Times copies to a device, and computing on so many threads of the host. Raises ConfigError
     where there is no room for that, or the device is lost."""

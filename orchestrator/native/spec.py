@@ -23,7 +23,8 @@ from orchestrator.native.abi import (
 class Slices:
     """Where the experts of one (layer, kind, tier) lie; see struct moe_edge_slices. checksums: a
     CRC-32 for each expert, none where the file has none. interleaved_rows: 0, or the rows of a
-    matrix whose slots hold it in the CPU's own layout."""
+    matrix whose slots hold it in the CPU's own layout. compute_us: what the host's threads take to
+    compute one expert that a device lacks, 0 where that was not measured."""
 
     file: int
     offset: int
@@ -32,19 +33,20 @@ class Slices:
     group: int
     checksums: tuple[int, ...] = ()
     interleaved_rows: int = 0
+    compute_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Misses:
     """How a store on a device serves what the device lacks, where a layer has few tokens: "copy",
-    "read", "compute" or "auto". For auto, the bytes of weights that each way takes in a second, 0
-    where it cannot be had, and the microseconds that it takes the host and the device to wait for
-    each other. threads: of the host, that compute."""
+    "read", "compute" or "auto". For auto, the bytes of weights that copies and kernels' reads take
+    in a second, 0 where that cannot be had, and the microseconds that it takes the host and the
+    device to wait for each other. What the host takes to compute stands in Slices. threads: of the
+    host, that compute."""
 
     mode: str = "copy"
     copy: float = 0.0
     read: float = 0.0
-    compute: float = 0.0
     round_trip_us: float = 0.0
     threads: int = 1
 
@@ -57,7 +59,9 @@ class StoreSpec:
 
     layers: (il, {(kind, tier): Slices}) for each MoE layer in order, tiers numbered
     best first without gaps; groups: (slot_bytes, n_slots). n_passing[group]: slots that
-    passing requests may take from the others; 1 where it is empty. importance_window: token
+    passing requests may take from the others; 1 where it is empty. on_host[group]: its slots are in
+    the host's memory behind a device, whose threads compute them; none where it is empty.
+    importance_window: token
     importance from the last W queries; 0 none, -1 all of them. exact_tiers: a request drops
     a better copy. whole_experts: an op gets an expert once all matrices of it are there. rigid:
     reads go in the order in which they were asked for, and none is taken back.
@@ -75,6 +79,7 @@ class StoreSpec:
     n_io_threads: int
     direct_io: bool = True
     n_passing: tuple[int, ...] = ()
+    on_host: tuple[bool, ...] = ()
     importance_window: int = 0
     exact_tiers: bool = False
     device: str | None = None  # whose memory the slots are; None for the host's
@@ -100,6 +105,7 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
             target.type = piece.type
             target.group = piece.group
             target.interleaved_rows = piece.interleaved_rows
+            target.compute_us = piece.compute_us
             if piece.checksums:
                 checksums.append((ctypes.c_uint32 * spec.n_expert)(*piece.checksums))
                 target.checksums = checksums[-1]
@@ -108,6 +114,8 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
         c_group.slot_bytes, c_group.n_slots = slot_bytes, n_slots
     for c_group, n_passing in zip(groups, spec.n_passing, strict=False):
         c_group.n_passing = n_passing
+    for c_group, on_host in zip(groups, spec.on_host, strict=False):
+        c_group.place = Misses.MODES.index("compute") if on_host else 0
     config = CConfig(
         files=files,
         layers=layers,
@@ -116,7 +124,6 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
         host_bytes=spec.host_bytes,
         copy_bytes_per_s=spec.misses.copy,
         read_bytes_per_s=spec.misses.read,
-        compute_bytes_per_s=spec.misses.compute,
         round_trip_us=spec.misses.round_trip_us,
         misses=Misses.MODES.index(spec.misses.mode),
         n_host_threads=spec.misses.threads,

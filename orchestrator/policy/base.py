@@ -5,7 +5,7 @@ No clock, no I/O, no global; the same object runs live and in replay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ class ModelShape:
 
     slots[layer][tier] maps a matrix kind to its slot size in bytes. bits: that a weight takes in
     each tier, empty where that is not known. shares_slots: a slot may hold any tier that it is
-    large enough for, as in host memory.
+    large enough for, as in host memory. host_slots: beside a device, slots in the host's memory.
     """
 
     n_expert: int
@@ -36,6 +36,7 @@ class ModelShape:
     slots: tuple[tuple[dict[int, int], ...], ...]
     bits: tuple[float, ...] = ()
     shares_slots: bool = True
+    host_slots: tuple[tuple[dict[int, int], ...], ...] = ()
 
     @property
     def n_layers(self) -> int:
@@ -63,24 +64,30 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class SlotGroup:
-    """Slots of one size that evict each other in least-recently-used order. n_passing: how
-    many of them passing requests may take from the others."""
+    """Slots of one size that evict each other in least-recently-used order. n_passing: how many of
+    them passing requests may take from the others. on_host: the host's threads compute them."""
 
     slot_bytes: int
     n_slots: int
     n_passing: int = 1
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """Slot groups, and which one holds each (layer, kind, tier)."""
+    """Slot groups, and which one holds each (layer, kind, tier). total_bytes leaves host_bytes out,
+    those of slots in the host's memory behind a device."""
 
     groups: tuple[SlotGroup, ...]
     group_of: dict[tuple[int, int, int], int]
 
     @property
     def total_bytes(self) -> int:
-        return sum(group.slot_bytes * group.n_slots for group in self.groups)
+        return sum(each.slot_bytes * each.n_slots for each in self.groups if not each.on_host)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(each.slot_bytes * each.n_slots for each in self.groups if each.on_host)
 
 
 class Callback(Enum):
@@ -100,25 +107,21 @@ class TierOffer:
     def __init__(
         self,
         names: Sequence[str],
-        shape_of: Any,
+        shape_of: Callable[[tuple[int, ...]], ModelShape],
         budget_bytes: int,
         low: int | None = None,
         paired: bool = False,
     ) -> None:
         """shape_of: from file tier indices to a ModelShape."""
-        self.names = tuple(names)
-        self.budget_bytes = budget_bytes
-        self.low = low
-        self.paired = paired
-        self._shape_of = shape_of
+        self.names, self.budget_bytes, self.low = tuple(names), budget_bytes, low
+        self.paired, self._shape_of = paired, shape_of
 
     def shape(self, *tiers: int) -> ModelShape:
         """The model reduced to some of its tiers."""
-        shape: ModelShape = self._shape_of(tiers)
-        return shape
+        return self._shape_of(tiers)
 
     def fits_whole(self, tier: int) -> bool:
-        """Whether slots for every expert in this tier fit the budget."""
+        """Whether slots for every expert in this tier fit."""
         return self.shape(tier).all_slot_bytes() <= self.budget_bytes
 
 
@@ -219,8 +222,7 @@ class Policy:
 
     @property
     def all_resident(self) -> bool:
-        """Whether every expert is in memory, so that versions change by its transitions alone, at
-        step boundaries; after plan."""
+        """Whether every expert is in memory, so that only its transitions change versions."""
         return False
 
     @property
@@ -235,8 +237,7 @@ class Policy:
 
     @property
     def hotness(self) -> np.ndarray | None:
-        """What it has learned, float64 [n_layers, n_expert], a copy; None where it learns
-        nothing."""
+        """What it has learned, float64 [n_layers, n_expert], a copy; None for nothing."""
         return None
 
     def set_hotness(self, scores: np.ndarray) -> None:
@@ -300,10 +301,9 @@ class Policy:
     def before_answer(
         self, resident: np.ndarray, target: np.ndarray
     ) -> Sequence[Transition] | None:
-        """Transitions that an answer's first token waits for, by what is in memory between two
-        steps: resident, target uint8 [n_layers, n_expert] as of StepReport. It waits for those that
-        are under way, too, and it is asked again when all are done, until there are none. None:
-        nothing is waited for."""
+        """Transitions that an answer's first token waits for, as for those under way, by what is in
+        memory between two steps: resident, target as of StepReport. It is asked again when all are
+        done, until there are none. None: nothing is waited for."""
         return None
 
     def save_sequence(self, sequence: int) -> bytes | None:

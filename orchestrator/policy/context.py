@@ -23,10 +23,9 @@ from orchestrator.policy.base import (
     Transition,
 )
 from orchestrator.policy.dynaexq import DynaExqSettings
+from orchestrator.policy.near_pools import like_counts, near_counts, near_pools, placed_shape
 from orchestrator.policy.placement import (
-    IMPORTANCE,
     PlacementSettings,
-    bit_budget,
     importance,
     near_tiers,
     nominal_bits,
@@ -34,14 +33,14 @@ from orchestrator.policy.placement import (
     place,
     shares,
 )
-from orchestrator.policy.prefix_split import prefix_split
 from orchestrator.policy.sequence_use import SequenceUse
-from orchestrator.policy.tier_pools import Places, TierPools
+from orchestrator.policy.tier_pools import TierPools
 from orchestrator.policy.versions import Background
 from orchestrator.settings import again, setting
 
 OWN, SHARED = "own", "shared"
 ASYNC, WAIT = "async", "wait"
+AUTO, DEVICE, HOST = "auto", "device", "host"
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,13 @@ class ContextSettings(PlacementSettings, Background):
         "What a slot of theirs holds: one precision (own), so many of each in every layer, or any "
         "of them (shared), so that each prompt has its own bits, in slots of the largest.",
         choices=(OWN, SHARED),
+    )
+    near_place: str = setting(
+        AUTO,
+        "Where a GPU's near experts are: in its memory (device); in the host's, whose threads "
+        "compute them beside the GPU and nothing of them is copied (host); auto: there only where "
+        "the GPU has no room for all.",
+        choices=(AUTO, DEVICE, HOST),
     )
     losses: Path | None = setting(
         None,
@@ -125,10 +131,11 @@ class Context(Policy):
         super().__init__(shape, settings, rules)
         self._near = near_tiers(shape.tiers, self.settings.near_tiers)
         self._bits = [nominal_bits(shape.tiers[tier]) for tier in self._near]
-        if self._shares and not shape.shares_slots:
+        self._on_host = False  # the near tiers of a GPU; after plan
+        if self._shares and not (shape.shares_slots or self._places[-1]):
             raise PolicyError(
                 f"--near-slots {SHARED} needs slots in host memory: leave it out, or give "
-                f"--device cpu"
+                f"--near-place {HOST}"
             )
         size = shape.n_layers, shape.n_expert
         self.default_tier = len(shape.tiers) - 1
@@ -145,13 +152,24 @@ class Context(Policy):
         self._latest: np.ndarray | None = None  # wanted by the latest placement
         self._scores: np.ndarray = np.zeros(size)
         self._moved = self._steps = self._most_steps = self._changed_bytes = 0
-        layers, tiers = range(shape.n_layers), range(len(shape.tiers))
-        sizes = [[shape.expert_slot_bytes(layer, tier) for tier in tiers] for layer in layers]
-        self._expert_bytes = np.array(sizes, np.int64)  # [n_layers, n_tiers]
 
     @property
     def _shares(self) -> bool:
         return self.settings.near_slots == SHARED and len(self._near) > 1
+
+    @property
+    def _places(self) -> list[bool]:
+        """Whether near tiers are on the host of a GPU: what is tried, in turn."""
+        asked, shape = self.settings.near_place, self.shape
+        if not shape.host_slots or asked == DEVICE:
+            return [False]
+        return [True] if asked == HOST or self._shares else [False, True]
+
+    @property
+    def _expert_bytes(self) -> np.ndarray:
+        """Slot bytes of an expert, int64 [n_layers, n_tiers]."""
+        slots = placed_shape(self.shape, self._on_host).slots
+        return np.array([[sum(sizes.values()) for sizes in tiers] for tiers in slots], np.int64)
 
     @classmethod
     def high_tier(cls, offer: TierOffer) -> int:
@@ -182,40 +200,20 @@ class Context(Policy):
         hot_experts of them. Raises BudgetError."""
         n, asked = self.shape.n_expert, self.settings.hot_experts
         most = n if asked is None else min(n, asked)
-        for n_hot in range(most, (1 if asked is None else most) - 1, -1):
-            counts = self._counts_of(n - n_hot)
-            pools = self._pools_of(n_hot, counts)
-            if pools.total_bytes <= budget_bytes:
-                self._n_hot, self._near_counts, self._pools = n_hot, counts, pools
-                return pools.plan()
+        for on_host in self._places:
+            for n_hot in range(most, (1 if asked is None else most) - 1, -1):
+                counts = like_counts(self._names, n - n_hot, self.settings)
+                near = near_counts(self._near, counts, self._shares)
+                pools = near_pools(self.shape, n_hot, near, on_host)
+                if pools.total_bytes <= budget_bytes:
+                    self._n_hot, self._near_counts, self._pools = n_hot, counts, pools
+                    self._on_host = on_host
+                    return pools.plan()
         raise BudgetError(
             f"{format_size(budget_bytes)} are too little for every expert in one precision: it "
             f"needs {pools.total_bytes} bytes",
             pools.total_bytes,
         )
-
-    def _counts_of(self, n_cold: int) -> tuple[int, ...]:
-        """How many experts of a layer get each near tier where all are alike. Raises PolicyError
-        where the least bits are more than near_bits."""
-        settings = self.settings
-        if settings.near_bits < self._bits[-1]:
-            name = self.shape.tiers[self._near[-1]]
-            raise PolicyError(
-                f"--near-bits {settings.near_bits:g} is less than {name} has: name a lower tier, "
-                f"or ask for {self._bits[-1]} or more"
-            )
-        losses = nominal_losses(self._bits, 1, n_cold)[0]
-        weights = 1 / np.arange(1.0, n_cold + 1) if settings.near_weights == IMPORTANCE else None
-        return prefix_split(losses, self._bits, bit_budget(n_cold, settings), weights)
-
-    def _pools_of(self, n_hot: int, near: Sequence[int]) -> TierPools:
-        unused = set(range(1, len(self.shape.tiers))) - set(self._near)
-        places = [Places((0,), n_hot, reserve=False), *(Places((tier,), 0) for tier in unused)]
-        if self._shares:
-            places.append(Places(tuple(self._near), sum(near)))
-        else:
-            places += [Places((tier,), n) for tier, n in zip(self._near, near, strict=True)]
-        return TierPools(self.shape, places)
 
     @property
     def fresh(self) -> bool:
@@ -361,7 +359,7 @@ class Context(Policy):
             "steps": self._steps,
             "most_steps": self._most_steps,
             "hot_per_layer": self._n_hot,
-            "near_per_layer": dict(zip(self._near_names, near, strict=True)),
+            "near_per_layer": dict(zip(self._names, near, strict=True)),
         }
         if any(near):
             found["near_bits"] = float(np.average(self._bits, weights=near))
@@ -370,7 +368,7 @@ class Context(Policy):
         return found
 
     @property
-    def _near_names(self) -> list[str]:
+    def _names(self) -> list[str]:
         return [self.shape.tiers[tier] for tier in self._near]
 
     def _near_per_layer(self) -> list[float]:
@@ -385,7 +383,7 @@ class Context(Policy):
         return [self.shape.bits[tier] for tier in self._near] if self.shape.bits else []
 
     def describe(self) -> str:
-        names = self._near_names
+        names = self._names
         if self._stored:
             names = [f"{a} ({b:.2f} bits)" for a, b in zip(names, self._stored, strict=True)]
         counts = zip(self._near_counts, names, strict=True)
@@ -393,7 +391,8 @@ class Context(Policy):
         if self._shares:
             bits = f"{self.settings.near_bits:g} nominal bits"
             near = f"{sum(self._near_counts)} in {', '.join(names)}, {bits} on average"
+        where = ", which the host computes" if self._on_host else ""
         return (
             f"context, of {self.shape.n_expert} experts a layer {self._n_hot} hot in "
-            f"{self.shape.tiers[0]}, {near}"
+            f"{self.shape.tiers[0]}, {near}{where}"
         )

@@ -19,12 +19,13 @@ _MOST_MOVES = 16
 class Places:
     """Slots for n_experts of each layer, or so many of each, in any of these tiers, each as large
     as the largest of them. reserve: a few more, for experts that are under way, one for each so
-    many."""
+    many. on_host: in the host's memory behind a device."""
 
     tiers: tuple[int, ...]
     n_experts: int | Sequence[int]
     reserve: bool = True
     experts_per_move: int = _EXPERTS_PER_MOVE
+    on_host: bool = False
 
     def of(self, layers: Sequence[int]) -> int:
         """Experts of these layers together."""
@@ -48,6 +49,7 @@ class TierPools(Pools):
             [_sized(pool, place, shape.n_expert) for pool in pools_by_size(shape, *place.tiers)]
             for place in places
         ]
+        self._on_host = [place.on_host for place in places]
         super().__init__(self._pools, shape.n_layers, [place.tiers for place in places])
 
     @property
@@ -67,10 +69,11 @@ class TierPools(Pools):
 
     @property
     def total_bytes(self) -> int:
-        return sum(pool.unit_bytes * pool.n_slots for of_place in self._pools for pool in of_place)
+        """Of slots in the memory that the budget is of."""
+        return self.plan().total_bytes
 
     def plan(self) -> SlotPlan:
-        return slot_plan(self._pools, self._tiers)
+        return slot_plan(self._pools, self._tiers, self._on_host)
 
     def track(self, resident: np.ndarray, target: np.ndarray) -> Tracker:
         """Free slots now. resident, target uint8 [n_layers, n_expert] as of StepReport: an expert

@@ -206,9 +206,12 @@ def _alike(ours: dict[int, int], theirs: dict[int, int]) -> bool:
 
 
 def slot_plan(
-    pools: Sequence[Sequence[Pool]], tiers: Sequence[Sequence[int]] | None = None
+    pools: Sequence[Sequence[Pool]],
+    tiers: Sequence[Sequence[int]] | None = None,
+    on_host: Sequence[bool] = (),
 ) -> SlotPlan:
-    """The plan of pools[i], which hold experts in tiers[i]; None: in tier i."""
+    """The plan of pools[i], which hold experts in tiers[i]; None: in tier i. on_host[i]: their
+    slots are in the host's memory behind a device; none where it is empty."""
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
     for place, of_place in enumerate(pools):
@@ -217,7 +220,9 @@ def slot_plan(
             for kind, size in pool.sizes.items():
                 each = ((layer, kind, tier) for layer in pool.layers for tier in held)
                 group_of.update(dict.fromkeys(each, len(groups)))
-                groups.append(SlotGroup(size, pool.n_slots))
+                groups.append(
+                    SlotGroup(size, pool.n_slots, on_host=bool(on_host) and on_host[place])
+                )
     return SlotPlan(tuple(groups), group_of)
 
 

@@ -3,6 +3,8 @@
 #include "moe-edge-util.h"
 #include "moe-edge-workers.h"
 
+#include "ggml-cpu.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -98,7 +100,60 @@ double compute_seconds(const void * weights, uint64_t bytes, int32_t n_threads) 
     });
 }
 
+// Experts of one shape as misses meet them: threads that sleep, and weights that come from memory.
+struct product_timing {
+    static constexpr uint64_t ARENA = 64 << 20;  // more than most caches hold
+    static constexpr int32_t  FEW = 1, MANY = 3, TRIES = 7;
+
+    const ggml_type      type;
+    const int64_t        n_in, n_out;
+    const uint64_t       expert_bytes = n_out * ggml_row_size(type, n_in);
+    const uint64_t       n_experts    = std::max<uint64_t>(MANY, ARENA / expert_bytes);
+    std::vector<char>    weights      = std::vector<char>(n_experts * expert_bytes, 1);
+    std::vector<float>   x            = std::vector<float>(n_in, 1.0f);
+    std::vector<float>   out          = std::vector<float>(MANY * n_out);
+    uint64_t             next         = 0;
+
+    // Microseconds for n experts, the median.
+    double of(moe_edge_workers & workers, int32_t n) {
+        std::vector<double> took;
+        for (int32_t i = 0; i < TRIES; i++) {
+            std::vector<moe_edge_product> products;
+            for (int32_t e = 0; e < n; e++, next++) {
+                products.push_back({ weights.data() + next % n_experts * expert_bytes, type, n_in, n_out, { x.data() }, { out.data() + e * n_out } });
+            }
+            std::this_thread::sleep_for(std::chrono::microseconds(300));  // until the threads sleep, too
+            const auto t0 = std::chrono::steady_clock::now();
+            workers.multiply(products);
+            took.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - t0).count());
+        }
+        std::nth_element(took.begin(), took.begin() + TRIES / 2, took.end());
+        return took[TRIES / 2];
+    }
+};
+
 }  // namespace
+
+int moe_edge_measure_product(int32_t type, int64_t n_in, int64_t n_out, int32_t n_threads, double * each_us, double * wake_us) {
+    if (type < 0 || type >= GGML_TYPE_COUNT || n_in < 1 || n_out < 1 || n_threads < 1 || n_threads > 1024) {
+        return -1;
+    }
+    ggml_cpu_init();
+    const auto as = static_cast<ggml_type>(type);
+    const auto * traits = ggml_get_type_traits_cpu(as);
+    const auto block = ggml_blck_size(as);
+    if (block == 0 || n_in % block != 0 || !traits->vec_dot || (traits->vec_dot_type != GGML_TYPE_F32 && !ggml_get_type_traits_cpu(traits->vec_dot_type)->from_float)) {
+        return -1;
+    }
+    product_timing timing { as, n_in, n_out };
+    moe_edge_workers workers(n_threads);
+    const double few  = timing.of(workers, timing.FEW);
+    const double many = timing.of(workers, timing.MANY);
+    // where noise has the better of it, nothing is called free
+    *each_us = std::max((many - few) / (timing.MANY - timing.FEW), many / timing.MANY / 2);
+    *wake_us = std::max(0.0, few - *each_us);
+    return 0;
+}
 
 bool moe_edge_is_placeholder_type(ggml_backend_buffer_type_t type) {
     if (type == moe_edge_buffer_type()) {

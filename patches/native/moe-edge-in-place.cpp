@@ -12,17 +12,16 @@ void moe_edge_store::open_in_place(const moe_edge_config & config) {
     }
     const auto cost = [](double bytes_per_s) { return bytes_per_s > 0.0 ? 1.0 / bytes_per_s : INFINITY; };
     const bool readable = device->reads_in_place(host->is_pinned());
-    seconds_per_byte[MOE_EDGE_MISS_COPY]    = cost(config.copy_bytes_per_s);
-    seconds_per_byte[MOE_EDGE_MISS_READ]    = readable ? cost(config.read_bytes_per_s) : INFINITY;
-    seconds_per_byte[MOE_EDGE_MISS_COMPUTE] = cost(config.compute_bytes_per_s);
-    round_trip_s = config.round_trip_us * 1e-6;
+    copy_s_per_byte = cost(config.copy_bytes_per_s);
+    read_s_per_byte = readable ? cost(config.read_bytes_per_s) : INFINITY;
+    round_trip_s    = config.round_trip_us * 1e-6;
 
     misses = config.misses;
     if ((misses == MOE_EDGE_MISS_READ && !readable) ||
-        (misses == MOE_EDGE_MISS_AUTO && std::isinf(seconds_per_byte[MOE_EDGE_MISS_COPY]))) {
+        (misses == MOE_EDGE_MISS_AUTO && std::isinf(copy_s_per_byte))) {
         misses = MOE_EDGE_MISS_COPY;
     }
-    if (misses == MOE_EDGE_MISS_COMPUTE || (misses == MOE_EDGE_MISS_AUTO && !std::isinf(seconds_per_byte[MOE_EDGE_MISS_COMPUTE]))) {
+    if (misses == MOE_EDGE_MISS_COMPUTE || misses == MOE_EDGE_MISS_AUTO || split) {
         workers = std::make_unique<moe_edge_workers>(std::max(1, config.n_host_threads));
     }
     places.assign(n_expert, MOE_EDGE_MISS_COPY);
@@ -30,16 +29,35 @@ void moe_edge_store::open_in_place(const moe_edge_config & config) {
 }
 
 // What a layer lacks of an expert, and what is not on its way already.
+bool moe_edge_store::is_missing(int32_t layer, int32_t kind, int32_t of_kind, int32_t expert) const {
+    const int32_t cell = cell_index(layer, of_kind, expert);
+    const auto & c = cells[cell];
+    return has_kind(layer, of_kind) && (kind == of_kind || kind == MOE_EDGE_N_KINDS) && c.pinned() && !c.satisfied() &&
+        c.loading == NO_TIER && staged(cell, c.want);
+}
+
 uint64_t moe_edge_store::missing_bytes(int32_t layer, int32_t kind, int32_t expert) const {
     uint64_t bytes = 0;
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
-        const int32_t cell = cell_index(layer, k, expert);
-        const auto & c = cells[cell];
-        if (has_kind(layer, k) && (kind == k || kind == MOE_EDGE_N_KINDS) && c.pinned() && !c.satisfied() && c.loading == NO_TIER) {
-            bytes += slice_of(cell, c.want).expert_bytes;
+        if (is_missing(layer, kind, k, expert)) {
+            const int32_t cell = cell_index(layer, k, expert);
+            bytes += slice_of(cell, cells[cell].want).expert_bytes;
         }
     }
     return bytes;
+}
+
+// What the host's threads take for it; infinite where they are not to compute one of its matrices.
+double moe_edge_store::compute_seconds(int32_t layer, int32_t kind, int32_t expert) const {
+    double seconds = 0.0;
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        if (is_missing(layer, kind, k, expert)) {
+            const int32_t cell = cell_index(layer, k, expert);
+            const double us = slice_of(cell, cells[cell].want).compute_us;
+            seconds += us > 0.0 ? us * 1e-6 : INFINITY;
+        }
+    }
+    return seconds;
 }
 
 // For ask(). MOE_EDGE_MISS_AUTO: the link to the device and the host's threads share the experts,
@@ -57,10 +75,9 @@ void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * 
         if (place != MOE_EDGE_MISS_AUTO || bytes == 0.0) {
             continue;
         }
-        double done[MOE_EDGE_MISS_AUTO];
-        for (int32_t p = 0; p < MOE_EDGE_MISS_AUTO; p++) {
-            done[p] = (p == MOE_EDGE_MISS_COMPUTE ? threads : link) + bytes * seconds_per_byte[p];
-        }
+        const double done[MOE_EDGE_MISS_AUTO] = {  // by enum moe_edge_miss
+            link + bytes * copy_s_per_byte, link + bytes * read_s_per_byte, threads + compute_seconds(layer, kind, experts[i]),
+        };
         place = std::min_element(std::begin(done), std::end(done)) - done;
         (place == MOE_EDGE_MISS_COMPUTE ? threads : link) = done[place];
     }
@@ -70,7 +87,8 @@ void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * 
 // host tier can spare the room.
 bool moe_edge_store::try_in_place(int32_t cell) {
     auto & c = cells[cell];
-    if (misses == MOE_EDGE_MISS_COPY || places[expert_of(cell)] == MOE_EDGE_MISS_COPY || !host->lend(host_class(cell, c.want))) {
+    if (misses == MOE_EDGE_MISS_COPY || places[expert_of(cell)] == MOE_EDGE_MISS_COPY || !staged(cell, c.want) ||
+        !host->lend(host_class(cell, c.want))) {
         return false;
     }
     c.place = places[expert_of(cell)];
@@ -90,9 +108,13 @@ void moe_edge_store::use_in_place(int32_t cell, moe_edge_ready * out) {
     const uint64_t offset = s.offset + expert_of(cell) * s.expert_bytes;
     *out = { host->data(c.host_slot) + offset % MOE_EDGE_BLOCK, expert_of(cell), s.type, 0, c.place };
     stats.computed[phase][c.loading]++;
+    count_in_place(s, c.place);
+}
+
+void moe_edge_store::count_in_place(const moe_edge_slices & s, int32_t place) {
     stats.in_place[phase]++;
     stats.in_place_bytes[phase] += s.expert_bytes;
-    stats.host_computed[phase] += c.place == MOE_EDGE_MISS_COMPUTE;
+    stats.host_computed[phase] += place == MOE_EDGE_MISS_COMPUTE;
 }
 
 // An expert that was used in place comes to slots behind that, as if it was read ahead, unless
@@ -106,7 +128,7 @@ void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
         const int32_t cell = cell_index(layer, k, expert);
         auto & c = cells[cell];
         if (has_kind(layer, k) && !c.decided && c.loading == NO_TIER && c.want != MOE_EDGE_SKIP && !c.satisfied() &&
-            host->has(slice_id(cell, c.want))) {
+            staged(cell, c.want) && host->has(slice_id(cell, c.want))) {
             queue_ahead(cell, c.want, c.passing);
             c.after_use = true;
         }

@@ -11,7 +11,10 @@
 
 namespace {
 
-constexpr uint64_t AHEAD_COPY_BYTES = 8 << 20;  // enqueued at once; never less than two copies
+// Copies to a device have no priorities: a demand copy waits for those that are under way. So that is bounded
+// by time, and in bytes where the link's speed is not known. One copy always goes.
+constexpr double   AHEAD_COPY_S     = 0.5e-3;
+constexpr uint64_t AHEAD_COPY_BYTES = 8 << 20;
 
 std::vector<moe_edge_host_tier::size_class> host_classes(const moe_edge_config & config, std::vector<int32_t> * class_of) {
     std::map<uint64_t, moe_edge_host_tier::size_class> by_size;
@@ -21,7 +24,9 @@ std::vector<moe_edge_host_tier::size_class> host_classes(const moe_edge_config &
             for (int32_t t = 0; t < config.n_tiers; t++) {
                 const auto & s = config.layers[l].slices[k][t];
                 uint64_t & slot_bytes = sizes.emplace_back(0);
-                for (int32_t e = 0; s.expert_bytes > 0 && e < config.n_expert; e++) {
+                const bool grouped = s.group >= 0 && s.group < config.n_groups;
+                const bool on_host = grouped && config.groups[s.group].place != MOE_EDGE_MISS_COPY;
+                for (int32_t e = 0; s.expert_bytes > 0 && !on_host && e < config.n_expert; e++) {
                     slot_bytes = std::max(slot_bytes, moe_edge_slot_bytes(s.offset + e * s.expert_bytes, s.expert_bytes));
                 }
                 if (slot_bytes > 0) {
@@ -67,6 +72,7 @@ void moe_edge_store::open_device(const moe_edge_config & config) {
         }
         down_matrices.push_back(&of_layer[MOE_EDGE_DOWN]);
     }
+    most_ahead_bytes = config.copy_bytes_per_s > 0.0 ? (uint64_t) (config.copy_bytes_per_s * AHEAD_COPY_S) : AHEAD_COPY_BYTES;
     open_in_place(config);
     copy_thread = std::thread([this] { copy_loop(); });
 }
@@ -77,10 +83,10 @@ void moe_edge_store::start_copy() {
     copies.erase(copies.begin());
     auto & c = cells[cell];
     c.started = c.finished = c.parts;
-    if (c.background) {
+    if (c.background && !c.was_read) {
         hold_transitions(slice_of(cell, c.loading).expert_bytes);
     }
-    stats.host_hits[phase]++;
+    stats.host_hits[phase] += !c.was_read;
     settle(cell);
     done_cv.notify_all();
 }
@@ -93,10 +99,11 @@ void moe_edge_store::copy_loop() {
             return;
         }
         const uint64_t now = clock_us();
-        if (cells[std::get<3>(*copies.begin())].background && now < transition_at) {
+        const int32_t cell = std::get<3>(*copies.begin());
+        const auto & next = slice_of(cell, cells[cell].loading);
+        if (cells[cell].background && !cells[cell].was_read && now < transition_at) {
             copy_cv.wait_for(lock, std::chrono::microseconds(transition_at - now));
-        } else if (ahead_copies.size() >= 2 && ahead_copy_bytes >= AHEAD_COPY_BYTES && !device->passed(ahead_copies.front().first)) {
-            const moe_edge_ticket oldest = ahead_copies.front().first;
+        } else if (const moe_edge_ticket oldest = ahead_before(next.expert_bytes); oldest != 0) {
             lock.unlock();
             device->wait(oldest);
             lock.lock();
@@ -105,6 +112,16 @@ void moe_edge_store::copy_loop() {
             wake();
         }
     }
+}
+
+// Of copies that nobody waits for, the oldest one under way, where one more of so many bytes would be too
+// much; else 0.
+moe_edge_ticket moe_edge_store::ahead_before(uint64_t bytes) {
+    while (!ahead_copies.empty() && device->passed(ahead_copies.front().first)) {
+        ahead_copy_bytes -= ahead_copies.front().second;
+        ahead_copies.pop_front();
+    }
+    return ahead_copies.empty() || ahead_copy_bytes + bytes <= most_ahead_bytes ? 0 : ahead_copies.front().first;
 }
 
 // Enqueues the copy of a load whose bytes are in its host slot.
@@ -128,10 +145,6 @@ void moe_edge_store::transfer(int32_t cell) {
     host->feeds(c.host_slot, lane, c.ticket);
     drop_host(cell);
     stats.copy_bytes[phase] += s.expert_bytes;
-    while (!ahead_copies.empty() && device->passed(ahead_copies.front().first)) {
-        ahead_copy_bytes -= ahead_copies.front().second;
-        ahead_copies.pop_front();
-    }
     if (lane == MOE_EDGE_LANE_PREFETCH) {
         ahead_copies.emplace_back(c.ticket, s.expert_bytes);
         ahead_copy_bytes += s.expert_bytes;
@@ -150,6 +163,9 @@ bool moe_edge_store::landed(int32_t cell) const {
 int32_t moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
     const int32_t cell = most_urgent();
     auto & c = cells[cell];
+    if (!staged(cell, c.loading)) {
+        return cell;
+    }
     if (c.host_slot < 0) {
         c.host_slot = host->reserve(slice_id(cell, c.loading), host_class(cell, c.loading));
     }
@@ -192,7 +208,7 @@ void moe_edge_store::check_device() {
 // nobody decides during a step, and every expert is there as good as it will be asked for.
 void moe_edge_store::fix_tables() {
     const bool same = tables_fixed && fixed_changes == table_changes;
-    tables_fixed = !asks(phase) && !directed && !exact_tiers && !failed;
+    tables_fixed = !asks(phase) && !directed && !exact_tiers && !failed && !split;
     for (size_t i = 0; !same && tables_fixed && i < cells.size(); i++) {
         const auto & c = cells[i];
         const bool there = c.tier != NO_TIER && c.tier <= default_tier && (c.loading == NO_TIER || c.background);

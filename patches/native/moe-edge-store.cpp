@@ -186,8 +186,9 @@ void moe_edge_store::close_all() {
     host.reset();
     if (memory && device) {
         device->release(memory);
-    } else if (memory) {
-        munmap(memory, memory_bytes);
+    }
+    if (mapped) {
+        munmap(mapped, mapped_bytes);
     }
     for (auto & file : files) {
         if (file.fd >= 0) {
@@ -268,15 +269,21 @@ void moe_edge_store::keep_checksums() {
 
 void moe_edge_store::make_pools(const moe_edge_config & config) {
     pools.resize(config.n_groups);
-    uint64_t total = 0, padding = 0;
+    uint64_t total = 0, on_device = 0, on_host = 0;
     for (int32_t g = 0; g < config.n_groups; g++) {
         const auto & group = config.groups[g];
-        if (group.n_slots < 1 || group.slot_bytes == 0 || (!device && group.slot_bytes % MOE_EDGE_BLOCK != 0) ||
+        pools[g].on_host = device && group.place == MOE_EDGE_MISS_COMPUTE;
+        split |= pools[g].on_host;
+        const bool direct = !device || pools[g].on_host;
+        if (group.place != MOE_EDGE_MISS_COPY && !pools[g].on_host) {
+            refuse("store: group %d: slots beside a device's are for the host's threads to compute", g);
+        }
+        if (group.n_slots < 1 || group.slot_bytes == 0 || (direct && group.slot_bytes % MOE_EDGE_BLOCK != 0) ||
             group.slot_bytes > (UINT64_MAX - MOE_EDGE_DEVICE_ALIGN - total) / group.n_slots) {
             refuse("store: group %d: needs at least one slot, of a multiple of %d bytes", g, (int) MOE_EDGE_BLOCK);
         }
-        total   += group.slot_bytes * group.n_slots;
-        padding += pool_bytes(group) - group.slot_bytes * group.n_slots;
+        total += group.slot_bytes * group.n_slots;
+        (direct ? on_host : on_device) += pool_bytes(group);
     }
     if (total > config.budget_bytes) {
         refuse("store: the slots take %llu bytes, more than the budget of %llu",
@@ -294,12 +301,13 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
                     refuse("store: group %d holds two kinds", s.group);
                 }
                 pool.mixed |= pool.kind >= 0 && pool.tier != t;
-                if (device && pool.mixed) {
+                const bool there = device && !pool.on_host;
+                if (there && pool.mixed) {
                     refuse("store: group %d holds two tiers, which it cannot on a device", s.group);
                 }
                 pool.kind = k;
                 pool.tier = t;
-                if (device) {
+                if (there) {
                     // the padding behind a slice is never written: no longer slice may have lain there
                     if (pool.type < 0) {
                         pool.type        = s.type;
@@ -322,16 +330,16 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
             }
         }
     }
-    char * at = device ? static_cast<char *>(device->alloc(total + padding)) : map_pools(total, config.flags);
-    if (device) {
-        memory = at;
-        if (!at) {
-            refuse("store: %s has no memory for slots of %llu bytes", device->name().c_str(), (unsigned long long) total);
-        }
+    char * at_host = on_host > 0 ? map_pools(on_host, config.flags) : nullptr;
+    memory = device ? device->alloc(std::max<uint64_t>(on_device, MOE_EDGE_DEVICE_ALIGN)) : at_host;
+    if (!memory) {
+        refuse("store: %s has no memory for slots of %llu bytes", device->name().c_str(), (unsigned long long) on_device);
     }
+    char * at_device = static_cast<char *>(memory);
     for (int32_t g = 0; g < config.n_groups; g++) {
         auto & pool = pools[g];
         const auto & group = config.groups[g];
+        char *& at = device && !pool.on_host ? at_device : at_host;
         pool.memory     = at;
         pool.slot_bytes = group.slot_bytes;
         pool.max_passing = std::max(1, group.n_passing);
@@ -344,7 +352,8 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
     for (auto & of_layer : matrices) {
         for (auto & m : of_layer) {
             for (int32_t t = 0; t < n_tiers; t++) {
-                m.base.push_back(has_kind(m.layer, m.kind) ? pools[slices[m.layer][m.kind][t].group].memory : nullptr);
+                const auto & pool = pools[slices[m.layer][m.kind][t].group];
+                m.base.push_back(has_kind(m.layer, m.kind) && !pool.on_host ? pool.memory : nullptr);
             }
         }
     }
@@ -359,16 +368,16 @@ uint64_t moe_edge_store::pool_bytes(const moe_edge_group & group) const {
 char * moe_edge_store::map_pools(uint64_t total, int32_t flags) {
     // One region for all pools, in huge pages where the system has them: direct reads then
     // pin a few pages each instead of hundreds, and no pool is rounded up by itself.
-    memory_bytes = total + HUGE_PAGE;
+    mapped_bytes = total + HUGE_PAGE;
     const int access = flags & MOE_EDGE_SIMULATED ? PROT_NONE : PROT_READ | PROT_WRITE;
-    memory = mmap(nullptr, memory_bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) {
-        memory = nullptr;
+    mapped = mmap(nullptr, mapped_bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) {
+        mapped = nullptr;
         refuse("store: no memory for slots of %llu bytes: %s", (unsigned long long) total, strerror(errno));
     }
-    madvise(memory, memory_bytes, MADV_HUGEPAGE);
-    madvise(memory, memory_bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not go together
-    return reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
+    madvise(mapped, mapped_bytes, MADV_HUGEPAGE);
+    madvise(mapped, mapped_bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not go together
+    return reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(mapped) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
 }
 
 // ---- slots
@@ -590,7 +599,7 @@ bool moe_edge_store::claim_slot(int32_t cell) {
 
 // Before a read starts: whether it has where to go. On a device that is the host tier.
 bool moe_edge_store::claim_or_drop(int32_t cell) {
-    if (host || !cells[cell].slotless() || claim_slot(cell)) {
+    if (staged(cell, cells[cell].loading) || !cells[cell].slotless() || claim_slot(cell)) {
         return true;
     }
     cancel_read(cell);
@@ -611,8 +620,9 @@ void moe_edge_store::start_load(int32_t cell, int32_t tier, int32_t slot, bool a
     c.after_use    = false;
     c.passes       = passing;
     c.ticket       = 0;
-    c.host_slot    = host ? host->find(slice_id(cell, tier), passing) : -1;
+    c.host_slot    = staged(cell, tier) ? host->find(slice_id(cell, tier), passing) : -1;
     c.cached       = c.host_slot >= 0;
+    c.was_read     = false;
     c.checks       = !c.cached && !simulation && !unchecked.empty() && unchecked[slice_id(cell, tier)];
     c.crc          = 0;
     c.parts        = c.cached ? 1 : std::max<uint64_t>(1, (slice_of(cell, tier).expert_bytes + MOE_EDGE_PART / 2) / MOE_EDGE_PART);
@@ -665,7 +675,17 @@ void moe_edge_store::load_or_wait(int32_t cell) {
 // replaces; the promotion then waits for release(), and a transition for the next step.
 void moe_edge_store::settle(int32_t cell) {
     auto & c = cells[cell];
-    if (host && !c.copied && !c.broken && !c.abandoned && !c.in_place()) {
+    if (staged(cell, c.loading) && !c.copied && !c.broken && !c.abandoned && !c.in_place()) {
+        const bool nobody_waits = c.ahead || c.background;
+        if (nobody_waits && !c.cached && ahead_before(slice_of(cell, c.loading).expert_bytes) != 0) {
+            // as one that the host tier had: the copy thread takes it in its turn
+            c.cached = c.was_read = true;
+            c.parts   = 1;
+            c.started = c.finished = 0;
+            copies.insert(read_key(cell));
+            copy_cv.notify_one();
+            return;
+        }
         if (!c.slotless() || claim_slot(cell)) {
             transfer(cell);
         } else {
@@ -712,7 +732,7 @@ void moe_edge_store::publish(int32_t cell) {
     c.background   = false;
     pool.slots[c.slot].prefetched = c.ahead && !c.after_use && !c.pinned();
     list_insert(pool, c.slot);
-    set_entry(cell, { pool.memory + c.slot * pool.slot_bytes + (device ? 0 : offset % MOE_EDGE_BLOCK), s.type, c.ticket });
+    set_entry(cell, { pool.memory + c.slot * pool.slot_bytes + (staged(cell, c.tier) ? 0 : offset % MOE_EDGE_BLOCK), s.type, c.ticket });
     update_resident(cell);
 
     if (c.pinned() && !c.satisfied()) {
@@ -774,7 +794,7 @@ void moe_edge_store::lay_out(const moe_edge_read & read, const moe_edge_kernels 
 moe_edge_read moe_edge_store::start_read(int32_t cell) {
     auto & c = cells[cell];
     auto & pool = pool_of(cell, c.loading);
-    char * to = host ? host->data(c.host_slot) : pool.memory + c.loading_slot * pool.slot_bytes;
+    char * to = c.host_slot >= 0 ? host->data(c.host_slot) : pool.memory + c.loading_slot * pool.slot_bytes;
     const moe_edge_read read = { cell, c.loading, c.started++, c.parts, c.background, to, c.checks };
     const uint64_t bytes = slice_of(cell, read.tier).expert_bytes;
     if (read.part == 0) {
@@ -828,7 +848,7 @@ void moe_edge_store::finish_read(const moe_edge_read & read, const std::string &
         if (c.checks && !c.broken && !c.cut) {
             compare(read);
         }
-        if (host && !c.broken && !c.cut) {
+        if (staged(read.cell, c.loading) && !c.broken && !c.cut) {
             const bool passes = c.in_place() ? c.passing : c.slotless() ? c.passes
                 : pool_of(read.cell, c.loading).slots[c.loading_slot].passing;
             host->complete(c.host_slot, passes);
@@ -1274,8 +1294,12 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
                 op.remaining[keep++] = cell;
             } else if (c.satisfied()) {
                 const auto & entry = m.table[expert_of(cell)];
-                out[n++] = { entry.data, expert_of(cell), entry.type, entry.ticket };
+                const bool here = pool_of(cell, c.tier).on_host;
+                out[n++] = { entry.data, expert_of(cell), entry.type, entry.ticket, here ? MOE_EDGE_MISS_COMPUTE : MOE_EDGE_MISS_COPY };
                 stats.computed[phase][c.tier] += !runs_unwatched();
+                if (here) {
+                    count_in_place(slice_of(cell, c.tier), MOE_EDGE_MISS_COMPUTE);
+                }
             } else if (c.serves()) {
                 use_in_place(cell, &out[n++]);
             } else {
@@ -1320,7 +1344,7 @@ void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, 
         if (device && ready[i].data && after != 0) {
             if (c.in_place()) {
                 host->feeds(c.host_slot, moe_edge_host_tier::READERS, after);
-            } else {
+            } else if (staged(cell, c.tier)) {  // else the host has read it
                 pool_of(cell, c.tier).slots[c.slot].after = after;
             }
         }

@@ -74,6 +74,7 @@ struct moe_edge_cell {
     bool     abandoned    = false;    // its read goes on to the end of a part and is thrown away
     bool     cut          = false;    // and some of its parts are never read
     bool     cached       = false;    // the host tier has the bytes: there is only a copy to make
+    bool     was_read     = false;    // and it has them by this load
     bool     copied       = false;    // on a device: its copy is enqueued
     bool     after_use    = false;    // its copy is for the next time: this time it was used in place
     bool     checks       = false;    // its read is compared with the slice's checksum
@@ -112,6 +113,7 @@ struct moe_edge_pool {
     int32_t  kind       = -1;
     int32_t  tier       = -1;     // of its slices; the last one of several
     bool     mixed      = false;  // there are several, in host memory
+    bool     on_host    = false;  // in the host's memory behind a device, where its threads compute
     int32_t  type       = -1;     // on a device: of all its slices
     uint64_t slice_bytes = 0;     // and their size
     int32_t  newest     = -1;
@@ -241,6 +243,8 @@ struct moe_edge_store {
     }
     bool has_kind(int32_t layer, int32_t kind) const { return slices[layer][kind][0].expert_bytes > 0; }
     moe_edge_pool & pool_of(int32_t cell, int32_t tier) { return pools[slice_of(cell, tier).group]; }
+    // Whether a slice comes through the host tier. Else it is read into its slot.
+    bool    staged(int32_t cell, int32_t tier) const { return host && !pools[slice_of(cell, tier).group].on_host; }
 
     void    open_files(const moe_edge_config & config);
     void    make_pools(const moe_edge_config & config);
@@ -266,6 +270,7 @@ struct moe_edge_store {
     std::set<moe_edge_read_key> & queue_of(const moe_edge_cell & c) { return c.cached ? copies : reads; }
     void    copy_loop();
     void    start_copy();
+    moe_edge_ticket ahead_before(uint64_t bytes);
     void    hold_transitions(uint64_t bytes);
     void    transfer(int32_t cell);
     bool    landed(int32_t cell) const;
@@ -281,9 +286,12 @@ struct moe_edge_store {
     // misses that are not copied (moe-edge-in-place.cpp)
     void    open_in_place(const moe_edge_config & config);
     void    choose_places(int32_t layer, int32_t kind, const int32_t * experts, int32_t n, int32_t n_tokens);
+    double  compute_seconds(int32_t layer, int32_t kind, int32_t expert) const;
     uint64_t missing_bytes(int32_t layer, int32_t kind, int32_t expert) const;
+    bool    is_missing(int32_t layer, int32_t kind, int32_t of_kind, int32_t expert) const;
     bool    try_in_place(int32_t cell);
     void    use_in_place(int32_t cell, moe_edge_ready * out);
+    void    count_in_place(const moe_edge_slices & s, int32_t place);
     void    keep_used(int32_t layer, int32_t expert);
 
     moe_edge_read start_read(int32_t cell);
@@ -344,8 +352,10 @@ struct moe_edge_store {
     std::mutex              mutex;
     std::condition_variable work_cv;   // I/O threads wait for reads
     std::condition_variable done_cv;   // ops wait for complete cells
-    void *                      memory = nullptr;  // of all pools
-    uint64_t                    memory_bytes = 0;
+    void *                      memory = nullptr;  // of all pools, or on a device of those there
+    void *                      mapped = nullptr;  // the part of it that is the host's
+    uint64_t                    mapped_bytes = 0;
+    bool                        split = false;     // some of a device's pools are in the host's memory
     std::vector<moe_edge_file>  files;
     std::vector<moe_edge_pool>  pools;
     std::vector<moe_edge_cell>  cells;
@@ -357,8 +367,10 @@ struct moe_edge_store {
     std::unique_ptr<moe_edge_simulation> simulation;  // in the place of the threads
     std::unique_ptr<moe_edge_host_tier> host;          // with a device only
     std::vector<int32_t>        size_classes;          // of the host tier: [layer, kind, tier]
-    double                      seconds_per_byte[MOE_EDGE_MISS_AUTO] = {};  // of each way to serve a miss
+    double                      copy_s_per_byte = 0.0;  // of misses, infinite where they cannot go this way
+    double                      read_s_per_byte = 0.0;
     double                      round_trip_s = 0.0;
+    uint64_t                    most_ahead_bytes = 0;  // of copies under way that nobody waits for
     int32_t                     misses = MOE_EDGE_MISS_COPY;
     std::vector<int8_t>         places;                // [n_expert] of the layer that is decided now
     std::unique_ptr<moe_edge_workers> workers;         // where the host may have to compute

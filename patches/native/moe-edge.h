@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 12
+#define MOE_EDGE_ABI_VERSION 13
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -98,17 +98,23 @@ struct moe_edge_slices {
                             // slots hold the CPU's own layout of it: see moe_edge_interleaves()
     const uint32_t * checksums;  // [n_expert] CRC-32 of each expert, or NULL. One that is read with another,
                             // when it is first read as a whole, is as one that could not be read
+    double   compute_us;    // for MOE_EDGE_MISS_AUTO: what the host's threads take for one expert's product,
+                            // of moe_edge_measure_product(); 0: they are not to compute it
 };
 
 // A slot group: slots of one size that evict each other in least-recently-used
 // order. Layers may share a group or have one each, and so may tiers in host memory; matrix
-// kinds may not share. slot_bytes must be at least moe_edge_slot_bytes() of every slice in it. On a
-// device all slices of a group are of one tier, type and size, and slot_bytes is
+// kinds may not share. slot_bytes must be at least moe_edge_slot_bytes() of every slice in it. In the
+// memory of a device all slices of a group are of one tier, type and size, and slot_bytes is
 // moe_edge_device_slot_bytes().
 struct moe_edge_group {
     uint64_t slot_bytes;
     int32_t  n_slots;
     int32_t  n_passing;  // slots that passing requests may take from the others; 0 means 1
+    int32_t  place;      // enum moe_edge_miss: MOE_EDGE_MISS_COPY, slots are where the store's are; or, on a
+                         // device, MOE_EDGE_MISS_COMPUTE: slots are in the host's memory, whose threads
+                         // compute what is in them, however many tokens there are
+    int32_t  reserved;
 };
 
 struct moe_edge_layer {
@@ -128,10 +134,10 @@ struct moe_edge_config {
     uint64_t host_bytes;      // budget of the host memory behind a device: slices on their way, and
                               // those kept for the next time; moe_edge_host_least_bytes() at least
     // For MOE_EDGE_MISS_AUTO: weights that each way takes in a second, 0 where it cannot be had, and
-    // what is lost each time that the host and the device wait for each other.
+    // what is lost each time that the host and the device wait for each other, the waking of the
+    // host's threads included. By copy_bytes_per_s, copies that nobody waits for yet are few at a time.
     double   copy_bytes_per_s;
     double   read_bytes_per_s;
-    double   compute_bytes_per_s;
     double   round_trip_us;
     int32_t  misses;          // enum moe_edge_miss: of layers with few tokens, on a device; others are copied
     int32_t  n_host_threads;  // that compute misses
@@ -311,6 +317,11 @@ MOE_EDGE_API void * moe_edge_device_buffer_type(void * device);
 // By moving bytes bytes, 1 MiB or more, and computing with them; takes as much device memory and
 // twice as much of the host's. 0, or -1 where there is not enough or the device is lost.
 MOE_EDGE_API int moe_edge_device_measure(void * device, uint64_t bytes, int32_t n_threads, struct moe_edge_bandwidths * out);
+
+// What n_threads of the host take to multiply experts of this type, [n_out, n_in] each, with one token, as
+// they do for misses: asleep before, and with weights that no cache holds. each_us: one expert more;
+// wake_us: what the first one takes beyond that. 0, or -1 for a type or a shape that cannot be.
+MOE_EDGE_API int moe_edge_measure_product(int32_t type, int64_t n_in, int64_t n_out, int32_t n_threads, double * each_us, double * wake_us);
 
 // NULL on failure, with one sentence in err. The store waits for a model, unless it is simulated.
 MOE_EDGE_API struct moe_edge_store * moe_edge_store_create(

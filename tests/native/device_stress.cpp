@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <numeric>
 #include <random>
 
@@ -63,7 +64,7 @@ struct expert_file {
             layers[l].il = l;
             for (const int32_t k : KINDS) {
                 for (int32_t t = 0; t < TIERS; t++) {
-                    layers[l].slices[k][t] = { (uint64_t) ftell(f), BYTES[t], 0, TYPES[t], k * TIERS + t, 0, checksums[l][k][t] };
+                    layers[l].slices[k][t] = { (uint64_t) ftell(f), BYTES[t], 0, TYPES[t], k * TIERS + t, 0, checksums[l][k][t], BYTES[t] / 28e3 };
                     for (int32_t e = 0; e < EXPERTS; e++) {
                         bytes.resize(BYTES[t]);
                         for (uint64_t i = 0; i < BYTES[t]; i++) {
@@ -91,9 +92,26 @@ struct table_device : moe_edge_host_device {
     uint32_t uncounted = 0;
     moe_edge_ticket last = 0;  // of what was submitted
     moe_edge_ticket held = 0;  // copies into slots that nothing was read from come behind it
+    std::deque<std::pair<moe_edge_ticket, uint64_t>> ahead;  // copies that nobody waits for, under way
+    uint64_t most_ahead = 0;   // bytes of them at once
+    int32_t  n_ahead = 0;      // and how many there were in all
 
+    // Called with the store's lock held.
     moe_edge_ticket copy(int32_t lane, void * to, const void * from, uint64_t bytes, moe_edge_ticket after) override {
-        return moe_edge_host_device::copy(lane, to, from, bytes, after != 0 ? after : held);
+        while (!ahead.empty() && passed(ahead.front().first)) {
+            ahead.pop_front();
+        }
+        const moe_edge_ticket ticket = moe_edge_host_device::copy(lane, to, from, bytes, after != 0 ? after : held);
+        if (lane == MOE_EDGE_LANE_PREFETCH) {
+            ahead.emplace_back(ticket, bytes);
+            n_ahead++;
+            uint64_t now = 0;
+            for (const auto & each : ahead) {
+                now += each.second;
+            }
+            most_ahead = std::max(most_ahead, now);
+        }
+        return ticket;
     }
 
     void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool tables_fixed) override {
@@ -123,12 +141,17 @@ struct table_device : moe_edge_host_device {
 };
 
 moe_edge_store * open_store(const expert_file & file, moe_edge_device & device, int32_t slots_hi, int32_t slots_lo, uint64_t host_more,
-                            int32_t misses = MOE_EDGE_MISS_COPY, double copy_bytes_per_s = 20e9, double round_trip_us = 0.0) {
+                            int32_t misses = MOE_EDGE_MISS_COPY, double copy_bytes_per_s = 20e9, double round_trip_us = 0.0,
+                            bool near = false) {
     std::vector<moe_edge_group> groups(MOE_EDGE_N_KINDS * TIERS);
     moe_edge_config config = {};
     for (size_t g = 0; g < groups.size(); g++) {
         const int32_t t = g % TIERS;
-        groups[g] = { moe_edge_device_slot_bytes(TYPES[t], BYTES[t], 256), t == 0 ? slots_hi : slots_lo, 0 };
+        groups[g] = { moe_edge_device_slot_bytes(TYPES[t], BYTES[t], 256), t == 0 ? slots_hi : slots_lo, 0, MOE_EDGE_MISS_COPY, 0 };
+        if (near && t > 0) {
+            groups[g].slot_bytes = 4 * 4096;
+            groups[g].place      = MOE_EDGE_MISS_COMPUTE;
+        }
         config.budget_bytes += groups[g].slot_bytes * groups[g].n_slots;
     }
     const char * path = file.path.c_str();
@@ -148,7 +171,6 @@ moe_edge_store * open_store(const expert_file & file, moe_edge_device & device, 
     config.misses        = misses;
     config.copy_bytes_per_s    = copy_bytes_per_s;
     config.read_bytes_per_s    = 15e9;
-    config.compute_bytes_per_s = 28e9;
     config.round_trip_us       = round_trip_us;
     char err[512];
     moe_edge_store * store = moe_edge_store_create(&config, err, sizeof(err));
@@ -217,10 +239,11 @@ bool run_op(moe_edge_store * store, table_device & device, const expert_file & f
 
 // Random steps over slots too few for them: swaps by requests, by prefetches and by transitions,
 // skips, and steps that are cut off.
+// near: the lower tier has its slots in the host's memory.
 void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t slots_hi, int32_t slots_lo, uint64_t host_more,
-               int32_t misses) {
+               int32_t misses, bool near = false) {
     table_device device(150);
-    moe_edge_store * store = open_store(file, device, slots_hi, slots_lo, host_more, misses);
+    moe_edge_store * store = open_store(file, device, slots_hi, slots_lo, host_more, misses, 20e9, 0.0, near);
     std::mt19937 random(seed);
     counters count;
     int64_t asked = 0, skipped = 0, cut = 0, transitions = 0;
@@ -284,8 +307,11 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
     }
     const uint64_t in_place = s.in_place[0] + s.in_place[1], host_computed = s.host_computed[0] + s.host_computed[1];
     const bool some = in_place > 0 && s.in_place_bytes[0] + s.in_place_bytes[1] > in_place;
-    const bool right = misses == MOE_EDGE_MISS_COPY ? in_place == 0
+    const bool right = misses == MOE_EDGE_MISS_COPY && !near ? in_place == 0
         : some && (misses == MOE_EDGE_MISS_READ ? host_computed == 0 : host_computed == in_place);
+    if (near && (s.copy_bytes[0] + s.copy_bytes[1]) % BYTES[0] != 0) {
+        die("something of the lower tier was copied to the device");
+    }
     if (!right || s.misses != misses || s.copy_bytes[0] + s.copy_bytes[1] == 0) {
         die("misses were not served as asked for");
     }
@@ -551,6 +577,31 @@ void run_late_reader(const expert_file & file) {
     printf("late readers: none wrong\n");
 }
 
+// Copies that nobody waits for, of slices that were read for them and of those that the host tier had: no more
+// at once than the link moves in half a millisecond, but always one.
+void run_bounded(const expert_file & file, double copy_bytes_per_s) {
+    table_device device(300);
+    moe_edge_store * store = open_store(file, device, 2, 2, 2 << 20, MOE_EDGE_MISS_COPY, copy_bytes_per_s);
+    for (int32_t round = 0; round < 40; round++) {
+        moe_edge_begin_step(store, MOE_EDGE_DECODE);
+        std::vector<moe_edge_prefetch_item> items;
+        for (int32_t i = 0; i < 6; i++) {
+            items.push_back({ (int16_t) (i % LAYERS), (int16_t) ((round + i) % EXPERTS), (uint8_t) (i % TIERS), 0, 0 });
+        }
+        moe_edge_prefetch(store, items.data(), items.size());
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        check(store);
+    }
+    moe_edge_stats s;
+    moe_edge_get_stats(store, &s);
+    moe_edge_store_free(store);
+    const uint64_t bound = std::max<uint64_t>(BYTES[0], copy_bytes_per_s * 0.5e-3);
+    if (device.most_ahead > bound || device.n_ahead < 40 || s.host_hits[MOE_EDGE_DECODE] == 0) {
+        die("copies ahead: " + std::to_string(device.most_ahead) + " bytes at once, " + std::to_string(device.n_ahead) + " in all");
+    }
+    printf("ahead: %llu bytes of %llu\n", (unsigned long long) device.most_ahead, (unsigned long long) bound);
+}
+
 // A device that is lost while a step runs: one sentence, no hang, and the store can be freed.
 void run_lost(const expert_file & file, int32_t misses) {
     table_device device(200);
@@ -593,11 +644,14 @@ int main(int argc, char ** argv) {
     run_steps(file, steps / 4, seed + 1, 1, 1, 300000, MOE_EDGE_MISS_COPY);
     run_steps(file, steps / 4, seed + 2, 2, 2, 60000, MOE_EDGE_MISS_READ);
     run_steps(file, steps - steps / 4 * 3, seed + 3, 2, 2, 300000, MOE_EDGE_MISS_COMPUTE);
+    run_steps(file, steps / 8, seed + 4, 2, 3, 0, MOE_EDGE_MISS_COPY, true);
     run_places(file);
     run_late_reader(file);
     run_fixed(file, std::max(40, steps / 50), seed);
     run_held(file);
     run_routed(file);
+    run_bounded(file, 1e6);
+    run_bounded(file, 1e8);
     run_lost(file, MOE_EDGE_MISS_COPY);
     run_lost(file, MOE_EDGE_MISS_READ);
     return 0;

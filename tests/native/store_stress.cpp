@@ -74,7 +74,7 @@ struct model_file {
                 for (int32_t t = 0; t < TIERS; t++) {
                     const int32_t group = mixed ? k : n_groups_per_kind == 1 ? k * TIERS + t : (l * MOE_EDGE_N_KINDS + k) * TIERS + t;
                     layers[l].slices[k][t] = { (uint64_t) ftell(f), BYTES[t], 0, t == 0 ? TYPE_Q4_K : TYPE_Q2_K, group, 0,
-                        checksums.emplace_back().data() };
+                        checksums.emplace_back().data(), 0.0 };
                     for (int32_t e = 0; e < EXPERTS; e++) {
                         for (uint64_t i = 0; i < BYTES[t]; i++) {
                             const unsigned char byte = byte_at(l, k, t, e, i);
@@ -94,7 +94,7 @@ moe_edge_store * open_store(const model_file & file, bool quotas, int32_t slots_
     uint64_t total = 0;
     for (size_t g = 0; g < groups.size(); g++) {
         const int32_t t = file.mixed ? 0 : g % TIERS;
-        groups[g] = { moe_edge_slot_bytes(4095, BYTES[t]), t == 0 ? slots_hi : slots_lo, 0 };
+        groups[g] = { moe_edge_slot_bytes(4095, BYTES[t]), t == 0 ? slots_hi : slots_lo, 0, MOE_EDGE_MISS_COPY, 0 };
         if (file.mixed) {
             groups[g].n_slots += slots_lo;
         }

@@ -86,9 +86,10 @@ def test_an_executor_that_never_waits(
     poisoned slots, no wrong row, misses copied or used in place; misses shared by speeds; then
     under fixed tables; then the device is lost."""
     output = run_program(compile_stress("device_stress"), tmp_path, 10_000, 3)
-    assert output.count("none wrong") == 5
+    assert output.count("none wrong") == 6
     assert "places: by speed" in output
     assert "brought up to date" in output
+    assert output.count("ahead: ") == 2
     assert "published when they had passed" in output
     assert "told once" in output
     assert output.count("lost device: reported") == 2

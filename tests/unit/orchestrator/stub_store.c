@@ -64,6 +64,11 @@ void * moe_edge_device_find(const char * name, char * err, size_t n) {
 }
 int moe_edge_device_describe(void * device, struct moe_edge_device_info * out) { (void) device; (void) out; return -1; }
 void * moe_edge_device_buffer_type(void * device) { return device; }
+int moe_edge_measure_product(int32_t type, int64_t n_in, int64_t n_out, int32_t n_threads, double * each_us, double * wake_us) {
+    (void) type; (void) n_in; (void) n_out; (void) n_threads; (void) each_us; (void) wake_us;
+    return -1;
+}
+
 int moe_edge_device_measure(void * device, uint64_t bytes, int32_t n_threads, struct moe_edge_bandwidths * out) {
     (void) device; (void) bytes; (void) n_threads; (void) out;
     return -1;
