@@ -204,6 +204,9 @@ class Config(Settings):
         unit=SIZE,
         option=False,
     )
+    beside_token: int = setting(
+        0, "The same for each token of the vocabulary.", within=FROM_0, unit=SIZE, option=False
+    )
     conversations: bool = setting(
         False, "Memory is set aside for prompts that were read before.", option=False
     )

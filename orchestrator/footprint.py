@@ -202,17 +202,17 @@ def kernel_bytes(
     return LIBRARY_BYTES + int(POOL_GROWTH * (activations + grown))
 
 
-def process_bytes(model: ExpertModel, on_gpu: bool = False) -> int:
+def process_bytes(model: ExpertModel, config: Config, on_gpu: bool = False) -> int:
     """What the process takes for a model whose weights, cache and scratch are elsewhere."""
-    own = GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES
-    return own + VOCAB_TOKEN_BYTES * vocabulary_size(model)
+    own = (GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES) + config.beside
+    return own + (VOCAB_TOKEN_BYTES + config.beside_token) * vocabulary_size(model)
 
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
     """All that a model takes beside its weights and its KV cache, as the planner counts it where a
     policy looks ahead."""
     compute = compute_bytes(model, config, context_tokens(model, config))
-    return process_bytes(model) + compute + look_ahead_bytes(model)
+    return process_bytes(model, config) + compute + look_ahead_bytes(model)
 
 
 def look_ahead_bytes(model: ExpertModel) -> int:

@@ -198,7 +198,7 @@ def _prompt_bytes(
     room = room_of(config, model, machine, n_ctx, _ram_cap(config, machine), graph, plain)
     left = room.cap - room.fixed
     if machine.device:
-        left = spare = _ram_cap(config, machine) - process_bytes(model, on_gpu=True)
+        left = spare = _ram_cap(config, machine) - process_bytes(model, config, on_gpu=True)
     else:
         spare = left - model.tier_bytes[0]
     if not plain or spare < 0:

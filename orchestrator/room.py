@@ -72,7 +72,7 @@ def room_of(
     may_look = not plain and policy_class(config.policy or DEFAULT).callback is not Callback.NEVER
     ahead = look_ahead_bytes(model) if may_look else 0
     if device is None:
-        scratch = process_bytes(model) + config.beside + compute + ahead
+        scratch = process_bytes(model, config) + compute + ahead
         free = "free memory,"
         return Room("--ram", free, config.ram, ram, dense, kv, scratch, compute, prompts)
     asked = config.vram
@@ -99,7 +99,7 @@ def host_bytes(
     """The cache of experts in the host's memory behind a device: what is left there, as far as
     there are experts. near: bytes of slots there, with what their products take. Raises BudgetError
     where not even reads in flight find room."""
-    fixed = process_bytes(model, on_gpu=True) + config.beside + embedding_bytes(model) + near
+    fixed = process_bytes(model, config, on_gpu=True) + embedding_bytes(model) + near
     shape = model_shape(model, tiers)
     slots = {size for layer in shape.slots for sizes in layer for size in sizes.values()}
     # every size has slots of its own, two at least

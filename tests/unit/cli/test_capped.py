@@ -13,6 +13,7 @@ from orchestrator.native import Library
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import capped
+from served import library_path
 
 RAM = 112 << 20
 
@@ -47,6 +48,23 @@ def test_a_chat_keeps_to_the_least_that_it_names(known: dict[str, capped.Line]) 
     assert found.status == 0, found.err
     peak = json.loads(found.out)["stats"]["peak_rss_bytes"]
     assert 0.8 * ram < peak <= ram
+
+
+def test_a_server_keeps_to_the_least_that_it_names(
+    known: dict[str, capped.Line], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its least is at most a tenth above what it takes with clients at once, the pages of libraries
+    and what the small model takes less than a larger one among it."""
+    pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
+    (tmp_path / "moe-edge").mkdir()
+    (tmp_path / "moe-edge" / "servers").symlink_to(library_path().parents[1])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(capped, "ASKED", 3)
+    serve = known["serve"]
+    line = capped.Line([*serve.args, "--threads=1"], port=serve.port, clients=3)
+    found, ram = line.run_least()
+    assert found.status == 0, found.err
+    assert ram / 1.1 < found.peak_bytes + found.library_bytes <= ram
 
 
 def test_who_takes_more_is_ended(known: dict[str, capped.Line]) -> None:

@@ -51,6 +51,25 @@ def test_what_does_not_come_in_time_is_said() -> None:
     assert asyncio.run(wait()) == [False, True, True]
 
 
+def test_a_call_that_comes_late_wakes_nobody() -> None:
+    """The second part is put while who waits is on its way, and taken with the first one."""
+
+    async def wait() -> tuple[list[str], bool]:
+        parts: Parts[str] = Parts()
+        loop = asyncio.get_running_loop()
+
+        def put() -> None:
+            parts.put("a")
+            loop.call_soon(parts.put, "b")
+
+        loop.call_soon(put)
+        assert await parts.coming(None)
+        found = [parts.take(), parts.take()]
+        return found, await parts.coming(0.05)
+
+    assert asyncio.run(wait()) == (["a", "b"], False)
+
+
 def test_who_is_cancelled_waits_no_more() -> None:
     """A part that comes afterwards wakes nobody, and no error is left in the loop."""
 
