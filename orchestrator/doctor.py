@@ -23,7 +23,7 @@ from orchestrator.native import Bandwidths, measure_device
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy import PLAIN, known_policies
 from orchestrator.predict import Prediction, Reading
-from orchestrator.predictor import Predictor
+from orchestrator.predictor import Predictor, spare_bytes
 
 # Tokens of the prompts that are predicted, and of the context behind which a token is.
 PROMPT_TOKENS = 512
@@ -109,6 +109,7 @@ def examine(config: Config) -> Health:
         machine = probe(planned_device(bindings, gpu, model, config.kv))
         plan, plan_note = _try_plan(config, model, machine)
         disk = read_bandwidth(model, threads=config.io_threads)
+        memory_speed = memory_bandwidth(threads, spare_bytes(config, model))
         expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)
         expected: tuple[Expected, ...] = ()
         profiled = False
@@ -122,7 +123,7 @@ def examine(config: Config) -> Health:
         memory_bytes=machine.memory_bytes,
         usable_bytes=machine.usable_bytes,
         system=bindings.api.llama_print_system_info().decode("utf-8", "replace").strip(),
-        memory_speed=memory_bandwidth(threads),
+        memory_speed=memory_speed,
         model=config.model,
         expert_bytes=expert_bytes,
         disk=disk,
@@ -174,9 +175,10 @@ def _try_plan(
         return None, str(error)
 
 
-def memory_bandwidth(threads: int) -> float:
-    """Bytes per second that so many threads read together from the host's memory."""
-    parts = [np.ones(_MEMORY_BYTES // threads // 8) for _ in range(threads)]
+def memory_bandwidth(threads: int, most_bytes: int = _MEMORY_BYTES) -> float:
+    """Bytes per second that so many threads read together from the host's memory. most_bytes: of
+    which they may take so much."""
+    parts = [np.ones(min(_MEMORY_BYTES, most_bytes) // threads // 8) for _ in range(threads)]
 
     def work(index: int, in_time: Callable[[], bool]) -> int:
         total = 0

@@ -11,6 +11,8 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
+from orchestrator.footprint import process_bytes
+from orchestrator.hardware import probe
 from orchestrator.layouts import wants_own_layout
 from orchestrator.llama import Bindings
 from orchestrator.plan import MemoryPlan
@@ -25,8 +27,20 @@ from orchestrator.predict import (
     resident,
     uniform_uses,
 )
+from orchestrator.products import POOL_BYTES
 from orchestrator.profile import HotnessKeeper, UsageKeeper
 from orchestrator.speeds import FILE, OWN, UPSTREAM, Speeds, model_costs
+
+# A cap that leaves less is too small for any model.
+_LEAST_SPARE_BYTES = 8 << 20
+
+
+def spare_bytes(config: Config, model: ExpertModel) -> int:
+    """What measuring this machine may take for a moment: most of what the cap leaves beside the
+    process, before a model is loaded."""
+    free = probe().memory_bytes
+    left = min(config.ram or free, free) - process_bytes(model)
+    return max(_LEAST_SPARE_BYTES, left * 3 // 4)
 
 
 def known_uses(config: Config, model: ExpertModel) -> np.ndarray | None:
@@ -58,7 +72,8 @@ class Predictor:
         """reading: the disk. uses: as Residency has them; None for what is known of earlier runs,
         or else all experts alike. fresh: what is known of this machine is measured again."""
         self._bindings, self._config, self._model, self._reading = bindings, config, model, reading
-        self._speeds = Speeds(bindings, config.threads or default_threads(), fresh)
+        pool = min(POOL_BYTES, spare_bytes(config, model))
+        self._speeds = Speeds(bindings, config.threads or default_threads(), fresh, pool)
         self._costs: dict[tuple[tuple[int, ...], str], Costs] = {}
         known = known_uses(config, model) if uses is None else uses
         self.profiled = known is not None

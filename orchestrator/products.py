@@ -16,7 +16,7 @@ from gguf_tools.file.layout import GGMLType, row_bytes
 from orchestrator.errors import NativeError
 
 # Weights of one timing, together: more than the caches of a processor hold.
-_POOL_BYTES = 96 * 2**20
+POOL_BYTES = 96 * 2**20
 _MOST_MATRICES = 256
 # A timing is the median of so many runs, or of as many as fit this time, as tokens have one.
 _RUNS, _SECONDS = 7, 0.1
@@ -118,8 +118,11 @@ _CONTEXT_BYTES = 4 * 2**20
 class Timer:
     """Times products with so many threads. Close it."""
 
-    def __init__(self, lib: ctypes.CDLL, threads: int) -> None:
-        """lib: llama.cpp's library, through which ggml's is found. Raises NativeError."""
+    def __init__(self, lib: ctypes.CDLL, threads: int, pool_bytes: int = POOL_BYTES) -> None:
+        """lib: llama.cpp's library, through which ggml's is found. pool_bytes: weights of one
+        timing; where a processor's cache holds them, products seem faster than they are. Raises
+        NativeError."""
+        self._pool_bytes = pool_bytes
         for name, (result, arguments) in _FUNCTIONS.items():
             function = lib[name]
             function.restype, function.argtypes = result, arguments
@@ -146,8 +149,8 @@ class Timer:
         return None
 
     def seconds(self, what: Product | Small | Attention) -> float:
-        """Of a product, an operation, or an attention, once. Takes some hundred MiB of memory
-        meanwhile. Raises NativeError where it cannot be computed."""
+        """Of a product, an operation, or an attention, once. Takes pool_bytes of memory and some
+        MiB meanwhile. Raises NativeError where it cannot be computed."""
         if isinstance(what, Small):
             return self._small(what)
         if isinstance(what, Attention):
@@ -156,7 +159,7 @@ class Timer:
 
     def _routed(self, what: Product) -> float:
         most = _MOST_MATRICES if what.rows == 1 else 2 * _USED
-        n = max(4, min(most, _POOL_BYTES // what.nbytes))
+        n = max(4, min(most, self._pool_bytes // what.nbytes))
         used = min(_USED, n // 2)
         n_ops = n // used if what.rows == 1 else 1
         with ExitStack() as stack:
@@ -177,7 +180,7 @@ class Timer:
             return self._median(context, ops) / used
 
     def _single(self, what: Product) -> float:
-        n = 2 if what.rows > 1 else max(2, min(_MOST_MATRICES, _POOL_BYTES // what.nbytes))
+        n = 2 if what.rows > 1 else max(2, min(_MOST_MATRICES, self._pool_bytes // what.nbytes))
         with ExitStack() as stack:
             weights = self._context(stack)
             matrices = [

@@ -17,7 +17,7 @@ from gguf_tools.process import processor_name
 from orchestrator.files import read_object, user_folder, write_whole
 from orchestrator.llama import Bindings
 from orchestrator.predict import ROWS, Costs
-from orchestrator.products import Attention, Product, Small, Timer
+from orchestrator.products import POOL_BYTES, Attention, Product, Small, Timer
 
 # In which layout experts are computed: as in the file; in slots in the CPU's own layout; as
 # upstream repacks them, where it multiplies them row by row.
@@ -39,9 +39,12 @@ _CELLS = 512
 class Speeds:
     """Seconds of products and operations on this machine, from the user cache or measured."""
 
-    def __init__(self, bindings: Bindings, threads: int, fresh: bool = False) -> None:
-        """fresh: what the cache says is measured again."""
-        self._bindings, self._threads = bindings, threads
+    def __init__(
+        self, bindings: Bindings, threads: int, fresh: bool = False, pool_bytes: int = POOL_BYTES
+    ) -> None:
+        """fresh: what the cache says is measured again. pool_bytes: weights that a timing may take;
+        with fewer than usual its figures are rough, and are not kept."""
+        self._bindings, self._threads, self._pool_bytes = bindings, threads, pool_bytes
         self._known: dict[str, float] = {} if fresh else self._read()
         self._measured = False
         self._timer: Timer | None = None
@@ -65,9 +68,11 @@ class Speeds:
         """As Timer.seconds, once for each. Raises NativeError."""
         key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
         if key not in self._known:
-            self._timer = self._timer or Timer(self._bindings.api._lib, self._threads)
+            self._timer = self._timer or Timer(
+                self._bindings.api._lib, self._threads, self._pool_bytes
+            )
             self._known[key] = self._timer.seconds(what)
-            self._measured = True
+            self._measured = self._pool_bytes >= POOL_BYTES
         return self._known[key]
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from orchestrator.predict import (
     scanned,
     uniform_uses,
 )
-from orchestrator.predictor import Predictor
+from orchestrator.predictor import Predictor, spare_bytes
 from orchestrator.products import Attention, Product, Small, Timer
 from orchestrator.speeds import FILE, OWN, Speeds
 
@@ -235,6 +235,28 @@ def test_what_was_measured_is_kept(bindings: Bindings, monkeypatch: pytest.Monke
     with Speeds(bindings, 2) as speeds, pytest.raises(TypeError):
         speeds.seconds(product)  # other threads are another machine
     with Speeds(bindings, 1, fresh=True) as speeds, pytest.raises(TypeError):
+        speeds.seconds(product)
+
+
+def test_a_cap_holds_for_measuring_too(
+    bindings: Bindings, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few weights, which a cache may hold, figures are rough: nobody else shall have them."""
+    product, taken = Product(GGMLType.Q4_K, 256, 64, 1), []
+    allocate = Timer._allocate
+    monkeypatch.setattr(
+        Timer,
+        "_allocate",
+        lambda self, *args: (taken.append(self._pool_bytes), allocate(self, *args)),
+    )
+    with ExpertModel.open(model) as opened:
+        config = Config.build(model=model, ctx=256, threads=1, ram=120 << 20)
+        assert 8 << 20 <= spare_bytes(config, opened) < 48 << 20
+        with Predictor(bindings, config, opened, Reading(1e9), fresh=True) as predictor:
+            predictor._speeds.seconds(product)
+    assert taken and max(taken) < 48 << 20
+    monkeypatch.setattr(speeds_module, "Timer", None)
+    with Speeds(bindings, 1) as speeds, pytest.raises(TypeError):
         speeds.seconds(product)
 
 
