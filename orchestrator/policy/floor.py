@@ -71,6 +71,12 @@ class FloorSettings(LookAhead):
         within=(0.0, 1.0),
         hidden=True,
     )
+    skip_present: float = setting(
+        0.0,
+        "What skipping an expert in memory saves, as a share of what a missing one does.",
+        within=(0.0, 1.0),
+        hidden=True,
+    )
     read_behind: bool = setting(
         True,
         "Whether what was skipped or lowered is read afterwards, so that it is there when it is "
@@ -151,12 +157,10 @@ class Floor(Policy):
         self._prefetch = self.settings.prefetch if self.n_ahead else OFF
         self._monitor = Monitor()
         self._prediction = Prediction(shape.n_layers)
-        self._step = -1
         self._running: list[_Account] = []
         self._behind_bytes = 0.0
         self._pending: tuple[int, list[int]] = (0, [])
-        self._tokens = 0
-        self._spent = 0.0
+        self._step, self._tokens, self._spent = -1, 0, 0.0
         self._routed = self._missing = self._lowered = 0
         self.settings_changed()
 
@@ -190,9 +194,8 @@ class Floor(Policy):
         ways to save were alike."""
         budget, shape = self.settings.max_loss, self.shape
         # What the critical experts leave: nothing in the first layer, most in the last one.
-        left = [1 - share for share in ratios(0.0, shape.n_layers, self.settings.loss_schedule)]
-        if self.settings.loss_schedule == FLAT:
-            left = [1.0] * shape.n_layers
+        schedule = self.settings.loss_schedule
+        left = [schedule == FLAT or 1 - share for share in ratios(0.0, shape.n_layers, schedule)]
         total = math.fsum(left) or 1.0
         self._allowed = [
             budget * math.fsum(left[: layer + 1]) / total for layer in range(shape.n_layers)
@@ -211,9 +214,8 @@ class Floor(Policy):
             low_bytes = sum(n * size for n, size in zip(low_counts, sizes, strict=True))
         counts = even_slots(shape, budget_bytes - low_bytes)
         self._prompts.room = [(n, 0) for n in counts]
-        if len(shape.tiers) == 1:
-            return layer_groups(shape, [[n] for n in counts])
-        return layer_groups(shape, [list(pair) for pair in zip(counts, low_counts, strict=True)])
+        n_tiers, pairs = len(shape.tiers), zip(counts, low_counts, strict=True)
+        return layer_groups(shape, [list(pair)[:n_tiers] for pair in pairs])
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.phase != _DECODE:
@@ -225,8 +227,7 @@ class Floor(Policy):
         if event.step != self._step:
             self._begin(event)
         lowered = self._lower(event, view, out)
-        one = event.n_tokens == 1
-        if one:
+        if event.n_tokens == 1:
             used = [each for each in event.ids.tolist() if out.tier[each] != SKIP]
             self._prediction.observe(event.layer, used)
         if event.n_ahead and self._prefetches():
@@ -244,7 +245,7 @@ class Floor(Policy):
         self._running = [self._accounts.setdefault(each, _Account()) for each in names]
 
     def _lower(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> list[int]:
-        """Writes the tiers of what is skipped or computed low; returns these experts."""
+        """Writes the tiers of what is skipped or low; returns what of it is not in memory high."""
         layer = event.layer
         resident = view.resident[layer]
         owners: dict[int, list[tuple[_Account, float]]] = {}
@@ -252,12 +253,12 @@ class Floor(Policy):
         for account, ids, weights in self._tokens_of(event):
             for place, at in enumerate(gate_order(weights)):
                 expert = ids[at]
-                if resident[expert] != 0:
+                if resident[expert] != 0 or self.settings.skip_present:
                     owners.setdefault(expert, []).append((account, weights[at] ** 2))
                     if place < self.settings.keep_top:
                         kept.add(expert)
         self._routed += len(event.ids) * event.n_tokens
-        self._missing += len(owners)
+        self._missing += sum(resident[expert] != 0 for expert in owners)
         room = self._allowed[layer]
         lowered: dict[int, int] = {}
         for way in sorted(self._ways(layer, owners, kept, resident)):
@@ -275,7 +276,7 @@ class Floor(Policy):
         if lowered:
             out.renormalize = self.rules.renormalize
             self._lowered += len(lowered)
-        return list(lowered)
+        return [expert for expert in lowered if resident[expert] != 0]
 
     def _tokens_of(
         self, event: RouteEvent
@@ -298,9 +299,9 @@ class Floor(Policy):
         kept: Collection[int],
         resident: Sequence[int],
     ) -> Iterator[_Way]:
-        """What may be done with the experts of a layer that are not in memory high, but for those
-        that are kept. A low copy in memory stands for the high one. An absent expert is skipped; or
-        read low, where that costs less for each byte than skipping, and then skipped instead."""
+        """What may be done with experts of a layer that are not kept. A low copy in memory stands
+        for the high one. An absent expert is skipped; or read low, where that costs less for each
+        byte than skipping, and then skipped instead. One in memory high is only skipped."""
         high_bytes = self._bytes[layer][0]
         low_bytes = self._bytes[layer][1] if len(self.shape.tiers) > 1 else 0
         for expert, of_tokens in owners.items():
@@ -308,10 +309,12 @@ class Floor(Policy):
                 continue
             nats, square = self._nats[layer][expert], sum(each for _, each in of_tokens)
             skip, low = nats[-1], nats[1]
-            if resident[expert] != ABSENT:
+            if resident[expert] == 0:
+                saved = self.settings.skip_present * high_bytes
+                yield _Way(square * skip / saved, expert, SKIP, skip, None)
+            elif resident[expert] != ABSENT:
                 yield _Way(square * low / high_bytes, expert, resident[expert], low, None)
-                continue
-            if low_bytes and low * high_bytes < skip * (high_bytes - low_bytes):
+            elif low_bytes and low * high_bytes < skip * (high_bytes - low_bytes):
                 price = square * low / (high_bytes - low_bytes)
                 yield _Way(price, expert, 1, low, None)
                 yield _Way(square * (skip - low) / low_bytes, expert, SKIP, skip - low, 1)
@@ -380,15 +383,13 @@ class Floor(Policy):
         foreseen to have lost, in nats; of the experts that they chose, the shares that were not in
         memory high (missing) and that were lowered or skipped. prefetch, recall, precision: as of
         DyMoE."""
-        how = self._prefetch
-        if how == AUTO:
-            how = ON if self._monitor.pays else "paused"
+        auto = ON if self._monitor.pays else "paused"
         return {
             "max_loss": self.settings.max_loss,
             "loss": self._spent / self._tokens if self._tokens else None,
             "missing": self._missing / self._routed if self._routed else None,
             "lowered": self._lowered / self._routed if self._routed else None,
-            "prefetch": how,
+            "prefetch": auto if self._prefetch == AUTO else self._prefetch,
             "recall": self._prediction.recall(),
             "precision": self._prediction.precision(),
         }

@@ -78,8 +78,9 @@ class AllocationStudy(Study[Found]):
         """Those of a domain are shorter than those of all of the text."""
         n_domains = len({window.domain for window in on.windows})
         n_parts = 1 + (n_domains if n_domains > 1 else 0)
-        n_uniform = len(on.tiers) + on.uniform_types.n_files
-        return 1 + n_uniform + n_parts * (2 + len(on.tiers[1:-1]))
+        n_files = on.uniform_types.n_files
+        # A plan of all of the text for each file, which comes to nothing where the sizes do not do.
+        return 1 + len(on.tiers) + 2 * n_files + n_parts * (2 + len(on.tiers[1:-1]))
 
     def measure(self, on: Subject) -> Found:
         """Each domain's first half says how its experts are used, and its second half is judged."""
@@ -92,9 +93,19 @@ class AllocationStudy(Study[Found]):
         parts = list(_parts(on, first, second))
         with scored.reference() as reference:
             found.uniform = sorted(_uniform(scored, shape, reference), key=lambda at: at.slot_bytes)
+            sizes = [shape.all_slot_bytes(tier) for tier in range(len(shape.tiers))]
             for part in parts:
-                for tier in range(1, len(shape.tiers) - 1):
-                    found.rows.append(_row(found, part, tier, reference, shape, of_losses))
+                for tier, n_bytes in enumerate(sizes[:-1]):
+                    if tier:
+                        found.rows.append(
+                            _row(found, part, n_bytes, tier, reference, shape, of_losses)
+                        )
+            others = {each.slot_bytes for each in found.uniform} - set(sizes)
+            found.rows += [
+                _row(found, parts[0], n_bytes, None, reference, shape, of_losses)
+                for n_bytes in sorted(others, reverse=True)
+                if sizes[-1] <= n_bytes <= sizes[0]
+            ]
         return found
 
     def tables(self, found: Found) -> list[Table]:
@@ -217,22 +228,32 @@ def _uniform(scored: Subject, shape: ModelShape, reference: Reference) -> Iterat
 def _row(
     found: Found,
     part: Part,
-    tier: int,
+    n_bytes: int,
+    tier: int | None,
     reference: Reference,
     shape: ModelShape,
     of_losses: np.ndarray,
 ) -> Row:
-    """The plan of one text in the slots that every expert in one tier takes."""
-    n_bytes = shape.all_slot_bytes(tier)
+    """The plan of one text in the slots that every expert in one type takes. tier: this type, None
+    for one that the file does not hold, whose losses nobody knows."""
     score, tiers, taken = _planned(part, n_bytes, ReferencePart(reference, part.places))
     fits = [each for each in found.uniform if each.slot_bytes <= n_bytes]
     rival = min(fits, key=lambda each: float(each.kl[part.places].mean()))
     theirs, ours = rival.kl[part.places], distances(score)
     weighted = part.uses[..., None] * of_losses
-    alone = float(weighted[..., tier].sum())
-    possible = 1 - Hull(weighted, slot_sizes(shape)).bound(n_bytes) / alone
     gain = arithmetic.share(theirs - ours, theirs)
+    foreseen: Row = dict.fromkeys(("expected", "possible", "reached", "uneven"))
+    if tier is not None:
+        alone = float(weighted[..., tier].sum())
+        possible = 1 - Hull(weighted, slot_sizes(shape)).bound(n_bytes) / alone
+        foreseen = {
+            "expected": 1 - lost(weighted, tiers) / alone,
+            "possible": possible,
+            "reached": gain.value / possible if possible > 0 else None,
+            "uneven": 1 - 1 / unevenness(weighted[..., tier]),
+        }
     return {
+        **foreseen,
         "domain": part.name,
         "tokens": len(part.places),
         "bytes": n_bytes,
@@ -241,10 +262,6 @@ def _row(
         "uniform_kl": pair(arithmetic.mean(theirs)),
         "kl": pair(arithmetic.mean(ours)),
         "gain": pair(gain),
-        "expected": 1 - lost(weighted, tiers) / alone,
-        "possible": possible,
-        "reached": gain.value / possible if possible > 0 else None,
-        "uneven": 1 - 1 / unevenness(weighted[..., tier]),
         "experts": {name: int((tiers == at).sum()) for at, name in enumerate(shape.tiers)},
     }
 

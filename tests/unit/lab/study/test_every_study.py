@@ -127,16 +127,22 @@ def equal(uniform: Rows, *memories: Rows) -> None:
 def allocation(uniform: Rows, plans: Rows) -> None:
     kl = {row["configuration"].split(",")[0]: row["kl"][0] for row in uniform}
     assert kl[LOW] > kl[HIGH] > kl[BEST] == pytest.approx(0.0, abs=1e-6)
-    assert [row["domain"] for row in plans] == ["all", "river", "sums"]
+    # Behind those of the file's tiers, plans of as many bytes as types have that it does not hold.
+    others = {row["bytes"] for row in uniform if "rtn" in row["configuration"]}
+    assert [row["domain"] for row in plans] == ["all", "river", "sums", *["all" for _ in others]]
+    assert {row["bytes"] for row in plans[3:]} == others and len(others) == 3
     for row in plans:
-        assert row["plan_bytes"] <= row["bytes"] and row["uniform"] == f"{HIGH}, random"
+        assert row["plan_bytes"] <= row["bytes"]
         assert sum(row["experts"].values()) == 3 * 8
         assert row["gain"][0] == pytest.approx(1 - row["kl"][0] / row["uniform_kl"][0])
+    assert all(row["expected"] is None for row in plans[3:])
+    for row in plans[:3]:
+        assert row["uniform"] == f"{HIGH}, random"
         # No plan is above the bound.
         assert row["expected"] <= row["possible"] + 1e-12 < 1 and 0 < row["uneven"] < 1
         if possible := row["possible"]:
             assert row["reached"] == pytest.approx(row["gain"][0] / possible)
-    assert sum(row["tokens"] for row in plans[1:]) == plans[0]["tokens"]
+    assert sum(row["tokens"] for row in plans[1:3]) == plans[0]["tokens"]
 
 
 def context(rows: Rows, lengths: Rows, layers: Rows) -> None:
