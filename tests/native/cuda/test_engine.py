@@ -33,8 +33,9 @@ DECODING = POLICIES | {
 
 
 def engine(library: Path | str, n_decode: int, **options: object) -> dict[str, Any]:
-    job: dict[str, object] = {"prompt": PROMPT, "n_decode": n_decode, "warm": False, "watch": False}
-    given = ("prompt", "warm", "watch", "pinned_limit", "answer")
+    job: dict[str, object] = {"prompt": PROMPT, "n_decode": n_decode}
+    job |= {"warm": False, "watch": False, "routes": False}
+    given = ("prompt", "warm", "watch", "routes", "pinned_limit", "refuse_pin", "answer")
     job |= {key: options.pop(key) for key in given if key in options}
     # the micro-batch is computed when a model has loaded
     job["options"] = {"ctx": 128, "threads": 1, "ubatch": 16, **options}

@@ -30,7 +30,8 @@ def test_a_card_that_is_lost(
         pytest.skip("a card that fails when it is told to is at hand in the emulation only")
     options = {**POLICIES[name], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
     options |= {"ctx": 128, "ubatch": 16, "threads": 1, "device": "cuda0", "misses": "copy"}
-    job = {"prompt": PROMPT, "n_decode": 6, "warm": False, "watch": False, "options": options}
+    job = {"prompt": PROMPT, "n_decode": 6, "warm": False, "watch": False}
+    job |= {"routes": False, "options": options}
     command = [sys.executable, str(HERE / "engine_driver.py"), str(device.library), json.dumps(job)]
     environment = os.environ | {"MOE_EMU_FAIL": str(kernel)}
     done = subprocess.run(
