@@ -256,7 +256,7 @@ def parser() -> argparse.ArgumentParser:
     cuda_check = command("cuda-check", cmd_cuda_check, "compile some CUDA objects")
     cuda_check.add_argument("--cuda-arch", metavar="LIST")
     cuda_check.add_argument("--sdist", type=Path)
-    cuda_check.add_argument("--full", action="store_true", help="all of them (15 minutes)")
+    cuda_check.add_argument("--full", action="store_true", help="all of them (an hour and more)")
     check = command("gpu-check", cmd_gpu_check, "everything that needs a GPU, with a report")
     check.add_argument("--part", choices=gpu_check.PARTS, help="default: all of them, in order")
     check.add_argument("--step", default="", metavar="TEXT", help="steps whose line has it, anew")

@@ -2,10 +2,11 @@
 
 engine_driver.py LIBRARY JOB: LIBRARY is a libggml-cuda.so to load, or "-". JOB is JSON: options of
 Config.build, a prompt, n_decode, warm: every expert is read before the first token; answer: tokens
-to go on with in the place of its own; watch: prefill has a callback, which takes what is offered,
-and the last token but one is prefill. Prints JSON: its own tokens, logits before each of them and
-behind the last, statistics, and what was taken of the device after each chunk of the prompt and in
-the end. Options that do not work print {"error": sentence}.
+to go on with in the place of its own; routes: what the routers chose for each token is wanted;
+watch: prefill has a callback, which takes what is offered, and the last token but one is prefill.
+Prints JSON: its own tokens, logits before each of them and behind the last, statistics, and what
+was taken of the device after each chunk of the prompt and in the end. Options that do not work
+print {"error": sentence}.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import MoeEdgeError
-from orchestrator.events import Phase
+from orchestrator.events import Phase, RouteEvent
 from orchestrator.llama import Bindings
 from orchestrator.native import find_device
 
@@ -55,6 +58,20 @@ def used(library: str) -> int | None:
     return int(now())
 
 
+def bytes_that_came(engine: Engine, at_first: np.ndarray) -> int:
+    """What it takes to bring each expert once that is in the best tier now and was not at first."""
+    best = (at_first != 0) & (engine.store.resident() == 0)
+    sizes = [
+        sum(tiers[0].expert_bytes for tiers in kinds if tiers[0]) for kinds in engine.model.slices
+    ]
+    return int(best.sum(axis=1) @ np.array(sizes))
+
+
+def chosen(event: RouteEvent) -> list[int]:
+    """Which layer of which step it is, and each token's experts in order of their numbers."""
+    return [event.step, event.layer, *np.sort(event.ids_array, axis=1).ravel().tolist()]
+
+
 def planned_slots(engine: Engine) -> int:
     """Bytes of slots before anything of the GPU's memory was measured."""
     slots = engine._loader.plan(engine.config).slots
@@ -67,6 +84,8 @@ def main() -> None:
         load_backend(library)
     if "pinned_limit" in job:
         ctypes.CDLL(library).moe_emu_limit_pinned(ctypes.c_uint64(job["pinned_limit"]))
+    if "refuse_pin" in job:
+        ctypes.CDLL(library).moe_emu_refuse_pin(ctypes.c_int64(job["refuse_pin"]))
     try:
         print(json.dumps(decode(library, job)))
     except MoeEdgeError as error:
@@ -76,6 +95,7 @@ def main() -> None:
 def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
     prompt, tokens = job["prompt"], []
     with Engine.open(Config.build(**job["options"])) as engine:
+        at_first = engine.store.resident() if engine.managed else None
         on_device = taken(library, engine) if engine.plan.device else lambda: 0
         if not engine._loader.on_gpu:
             engine._loaded.warm_up()  # a GPU's has been: both begin with the same experts
@@ -84,6 +104,9 @@ def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
             layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
             engine.store.warm([(layer, e, 0) for layer in layers for e in experts])
         took = []
+        routes: list[list[int]] = []
+        if job["routes"]:
+            engine.store.set_route(lambda event: routes.append(chosen(event)), 0)
         for start in range(0, len(prompt), step):
             rows = [engine.eval(prompt[start : start + step], start)[-1]]
             took.append(on_device())
@@ -100,6 +123,7 @@ def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
         found = {
             "tokens": tokens,
             "watched": watched,
+            "routes": routes,
             "rows": [row.tolist() for row in rows],
             "device": engine.plan.device.name if engine.plan.device else None,
             "managed": engine.managed,
@@ -121,6 +145,8 @@ def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
             found["computed"] = [list(phase) for phase in stats.computed]
             found["routed"] = [list(phase) for phase in stats.routed]
             found["copied"] = sum(stats.copy_bytes)
+            found["came"] = bytes_that_came(engine, at_first)
+            found["cold"] = sum(map(sum, (phase[1:] for phase in stats.computed)))
             found["evictions"] = stats.evictions
             found["in_place"] = sum(stats.in_place)
             found["host_computed"] = sum(stats.host_computed)

@@ -33,8 +33,9 @@ DECODING = POLICIES | {
 
 
 def engine(library: Path | str, n_decode: int, **options: object) -> dict[str, Any]:
-    job: dict[str, object] = {"prompt": PROMPT, "n_decode": n_decode, "warm": False, "watch": False}
-    given = ("prompt", "warm", "watch", "pinned_limit", "answer")
+    job: dict[str, object] = {"prompt": PROMPT, "n_decode": n_decode}
+    job |= {"warm": False, "watch": False, "routes": False}
+    given = ("prompt", "warm", "watch", "routes", "pinned_limit", "refuse_pin", "answer")
     job |= {key: options.pop(key) for key in given if key in options}
     # the micro-batch is computed when a model has loaded
     job["options"] = {"ctx": 128, "threads": 1, "ubatch": 16, **options}
@@ -53,7 +54,7 @@ def nmse(found: list[float], wanted: list[float]) -> float:
     return float(((a - b) ** 2).sum() / (b**2).sum())
 
 
-def assert_same_answer(found: dict[str, Any], wanted: dict[str, Any], limit: float = 1e-3) -> None:
+def assert_same_answer(found: dict[str, Any], wanted: dict[str, Any], limit: float = 5e-4) -> None:
     """Both went on with the same tokens: the logits of each step are near, and so is the best of
     them where it is clear. Activations are rounded to 8 bits in blocks of another size."""
     for step, (row, right) in enumerate(zip(found["rows"], wanted["rows"], strict=True)):
@@ -86,7 +87,7 @@ def test_decodes_as_on_the_host(device: Device, tiny_model: Callable[..., Path],
     else:  # a router's close call may fall the other way where sums have another order
         assert sum(found["requests"]) == pytest.approx(sum(wanted["requests"]), rel=0.05)
     # when a version of an expert changes is up to copies
-    assert_same_answer(found, wanted, 0.1 if name == "dynaexq" else 1e-3)
+    assert_same_answer(found, wanted, 0.1 if name == "dynaexq" else 5e-4)
 
 
 @pytest.mark.parametrize("name", ["lru", "dymoe", "dymoe-skip"])
@@ -147,8 +148,9 @@ def test_prefill_alone_may_be_watched(device: Device, tiny_model: Callable[..., 
 
 @pytest.mark.parametrize("tier", ["q8_0", "f16"])
 def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> None:
-    """The CPU's greedy text, fed token by token: the same logits, 64 times on a GPU, a few times on
-    the emulated one. Left to itself a GPU may write another text, from the first close call on."""
+    """The CPU's greedy text, fed token by token: within 5e-4 of its logits wherever the routers
+    chose the same experts for the token in every layer, which is so in most steps. In the others a
+    close call fell the other way. Left to itself a GPU may write another text from there on."""
     if device.emulated and tier == "f16":
         pytest.skip("seconds a token: the other precision stands for both")
     n = 4 if device.emulated else 64
@@ -156,16 +158,27 @@ def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> No
     if tier == "f16":
         model = tmp_path / "f16.gguf"
         pack_model(DEMO, model, tier)
-    options = {"model": str(model), "policy": "lru", "high_tier": tier}
+    options = {"model": str(model), "policy": "lru", "high_tier": tier, "routes": True}
     wanted = engine("-", n, **options, device="host")
     budget = model.stat().st_size // 4
     options |= {"answer": wanted["tokens"], "expert_ram": budget}
     found = engine(device.library, n, **options, device="cuda0")
     assert found["managed"]
-    rows = zip(found["rows"], wanted["rows"], strict=True)
-    assert np.median([nmse(row, right) for row, right in rows]) < 1e-3
-    # a close call of a router falls the other way in some step, at any budget
+    same = [a == b for a, b in zip(of_last_token(found), of_last_token(wanted), strict=True)]
+    errors = [nmse(*pair) for pair in zip(found["rows"], wanted["rows"], strict=True)]
+    print(same, [f"{error:.1e}" for error in errors])
+    assert len(same) == len(errors) == n + 1 and sum(same) > len(same) / 2
+    assert max(error for error, alike in zip(errors, same, strict=True) if alike) <= 5e-4
     assert_same_answer(found, wanted, 2e-2)
+
+
+def of_last_token(found: dict[str, Any]) -> list[list[list[int]]]:
+    """The experts that each step's last token was sent to, layer by layer."""
+    steps: dict[int, list[list[int]]] = {}
+    k = min(len(ids) for _, _, *ids in found["routes"])
+    for step, _, *ids in found["routes"]:
+        steps.setdefault(step, []).append(ids[-k:])
+    return list(steps.values())
 
 
 @pytest.mark.parametrize("name", POLICIES)

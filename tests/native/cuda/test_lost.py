@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import HERE, Device
-from .test_engine import POLICIES, PROMPT, engine
+from .test_engine import POLICIES, PROMPT, assert_same_answer, engine
 
 SENTENCE = (
     "The GPU has failed (an illegal memory access was encountered): "
@@ -30,7 +30,8 @@ def test_a_card_that_is_lost(
         pytest.skip("a card that fails when it is told to is at hand in the emulation only")
     options = {**POLICIES[name], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
     options |= {"ctx": 128, "ubatch": 16, "threads": 1, "device": "cuda0", "misses": "copy"}
-    job = {"prompt": PROMPT, "n_decode": 6, "warm": False, "watch": False, "options": options}
+    job = {"prompt": PROMPT, "n_decode": 6, "warm": False, "watch": False}
+    job |= {"routes": False, "options": options}
     command = [sys.executable, str(HERE / "engine_driver.py"), str(device.library), json.dumps(job)]
     environment = os.environ | {"MOE_EMU_FAIL": str(kernel)}
     done = subprocess.run(
@@ -43,6 +44,23 @@ def test_a_card_that_is_lost(
     else:
         assert (done.returncode, said) == (1, SENTENCE)
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3, 4])
+def test_a_piece_that_is_not_pinned(
+    device: Device, tiny_model: Callable[..., Path], refused: int
+) -> None:
+    """The driver refuses one piece of host memory, whichever: what the link is timed with, the
+    cache of experts, rows for the host's threads, tables. The answer is the host's."""
+    if not device.emulated:
+        pytest.skip("a driver that refuses is at hand in the emulation only")
+    options = {**POLICIES["lru"], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
+    wanted = engine("-", 3, **options, device="host")
+    options |= {"answer": wanted["tokens"], "misses": "compute", "device": "cuda0"}
+    found = engine(device.library, 3, **options, refuse_pin=refused)
+    assert_same_answer(found, wanted)
+    assert found["host_computed"] > 0
+    assert ("host memory not pinned" in found["mode"]) == (refused == 2)
 
 
 def test_a_card_that_is_too_small(

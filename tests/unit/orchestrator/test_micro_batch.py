@@ -14,7 +14,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import compute_bytes
-from orchestrator.hardware import Machine
+from orchestrator.hardware import Device, Machine
 from orchestrator.micro_batch import SIZES, best_plan, read_per_prompt_token
 from orchestrator.plan import MemoryPlan, plan_memory
 
@@ -169,3 +169,29 @@ def test_the_rows_that_llama_does_not_count_are_counted(model: ExpertModel) -> N
 def test_an_impossible_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ubatch"):
         Config.build(model=tmp_path / "x.gguf", ubatch=0)
+
+
+def test_a_gpus_memory_decides_too(model: ExpertModel) -> None:
+    """The one of those that can be asked for that reads least over its link."""
+    machine = Machine(64 * 2**30, Device("cuda0", "a card", 8 * 2**30, 8 * 2**30, True))
+
+    def on_gpu(vram: int, **settings: Any) -> MemoryPlan:
+        usual = {"policy": "lru", "high_tier": "q4_k", "ctx": 8192, "vram": vram}
+        return plan_memory(Config.build(model=model.path, **(usual | settings)), model, machine)
+
+    whole = on_gpu(8 * 2**30, ubatch=512)
+    assert whole.slots is not None
+    used = model.n_expert_used / model.n_expert
+    chosen = []
+    for share in (0.3, 0.6, 0.95):
+        vram = whole.total_bytes - int((1 - share) * whole.slots.total_bytes)
+        asked = []
+        for n in SIZES:
+            with suppress(BudgetError):
+                asked.append(on_gpu(vram, ubatch=n))
+        plan = on_gpu(vram)
+        best = min(asked, key=lambda p: read_per_prompt_token(p.n_ubatch, p.absent_bytes, used))
+        assert (plan.n_ubatch, plan.slots) == (best.n_ubatch, best.slots)
+        assert plan.total_bytes <= vram
+        chosen.append(plan.n_ubatch)
+    assert chosen == sorted(chosen, reverse=True) and chosen[0] > chosen[-1] == 512

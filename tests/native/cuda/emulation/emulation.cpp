@@ -17,7 +17,9 @@
 //
 // Streams: a thread and a queue each. Copies from pinned memory read it when they run, others
 // when they are asked for, as CUDA does; a blocking copy from such memory returns before its bytes
-// are there. A stream that is captured can be neither waited for nor asked, nor can the device.
+// are there. A stream that is captured can be neither waited for nor asked, nor can the device or an
+// event of the capture; nothing pageable is copied in it; the default stream is left alone where it
+// would wait for it; and no memory comes or goes, unless the capture is a relaxed one.
 // Every thread has a current device: work goes to streams and events of that one. With MOE_EMU_DELAY_US=N a stream sleeps at random, up
 // to N microseconds a task, so that an order that nobody asked for does not come by itself.
 //
@@ -437,6 +439,8 @@ struct graph_exec {
 
 struct stream {
     int device = current_device;
+    bool blocking = false;  // the default stream waits for it
+    bool strict = false;    // its capture forbids what may wait for the device
     std::mutex lock;
     std::condition_variable changed;
     std::deque<task> queue;
@@ -537,6 +541,11 @@ stream * resolve(cudaStream_t s) {
         return s;
     }
     std::lock_guard<std::mutex> held(w.lock);
+    for (stream * other : w.streams) {
+        if (s != cudaStreamPerThread && other->blocking && other->device == current_device && other->capturing()) {
+            misused("work goes to the default stream while a stream that it waits for is captured");
+        }
+    }
     stream *& which = (s == cudaStreamPerThread ? w.per_thread : w.plain)[current_device];
     if (!which) {
         which = new stream;
@@ -548,6 +557,19 @@ stream * resolve(cudaStream_t s) {
 std::vector<stream *> all_streams() {
     std::lock_guard<std::mutex> held(the().lock);
     return { the().streams.begin(), the().streams.end() };
+}
+
+// While a stream is captured and `wrong` of it.
+template <typename F> void not_while_captured(const char * what, F && wrong) {
+    for (stream * s : all_streams()) {
+        if (s->capturing() && wrong(*s)) {
+            misused(what);
+        }
+    }
+}
+
+void not_while_strict(const char * what) {
+    not_while_captured(what, [](const stream & s) { return s.strict; });
 }
 
 void drain_all() {
@@ -624,7 +646,10 @@ cudaError_t copy_2d(void * to, size_t to_pitch, const void * from, size_t from_p
         }
     };
     stream * on = resolve(s);
-    if (source == PAGEABLE && !on->capturing()) {  // a graph reads it each time that it runs
+    if ((source == PAGEABLE || target == PAGEABLE) && on->capturing()) {
+        misused("a copy from or to pageable memory is captured");
+    }
+    if (source == PAGEABLE) {
         auto staged = std::make_shared<std::vector<char>>(width * height);
         for (size_t y = 0; y < height; y++) {
             memcpy(staged->data() + y * width, static_cast<const char *>(from) + y * from_pitch, width);
@@ -804,11 +829,7 @@ cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr attribute, int d)
 cudaError_t cudaDeviceGetPCIBusId(char * id, int length, int d) { snprintf(id, length, "0000:%02x:00.0", d); return cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int * least, int * greatest) { *least = 0; *greatest = -5; return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() {
-    for (stream * s : all_streams()) {
-        if (s->capturing()) {
-            misused("the device is waited for while a stream of it is captured");
-        }
-    }
+    not_while_captured("the device is waited for while a stream of it is captured", [](const stream & s) { return s.device == current_device; });
     drain_all();
     MOE_EMU_LOST();
     return cudaSuccess;
@@ -837,6 +858,7 @@ cudaError_t cudaMalloc(void ** memory, size_t bytes) {
     if (bytes == 0) {
         return cudaSuccess;
     }
+    not_while_strict("memory is allocated while a stream is captured");
     const size_t padded = (bytes + UNIT - 1) / UNIT * UNIT, inner = (padded + SLACK + PAGE - 1) / PAGE * PAGE;
     world & w = the();
     std::lock_guard<std::mutex> held(w.lock);
@@ -874,6 +896,7 @@ cudaError_t cudaFree(void * memory) {
     if (!memory) {
         return cudaSuccess;
     }
+    not_while_strict("memory is freed while a stream is captured");
     drain_all();
     world & w = the();
     std::lock_guard<std::mutex> held(w.lock);
@@ -900,6 +923,7 @@ cudaError_t cudaFree(void * memory) {
 }
 
 cudaError_t cudaMallocHost(void ** memory, size_t bytes) {
+    not_while_strict("host memory is pinned while a stream is captured");
     *memory = bytes && bytes <= pinned_limit ? aligned_alloc(4096, (bytes + 4095) / 4096 * 4096) : nullptr;
     if (bytes && !*memory) {
         return failed(cudaErrorMemoryAllocation);
@@ -929,6 +953,7 @@ cudaError_t cudaFreeHost(void * memory) {
 }
 cudaError_t cudaHostRegister(void * memory, size_t bytes, unsigned int) {
     MOE_EMU_LOST();
+    not_while_strict("host memory is pinned while a stream is captured");
     if (bytes > pinned_limit || refuse_pin.fetch_sub(1) == 1) {
         return failed(cudaErrorMemoryAllocation);
     }
@@ -957,6 +982,7 @@ cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t bytes, cudaMemc
     return copy_2d(to, bytes, from, bytes, bytes, 1, kind, s);
 }
 cudaError_t cudaMemcpy(void * to, const void * from, size_t bytes, cudaMemcpyKind kind) {
+    not_while_strict("a blocking copy while a stream is captured");
     constexpr uint64_t LATE = 50;  // times the longest delay: by then a graph has begun
     // from pageable memory the bytes have been taken when this returns, and may still be on their way
     const bool returns = locate(from, bytes) == PAGEABLE && locate(to, bytes) == ON_DEVICE;
@@ -1004,9 +1030,10 @@ cudaError_t cudaMemset(void * to, int value, size_t bytes) {
 
 // ---- streams, events, graphs ----
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t * s, unsigned int) {
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t * s, unsigned int flags) {
     MOE_EMU_LOST();
     *s = new stream;
+    (*s)->blocking = !(flags & cudaStreamNonBlocking);
     std::lock_guard<std::mutex> held(the().lock);
     the().streams.insert(*s);
     return cudaSuccess;
@@ -1014,6 +1041,9 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t * s, unsigned int) {
 cudaError_t cudaStreamCreate(cudaStream_t * s) { return cudaStreamCreateWithFlags(s, 0); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t * s, unsigned int flags, int) { return cudaStreamCreateWithFlags(s, flags); }
 cudaError_t cudaStreamDestroy(cudaStream_t s) {
+    if (s->capturing()) {
+        misused("a stream is destroyed while it is captured");
+    }
     s->drain();
     {
         std::lock_guard<std::mutex> held(the().lock);
@@ -1065,15 +1095,26 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus * stat
     *status = on->capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
-cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode mode) {
+    MOE_EMU_LOST();
+    if (s == nullptr || s == cudaStreamLegacy) {
+        misused("the default stream is captured");
+    }
     stream * on = resolve(s);
     std::lock_guard<std::mutex> held(on->lock);
+    if (on->capture) {
+        misused("a stream that is captured already is captured");
+    }
+    on->strict  = mode != cudaStreamCaptureModeRelaxed;
     on->capture = std::make_unique<graph>();
     return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t * g) {
     stream * on = resolve(s);
     std::lock_guard<std::mutex> held(on->lock);
+    if (!on->capture) {
+        misused("a capture ends that nobody began");
+    }
     *g = on->capture.release();
     return cudaSuccess;
 }
@@ -1129,7 +1170,7 @@ cudaError_t cudaEventQuery(cudaEvent_t e) {
     }
     std::lock_guard<std::mutex> held(e->m->lock);
     if (e->m->captured) {
-        return failed(cudaErrorStreamCaptureUnsupported);
+        misused("an event of a capture is asked for");
     }
     return e->m->passed >= e->m->recorded ? cudaSuccess : failed(cudaErrorNotReady);
 }
@@ -1137,6 +1178,9 @@ cudaError_t cudaEventSynchronize(cudaEvent_t e) {
     uint64_t n;
     {
         std::lock_guard<std::mutex> held(e->m->lock);
+        if (e->m->captured) {
+            misused("an event of a capture is waited for");
+        }
         n = e->m->recorded;
     }
     e->m->wait(n);

@@ -1,0 +1,234 @@
+// What a GPU or its driver would not let pass, done on purpose on the emulated one. Each act is a process of
+// its own, which the emulation ends with a sentence; where something has to fail later, the act looks for that.
+//
+//   strictness_test ACT      "list" names them all
+//
+// Exit status 0: the act was noticed by its own check.
+
+#include <cuda_runtime.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+extern "C" void moe_emu_set_delay_us(uint64_t most);
+
+namespace {
+
+void right(cudaError_t status) {
+    if (status != cudaSuccess) {
+        printf("a call that is right failed: %s\n", cudaGetErrorString(status));
+        exit(3);
+    }
+}
+
+void noticed(bool is) { exit(is ? 0 : 4); }
+
+int * on_device(size_t n = 64) {
+    int * memory = nullptr;
+    right(cudaMalloc(&memory, n * sizeof(int)));
+    return memory;
+}
+
+cudaStream_t new_stream(unsigned int flags = cudaStreamNonBlocking) {
+    cudaStream_t s = nullptr;
+    right(cudaStreamCreateWithFlags(&s, flags));
+    return s;
+}
+
+cudaEvent_t new_event() {
+    cudaEvent_t e = nullptr;
+    right(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
+    return e;
+}
+
+cudaStream_t captured(cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed, unsigned int flags = cudaStreamNonBlocking) {
+    cudaStream_t s = new_stream(flags);
+    right(cudaStreamBeginCapture(s, mode));
+    return s;
+}
+
+void store(int * to, int value, cudaStream_t s) {
+    moe_emu::config(1, 1, 0, s).of("store", [](int * p, int v) { *p = v; })(to, value);
+}
+
+const std::map<std::string, std::function<void()>> ACTS = {
+    // address spaces
+    { "host-reads-device", [] { volatile int * p = on_device(); (void) *p; } },
+    { "kernel-gets-pageable", [] { store(new int[4], 1, new_stream()); } },
+    { "kernel-gets-other-device", [] {
+        int * there = on_device();
+        right(cudaSetDevice(1));
+        store(there, 1, new_stream());
+    } },
+    { "copy-leaves-allocation", [] {
+        std::vector<int> from(128);
+        cudaMemcpy(on_device(64), from.data(), 128 * sizeof(int), cudaMemcpyHostToDevice);
+    } },
+    { "copy-from-two-pieces", [] {
+        char * host = static_cast<char *>(aligned_alloc(4096, 8192));
+        right(cudaHostRegister(host, 4096, 0));
+        right(cudaHostRegister(host + 4096, 4096, 0));
+        cudaMemcpyAsync(on_device(2048), host, 8192, cudaMemcpyHostToDevice, new_stream());
+    } },
+    { "misaligned-load", [] {
+        int * p = on_device();
+        cudaStream_t s = new_stream();
+        moe_emu::config(1, 1, 0, s).of("load", [](int * at) { const volatile int4 v = *reinterpret_cast<int4 *>(at + 1); (void) v; })(p);
+        cudaStreamSynchronize(s);
+    } },
+    { "write-past-the-end", [] {
+        int * p = on_device(64);
+        cudaStream_t s = new_stream();
+        moe_emu::config(1, 1, 0, s).of("past", [](int * at) { at[64] = 0; })(p);
+        right(cudaStreamSynchronize(s));
+        cudaFree(p);
+    } },
+    // the current device of a thread
+    { "kernel-in-other-stream", [] {
+        cudaStream_t s = new_stream();
+        right(cudaSetDevice(1));
+        store(on_device(), 1, s);
+    } },
+    { "event-in-other-stream", [] {
+        cudaEvent_t e = new_event();
+        right(cudaSetDevice(1));
+        cudaEventRecord(e, new_stream());
+    } },
+    { "new-thread-asks", [] {
+        right(cudaSetDevice(1));
+        cudaEvent_t e = new_event();
+        right(cudaEventRecord(e, new_stream()));
+        std::thread([e] { cudaEventQuery(e); }).join();
+    } },
+    // time
+    { "late-pageable-copy", [] {  // who reads behind it in another stream reads too early
+        moe_emu_set_delay_us(2000);
+        int * p = on_device(1);
+        int * seen = nullptr;
+        right(cudaMallocHost(&seen, sizeof(int)));
+        const int value = 7;
+        right(cudaMemcpy(p, &value, sizeof(int), cudaMemcpyHostToDevice));
+        cudaStream_t s = new_stream();
+        moe_emu::config(1, 1, 0, s).of("look", [](int * from, int * to) { *to = *from; })(p, seen);
+        right(cudaStreamSynchronize(s));
+        noticed(*seen != value);
+    } },
+    { "not-ready-stays", [] {
+        moe_emu_set_delay_us(0);
+        cudaStream_t s = new_stream();
+        right(cudaLaunchHostFunc(s, [](void *) { std::this_thread::sleep_for(std::chrono::milliseconds(200)); }, nullptr));
+        cudaEvent_t e = new_event();
+        right(cudaEventRecord(e, s));
+        noticed(cudaEventQuery(e) == cudaErrorNotReady && cudaGetLastError() == cudaErrorNotReady && cudaGetLastError() == cudaSuccess);
+    } },
+    { "sticky-error", [] {  // of the first kernel
+        cudaStream_t s = new_stream();
+        int * p = on_device();
+        store(p, 1, s);
+        const bool first = cudaStreamSynchronize(s) == cudaErrorIllegalAddress;
+        int * more = nullptr;
+        noticed(first && cudaMalloc(&more, 4) == cudaErrorIllegalAddress && cudaGetLastError() == cudaErrorIllegalAddress &&
+                cudaGetLastError() == cudaErrorIllegalAddress && cudaMemcpyAsync(p, p + 8, 4, cudaMemcpyDeviceToDevice, s) == cudaErrorIllegalAddress);
+    } },
+    { "blocks-in-order", [] {  // who relies on it is wrong in one of a few launches
+        int * order = nullptr;
+        right(cudaMallocHost(&order, 17 * sizeof(int)));
+        bool other = false;
+        for (int i = 0; i < 4; i++) {
+            order[16] = 0;
+            cudaStream_t s = new_stream();
+            moe_emu::config(16, 1, 0, s).of("blocks", [](int * at) { at[atomicAdd(at + 16, 1)] = blockIdx.x; })(order);
+            right(cudaStreamSynchronize(s));
+            for (int b = 0; b < 16; b++) {
+                other = other || order[b] != b;
+            }
+        }
+        noticed(other);
+    } },
+    // while a stream is captured
+    { "captured-stream-waited-for", [] { cudaStreamSynchronize(captured()); } },
+    { "captured-stream-asked", [] { cudaStreamQuery(captured()); } },
+    { "captured-device-waited-for", [] { captured(); cudaDeviceSynchronize(); } },
+    { "captured-event-asked", [] {
+        cudaEvent_t e = new_event();
+        right(cudaEventRecord(e, captured()));
+        cudaEventQuery(e);
+    } },
+    { "captured-event-waited-for", [] {
+        cudaEvent_t e = new_event();
+        right(cudaEventRecord(e, captured()));
+        cudaEventSynchronize(e);
+    } },
+    { "capture-waits-for-outside", [] {
+        cudaEvent_t e = new_event();
+        right(cudaEventRecord(e, new_stream()));
+        cudaStreamWaitEvent(captured(), e);
+    } },
+    { "captured-pageable-copy", [] {
+        static int value = 1;
+        cudaStream_t s = captured();
+        cudaMemcpyAsync(on_device(), &value, sizeof(int), cudaMemcpyHostToDevice, s);
+    } },
+    { "captured-copy-back", [] {
+        static int value = 1;
+        int * p = on_device();
+        cudaMemcpyAsync(&value, p, sizeof(int), cudaMemcpyDeviceToHost, captured());
+    } },
+    { "allocation-while-captured", [] { captured(cudaStreamCaptureModeGlobal); on_device(); } },
+    { "free-while-captured", [] { int * p = on_device(); captured(cudaStreamCaptureModeThreadLocal); cudaFree(p); } },
+    { "pinning-while-captured", [] {
+        captured(cudaStreamCaptureModeGlobal);
+        cudaHostRegister(aligned_alloc(4096, 4096), 4096, 0);
+    } },
+    { "blocking-copy-while-captured", [] {
+        int * p = on_device();
+        int value = 1;
+        captured(cudaStreamCaptureModeGlobal);
+        cudaMemcpy(p, &value, sizeof(int), cudaMemcpyHostToDevice);
+    } },
+    { "default-stream-while-captured", [] {
+        int * p = on_device();
+        captured(cudaStreamCaptureModeRelaxed, cudaStreamDefault);
+        store(p, 1, nullptr);
+    } },
+    { "default-stream-captured", [] { cudaStreamBeginCapture(nullptr, cudaStreamCaptureModeRelaxed); } },
+    { "captured-twice", [] { cudaStreamBeginCapture(captured(), cudaStreamCaptureModeRelaxed); } },
+    { "capture-that-nobody-began", [] { cudaGraph_t g; cudaStreamEndCapture(new_stream(), &g); } },
+    { "captured-stream-destroyed", [] { cudaStreamDestroy(captured()); } },
+    // and what a relaxed capture allows
+    { "relaxed-capture-allows", [] {
+        cudaStream_t s = captured();
+        int * p = on_device();
+        store(p, 1, s);
+        cudaGraph_t g;
+        cudaGraphExec_t e;
+        right(cudaStreamEndCapture(s, &g));
+        right(cudaGraphInstantiate(&e, g, nullptr, nullptr, 0));
+        right(cudaGraphLaunch(e, s));
+        int value = 0;
+        right(cudaMemcpyAsync(&value, p, sizeof(int), cudaMemcpyDeviceToHost, s));
+        right(cudaStreamSynchronize(s));
+        noticed(value == 1);
+    } },
+};
+
+}  // namespace
+
+int main(int argc, char ** argv) {
+    const std::string name = argc > 1 ? argv[1] : "list";
+    if (name == "list") {
+        for (const auto & act : ACTS) {
+            printf("%s\n", act.first.c_str());
+        }
+        return 0;
+    }
+    ACTS.at(name)();
+    return 5;  // it passed
+}

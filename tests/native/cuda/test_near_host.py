@@ -1,0 +1,29 @@
+"""Experts that are not hot stay on the host of a GPU, whose threads compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Device
+from .test_engine import engine, nmse
+
+
+@pytest.mark.parametrize("n_hot", [1, 3])
+def test_not_one_byte_of_a_cold_expert_is_copied(
+    device: Device, tiny_model: Callable[..., Path], n_hot: int
+) -> None:
+    """Every byte that the GPU gets of experts behind the start is of one that the placement made
+    hot, and each of these once; the host computes all others, in the prompt too."""
+    model = str(tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k"))
+    options: dict[str, Any] = {"policy": "context", "hot_experts": n_hot, "model": model}
+    options |= {"near_place": "host", "placement": "wait"}
+    wanted = engine("-", 6, **options, device="host")
+    found = engine(device.library, 6, **options, device="cuda0", answer=wanted["tokens"])
+    assert found["device"] == "cuda0" and not found["over_budget"]
+    assert found["copied"] == found["came"] > 0
+    assert found["host_computed"] == found["in_place"] == found["cold"] > 0
+    assert max(nmse(*pair) for pair in zip(found["rows"], wanted["rows"], strict=True)) <= 5e-4
