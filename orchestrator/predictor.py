@@ -39,7 +39,7 @@ def spare_bytes(config: Config, model: ExpertModel) -> int:
     """What measuring this machine may take for a moment: most of what the cap leaves beside the
     process, before a model is loaded."""
     free = probe().memory_bytes
-    left = min(config.ram or free, free) - process_bytes(model)
+    left = min(config.ram or free, free) - process_bytes(model, config)
     return max(_LEAST_SPARE_BYTES, left * 3 // 4)
 
 
