@@ -69,7 +69,7 @@ struct weights {
             const uint64_t expert_bytes = bytes[t].size() / EXPERTS;
             const int32_t rows = own_layout && moe_edge_interleaves(types[t], N_IN, N_OUT) ? N_OUT : 0;
             layer.slices[MOE_EDGE_UP][t] = { offset, expert_bytes, 0, types[t], (int32_t) t, rows, nullptr, 0.0 };
-            groups.push_back({ moe_edge_slot_bytes(4095, expert_bytes), slots, 0 });
+            groups.push_back({ moe_edge_slot_bytes(4095, expert_bytes), slots, 0, MOE_EDGE_MISS_COPY, 0 });
             offset += bytes[t].size();
             total += groups.back().slot_bytes * slots;
         }
