@@ -53,8 +53,8 @@ def test_a_chat_keeps_to_the_least_that_it_names(known: dict[str, capped.Line]) 
 def test_a_server_keeps_to_the_least_that_it_names(
     known: dict[str, capped.Line], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its least is at most a tenth above what it takes with clients at once, the pages of libraries
-    and what the small model takes less than a larger one among it."""
+    """With clients at once, and the pages of libraries. What it is counted with beside a chat can be
+    no twice as much: the small model leaves a sixth of all to spare, the demo 7 % (EXPERIMENTS)."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
     (tmp_path / "moe-edge").mkdir()
     (tmp_path / "moe-edge" / "servers").symlink_to(library_path().parents[1])
@@ -64,7 +64,7 @@ def test_a_server_keeps_to_the_least_that_it_names(
     line = capped.Line([*serve.args, "--threads=1"], port=serve.port, clients=3)
     found, ram = line.run_least()
     assert found.status == 0, found.err
-    assert ram / 1.1 < found.peak_bytes + found.library_bytes <= ram
+    assert 0.75 * ram < found.peak_bytes + found.library_bytes <= ram
 
 
 def test_who_takes_more_is_ended(known: dict[str, capped.Line]) -> None:
