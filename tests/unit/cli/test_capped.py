@@ -53,8 +53,8 @@ def test_a_chat_keeps_to_the_least_that_it_names(known: dict[str, capped.Line]) 
 def test_a_server_keeps_to_the_least_that_it_names(
     known: dict[str, capped.Line], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With clients at once, and the pages of libraries. What it is counted with beside a chat can be
-    no twice as much: the small model leaves a sixth of all to spare, the demo 7 % (EXPERIMENTS)."""
+    """With clients at once, and the pages of libraries. Twice of what it is counted with beside a
+    chat would be too much: this model leaves a sixth of all to spare, the demo 7 %."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
     (tmp_path / "moe-edge").mkdir()
     (tmp_path / "moe-edge" / "servers").symlink_to(library_path().parents[1])
