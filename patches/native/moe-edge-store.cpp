@@ -1342,10 +1342,13 @@ void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, 
         auto & c = cells[cell];
         c.decided = false;
         if (device && ready[i].data && after != 0) {
-            if (c.in_place()) {
+            // as next() gave it: a load in place that a cut step has left behind may be under way beside the slot
+            if (c.satisfied()) {
+                if (staged(cell, c.tier)) {  // else the host has read it
+                    pool_of(cell, c.tier).slots[c.slot].after = after;
+                }
+            } else if (c.in_place()) {
                 host->feeds(c.host_slot, moe_edge_host_tier::READERS, after);
-            } else if (staged(cell, c.tier)) {  // else the host has read it
-                pool_of(cell, c.tier).slots[c.slot].after = after;
             }
         }
         if (c.arrived()) {
