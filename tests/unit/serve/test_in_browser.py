@@ -16,11 +16,12 @@ from served import Served, serving
 QUESTION = "What is the capital of Norway?"
 STORY = "Tell me a story about a fox and a river."
 ATTACK = "<img src=x onerror='hacked=1'><script>hacked=1</script> **bold** `<b>`\n```js\n<i>\n```\n"
-# The page's fetch, with an answer that a test writes: fake(path, headers) gives it, or nothing.
+# The page's fetch, with an answer that a test writes: fake(path, headers, options) gives it, or
+# nothing.
 FAKE = """
 const real = window.fetch;
 window.fetch = async (path, options = {}) =>
-  fake(path, options.headers || {}) || real(path, options);
+  fake(path, options.headers || {}, options) || real(path, options);
 const streamed = (text, isBroken) => new Response(new ReadableStream({ start(to) {
   const event = { choices: [{ delta: { content: text } }] }, end = "data: [DONE]\\n\\n";
   const said = "data: " + JSON.stringify(event) + "\\n\\n" + (isBroken ? "" : end);
@@ -28,12 +29,33 @@ const streamed = (text, isBroken) => new Response(new ReadableStream({ start(to)
   if (isBroken) setTimeout(() => to.error(new TypeError("network error")), 20); else to.close();
 } }));
 const isChat = (path) => path === "/v1/chat/completions";
+async function slowed(answer) {
+  const response = await answer, pause = () => new Promise((go) => setTimeout(go, 20));
+  let rest = "";
+  return new Response(response.body.pipeThrough(new TextDecoderStream()).pipeThrough(
+    new TransformStream({ async transform(text, to) {
+      const events = (rest + text).split("\\n\\n");
+      rest = events.pop();
+      for (const event of events) { await pause(); to.enqueue(event + "\\n\\n"); }
+    } })).pipeThrough(new TextEncoderStream()), response);
+}
 """
-# How much the conversation said each time that it changed.
+# The server's own answer at 50 events a second, so that a busy machine sees it grow as well.
+SLOWED = "if (isChat(path)) return slowed(real(path, options));"
+# How much the conversation said each time that it changed, and whether the experts' picture
+# changed as some of them were lit.
 WATCH = """
 lengths = new Set();
 new MutationObserver(() => lengths.add($('log').innerText.length))
   .observe($('log'), {childList: true, subtree: true});
+lit = false;
+(() => {
+  const plainly = draw, before = $('experts').toDataURL();
+  window.draw = () => {
+    plainly();
+    if (light.some((each) => each === 1)) lit ||= $('experts').toDataURL() !== before;
+  };
+})();
 """
 LOST = """
 if (isChat(path) && window.none) return Promise.reject(new TypeError("Failed to fetch"));
@@ -64,11 +86,11 @@ def tab(browser: Browser, served: Served) -> Tab:
 
 
 def opened(browser: Browser, served: Served, fake: str = "") -> Tab:
-    """A new page. fake: the body of a function (path, headers) that answers in the server's
-    place."""
+    """A new page. fake: the body of a function (path, headers, options) that answers in the
+    server's place."""
     tab = Tab(browser)
     if fake:
-        source = FAKE + "function fake(path, headers) {" + fake + "}"
+        source = FAKE + "function fake(path, headers, options) {" + fake + "}"
         tab.call("Page.addScriptToEvaluateOnNewDocument", source=source)
     tab.go(served.url + "/")
     return tab
@@ -87,14 +109,12 @@ def complaints(tab: Tab) -> list[Any]:
     return [event for kind in kinds for event in tab.events(kind)]
 
 
-def test_an_answer_streams_and_its_experts_light_up(tab: Tab, served: Served) -> None:
+def test_an_answer_streams_and_its_experts_light_up(browser: Browser, served: Served) -> None:
+    tab = opened(browser, served, SLOWED)
     tab.until("seen !== null")
-    picture = "$('experts').toDataURL()"
-    before = tab.value(picture)
     tab.value(WATCH)
     asked(tab, STORY)
-    tab.until("$('log').ariaBusy === 'true' && light.some((each) => each === 1)")
-    assert tab.value(picture) != before
+    tab.until("$('log').ariaBusy === 'true' && lit")
     tab.until("!running")
     assert tab.value("lengths.size") > 4
     assert tab.value("document.querySelector('.assistant').innerText.length") > 50
@@ -114,7 +134,8 @@ def test_an_answer_streams_and_its_experts_light_up(tab: Tab, served: Served) ->
     assert complaints(tab) == []
 
 
-def test_an_answer_can_be_stopped(tab: Tab) -> None:
+def test_an_answer_can_be_stopped(browser: Browser, served: Served) -> None:
+    tab = opened(browser, served, SLOWED)
     for way in ("Escape", "the button"):
         asked(tab, STORY)
         tab.until(
