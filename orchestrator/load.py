@@ -26,7 +26,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.estimate import LossMeter
 from orchestrator.events import Phase
 from orchestrator.frontier import Knowledge, Loses, settled
-from orchestrator.layouts import with_layouts
+from orchestrator.layouts import wants_own_layout, with_layouts
 from orchestrator.llama import Bindings, Context, Model
 from orchestrator.losses import LossKeeper
 from orchestrator.native import (
@@ -353,7 +353,8 @@ class Loader:
     def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
         repack, mapped = config.use_extra_bufts, config.use_mmap
         if repack is None:
-            repack = not plan.managed
+            # Dense weights lie as the experts do.
+            repack = not plan.managed or (self.gpu is None and wants_own_layout(config, plan))
         if mapped is None:
             # Repacked weights are copies: a mapped file would take its size beside them.
             mapped = not (repack or config.ram) and len(self._model.tiers) == 1

@@ -10,6 +10,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -43,6 +45,7 @@ struct shared_state {
     std::atomic<int32_t> threads_done;
     int32_t              n_ready;    // experts of this wave, -1 after a failure
     int32_t              last_wave;
+    int32_t              unwatched;  // all experts are there, and nothing is released
 };
 
 // The op's work buffer; sizes and pointers come from the same code.
@@ -161,18 +164,26 @@ class mul_mat_id {
     void run() {
         if (params->ith == 0) {
             const int32_t n = group_rows();
-            remaining = n;
-            m->ops->begin(m, experts, n);
+            shared->unwatched = m->ops->unwatched(m, experts, first, n, ready);
             shared->threads_done.store(0, std::memory_order_relaxed);
+            if (shared->unwatched) {
+                share_wave(n, true);
+            } else {
+                remaining = n;
+                m->ops->begin(m, experts, n);
+            }
         }
         convert_activations();  // while the first reads are under way
-        if (params->ith == 0) {
+        if (params->ith == 0 && !shared->unwatched) {
             next_wave();
         }
         ggml_barrier(params->threadpool);
 
         while (shared->n_ready > 0) {
             compute_wave();
+            if (shared->unwatched) {
+                return;
+            }
             if (shared->last_wave) {
                 // the last thread to leave gives the slots back; no barrier needed
                 if (shared->threads_done.fetch_add(1) == params->nth - 1) {
@@ -233,9 +244,13 @@ class mul_mat_id {
             m->ops->wait(m, ready, n);
         }
         remaining -= std::max(n, 0);
+        share_wave(n, remaining == 0);
+    }
+
+    void share_wave(int32_t n, bool last) {
         shared->next_unit.store(0, std::memory_order_relaxed);
         shared->n_ready   = n;
-        shared->last_wave = remaining == 0;
+        shared->last_wave = last;
     }
 
     void convert_activations() const {
@@ -285,6 +300,7 @@ class mul_mat_id {
         int64_t rows;    // of weights in a unit
         int64_t chunks;  // of them
         int32_t acts;    // activations in a unit
+        bool    joins;   // units one behind the other are one larger one
     };
 
     const moe_edge_kernels * kernels_of(const moe_edge_ready & r) const {
@@ -314,23 +330,29 @@ class mul_mat_id {
             }
             const int32_t n_acts = first[r.expert + 1] - first[r.expert];
             const bool gemm = kernels && at.gemm_size > 0 && n_acts >= GEMM_LEAST && !restores(*kernels, n_acts);
-            portions p = { &r, kernels, n_units, gemm ? GEMM_ROWS : ROW_CHUNK, 0, gemm ? (int32_t) GEMM_ACTS : n_acts };
+            portions p = { &r, kernels, n_units, gemm ? GEMM_ROWS : ROW_CHUNK, 0, gemm ? (int32_t) GEMM_ACTS : n_acts,
+                !gemm && !(kernels && restores(*kernels, n_acts)) };
             p.chunks = (w->ne[1] + p.rows - 1) / p.rows;
             n_units += p.chunks * ((n_acts + p.acts - 1) / p.acts);
             rest.push_back(p);
         }
         auto p = rest.begin();
-        for (;;) {
-            const int64_t unit = shared->next_unit.fetch_add(1, std::memory_order_relaxed);
-            if (unit >= n_units) {
-                return;
+        int64_t end = 0;
+        for (int64_t unit = 0; ; unit++) {
+            if (unit >= end) {
+                std::tie(unit, end) = take_units(n_units);
+                if (unit == end) {
+                    return;
+                }
             }
             while (p + 1 != rest.end() && (p + 1)->first <= unit) {
                 ++p;
             }
-            const int64_t row0 = (unit - p->first) % p->chunks * p->rows;
-            const int64_t row1 = std::min(row0 + p->rows, w->ne[1]);
-            const int32_t act0 = first[p->ready->expert] + (unit - p->first) / p->chunks * p->acts;
+            const int64_t chunk = (unit - p->first) % p->chunks;
+            const int64_t n     = p->joins ? std::min(end - unit, p->chunks - chunk) : 1;
+            const int64_t row0  = chunk * p->rows;
+            const int64_t row1  = std::min(row0 + n * p->rows, w->ne[1]);
+            const int32_t act0  = first[p->ready->expert] + (unit - p->first) / p->chunks * p->acts;
             const int32_t act1 = std::min(act0 + p->acts, first[p->ready->expert + 1]);
             if (p->kernels && restores(*p->kernels, p->acts)) {
                 multiply_restored(*p->ready, *p->kernels, row0, row1);
@@ -339,7 +361,21 @@ class mul_mat_id {
             } else {
                 dot_rows(*p->ready, row0, row1);
             }
+            unit += n - 1;
         }
+    }
+
+    // Units [first, last) that this thread does: a part of what is left, one in the end, so that
+    // memory is read in long streams and no thread waits long for another one.
+    std::pair<int64_t, int64_t> take_units(int64_t n_units) const {
+        int64_t unit = shared->next_unit.load(std::memory_order_relaxed), end;
+        do {
+            if (unit >= n_units) {
+                return { n_units, n_units };
+            }
+            end = unit + std::max<int64_t>(1, (n_units - unit) / (2 * params->nth));
+        } while (!shared->next_unit.compare_exchange_weak(unit, end, std::memory_order_relaxed));
+        return { unit, end };
     }
 
     // Rows [row0, row1) of an expert in the CPU's own layout against all of its activations, by upstream's tiled kernel.

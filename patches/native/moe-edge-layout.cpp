@@ -6,6 +6,7 @@
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
 #include "repack.h"
+#include "tiled/tiled.h"
 
 #include <cstdint>
 #include <cstring>
@@ -113,6 +114,16 @@ bool upstream_repacks(int32_t type, int64_t n_in, int64_t n_out) {
     return t.extra != nullptr;
 }
 
+// Whether upstream's tiled kernel multiplies with this type; the environment can turn it off.
+bool upstream_tiles(int32_t type) {
+    const int64_t n_in = ggml_blck_size((ggml_type) type);
+    ggml_tensor w = matrix(type, n_in, ROWS, nullptr), x = matrix(GGML_TYPE_F32, n_in, 1, nullptr);
+    ggml_tensor op = matrix(GGML_TYPE_F32, ROWS, 1, nullptr);
+    op.src[0] = &w;
+    op.src[1] = &x;
+    return ggml_tiled_wdata_size(1, &op) > 0;
+}
+
 }  // namespace
 
 const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t n_out) {
@@ -126,7 +137,7 @@ const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t
 }
 
 int64_t moe_edge_restores_from(const moe_edge_kernels & kernels) {
-    return kernels.restore && ggml_cpu_has_avx512_vnni() ? RESTORES_FROM : INT64_MAX;
+    return kernels.restore && ggml_cpu_has_avx512_vnni() && upstream_tiles(kernels.type) ? RESTORES_FROM : INT64_MAX;
 }
 
 void moe_edge_interleave(const moe_edge_kernels & kernels, int64_t n_in, int64_t n_out, void * data) {

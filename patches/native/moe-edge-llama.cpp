@@ -1,5 +1,6 @@
 // Binding: which store serves which model.
 
+#include "moe-edge-cpu.h"
 #include "moe-edge-hook.h"
 #include "moe-edge-devices.h"
 #include "moe-edge-llama.h"
@@ -153,6 +154,9 @@ void attach(const llama_model & model, size_t n_placeholders) {
     moe_edge_stop_waiting(store);
     for (auto & layer : hook->layers) {
         moe_edge_attached.by_router[layer.router] = &layer;
+    }
+    for (const auto & [name, tensor] : model.tensors_by_name) {
+        moe_edge_restore_for_prompts(tensor);
     }
     moe_edge_attached.models[&model] = std::move(hook);
     if (store->device) {

@@ -208,16 +208,20 @@ void moe_edge_store::check_device() {
 // nobody decides during a step, and every expert is there as good as it will be asked for.
 void moe_edge_store::fix_tables() {
     const bool same = tables_fixed && fixed_changes == table_changes;
-    tables_fixed = !asks(phase) && !directed && !exact_tiers && !failed && !split;
-    for (size_t i = 0; !same && tables_fixed && i < cells.size(); i++) {
+    bool fixed = !asks(phase) && !directed && !exact_tiers && !failed && !split;
+    for (size_t i = 0; !same && fixed && i < cells.size(); i++) {
         const auto & c = cells[i];
         const bool there = c.tier != NO_TIER && c.tier <= default_tier && (c.loading == NO_TIER || c.background);
-        tables_fixed = there || !has_kind(layer_of(i), kind_of(i));
+        fixed = there || !has_kind(layer_of(i), kind_of(i));
     }
+    if (!fixed) {
+        collect_counts();  // of the steps that nobody watched
+    }
+    tables_fixed = fixed;
     if (!tables_fixed || same) {
         return;
     }
-    for (auto * m : all_matrices) {
+    for (auto * m : all_matrices) {  // none without a device
         for (auto & entry : m->table) {
             device->wait(entry.ticket);
             entry.ticket = 0;

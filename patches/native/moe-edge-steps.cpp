@@ -40,7 +40,9 @@ void moe_edge_store::open_step(int32_t new_phase) {
         [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
     if (device) {
         check_device();
-        fix_tables();
+    }
+    fix_tables();
+    if (device) {
         device->step_boundary(all_matrices.data(), all_matrices.size(), tables_fixed);
     }
 }

@@ -23,6 +23,9 @@ void ops_release(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, m
 }
 void ops_wait(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n) { m->store->wait(ready, n); }
 bool ops_fixed(moe_edge_matrix * m) { return m->store->fixed(); }
+bool ops_unwatched(moe_edge_matrix * m, const int32_t * experts, const int32_t * first, int32_t n, moe_edge_ready * out) {
+    return m->store->serve_unwatched(*m, experts, first, n, out);
+}
 int32_t ops_routed(moe_edge_matrix * m, int32_t * out) { return m->store->routed_to(*m, out); }
 void ops_multiply(moe_edge_matrix * m, const std::vector<moe_edge_product> & products) { m->store->multiply(products); }
 
@@ -30,7 +33,7 @@ void ops_multiply(moe_edge_matrix * m, const std::vector<moe_edge_product> & pro
 constexpr int32_t KIND_RANK[MOE_EDGE_N_KINDS] = { /* up */ 1, /* gate */ 0, /* gate_up */ 0, /* down */ 2 };
 constexpr int32_t KINDS_BY_RANK[MOE_EDGE_N_KINDS] = { MOE_EDGE_GATE, MOE_EDGE_GATE_UP, MOE_EDGE_UP, MOE_EDGE_DOWN };
 
-const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release, ops_wait, ops_fixed, ops_routed, ops_multiply };
+const moe_edge_ops STORE_OPS = { ops_begin, ops_next, ops_release, ops_wait, ops_fixed, ops_unwatched, ops_routed, ops_multiply };
 
 // First field of moe_edge_read_key.
 constexpr int32_t DEMAND = 0, AHEAD = 1, TRANSITION = 2;
@@ -133,6 +136,7 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     resident.assign((size_t) n_layers * n_expert, MOE_EDGE_ABSENT);
     resident_view = resident;
     counts.resize(resident.size());
+    unwatched = std::vector<unwatched_uses>(resident.size());
     tier_out.resize(n_expert);
     passing_out.resize(n_expert);
     prefetch_out.resize(MOE_EDGE_MAX_PREFETCH);
@@ -1020,7 +1024,7 @@ bool moe_edge_store::route() {
     }
     std::lock_guard<std::mutex> lock(mutex);
     const size_t first = (size_t) event.layer * n_expert;
-    for (size_t i = 0; i < (size_t) event.n_tokens * n_expert_used && !runs_unwatched(); i++) {
+    for (size_t i = 0; i < (size_t) event.n_tokens * n_expert_used && !device_counts(); i++) {
         counts[first + ids[i]]++;
     }
     for (size_t i = 0; !asked && !exact_tiers && i < routed.size(); i++) {
@@ -1236,6 +1240,25 @@ void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t
     }
 }
 
+// No op holds what it reads here, so there is no lock to take: the tables change at a step boundary alone, and those are
+// passed by the thread that calls.
+bool moe_edge_store::serve_unwatched(const moe_edge_matrix & m, const int32_t * experts, const int32_t * first, int32_t n,
+                                     moe_edge_ready * out) {
+    if (device || !tables_fixed) {
+        return false;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t e = experts[i];
+        out[i] = { m.table[e].data, e, m.table[e].type, 0 };
+        if (m.kind == MOE_EDGE_DOWN) {
+            auto & uses = unwatched[(size_t) m.layer * n_expert + e];
+            uses.tokens.fetch_add(first[e + 1] - first[e], std::memory_order_relaxed);
+            uses.steps.fetch_add(1, std::memory_order_relaxed);
+        }
+    }
+    return true;
+}
+
 // Decided and not yet released, so that this is about the op that comes next, and no earlier one.
 int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -1296,7 +1319,7 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
                 const auto & entry = m.table[expert_of(cell)];
                 const bool here = pool_of(cell, c.tier).on_host;
                 out[n++] = { entry.data, expert_of(cell), entry.type, entry.ticket, here ? MOE_EDGE_MISS_COMPUTE : MOE_EDGE_MISS_COPY };
-                stats.computed[phase][c.tier] += !runs_unwatched();
+                stats.computed[phase][c.tier] += !device_counts();
                 if (here) {
                     count_in_place(slice_of(cell, c.tier), MOE_EDGE_MISS_COMPUTE);
                 }

@@ -184,7 +184,9 @@ struct moe_edge_store {
     bool    fixed() const { return tables_fixed; }
     bool    in_prefill() const { return phase == MOE_EDGE_PREFILL; }
     // A step then needs no hook: nobody decides, and the executor counts.
-    bool    runs_unwatched() const { return tables_fixed && device->counts_routing(); }
+    bool    runs_unwatched() const { return tables_fixed && (!device || device->counts_routing()); }
+    bool    serve_unwatched(const moe_edge_matrix & m, const int32_t * experts, const int32_t * first, int32_t n,
+                            moe_edge_ready * out);
 
     int32_t warm(const moe_edge_prefetch_item * list, int32_t n,
                  void (*progress)(int32_t, int32_t, void *), void * user);
@@ -261,6 +263,8 @@ struct moe_edge_store {
     void    keep_checksums();
     std::string name_of(int32_t cell, int32_t tier) const;
 
+    // Whether tokens are counted on the device in this step, and nowhere else.
+    bool    device_counts() const { return tables_fixed && device && device->counts_routing(); }
     // Whether a policy decides in the steps of this phase.
     bool    asks(int32_t in_phase) const { return callback && (callback_phases >> in_phase & 1) != 0; }
 
@@ -406,6 +410,10 @@ struct moe_edge_store {
     std::vector<uint8_t>    resident;  // [n_layers, n_expert]
     std::vector<uint32_t>   counts;    // [n_layers, n_expert] tokens routed since take_counts
     uint64_t                n_uncollected = 0;  // steps since collect_counts
+    struct unwatched_uses {
+        std::atomic<uint32_t> tokens { 0 }, steps { 0 };
+    };
+    std::vector<unwatched_uses> unwatched;  // [n_layers, n_expert] of the host's ops since collect_counts
     std::vector<uint8_t>    seen;      // [n_expert] scratch of route()
     std::vector<int32_t>    routed;
     std::vector<std::vector<int32_t>> routed_of;  // [n_layers] what the hook saw last

@@ -64,6 +64,10 @@ struct moe_edge_ops {
     // Whether the table can only change at a step boundary, and all of it is there: an op may read
     // it without the calls above. The same from one step boundary to the next.
     bool (*fixed)(moe_edge_matrix * m);
+    // For executors that read on the host, in the place of begin and next: where the tables are fixed and nobody decides,
+    // all of these experts at once, which are not to be released, and what they are counted by: expert e has the rows from
+    // first[e] to first[e + 1] of the op. False, and nothing is done, where begin is needed.
+    bool (*unwatched)(moe_edge_matrix * m, const int32_t * experts, const int32_t * first, int32_t n, moe_edge_ready * out);
     // The distinct experts that the route hook saw for the op that is next, into out [n_expert];
     // their number, or -1 where there was no hook or it was bypassed. For executors that cannot
     // read the op's ids without waiting for their device.

@@ -144,18 +144,24 @@ void moe_edge_store::get_landed(uint8_t * out) {
     }
 }
 
-// Steps that nobody watched: what the executor counted on the device, into counts and the
-// statistics. An expert is asked for once a step, however many tokens chose it.
+// Steps that nobody watched: what the executor counted, into counts and the statistics. An expert
+// is asked for once a step, however many tokens chose it; a device does not count the steps.
 void moe_edge_store::collect_counts() {
     if (n_uncollected == 0 || !runs_unwatched()) {
         n_uncollected = 0;
         return;
     }
     std::vector<uint32_t> fresh(counts.size());
-    device->counts(down_matrices.data(), down_matrices.size(), fresh.data());
+    if (device) {
+        device->counts(down_matrices.data(), down_matrices.size(), fresh.data());
+    }
     for (size_t i = 0; i < fresh.size(); i++) {
+        uint64_t asked = std::min<uint64_t>(fresh[i], n_uncollected);
+        if (!device) {
+            fresh[i] = unwatched[i].tokens.exchange(0, std::memory_order_relaxed);
+            asked    = unwatched[i].steps.exchange(0, std::memory_order_relaxed);
+        }
         counts[i] += fresh[i];
-        const uint64_t asked = std::min<uint64_t>(fresh[i], n_uncollected);
         if (asked == 0) {
             continue;
         }

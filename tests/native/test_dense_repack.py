@@ -44,3 +44,37 @@ def test_managed_beside_repacked_dense_weights_is_upstream_bit_for_bit(library, 
         with Engine.open(config) as engine:
             assert engine.managed
             assert np.array_equal(read(engine.eval), expected)
+
+
+def is_restored() -> bool:
+    """Whether prompts are faster over plain rows on this CPU: moe-edge-layout.cpp says when."""
+    with open("/proc/cpuinfo") as lines:
+        return "avx512_vnni" in lines.read()
+
+
+@pytest.mark.skipif(not is_restored(), reason="on this CPU prompts stay in its own layout")
+def test_prompts_over_repacked_dense_weights_are_those_over_plain_ones(library, tmp_path):
+    """From 48 rows on, with rows of weights that are no multiple of what is restored at once."""
+    shape = replace(synthetic.preset("tiny-qwen3moe"), dense_type=GGMLType.Q4_K)
+    path = synthetic.write(tmp_path / "m.gguf", shape, tiers=("q8_0",))
+    tokens = PROMPT * 10
+    for n, is_plain in ((47, False), (48, True), (120, True)):
+        of_upstream = {}
+        for repack in (True, False):
+            with PlainModel(
+                path, n_ctx=256, n_ubatch=128, threads=2, mmap=False, extra_bufts=repack
+            ) as model:
+                of_upstream[repack] = model.eval(tokens[:n], 0)
+        if np.array_equal(of_upstream[True], of_upstream[False]):
+            pytest.skip("this CPU has no layout of its own for Q4_K")
+        config = Config.build(
+            model=path,
+            ctx=256,
+            ubatch=128,
+            threads=2,
+            policy="lru",
+            force_managed=True,
+            use_extra_bufts=True,
+        )
+        with Engine.open(config) as engine:
+            assert np.array_equal(engine.eval(tokens[:n], 0), of_upstream[not is_plain])

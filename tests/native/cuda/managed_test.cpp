@@ -243,6 +243,7 @@ const moe_edge_ops fake_store::operations = {
     [](moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) { of(m).release(ready, n, after); },
     nullptr,  // wait is for executors on the host
     [](moe_edge_matrix *) { return false; },
+    nullptr,  // unwatched as well
     [](moe_edge_matrix *, int32_t *) { return -1; },  // no hook: the executor reads the ids
     [](moe_edge_matrix *, const std::vector<moe_edge_product> & products) {
         static moe_edge_workers workers(2);

@@ -1,0 +1,143 @@
+// Dense matrices of a managed model that upstream keeps in the CPU's own layout. Its kernel for that layout is the faster
+// one for a few rows of activations, and for many its tiled kernel over plain rows is: those are restored here.
+
+#include "moe-edge-cpu.h"
+#include "moe-edge-layout.h"
+
+#include "ggml-backend-impl.h"
+#include "ggml-cpu-impl.h"
+#include "ggml-cpu.h"
+#include "ggml-impl.h"
+#include "repack.h"
+#include "tiled/tiled.h"
+#include "traits.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace {
+
+constexpr size_t  ALIGN = 64;
+constexpr int64_t ROWS  = 256;  // of weights that a thread restores at once
+
+size_t padded(size_t n) { return (n + ALIGN - 1) / ALIGN * ALIGN; }
+
+class dense_traits : public ggml::cpu::tensor_traits {
+  public:
+    dense_traits(ggml::cpu::tensor_traits & upstream, const moe_edge_kernels & kernels) : upstream(upstream), kernels(kernels) {}
+
+  private:
+    // The op's work buffer: the activations as the kernel wants them, then what each thread needs for itself.
+    struct layout {
+        size_t act_size, own, plain_at, own_size;
+
+        layout(const ggml_tensor * op) {
+            const ggml_tensor * w = op->src[0];
+            ggml_tensor plain = *w, part = *op;
+            plain.extra = nullptr;
+            part.src[0] = &plain;
+            act_size = ggml_row_size(ggml_get_type_traits_cpu(w->type)->vec_dot_type, w->ne[0]);
+            own      = padded(act_size * op->src[1]->ne[1]);
+            plain_at = padded(ggml_tiled_wdata_size(1, &part));
+            own_size = padded(plain_at + ROWS * ggml_row_size(w->type, w->ne[0]));
+        }
+    };
+
+    bool restores(const ggml_tensor * op) const {
+        const ggml_tensor * x = op->src[1];
+        return op->op == GGML_OP_MUL_MAT && x->type == GGML_TYPE_F32 && x->ne[1] >= moe_edge_restores_from(kernels) &&
+            x->ne[2] == 1 && x->ne[3] == 1 && x->nb[0] == sizeof(float) && op->nb[0] == sizeof(float);
+    }
+
+    bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
+        if (!restores(op)) {
+            return upstream.work_size(n_threads, op, size);
+        }
+        size_t theirs = 0;  // for the reference kernels, which are asked for later
+        upstream.work_size(n_threads, op, theirs);
+        const layout at(op);
+        size = std::max(theirs, at.own + n_threads * at.own_size + ALIGN);
+        return true;
+    }
+
+    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+        if (params->use_ref || !restores(op)) {
+            return upstream.compute_forward(params, op);
+        }
+        const ggml_tensor * w = op->src[0];
+        const ggml_tensor * x = op->src[1];
+        const layout at(op);
+        char * acts = reinterpret_cast<char *>(padded(reinterpret_cast<uintptr_t>(params->wdata)));
+        char * own  = acts + at.own + params->ith * at.own_size;
+
+        const auto from_float = ggml_get_type_traits_cpu(ggml_get_type_traits_cpu(w->type)->vec_dot_type)->from_float;
+        for (int64_t t = params->ith; t < x->ne[1]; t += params->nth) {
+            from_float(reinterpret_cast<const float *>(static_cast<const char *>(x->data) + t*x->nb[1]), acts + t*at.act_size,
+                       x->ne[0]);
+        }
+        thread_local std::vector<int32_t> rows;  // as tiled.h asks for them: no slot, each token
+        rows.assign(2 * x->ne[1], 0);
+        for (int64_t t = 0; t < x->ne[1]; t++) {
+            rows[2*t + 1] = t;
+        }
+        if (params->ith == 0) {
+            ggml_threadpool_chunk_set(params->threadpool, params->nth);
+        }
+        ggml_barrier(params->threadpool);
+
+        for (int64_t row = params->ith * ROWS; row < w->ne[1]; row = ggml_threadpool_chunk_add(params->threadpool, 1) * ROWS) {
+            multiply(*params, op, at, row, std::min(row + ROWS, w->ne[1]), acts, own, rows.data());
+        }
+        return true;
+    }
+
+    // Rows [row0, row1) of the weights, as one expert that every token was routed to.
+    void multiply(ggml_compute_params params, const ggml_tensor * op, const layout & at, int64_t row0, int64_t row1, char * acts,
+                  char * own, const int32_t * rows) const {
+        ggml_tensor w = *op->src[0], x = *op->src[1], part = *op;
+        char * plain = own + at.plain_at;
+        kernels.restore(static_cast<const char *>(w.data) + row0 * w.nb[1], w.ne[0], row1 - row0, plain);
+        w.data  = plain;
+        w.extra = nullptr;
+        w.ne[1] = part.ne[0] = row1 - row0;
+        x.ne[2] = part.ne[2] = x.ne[1];
+        x.ne[1] = part.ne[1] = 1;
+        x.nb[2]    = x.nb[1];
+        part.nb[2] = part.nb[1];
+        part.src[0] = &w;
+        part.src[1] = &x;
+        part.data   = static_cast<float *>(op->data) + row0;
+        params.ith   = 0;
+        params.nth   = 1;
+        params.wdata = acts;
+        const bool done = ggml_compute_forward_mul_mat_id_tiled(&params, &part, 0, x.ne[2], rows, own);
+        GGML_ASSERT(done);
+    }
+
+    ggml::cpu::tensor_traits & upstream;
+    const moe_edge_kernels &   kernels;
+};
+
+}  // namespace
+
+void moe_edge_restore_for_prompts(ggml_tensor * tensor) {
+    if (!tensor->buffer || tensor->buffer->buft != ggml_backend_cpu_repack_buffer_type() || !tensor->extra || ggml_n_dims(tensor) != 2) {
+        return;
+    }
+    const auto * kernels = moe_edge_kernels_of(tensor->type, tensor->ne[0], tensor->ne[1]);
+    if (!kernels || moe_edge_restores_from(*kernels) == INT64_MAX) {
+        return;
+    }
+    // upstream has one object for each type and layout, for ever
+    static std::mutex mutex;
+    static std::map<void *, std::unique_ptr<dense_traits>> traits;
+    std::lock_guard<std::mutex> lock(mutex);
+    auto & ours = traits[tensor->extra];
+    if (!ours) {
+        ours = std::make_unique<dense_traits>(*static_cast<ggml::cpu::tensor_traits *>(tensor->extra), *kernels);
+    }
+    tensor->extra = ours.get();
+}

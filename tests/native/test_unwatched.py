@@ -1,0 +1,61 @@
+"""Everything in memory and nobody to decide: steps without the route hook count what those with it
+would count, and compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.events import ABSENT
+from orchestrator.native import Library
+
+TOKENS = [int(t) for t in np.random.default_rng(11).integers(0, 250, 90)]
+COUNTED = ("requests", "hits", "routed", "computed", "demand_bytes")
+
+
+def listed(value: Any) -> Any:
+    return [listed(each) for each in value] if hasattr(value, "__len__") else value
+
+
+def run(engine: Engine) -> tuple[np.ndarray, dict[str, Any], np.ndarray]:
+    """Logits, statistics and tokens per expert of a prompt and some tokens."""
+    store = engine.store
+    layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
+    store.warm([(layer, expert, 0) for layer in layers for expert in experts])
+    store.reset_stats()
+    store.forget_counts()
+    rows = [engine.eval(TOKENS[:50], 0)]
+    rows += [engine.eval([token], 50 + at) for at, token in enumerate(TOKENS[50:])]
+    store.check()
+    stats = store.stats()
+    return (
+        np.concatenate(rows),
+        {name: listed(getattr(stats, name)) for name in COUNTED},
+        store.take_counts(),
+    )
+
+
+@pytest.mark.parametrize("shape", ["qwen3moe", "olmoe", "deepseek2-fused"])
+@pytest.mark.parametrize("layout", ["file", "cpu"])
+def test_counts_and_logits_are_those_of_watched_steps(
+    shape: str, layout: str, tiny_model: Callable[..., Path], library: Library
+) -> None:
+    settings = {"ctx": 256, "ubatch": 32, "threads": 2, "policy": "lru", "layout": layout}
+    path, found = tiny_model(shape, "q4_k"), []
+    for is_watched in (True, False):
+        # a single precision is computed as such either way: the setting only needs the hook
+        config = Config.build(model=path, force_managed=True, exact_tiers=is_watched, **settings)
+        with Engine.open(config) as engine:
+            found.append(run(engine))
+            assert (engine.store.resident() != ABSENT).all()
+    (watched, expected, by_hook), (unwatched, stats, by_executor) = found
+    np.testing.assert_array_equal(unwatched, watched)
+    np.testing.assert_array_equal(by_executor, by_hook)
+    assert stats == expected
+    assert stats["requests"] == stats["hits"] and min(stats["requests"]) > 0
