@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from time import monotonic, time
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.formats import settle_format
 from orchestrator.serve.gate import Gate
+from orchestrator.serve.length import COUNTING, check_length
 from orchestrator.serve.metrics import metrics_text
 from orchestrator.serve.openapi import document
 from orchestrator.serve.page import page_response
@@ -40,12 +42,6 @@ GENERATING = {
     "/v1/messages": (),
     "/completion": ("/completions",),
     "/infill": (),
-}
-# How long a prompt is, and the path to which the same request goes for an answer.
-COUNTING = {
-    "/v1/chat/completions/input_tokens": "/v1/chat/completions",
-    "/v1/responses/input_tokens": "/v1/responses",
-    "/v1/messages/count_tokens": "/v1/messages",
 }
 QUICK = {
     "/v1/chat/completions/input_tokens": ("/chat/completions/input_tokens",),
@@ -127,6 +123,11 @@ class Endpoints:
             body, data, changes = await self._body(request, route)
             places = _places(data, state.settings.parallel)
             timeout = state.settings.timeout
+
+            async def check() -> None:
+                ask = partial(self._answer, backend)
+                await check_length(ask, route, body, data, backend.slot_context)
+
             return Answer(
                 backend,
                 state.gate,
@@ -140,6 +141,7 @@ class Endpoints:
                 changes=changes,
                 most_s=float(timeout) if timeout else None,
                 is_stopping=lambda: state.stopping,
+                check=check,
             )
 
         return endpoint
@@ -336,7 +338,8 @@ class Log:
 
 def _error(refusal: Refusal) -> JSONResponse:
     headers = {"retry-after": "1"} if refusal.status == 503 else None
-    return JSONResponse(error_object(refusal.status, refusal.message), refusal.status, headers)
+    error = error_object(refusal.status, refusal.message, refusal.kind)
+    return JSONResponse(error, refusal.status, headers)
 
 
 async def _refused(_request: Request, error: Exception) -> Response:
