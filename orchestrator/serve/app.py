@@ -32,6 +32,7 @@ from orchestrator.serve.page import page_response
 from orchestrator.serve.seats import Seats, conversation_of
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.tools import settle_tool_choice
+from orchestrator.serve.unserved import settle_unserved
 from orchestrator.serve.wire import Refusal, error_object, read_body, read_object
 
 # Paths that decode, and so take their turn; and other paths of the same.
@@ -58,6 +59,8 @@ PICTURE = "/experts"
 DESCRIPTION = "/openapi.json"
 # What a client may not choose: which of the slots it gets is the server's business.
 DROPPED = ("id_slot",)
+# What llama.cpp's server does not read of a request, or leaves out of it; in this order.
+SETTLED = (settle_unserved, settle_tool_choice, settle_format)
 # The field with live settings of the policy for one request.
 OURS = "moe_edge"
 
@@ -203,7 +206,7 @@ class Endpoints:
         for name in DROPPED:
             data.pop(name, None)
         form = COUNTING.get(route, route)
-        settled = [settle_tool_choice(form, data), settle_format(form, data)]
+        settled = [settle(form, data) for settle in SETTLED]
         if any(settled) or len(data) != size:
             body = json.dumps(data).encode()
         return body, data, changes
