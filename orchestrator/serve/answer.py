@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from typing import Any
 
@@ -19,8 +19,9 @@ from orchestrator.serve.seats import Conversation, Seats, with_seat
 from orchestrator.serve.wire import (
     NOT_SUPPORTED,
     Refusal,
+    error_event,
     error_object,
-    event,
+    has_costs,
     is_failure,
     message_of,
     with_costs,
@@ -35,10 +36,10 @@ Part = bytes | tuple[int, bool] | BaseException | None
 
 
 class Outlet:
-    """The way out of one request: the status and its kind once, then parts."""
+    """The way out of one request to a path: the status and its kind once, then parts."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, route: str) -> None:
+        self._send, self._route = send, route
         self.status: int | None = None  # once it is sent
 
     async def begin(
@@ -60,16 +61,16 @@ class Outlet:
             await self.begin(200, STREAM)
         await self.part(PING)
 
-    async def fail(self, status: int, message: str) -> None:
+    async def fail(self, status: int, message: str, kind: str | None = None) -> None:
         """Ends the answer with an error: as its status, or as an event where a stream has
         begun."""
-        error = error_object(status, message)
+        error = json.dumps(error_object(status, message, kind), ensure_ascii=False).encode()
         if self.status is None:
             retry = {"retry-after": "1"} if status in (429, 503) else None
             await self.begin(status, JSON, retry)
-            await self.part(json.dumps(error, ensure_ascii=False).encode(), more=False)
+            await self.part(error, more=False)
         else:
-            await self.part(event(error), more=False)
+            await self.part(error_event(self._route, error), more=False)
 
 
 class Answer:
@@ -90,16 +91,19 @@ class Answer:
         changes: dict[str, Any],
         most_s: float | None,
         is_stopping: Callable[[], bool],
+        check: Callable[[], Awaitable[None]],
     ) -> None:
+        """check: raises Refusal for a request that llama.cpp would refuse; asked before a stream
+        begins whose turn has not come."""
         self._backend, self._gate, self._workers = backend, gate, workers
         self._seats, self._conversation = seats, conversation
         self._route, self._body = route, body
         self._is_stream, self._places, self._most_s = is_stream, places, most_s
         self._changes = changes  # of the policy's settings
-        self._is_stopping = is_stopping
+        self._is_stopping, self._check = is_stopping, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        out = Outlet(send)
+        out = Outlet(send, self._route)
         work = asyncio.create_task(self._work(out))
         gone = asyncio.create_task(_client_gone(receive))
         try:
@@ -133,7 +137,7 @@ class Answer:
         except ConfigError as error:
             await out.fail(400, str(error))
         except Refusal as refusal:
-            await out.fail(refusal.status, refusal.message)
+            await out.fail(refusal.status, refusal.message, refusal.kind)
         finally:
             ticket.leave()
 
@@ -161,7 +165,7 @@ class Answer:
                 if status == NOT_SUPPORTED:
                     raise Refusal(400, message_of(part))
                 shared = shared or self._gate.running > 1
-                if b'"timings"' in part:
+                if status == 200 and has_costs(part, is_stream):
                     part = with_costs(part, {**costs(), "shared_steps": shared}, is_stream)
                 await self._send(out, status, is_stream, part)
             if out.status is None:
@@ -175,7 +179,7 @@ class Answer:
     async def _send(self, out: Outlet, status: int, is_stream: bool, part: bytes) -> None:
         if out.status is not None and not is_stream:
             # Comments went out before llama.cpp said that there would be no stream.
-            part = b"data: " + part + b"\n\n"
+            part = error_event(self._route, part)
         if out.status is None:
             await out.begin(status, STREAM if is_stream else JSON)
         await out.part(part)
@@ -194,6 +198,8 @@ class Answer:
         """Waits for it, and keeps a stream alive meanwhile."""
         while not turn.done():
             await asyncio.wait({turn}, timeout=PING_S if self._is_stream else None)
+            if not turn.done() and out.status is None:
+                await self._check()  # the last moment at which a refusal has its status
             if not turn.done():
                 await out.ping()
 

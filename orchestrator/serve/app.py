@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from time import monotonic, time
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,12 +25,14 @@ from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.formats import settle_format
 from orchestrator.serve.gate import Gate
+from orchestrator.serve.length import COUNTING, check_length
 from orchestrator.serve.metrics import metrics_text
 from orchestrator.serve.openapi import document
 from orchestrator.serve.page import page_response
 from orchestrator.serve.seats import Seats, conversation_of
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.tools import settle_tool_choice
+from orchestrator.serve.unserved import settle_unserved
 from orchestrator.serve.wire import Refusal, error_object, read_body, read_object
 
 # Paths that decode, and so take their turn; and other paths of the same.
@@ -40,12 +43,6 @@ GENERATING = {
     "/v1/messages": (),
     "/completion": ("/completions",),
     "/infill": (),
-}
-# How long a prompt is, and the path to which the same request goes for an answer.
-COUNTING = {
-    "/v1/chat/completions/input_tokens": "/v1/chat/completions",
-    "/v1/responses/input_tokens": "/v1/responses",
-    "/v1/messages/count_tokens": "/v1/messages",
 }
 QUICK = {
     "/v1/chat/completions/input_tokens": ("/chat/completions/input_tokens",),
@@ -62,6 +59,8 @@ PICTURE = "/experts"
 DESCRIPTION = "/openapi.json"
 # What a client may not choose: which of the slots it gets is the server's business.
 DROPPED = ("id_slot",)
+# What llama.cpp's server does not read of a request, or leaves out of it; in this order.
+SETTLED = (settle_unserved, settle_tool_choice, settle_format)
 # The field with live settings of the policy for one request.
 OURS = "moe_edge"
 
@@ -127,6 +126,11 @@ class Endpoints:
             body, data, changes = await self._body(request, route)
             places = _places(data, state.settings.parallel)
             timeout = state.settings.timeout
+
+            async def check() -> None:
+                ask = partial(self._answer, backend)
+                await check_length(ask, route, body, data, backend.slot_context)
+
             return Answer(
                 backend,
                 state.gate,
@@ -140,6 +144,7 @@ class Endpoints:
                 changes=changes,
                 most_s=float(timeout) if timeout else None,
                 is_stopping=lambda: state.stopping,
+                check=check,
             )
 
         return endpoint
@@ -201,7 +206,7 @@ class Endpoints:
         for name in DROPPED:
             data.pop(name, None)
         form = COUNTING.get(route, route)
-        settled = [settle_tool_choice(form, data), settle_format(form, data)]
+        settled = [settle(form, data) for settle in SETTLED]
         if any(settled) or len(data) != size:
             body = json.dumps(data).encode()
         return body, data, changes
@@ -336,7 +341,8 @@ class Log:
 
 def _error(refusal: Refusal) -> JSONResponse:
     headers = {"retry-after": "1"} if refusal.status == 503 else None
-    return JSONResponse(error_object(refusal.status, refusal.message), refusal.status, headers)
+    error = error_object(refusal.status, refusal.message, refusal.kind)
+    return JSONResponse(error, refusal.status, headers)
 
 
 async def _refused(_request: Request, error: Exception) -> Response:

@@ -63,6 +63,23 @@ SAMPLING: dict[str, Schema] = {
         "description": "Live settings of the policy, for this request. Only with --parallel 1.",
     },
 }
+COSTS: dict[str, Schema] = {
+    "hit_rate": {"type": ["number", "null"], "description": "Of what answers asked for."},
+    "prefill_hit_rate": {"type": ["number", "null"]},
+    "kl_estimate": {
+        "type": ["number", "null"],
+        "description": "Foreseen KL divergence from the best tier in use, nats a token.",
+    },
+    "mix": {"type": "object", "description": "Shares of the precisions decided."},
+    "computed": {"type": "object", "description": "Shares of the precisions computed."},
+    "bytes_read": COUNT,
+    "wait_ms": NUMBER,
+    "budget_bytes": {"type": "integer"},
+    "ram_bytes": {"type": "integer"},
+    "peak_rss_bytes": {"type": "integer"},
+    "policy": STRING,
+    "shared_steps": FLAG,
+}
 FUNCTION = record("name", name=STRING, description=STRING, parameters={"type": "object"})
 CHOICES: Schema = {"enum": ["auto", "none", "required"]}
 MESSAGES: dict[str, Schema] = {
@@ -99,23 +116,13 @@ SCHEMAS: dict[str, Schema] = {
             prompt_ms=NUMBER,
             predicted_n=COUNT,
             predicted_ms=NUMBER,
-            hit_rate={"type": ["number", "null"], "description": "Of what answers asked for."},
-            prefill_hit_rate={"type": ["number", "null"]},
-            kl_estimate={
-                "type": ["number", "null"],
-                "description": "Foreseen KL divergence from the best tier in use, nats a token.",
-            },
-            mix={"type": "object", "description": "Shares of the precisions decided."},
-            computed={"type": "object", "description": "Shares of the precisions computed."},
-            bytes_read=COUNT,
-            wait_ms=NUMBER,
-            budget_bytes={"type": "integer"},
-            ram_bytes={"type": "integer"},
-            peak_rss_bytes={"type": "integer"},
-            policy=STRING,
-            shared_steps=FLAG,
+            **COSTS,
         ),
         "description": "llama.cpp's figures, and what the experts cost.",
+    },
+    "Costs": {
+        **record(" ".join(COSTS.keys() - {"kl_estimate"}), **COSTS),
+        "description": "What the experts cost; llama.cpp has no figures of its own here.",
     },
     "ChatRequest": record(
         "messages",
@@ -187,6 +194,7 @@ SCHEMAS: dict[str, Schema] = {
         object={"const": "response"},
         output=listed({"type": "object"}),
         status=STRING,
+        timings=named("Costs"),
     ),
     "MessagesRequest": record("messages max_tokens", **MESSAGES),
     "CountRequest": record("messages", **MESSAGES),
@@ -195,6 +203,7 @@ SCHEMAS: dict[str, Schema] = {
         type={"const": "message"},
         role={"const": "assistant"},
         content=listed(record("type", type=STRING)),
+        timings=named("Costs"),
     ),
     "InfillRequest": record(
         "input_prefix input_suffix", input_prefix=STRING, input_suffix=STRING, prompt=STRING

@@ -15,8 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.serve.wire import ANTHROPIC
+
 # llama.cpp's form of Anthropic's requests drops the field that names a sequence.
-NAMELESS = ("/v1/messages",)
+NAMELESS = (ANTHROPIC,)
 # A text without messages is compared in pieces of so many characters.
 _PIECE_CHARS = 64
 _SHARED = ("system", "developer")

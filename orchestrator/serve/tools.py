@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.serve.wire import Refusal
+from orchestrator.serve.wire import ANTHROPIC, Refusal
 
-_ANTHROPIC = "/v1/messages"
 _MODES = ("auto", "none", "required")
 
 
@@ -32,7 +31,7 @@ def settle_tool_choice(route: str, data: dict[str, Any]) -> bool:
         if not offered:
             raise Refusal(400, f"tool_choice names {_listed(names)}, which is none of the tools")
     before = dict(data)
-    if route == _ANTHROPIC:
+    if route == ANTHROPIC:
         # Its form has no word of llama.cpp's for none: without tools, none is called.
         words = {"auto": "auto", "required": "any"}
         data.pop("tool_choice")

@@ -26,19 +26,24 @@ STEP_FAILED = b"Compute error."
 # Its status for what a model cannot do, which is no failure of the server.
 NOT_SUPPORTED = 501
 ERROR_EVENTS = (b'data: {"error"', b"event: error")
+# Anthropic's form of requests. Its clients see an error in a stream by the event's name alone.
+ANTHROPIC = "/v1/messages"
+# Its event with what an answer came to, which llama.cpp sends without `timings`.
+_SUMMARY = "message_delta"
 
 
 class Refusal(Exception):
-    """A request that is answered with a status and one sentence."""
+    """A request that is answered with a status and one sentence. kind: the error's type, where it
+    is not that of its status."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, kind: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status, self.message, self.kind = status, message, kind
 
 
-def error_object(status: int, message: str) -> dict[str, Any]:
+def error_object(status: int, message: str, kind: str | None = None) -> dict[str, Any]:
     """An error as the SDKs of OpenAI and Anthropic read it."""
-    kind = KINDS.get(status, "server_error")
+    kind = kind or KINDS.get(status, "server_error")
     return {"type": "error", "error": {"code": status, "message": message, "type": kind}}
 
 
@@ -89,32 +94,41 @@ def message_of(part: bytes) -> str:
         return "the model cannot do that"
 
 
-def event(data: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+def error_event(route: str, error: bytes) -> bytes:
+    """An error's JSON as an event of the stream that this path answers with."""
+    head = b"event: error\n" if route == ANTHROPIC else b""
+    return head + b"data: " + error + b"\n\n"
+
+
+def has_costs(part: bytes, is_stream: bool) -> bool:
+    """Whether costs belong into a part of an answer: a whole one, or a stream's account."""
+    return not is_stream or b'"timings"' in part or _SUMMARY.encode() in part
 
 
 def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool) -> bytes:
-    """A part of an answer, with the costs beside llama.cpp's own `timings` where it has them."""
-    if b'"timings"' not in part:
-        return part
+    """A part of an answer, with the costs beside llama.cpp's own figures in `timings`, or alone
+    there where it has none."""
     if not is_stream:
-        return _add(part, costs)
+        return _add(part, costs, everywhere=True)
     lines = part.split(b"\n")
     mark = b"data: "
     return b"\n".join(
-        mark + _add(line[len(mark) :], costs) if line.startswith(mark + b"{") else line
+        mark + _add(line[len(mark) :], costs, everywhere=False)
+        if line.startswith(mark + b"{")
+        else line
         for line in lines
     )
 
 
-def _add(text: bytes, costs: dict[str, Any]) -> bytes:
+def _add(text: bytes, costs: dict[str, Any], *, everywhere: bool) -> bytes:
     try:
         data = json.loads(text)
     except ValueError:
         return text
-    timings = data.get("timings") if isinstance(data, dict) else None
-    if not isinstance(timings, dict):
-        return text
-    timings.update(costs)
+    answers = data if isinstance(data, list) else [data]  # of several prompts
+    for answer in answers:
+        if not isinstance(answer, dict):
+            return text
+        if everywhere or "timings" in answer or answer.get("type") == _SUMMARY:
+            answer["timings"] = {**(answer.get("timings") or {}), **costs}
     return json.dumps(data, ensure_ascii=False).encode()

@@ -115,6 +115,8 @@ class FakeRequest:
 class FakeBackend:
     """Gives out requests in turn, and remembers what it was asked."""
 
+    slot_context = 512
+
     def __init__(self, *requests: FakeRequest) -> None:
         self.requests = list(requests)
         self.asked: list[tuple[str, bytes]] = []

@@ -42,6 +42,34 @@ def test_an_answer_at_once_has_the_costs_too() -> None:
     assert reply.json()["timings"]["hit_rate"] == 0.5
 
 
+def test_answers_without_figures_of_llama_cpps_have_ours() -> None:
+    summary = (
+        b'event: message_delta\ndata: {"type": "message_delta", "usage": {}}\n\n'
+        b'event: message_stop\ndata: {"type": "message_stop"}\n\n'
+    )
+    app = application(
+        state_with(
+            FakeBackend(
+                FakeRequest(200, False, [b'{"output": []}']),
+                FakeRequest(200, False, [b'{"content": []}']),
+                FakeRequest(200, True, [b"event: message_start\ndata: {}\n\n", summary]),
+                FakeRequest(200, False, [b'[{"timings": {"predicted_n": 1}}, {}]']),
+            )
+        ),
+        quiet,
+    )
+    for path in ("/v1/responses", "/v1/messages"):
+        assert ask(app, path, ASK).json()["timings"]["hit_rate"] == 0.5
+    start, end = ask(app, "/v1/messages", STREAM).parts
+    assert start == b"event: message_start\ndata: {}\n\n"
+    found = [json.loads(line[6:]) for line in end.split(b"\n") if line.startswith(b"data: ")]
+    assert found[0]["timings"]["hit_rate"] == 0.5 and found[0]["usage"] == {}
+    assert found[1] == {"type": "message_stop"}
+    several = ask(app, "/completion", {"prompt": ["a", "b"]}).json()
+    assert [each["timings"]["hit_rate"] for each in several] == [0.5, 0.5]
+    assert several[0]["timings"]["predicted_n"] == 1
+
+
 @pytest.mark.parametrize("data", [ASK, STREAM])
 def test_what_llama_cpp_refuses_is_refused(data: dict[str, object]) -> None:
     request = FakeRequest(400, False, [b'{"error": {"message": "too long"}}'])
@@ -74,25 +102,101 @@ def test_a_step_that_failed_says_why() -> None:
     assert reply.json()["choices"] == "Compute error."
 
 
-async def streamed(app: ASGIApp, after_s: float, goes_on: Event) -> Client:
+async def streamed(app: ASGIApp, after_s: float, goes_on: Event, path: str = CHAT) -> Client:
     """A stream whose request goes on after a while, to its end."""
-    client = Client(app, "POST", CHAT, json.dumps(STREAM).encode())
+    client = Client(app, "POST", path, json.dumps(STREAM).encode())
     asyncio.get_running_loop().call_later(after_s, goes_on.set)
     await client.run()
     return client
 
 
+@pytest.mark.parametrize(("path", "named"), [(CHAT, b""), ("/v1/messages", b"event: error\n")])
 def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(
+    monkeypatch: pytest.MonkeyPatch, path: str, named: bytes
+) -> None:
+    """Anthropic's clients know an error by its event's name."""
+    monkeypatch.setattr(answer, "PING_S", 0.02)
+    hold, other = Event(), Event()
+    backend = FakeBackend(
+        FakeRequest(400, False, [b'{"error": {}}'], hold),
+        FakeRequest(500, False, [b'{"error": {"message": "Compute error."}}'], other),
+    )
+    app = application(state_with(backend), quiet)
+    reply = asyncio.run(streamed(app, 0.2, hold, path)).reply
+    assert reply.status == 200 and reply.parts[0].startswith(b":")
+    # An error that comes after the comments is an event, not a status.
+    assert reply.parts[-1] == named + b'data: {"error": {}}\n\n'
+    failed = asyncio.run(streamed(app, 0.2, other, path)).reply.parts[-1]
+    assert failed.startswith(named + b'data: {"type": "error"') and b"the disk is gone" in failed
+
+
+LONG, SHORT = b'{"input_tokens": 512}', b'{"input_tokens": 511}'
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "counts"),
+    [
+        (CHAT, {"messages": []}, (LONG, SHORT)),
+        ("/v1/responses", {"input": "a"}, (LONG, SHORT)),
+        ("/v1/messages", {"messages": []}, (LONG, SHORT)),
+        (
+            "/v1/completions",
+            {"prompt": "a"},
+            tuple(json.dumps({"tokens": [1] * n}).encode() for n in (512, 511)),
+        ),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_before_its_stream_begins(
+    monkeypatch: pytest.MonkeyPatch, path: str, data: dict[str, object], counts: tuple[bytes, bytes]
+) -> None:
+    """Also where its turn comes so late that comments go out before."""
+    monkeypatch.setattr(answer, "PING_S", 0.02)
+    hold = Event()
+    first, last = FakeRequest(200, False, [b"{}"], hold), FakeRequest(200, True, [FINAL])
+    counted = [FakeRequest(200, False, [count]) for count in counts]
+    backend = FakeBackend(first, *counted, last)
+    app = application(state_with(backend), quiet)
+    body = json.dumps({**data, "stream": True}).encode()
+
+    async def three() -> None:
+        running = asyncio.create_task(Client(app, "POST", CHAT, b"{}").run())
+        while not backend.asked:
+            await asyncio.sleep(0.01)
+        long = await asyncio.wait_for(Client(app, "POST", path, body).run(), 10)
+        error = long.json()["error"]
+        assert long.status == 400 and error["type"] == "exceed_context_size_error"
+        assert "512" in error["message"]
+        asyncio.get_running_loop().call_later(0.3, hold.set)
+        short = await asyncio.wait_for(Client(app, "POST", path, body).run(), 10)
+        assert short.status == 200 and short.parts[0].startswith(b":")
+        assert b"hit_rate" in short.parts[-1]
+        await running
+
+    asyncio.run(three())
+    assert counted[0].closed and counted[1].closed
+    assert len(backend.asked) == 4  # each is counted once
+
+
+def test_what_cannot_be_read_is_refused_before_its_stream_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(answer, "PING_S", 0.02)
     hold = Event()
-    request = FakeRequest(400, False, [b'{"error": {}}'], hold)
-    app = application(state_with(FakeBackend(request)), quiet)
-    reply = asyncio.run(streamed(app, 0.2, hold)).reply
-    assert reply.status == 200 and reply.parts[0].startswith(b":")
-    # An error that comes after the comments is an event, not a status.
-    assert reply.parts[-1] == b'data: {"error": {}}\n\n'
+    refused = FakeRequest(400, False, [b'{"error": {"message": "no such role"}}'])
+    backend = FakeBackend(FakeRequest(200, False, [b"{}"], hold), refused)
+    app = application(state_with(backend), quiet)
+
+    async def two() -> None:
+        running = asyncio.create_task(Client(app, "POST", CHAT, b"{}").run())
+        while not backend.asked:
+            await asyncio.sleep(0.01)
+        body = json.dumps(STREAM).encode()
+        reply = await asyncio.wait_for(Client(app, "POST", CHAT, body).run(), 10)
+        assert reply.status == 400 and reply.json()["error"]["message"] == "no such role"
+        hold.set()
+        await running
+
+    asyncio.run(two())
 
 
 def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(

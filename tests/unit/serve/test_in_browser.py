@@ -29,31 +29,38 @@ const streamed = (text, isBroken) => new Response(new ReadableStream({ start(to)
   if (isBroken) setTimeout(() => to.error(new TypeError("network error")), 20); else to.close();
 } }));
 const isChat = (path) => path === "/v1/chat/completions";
-async function slowed(answer) {
+async function slowed(answer, signal) {
   const response = await answer, pause = () => new Promise((go) => setTimeout(go, 20));
   let rest = "";
   return new Response(response.body.pipeThrough(new TextDecoderStream()).pipeThrough(
     new TransformStream({ async transform(text, to) {
       const events = (rest + text).split("\\n\\n");
       rest = events.pop();
-      for (const event of events) { await pause(); to.enqueue(event + "\\n\\n"); }
+      for (const event of events) {
+        do if (!signal.aborted) await pause();
+        while (window.held && event.includes('"timings"') && !signal.aborted);
+        to.enqueue(event + "\\n\\n");
+      }
     } })).pipeThrough(new TextEncoderStream()), response);
 }
 """
-# The server's own answer at 50 events a second, so that a busy machine sees it grow as well.
-SLOWED = "if (isChat(path)) return slowed(real(path, options));"
+# The server's own answer at 50 events a second, so that a busy machine sees it grow as well; its
+# end waits while a test holds it.
+SLOWED = "if (isChat(path)) return slowed(real(path, options), options.signal);"
 # How much the conversation said each time that it changed, and whether the experts' picture
-# changed as some of them were lit.
+# changed as some of them were lit, for which the answer's end is held.
 WATCH = """
 lengths = new Set();
 new MutationObserver(() => lengths.add($('log').innerText.length))
   .observe($('log'), {childList: true, subtree: true});
 lit = false;
+held = true;
 (() => {
   const plainly = draw, before = $('experts').toDataURL();
   window.draw = () => {
     plainly();
-    if (light.some((each) => each === 1)) lit ||= $('experts').toDataURL() !== before;
+    if (running && light.some((each) => each === 1)) lit ||= $('experts').toDataURL() !== before;
+    held = !lit;
   };
 })();
 """
@@ -114,7 +121,8 @@ def test_an_answer_streams_and_its_experts_light_up(browser: Browser, served: Se
     tab.until("seen !== null")
     tab.value(WATCH)
     asked(tab, STORY)
-    tab.until("$('log').ariaBusy === 'true' && lit")
+    tab.until("running && $('log').ariaBusy === 'true'")
+    tab.until("lit")
     tab.until("!running")
     assert tab.value("lengths.size") > 4
     assert tab.value("document.querySelector('.assistant').innerText.length") > 50
@@ -136,6 +144,7 @@ def test_an_answer_streams_and_its_experts_light_up(browser: Browser, served: Se
 
 def test_an_answer_can_be_stopped(browser: Browser, served: Served) -> None:
     tab = opened(browser, served, SLOWED)
+    tab.value("held = true")
     for way in ("Escape", "the button"):
         asked(tab, STORY)
         tab.until(
@@ -153,7 +162,7 @@ def test_an_answer_can_be_stopped(browser: Browser, served: Served) -> None:
     # Another conversation may begin in the middle of an answer, of which nothing is left in it.
     asked(tab, STORY)
     tab.until(f"running && {LAST % '.assistant'}.length > 20")
-    tab.value("$('anew').click()")
+    tab.value("$('anew').click(); held = false")
     asked(tab, QUESTION)
     tab.until("!running && messages.length === 2")
     assert tab.value("document.querySelectorAll('#log > *').length") == 3
