@@ -135,8 +135,8 @@ class _Check:
 
     def _keep_own_memory(self) -> None:
         """This process stays beside each run: --ram holds for both together."""
-        own = self.report["own_bytes"] = private_bytes()
         if self.asked_ram is not None:
+            own = self.report["own_bytes"] = private_bytes()
             self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
 
     def _subjects(self) -> Iterator[Subject]:
