@@ -186,8 +186,9 @@ def listening() -> Iterator[None]:
 
 def ends_with(path: Path) -> None:
     """Says which file is the result of the block of listening: once it has its name, nothing is
-    left to interrupt."""
-    _state.last_file = os.path.abspath(path)
+    left to interrupt. Outside of such a block nobody would hear again, so it says nothing there."""
+    if _state.listening:
+        _state.last_file = os.path.abspath(path)
 
 
 def rename(part: Path, path: Path) -> None:

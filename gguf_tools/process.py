@@ -51,3 +51,9 @@ def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def private_bytes() -> int:
+    """What this process has in memory now that is not of files, which programs share."""
+    taken = psutil.Process().memory_info()
+    return max(0, int(taken.rss) - int(getattr(taken, "shared", taken.rss)))

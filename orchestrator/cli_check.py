@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from gguf_tools import interrupts
 from orchestrator.cli_files import AT_LEAST_1, FORCE, NEW_FILE
 from orchestrator.cli_options import make_config, model_options
 from orchestrator.console import Console, strip_controls
@@ -48,6 +49,7 @@ def check(
 
     if out is not None:
         check_target(out)
+        interrupts.ends_with(out)
     console = Console()
     asked = CheckOptions(tokens=tokens, all_tiers=all_tiers, verify=not no_verify)
     try:

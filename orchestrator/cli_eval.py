@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from gguf_tools import interrupts
 from orchestrator.cli_files import AT_LEAST_1, FILE, FORCE, Number, refuse_taken
 from orchestrator.cli_options import given, make_config, model_options, size
 from orchestrator.console import Console, strip_controls
@@ -102,6 +103,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     config, wanted = make_config(options), EvalOptions(**given(chosen))
     if study is not None and out is not None:
         refuse_taken(out / f"{study}.md", click.get_current_context())
+        interrupts.ends_with(out / f"{study}.md")
     console = Console()
     try:
         if study is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gguf_tools import interrupts
 from gguf_tools.units import format_size
 from orchestrator.console import progress_bar, strip_controls
 from orchestrator.errors import GGUFError
@@ -134,6 +135,7 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
 
     if picture is not None:
         layer_plot.prepare(picture)
+        interrupts.ends_with(picture)
     with ExpertModel.open(file, low) as model:
         facts = describe(model, scratch_bytes(model, Config.build(model=file)))
     found = support_of(file, facts["architecture"])

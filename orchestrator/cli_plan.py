@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from gguf_tools import interrupts
 from orchestrator.cli_files import FORCE, NEW_FILE
 from orchestrator.cli_options import make_config, model_options
 from orchestrator.console import strip_controls
@@ -40,6 +41,7 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
 
     if picture is not None:
         layer_plot.prepare(picture)
+        interrupts.ends_with(picture)
     config = make_config({**options, "remember": True, "conversations": True})
     if config.policy is not None:
         raise ConfigError(

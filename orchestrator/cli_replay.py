@@ -233,6 +233,7 @@ def replay(
     if study is not None:
         if out is not None:
             refuse_taken(out / f"{study}.md", ctx)
+            interrupts.ends_with(out / f"{study}.md")
         library = Bindings.load().library()
         tables = load_replay_study(study).publish(library, recorded, asked, out)
         found = {"study": study, "tables": [table.as_dict() for table in tables]}

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 from gguf_tools.file.opening import open_file
@@ -39,6 +40,28 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
             unfinished.complete(synced=False)
         finally:
             unfinished.discard()
+
+
+@contextmanager
+def whole_files(folder: Path, first: str) -> Iterator[Path]:
+    """An empty folder. What lies there when the block ends well gets its names in `folder`, all of
+    it or nothing, `first` before the others: an interrupt that ends with it leaves none. Raises
+    OSError."""
+    with TemporaryDirectory(prefix="moe-edge-") as made, ExitStack() as begun:
+        yield Path(made)
+        paths = sorted(Path(made).iterdir(), key=lambda path: (path.name != first, path.name))
+        parts = []
+        for path in paths:
+            target = folder / path.name
+            remove_abandoned(target)
+            with _about(target):
+                parts.append(UnfinishedFile(target))
+                begun.callback(parts[-1].discard)
+                with os.fdopen(parts[-1].fd, "wb", closefd=False) as file:
+                    file.write(path.read_bytes())
+        for part in parts:
+            with _about(part.path):
+                part.complete(synced=False)
 
 
 def check_target(path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 
+from gguf_tools.process import private_bytes
 from orchestrator.footprint import PROCESS_BYTES
 
 _HEADROOM_SHARE = 0.1
@@ -61,9 +62,7 @@ def probe(device: Device | None = None) -> Machine:
 def _own_bytes() -> int:
     """What this process takes already of what a plan counts for it, so that it is not counted
     twice. Another model that it has in memory is not in that."""
-    taken = psutil.Process().memory_info()
-    own = int(taken.rss) - int(getattr(taken, "shared", taken.rss))
-    return min(max(0, own), PROCESS_BYTES)
+    return min(private_bytes(), PROCESS_BYTES)
 
 
 def _cgroup_limits(

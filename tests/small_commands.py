@@ -18,6 +18,8 @@ from interrupting import REPO, Command
 SERVED_S = 4.0
 # Of a model in the Hub of the tests: enough for some hundred parts.
 PULLED_BYTES = 256 << 20
+# What a machine was seen to do, which the next command need not find out again.
+MEASURED = r"/speed/[0-9a-f]+\.json$"
 
 _F = TypeVar("_F", bound=Callable[["SmallCommands"], Command])
 _NAMES: dict[str, str] = {}
@@ -52,6 +54,15 @@ class SmallCommands:
     def judge_beside(self) -> Command:
         reads = self._reads(500 * self._size)
         return self._command("eval", *self._slots(), *reads, "--kl", "--json")
+
+    @_named("study")
+    def study(self) -> Command:
+        tables = self._out("tables")
+        reads = self._reads(520 * self._size)
+        model = [each for each in self._slots() if not str(each).startswith("--policy")]
+        return self._command(
+            *("eval", *model, *reads, "--study=similarity", "--out", tables), exact=False
+        )
 
     @_named("trace")
     def record(self) -> Command:
@@ -103,7 +114,14 @@ class SmallCommands:
 
     @_named("bench")
     def bench(self) -> Command:
-        return self._command("bench", "--quick", "--runs=1", "--tokens=16", exact=False)
+        """A few rows, each in a process of its own; the models are made in its own cache, where
+        those that are whole stay."""
+        return self._command(
+            *("bench", "--quick", "--runs=1", "--tokens=16", "--caps=60", "--rows=lru,dymoe"),
+            exact=False,
+            keeps=rf"bench/[^.][^/]*\.gguf$|{MEASURED}",
+            environment={"XDG_CACHE_HOME": str(self._out("cache"))},
+        )
 
     @_named("export")
     def export(self) -> Command:
@@ -124,6 +142,14 @@ class SmallCommands:
             *("check", "-m", self._model("q8_0"), "--tokens=8", "--out", self._out("report.txt")),
             exact=False,
         )
+
+    @_named("doctor")
+    def doctor(self) -> Command:
+        return self._of_a_machine("doctor")
+
+    @_named("plan")
+    def plan(self) -> Command:
+        return self._of_a_machine("plan")
 
     @_named("pull")
     def pull(self) -> Command:
@@ -158,6 +184,15 @@ class SmallCommands:
         folder = self._folder / "out"
         folder.mkdir(exist_ok=True)
         return Command([str(arg) for arg in args], folder, **fields)  # type: ignore[arg-type]
+
+    def _of_a_machine(self, name: str) -> Command:
+        """One that has never been measured: what is found goes into its cache."""
+        return self._command(
+            *(name, "-m", self._model("q8_0"), "--ctx=512", "--json"),
+            exact=False,
+            keeps=MEASURED,
+            environment={"XDG_CACHE_HOME": str(self._out("cache"))},
+        )
 
     def _out(self, name: str) -> Path:
         return self._folder / "out" / name

@@ -63,8 +63,10 @@ def export(
             meter = ProgressMeter(progress, sum(each.nbytes for each in copies))
             for each in copies:
                 _copy(writer, each, meter)
-        found = model.tiers[index]
-        tiers = [(found.name, found.bpw, model.tier_bytes[index])]
+        name = model.tiers[index].name
+    # Older types take more bytes than the tier had.
+    with ExpertModel.open(writer.path) as written:
+        tiers = [(name, written.tiers[0].bpw, written.tier_bytes[0])]
     report = PackReport(writer.path, writer.path.stat().st_size, tiers)
     for new in {each.type for each in copies if each.older}:
         report.fallbacks.append(

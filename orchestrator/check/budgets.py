@@ -42,12 +42,14 @@ def machine_of(config: Config) -> Machine:
 
 def plain(config: Config, path: Path, machine: Machine) -> Config:
     """llama.cpp's own path over a file's best tier, without repacked weights, since they round in
-    another way; mapped where it is larger than the memory. Raises GGUFError."""
+    another way; mapped where it is larger than the memory, or than --ram. Raises GGUFError."""
     free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
     found = config.compared(policy=PLAIN, model=path, **_ASIDE | free)
     with ExpertModel.open(path) as model:
         needed = plan_memory(found, model, machine).total_bytes
-    fits = needed <= (machine.device or machine).usable_bytes
+    usable = (machine.device or machine).usable_bytes
+    cap = usable if machine.device or config.ram is None else min(config.ram, usable)
+    fits = needed <= cap
     return found.with_changes(use_mmap=None if fits else True)
 
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from gguf_tools.experts import ExpertModel
 from gguf_tools.inspect import describe
 from gguf_tools.pack import export
-from gguf_tools.process import processor_name
+from gguf_tools.process import private_bytes, processor_name
+from gguf_tools.units import format_size
 from gguf_tools.verify import verify
 from orchestrator.check.budgets import machine_of, plain, three_budgets
 from orchestrator.check.compare import compare_rows, first_layer
@@ -66,6 +67,7 @@ class _Check:
 
     def __init__(self, config: Config, options: CheckOptions, bar: Bar) -> None:
         self.config, self.options, self.bar = config, options, bar
+        self.asked_ram = config.ram
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.machine = machine_of(config)
@@ -78,6 +80,7 @@ class _Check:
             "file": None,
             "verified": None,
             "managed": None,
+            "own_bytes": None,
             "words": None,
             "tiers": [],
             "as_asked": None,
@@ -121,6 +124,7 @@ class _Check:
 
     def run(self) -> None:
         """Every precision that was asked for, and what a user would get."""
+        self._keep_own_memory()
         with tempfile.TemporaryDirectory(prefix="moe-edge-check-") as folder:
             for subject in self._subjects():
                 self.report["tiers"].append(self._compare(subject, Path(folder)))
@@ -128,6 +132,12 @@ class _Check:
                 rows = str(Path(folder) / "rows")
                 job = Job(settings_of(self.config), rows, PROMPT_TOKENS, self.options.tokens)
                 self.report["as_asked"] = self._measure("as asked", job)
+
+    def _keep_own_memory(self) -> None:
+        """This process stays beside each run: --ram holds for both together."""
+        if self.asked_ram is not None:
+            own = self.report["own_bytes"] = private_bytes()
+            self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
 
     def _subjects(self) -> Iterator[Subject]:
         config = self.config
@@ -165,7 +175,7 @@ class _Check:
             try:
                 budgets = list(three_budgets(self.config, subject.path, subject.tier, self.machine))
             except MoeEdgeError as error:
-                self._problem(str(error))
+                self._problem(self._with_own_memory(str(error), getattr(error, "needed_bytes", 0)))
                 budgets = []
             for name, config in budgets:
                 run = self._against(job, reference, rows, name, config, folder)
@@ -206,7 +216,8 @@ class _Check:
         self.bar(f"Running {label}", 0.0)
         run = run_job(job)
         if "error" in run:
-            self._problem(f"{label}: {run['error']}")
+            said = self._with_own_memory(run["error"], run.get("needed_bytes", 0))
+            self._problem(f"{label}: {said}")
             return run
         words = run.pop("text")
         if self.report["words"] is None:
@@ -238,6 +249,19 @@ class _Check:
                 return None
             paths.append(path)
         return first_layer(*paths)
+
+    def _with_own_memory(self, sentence: str, needed_bytes: int) -> str:
+        """What a run says of a cap that is too small for it, as the user has to ask for it. A cap
+        on slots, or on a GPU, has nothing of this process."""
+        asked, own = self.asked_ram, self.report["own_bytes"]
+        if not needed_bytes or asked is None or self.config.expert_ram or self.machine.device:
+            return sentence
+        needed = needed_bytes + own
+        return (
+            f"--ram {format_size(asked)} is too little: the smallest --ram that works "
+            f"is {needed} bytes ({format_size(needed)}: {format_size(needed_bytes)} for the model, "
+            f"{format_size(own)} for the check beside it)"
+        )
 
     def _problem(self, sentence: str) -> None:
         """Adds a sentence once, and without the folders of whoever sends it in."""

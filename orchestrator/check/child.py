@@ -18,7 +18,7 @@ from orchestrator.check.job import Job, Result
 from orchestrator.check.words import PROSE, read_and_render
 from orchestrator.config import Config
 from orchestrator.engine import Engine
-from orchestrator.errors import MoeEdgeError
+from orchestrator.errors import BudgetError, MoeEdgeError
 
 # What the experts of a layer give together, as llama.cpp's common MoE builder names it.
 _EXPERTS_OUT = "ffn_moe_out-"
@@ -126,6 +126,8 @@ def main() -> int:
     job = Job.from_json(sys.stdin.read())
     try:
         result = run(job)
+    except BudgetError as error:
+        result = {"error": str(error), "needed_bytes": error.needed_bytes}
     except MoeEdgeError as error:
         result = {"error": str(error)}
     print(json.dumps(result))

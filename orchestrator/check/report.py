@@ -27,6 +27,9 @@ def render(report: dict[str, Any]) -> str:
     asked = report["as_asked"]
     if asked and "error" not in asked:
         lines += ["", f"as asked: {asked['mode']}", f"  {_speeds(asked)}; {_memory(asked)}"]
+    if report["own_bytes"]:
+        own = format_size(report["own_bytes"], up=True)
+        lines.append(f"Of --ram, the check itself takes {own} beside each run.")
     lines.append("")
     lines += [f"Note: {each}" for each in report["notes"]]
     lines += [f"Problem: {each}" for each in report["problems"]]

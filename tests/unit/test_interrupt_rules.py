@@ -193,6 +193,14 @@ def test_the_last_file_has_its_name_or_the_command_is_interrupted(
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
+def test_without_a_command_no_file_is_the_last_one(tmp_path: Path) -> None:
+    """What runs later in the same process is interrupted all the same."""
+    interrupts.ends_with(tmp_path / "a")
+    UnfinishedFile(tmp_path / "a").complete(synced=False)
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        press()
+
+
 @pytest.mark.usefixtures("listening")
 def test_a_pool_ends_soon_and_whole() -> None:
     begun, ended = [], []

@@ -14,7 +14,7 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.eval.compare import Reference
 from orchestrator.eval.run import EvalOptions, Report
-from orchestrator.files import write_whole
+from orchestrator.files import whole_files
 from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.subject import Score, Subject
@@ -90,12 +90,13 @@ class Study(Experiment[Subject, Found]):
         found = self.measure(subject)
         tables = self.tables(found)
         text = "\n\n".join(table.markdown() for table in tables)
-        write_whole(folder / f"{self.name}.md", text + "\n")
         rows = [{"title": table.title, "rows": list(table.rows)} for table in tables]
         data = {"study": self.name, "model": subject.name, "tokens": subject.n_tokens}
         written = json.dumps({**data, "tables": rows}, indent=1) + "\n"
-        write_whole(folder / f"{self.name}.json", written)
-        self.draw(found, folder)
+        with whole_files(folder, f"{self.name}.md") as made:
+            (made / f"{self.name}.md").write_text(text + "\n")
+            (made / f"{self.name}.json").write_text(written)
+            self.draw(found, made)
         return tables
 
 

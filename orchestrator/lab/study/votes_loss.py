@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.errors import ConfigError
-from orchestrator.files import write_whole
+from orchestrator.files import whole_files
 from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.study import plot
 from orchestrator.lab.table import Column, Row, Table, fixed
@@ -188,13 +188,14 @@ class VotesLoss(Experiment[Played, Surface]):
         found = self.measure(Played(library, trace, options))
         tables = self.tables(found)
         folder.mkdir(parents=True, exist_ok=True)
-        self.draw(found, folder)
         text = "\n\n".join(table.markdown() for table in tables)
-        write_whole(folder / f"{self.name}.md", text + "\n")
         data = {"study": self.name, "model": found.model, "losses": found.losses}
         rows = [list(table.rows) for table in tables]
         written = json.dumps({**data, "tuned": found.tuned, "rows": rows}, indent=1) + "\n"
-        write_whole(folder / f"{self.name}.json", written)
+        with whole_files(folder, f"{self.name}.md") as made:
+            (made / f"{self.name}.md").write_text(text + "\n")
+            (made / f"{self.name}.json").write_text(written)
+            self.draw(found, made)
         return tables
 
 

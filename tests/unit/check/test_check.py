@@ -15,10 +15,11 @@ from click.testing import CliRunner
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.pack import export
-from orchestrator.check import CheckOptions, checking, examine, render
+from orchestrator.check import CheckOptions, budgets, checking, examine, render
 from orchestrator.check.compare import compare_rows, first_layer
 from orchestrator.cli import cli
 from orchestrator.config import Config
+from orchestrator.hardware import Machine
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
 
@@ -213,6 +214,40 @@ def test_too_little_memory(model: Path) -> None:
     report = look(model, ram=1 << 20)
     assert any("--ram 1 MiB is too little" in each for each in report["problems"])
     assert all("Traceback" not in each for each in report["problems"])
+
+
+def test_a_cap_holds_for_the_check_and_a_run_together(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run gets what the check leaves of the cap, and what is too little is said with both."""
+    own, seen = 40 << 20, []
+
+    def too_little(job: Any) -> dict[str, Any]:
+        seen.append(job.settings)
+        return {"error": "of the run alone", "needed_bytes": 96 << 20}
+
+    monkeypatch.setattr(checking, "private_bytes", lambda: own)
+    monkeypatch.setattr(checking, "run_job", too_little)
+    report = look(model, ram=200 << 20)
+    plain, *managed = seen
+    assert "Of --ram, the check itself takes 40 MiB beside each run." in render(report)
+    # What is no larger than the cap is not mapped.
+    assert (plain["ram"], plain["use_mmap"]) == (None, None)
+    assert managed[-1]["ram"] == (200 << 20) - own
+    assert all(each["ram"] <= (200 << 20) - own for each in managed)
+    said = report["problems"][-1]
+    assert said == (
+        f"as asked: --ram 200 MiB is too little: the smallest --ram that works is {136 << 20} "
+        "bytes (136 MiB: 96 MiB for the model, 40 MiB for the check beside it)"
+    )
+
+
+def test_what_is_larger_than_the_cap_is_mapped(model: Path) -> None:
+    config = Config.build(model=model, ram=32 << 20, ctx=256, threads=1)
+    assert budgets.plain(config, model, Machine(8 << 30)).use_mmap is True
+    roomy = config.with_changes(ram=1 << 30)
+    assert budgets.plain(roomy, model, Machine(8 << 30)).use_mmap is None
+    assert budgets.plain(roomy, model, Machine(64 << 20)).use_mmap is True
 
 
 def rows_of(path: Path, rows: np.ndarray) -> Path:

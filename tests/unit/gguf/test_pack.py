@@ -161,6 +161,10 @@ def test_an_older_type_holds_the_same_numbers(tmp_path, ggml):
     assert made.warnings == []
     [note] = made.fallbacks
     assert note.startswith("q2_0 is written as q4_0, which is the same numbers in 2 times the")
+    for report in (kept, made):  # what the file has, not what the tier had
+        with ExpertModel.open(report.path) as model:
+            assert report.tiers == [("q2_k", model.tiers[0].bpw, model.tier_bytes[0])]
+    assert made.tiers[0][1] > kept.tiers[0][1]
     with GGUFFile.open(kept.path) as new, GGUFFile.open(made.path) as old:
         assert list(new.tensors) == list(old.tensors)
         changed = 0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import stat
 from pathlib import Path
 
 import pytest
 
-from orchestrator.files import check_target, user_folder, whole_file, write_whole
+from gguf_tools import interrupts
+from orchestrator.files import check_target, user_folder, whole_file, whole_files, write_whole
 from patches.upstream import cache_dir
 
 
@@ -64,3 +67,50 @@ def test_an_error_of_writing_names_the_file(tmp_path: Path) -> None:
     assert caught.value.filename == "another file"
     check_target(target)
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_files_get_their_names_together(tmp_path: Path) -> None:
+    """And none of them where one cannot be written or the block
+    does not end well."""
+    out = tmp_path / "out"
+    out.mkdir()
+    with whole_files(out, "b") as made:
+        for name in "abc":
+            (made / name).write_text(name)
+            assert os.listdir(out) == []
+    assert {path.name: path.read_text() for path in out.iterdir()} == {x: x for x in "abc"}
+    assert not made.exists()
+    other = tmp_path / "other"
+    (other / "z").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"), whole_files(other, "b") as made:
+        for name in "bz":
+            (made / name).write_text(name)
+    with pytest.raises(KeyboardInterrupt), whole_files(other, "b") as made:
+        (made / "b").write_text("b")
+        raise KeyboardInterrupt
+    assert os.listdir(other) == ["z"]
+    assert not made.exists()
+
+
+def test_an_interrupt_leaves_all_of_the_files_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes with the first name is none; one before it leaves nothing."""
+    rename = os.replace
+
+    def pressed_behind(part: Path, path: Path) -> None:
+        rename(part, path)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(os, "replace", pressed_behind)
+    for pressed_before, left in ((False, {"a", "z"}), (True, set())):
+        out = tmp_path / str(pressed_before)
+        out.mkdir()
+        with contextlib.suppress(KeyboardInterrupt), interrupts.listening():
+            interrupts.ends_with(out / "z")
+            with whole_files(out, "z") as made:
+                for name in "az":
+                    (made / name).write_text("")
+                if pressed_before:
+                    signal.raise_signal(signal.SIGINT)
+        assert set(os.listdir(out)) == left
