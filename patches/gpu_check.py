@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from patches import cuda, probe
-from patches.upstream import REPO, say, write_atomic
+from patches.upstream import REPO, BuildError, say, write_atomic
 
 REPORT = Path("gpu-report.md")
 TAIL = 12_000  # characters of a step's output in the report
@@ -202,7 +202,10 @@ def _steps(
 
 
 def find_tests(python: Path, folder: Path, emulated: bool) -> list[Step]:
-    """Each test for a GPU as a step. One failed step says why none could be found."""
+    """Each test for a GPU as a step. One failed step says why none could be found.
+    Raises BuildError where there is no environment that could run them."""
+    if not python.exists():
+        raise BuildError(f"{python} is not there: run `make build`, or `make gpu-check` as a whole")
     marks = ("-k", "emulated") if emulated else ("-m", "gpu")
     pytest = (str(python), "-m", "pytest")
     collect = (*pytest, "--collect-only", "-q", *marks, "tests/native/cuda")

@@ -52,7 +52,7 @@ def main() -> int:
         process = call(options.report)
         time.sleep(chance.uniform(options.least, options.most))
         if process.poll() is not None:
-            print("all was done before")
+            print("the call came to its own end")
             break
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -34,15 +34,12 @@ const void * moe_edge_workers::convert(const float * x, int64_t n, int32_t to) {
     if (to == GGML_TYPE_F32) {
         return x;
     }
-    const auto known = std::find_if(activations.begin(), activations.end(),
-        [&](const converted & c) { return c.x == x && c.type == to; });
-    if (known != activations.end()) {
-        return known->bytes.data();
-    }
     const auto type = static_cast<ggml_type>(to);
-    activations.push_back({ x, to, std::vector<char>(ggml_row_size(type, n)) });
-    ggml_get_type_traits_cpu(type)->from_float(x, activations.back().bytes.data(), n);
-    return activations.back().bytes.data();
+    const auto [known, is_new] = activations.try_emplace({ x, to }, ggml_row_size(type, n));
+    if (is_new) {
+        ggml_get_type_traits_cpu(type)->from_float(x, known->second.data(), n);
+    }
+    return known->second.data();
 }
 
 void moe_edge_workers::multiply(const std::vector<moe_edge_product> & products) {

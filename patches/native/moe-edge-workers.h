@@ -7,9 +7,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
+#include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 class moe_edge_workers {
@@ -30,12 +31,6 @@ class moe_edge_workers {
         int64_t                   first;  // of its units
         std::vector<const void *> x;
     };
-    struct converted {
-        const float *     x;
-        int32_t           type;
-        std::vector<char> bytes;
-    };
-
     const void * convert(const float * x, int64_t n, int32_t to);
     void compute_units();
     void run();
@@ -49,7 +44,7 @@ class moe_edge_workers {
     bool                     stopping = false;
 
     // of this round
-    std::deque<converted>    activations;
+    std::map<std::pair<const float *, int32_t>, std::vector<char>> activations;  // by row and the type that it takes
     std::vector<prepared>    work;
     int64_t                  n_units = 0;
     std::atomic<int64_t>     next_unit { 0 };

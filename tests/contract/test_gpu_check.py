@@ -17,7 +17,7 @@ import pytest
 from patches import gpu_check, probe
 from patches import tool as tool_module
 from patches.gpu_check import Folder, Outcome, Step
-from patches.upstream import REPO, read_upstream
+from patches.upstream import REPO, BuildError, read_upstream
 
 TEST = "tests/native/cuda/test_kernels.py::test_random_swaps[gpu]"
 
@@ -63,6 +63,11 @@ def test_every_test_for_a_gpu_has_its_part_and_its_order() -> None:
     assert len({step.slug for step in steps}) == len(steps)
     assert gpu_check.part_of(TEST) == "managed"
     assert gpu_check.part_of("tests/native/cuda/test_gpu.py::test_upstreams_operators") == "kernels"
+
+
+def test_without_an_environment_one_sentence_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="is not there: run `make build`"):
+        gpu_check.find_tests(tmp_path / "python", tmp_path, emulated=True)
 
 
 def test_killed_at_ten_random_moments(tmp_path: Path) -> None:

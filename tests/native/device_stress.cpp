@@ -14,8 +14,29 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <numeric>
 #include <random>
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+// Reads that begin between these offsets stay under way.
+std::atomic<off_t> held_first { 0 }, held_last { 0 };
+std::atomic<int>   n_held { 0 };
+
+}  // namespace
+
+// The store's reads come by here, since a program's own functions go before those of libraries.
+extern "C" ssize_t pread(int fd, void * to, size_t bytes, off_t at) {
+    for (bool first = true; at >= held_first && at < held_last; first = false) {
+        n_held += first;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return syscall(SYS_pread64, fd, to, bytes, at);
+}
 
 namespace {
 
@@ -93,6 +114,7 @@ struct table_device : moe_edge_host_device {
     moe_edge_ticket last = 0;  // of what was submitted
     moe_edge_ticket held = 0;  // copies into slots that nothing was read from come behind it
     std::deque<std::pair<moe_edge_ticket, uint64_t>> ahead;  // copies that nobody waits for, under way
+    std::map<const void *, moe_edge_ticket> behind;  // by where a copy went: what the last one to there waits for
     uint64_t most_ahead = 0;   // bytes of them at once
     int32_t  n_ahead = 0;      // and how many there were in all
 
@@ -102,6 +124,7 @@ struct table_device : moe_edge_host_device {
             ahead.pop_front();
         }
         const moe_edge_ticket ticket = moe_edge_host_device::copy(lane, to, from, bytes, after != 0 ? after : held);
+        behind[to] = after;
         if (lane == MOE_EDGE_LANE_PREFETCH) {
             ahead.emplace_back(ticket, bytes);
             n_ahead++;
@@ -577,6 +600,65 @@ void run_late_reader(const expert_file & file) {
     printf("late readers: none wrong\n");
 }
 
+// A step that was cut off leaves a load in place under way. What the next step reads from the same expert's slot is
+// remembered for the slot: a copy to there comes behind it.
+void run_reader_beside_load(const expert_file & file, int32_t misses) {
+    table_device device(0);
+    moe_edge_store * store = open_store(file, device, 1, 1, 1 << 20, misses);
+    counters count;
+    const std::vector<int32_t> id = { 0 };
+    const uint8_t high = 0, low = 1;
+    const moe_edge_prefetch_item first = { 0, 0, low, 0, 0 }, second = { 0, 1, low, 0, 0 };
+    if (moe_edge_warm(store, &first, 1, nullptr, nullptr) != 1) {
+        die("the warm start failed");
+    }
+    const void * slot = store->matrices[0][MOE_EDGE_GATE].table[0].data;
+
+    const auto & s = file.layers[0].slices[MOE_EDGE_GATE][high];
+    held_first = s.offset;
+    held_last  = s.offset + 1;  // the first part: another thread goes on with the rest, and with what is read behind it
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);
+    moe_edge_apply(store, 0, id.data(), &high, nullptr, 1);
+    while (n_held == 0) {
+        std::this_thread::yield();
+    }
+    moe_edge_cancel(store, 1);
+    if (run_op(store, device, file, 0, MOE_EDGE_GATE, id, count)) {
+        die("a step that was cut off went on");
+    }
+    moe_edge_cancel(store, 0);
+
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);
+    moe_edge_apply(store, 0, id.data(), &low, nullptr, 1);
+    check(store);
+    if (!run_op(store, device, file, 0, MOE_EDGE_GATE, id, count)) {
+        die(moe_edge_error(store));
+    }
+    const moe_edge_ticket reader = device.last;
+    for (const int32_t k : { MOE_EDGE_UP, MOE_EDGE_DOWN }) {
+        if (!run_op(store, device, file, 0, k, id, count)) {
+            die(moe_edge_error(store));
+        }
+    }
+    moe_edge_stats s1, s2;
+    moe_edge_get_stats(store, &s1);
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);
+    moe_edge_prefetch(store, &second, 1);
+    do {
+        std::this_thread::yield();
+        moe_edge_get_stats(store, &s2);
+    } while (s2.copy_bytes[MOE_EDGE_DECODE] < s1.copy_bytes[MOE_EDGE_DECODE] + 3 * BYTES[low]);
+    const moe_edge_ticket waits_for = device.behind[slot];
+    held_last = n_held = 0;
+    device.wait(device.last);
+    check(store);
+    moe_edge_store_free(store);
+    if (waits_for != reader || count.rows != 3 || count.wrong != 0) {
+        die("a copy to a slot does not wait for what was read from it beside a load in place");
+    }
+    printf("beside a load in place: remembered for the slot\n");
+}
+
 // Copies that nobody waits for, of slices that were read for them and of those that the host tier had: no more
 // at once than the link moves in half a millisecond, but always one.
 void run_bounded(const expert_file & file, double copy_bytes_per_s) {
@@ -647,6 +729,8 @@ int main(int argc, char ** argv) {
     run_steps(file, steps / 8, seed + 4, 2, 3, 0, MOE_EDGE_MISS_COPY, true);
     run_places(file);
     run_late_reader(file);
+    run_reader_beside_load(file, MOE_EDGE_MISS_READ);
+    run_reader_beside_load(file, MOE_EDGE_MISS_COMPUTE);
     run_fixed(file, std::max(40, steps / 50), seed);
     run_held(file);
     run_routed(file);

@@ -47,6 +47,13 @@ def test_mixed_tiers_against_references(
     assert "own layout" in output
 
 
+def test_host_threads_multiply_many_rows_as_each_alone(
+    compile_native: Callable[..., Path],
+) -> None:
+    sources = [HERE / "workers_test.cpp", NATIVE / "moe-edge-workers.cpp"]
+    assert "the same bits" in run_program(compile_native("workers_test", sources, "-std=c++17"))
+
+
 @pytest.fixture(scope="module", params=SANITIZERS)
 def compile_stress(
     request: pytest.FixtureRequest, compile_native: Callable[..., Path]
@@ -83,12 +90,13 @@ def test_an_executor_that_never_waits(
     compile_stress: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """10,000 steps of swaps, computing and skips on a device, in its order alone: late copies,
-    poisoned slots, no wrong row, misses copied or used in place; misses shared by speeds; then
-    under fixed tables; then the device is lost."""
+    poisoned slots, no wrong row, misses copied or used in place; misses shared by speeds; a reader
+    beside a load that a cut step left; then under fixed tables; then the device is lost."""
     output = run_program(compile_stress("device_stress"), tmp_path, 10_000, 3)
     assert output.count("none wrong") == 6
     assert "places: by speed" in output
     assert "brought up to date" in output
+    assert output.count("remembered for the slot") == 2
     assert output.count("ahead: ") == 2
     assert "published when they had passed" in output
     assert "told once" in output

@@ -152,6 +152,54 @@ const std::map<std::string, std::function<void()>> ACTS = {
         }
         noticed(other);
     } },
+    { "blocks-one-at-a-time", [] {  // what another block does between two barriers is seen
+        int * count = nullptr;
+        right(cudaMallocHost(&count, 2 * sizeof(int)));
+        count[0] = count[1] = 0;
+        cudaStream_t s = new_stream();
+        moe_emu::config(64, 32, 0, s).of("turns", [](int * at) {
+            const int before = at[0];
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                at[0] = before + 1;
+                atomicAdd(at + 1, 1);
+            }
+        })(count);
+        right(cudaStreamSynchronize(s));
+        noticed(count[1] == 64 && count[0] < 64);
+    } },
+    { "atomic-in-two", [] {  // a read and a write are no atomic operation, a barrier or none between them
+        int * count = nullptr;
+        right(cudaMallocHost(&count, 2 * sizeof(int)));
+        count[0] = count[1] = 0;
+        cudaStream_t s = new_stream();
+        moe_emu::config(64, 1, 0, s).of("halves", [](int * at) { atomicExch(at, atomicAdd(at, 0) + 1); atomicAdd(at + 1, 1); })(count);
+        right(cudaStreamSynchronize(s));
+        noticed(count[1] == 64 && count[0] < 64);
+    } },
+    { "shared-memory-unset", [] {
+        bool * nan = nullptr;
+        right(cudaMallocHost(&nan, 2 * sizeof(bool)));
+        nan[0] = nan[1] = false;
+        cudaStream_t s = new_stream();
+        moe_emu::config(16, 1, 0, s).of("unset", [](bool * at) {
+            struct first { float value; };
+            struct second { float value; };
+            for (float * of : { &moe_emu::of_block<first>().value, &moe_emu::of_block<second>().value }) {
+                at[of == &moe_emu::of_block<second>().value] = *of != *of;
+                *of = 1.0f;
+            }
+        })(nan);
+        right(cudaStreamSynchronize(s));
+        noticed(nan[0] && nan[1]);
+    } },
+    { "too-much-shared-memory", [] {
+        struct all { char bytes[48 << 10]; };
+        struct more { char byte; };
+        cudaStream_t s = new_stream();
+        moe_emu::config(1, 1, 0, s).of("much", [](int) { moe_emu::of_block<all>(); moe_emu::of_block<more>(); })(0);
+        cudaStreamSynchronize(s);
+    } },
     // while a stream is captured
     { "captured-stream-waited-for", [] { cudaStreamSynchronize(captured()); } },
     { "captured-stream-asked", [] { cudaStreamQuery(captured()); } },
@@ -202,7 +250,25 @@ const std::map<std::string, std::function<void()>> ACTS = {
     { "captured-twice", [] { cudaStreamBeginCapture(captured(), cudaStreamCaptureModeRelaxed); } },
     { "capture-that-nobody-began", [] { cudaGraph_t g; cudaStreamEndCapture(new_stream(), &g); } },
     { "captured-stream-destroyed", [] { cudaStreamDestroy(captured()); } },
-    // and what a relaxed capture allows
+    // and what has to work
+    { "blocks-share-nothing", [] {
+        int * wrong = nullptr;
+        right(cudaMallocHost(&wrong, sizeof(int)));
+        *wrong = 0;
+        cudaStream_t s = new_stream();
+        moe_emu::config(dim3(9, 3, 2), 64, 64 * sizeof(int), s).of("own", [](int * at) {
+            struct mine { int value[64]; };
+            auto & named = moe_emu::of_block<mine>().value;
+            int * dynamic = static_cast<int *>(moe_emu::dynamic_shared());
+            const int block = blockIdx.x + 100 * blockIdx.y + 10000 * blockIdx.z, other = (threadIdx.x + 37) % 64;
+            named[threadIdx.x] = dynamic[threadIdx.x] = 64 * block + threadIdx.x;
+            __syncthreads();
+            const bool same = block == int(blockIdx.x + 100 * blockIdx.y + 10000 * blockIdx.z);
+            atomicAdd(at, !same || named[other] != 64 * block + other || dynamic[other] != named[other]);
+        })(wrong);
+        right(cudaStreamSynchronize(s));
+        noticed(*wrong == 0);
+    } },
     { "relaxed-capture-allows", [] {
         cudaStream_t s = captured();
         int * p = on_device();

@@ -27,6 +27,10 @@ SAID = {
     "not-ready-stays": "",
     "sticky-error": "",
     "blocks-in-order": "",
+    "blocks-one-at-a-time": "",
+    "atomic-in-two": "",
+    "shared-memory-unset": "",
+    "too-much-shared-memory": "more shared memory under names than a GPU has",
     "captured-stream-waited-for": "a stream is waited for while it is captured",
     "captured-stream-asked": "a stream is asked whether it has ended while it is captured",
     "captured-device-waited-for": "the device is waited for while a stream of it is captured",
@@ -44,6 +48,7 @@ SAID = {
     "captured-twice": "a stream that is captured already",
     "capture-that-nobody-began": "a capture ends that nobody began",
     "captured-stream-destroyed": "a stream is destroyed while it is captured",
+    "blocks-share-nothing": "",
     "relaxed-capture-allows": "",
 }
 

@@ -27,8 +27,6 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-// One kernel runs at a time, its blocks one after another, so a block's memory can be static.
-#define __shared__ static
 #define __builtin_assume(condition)
 
 // ---- types ----
@@ -337,6 +335,23 @@ namespace moe_emu {
 
 [[noreturn]] void no_ptx();
 void * dynamic_shared();
+
+// Where a variable in shared memory lies in the memory of each block of a launch.
+struct shared_place {
+    uint64_t launch = 0;
+    size_t   at     = 0;
+};
+void * named_shared(shared_place & place, size_t bytes, size_t align);
+
+// The running block's T. Each variable has a type of its own, see preprocess.py.
+template <typename T> T & of_block() {
+    static shared_place place;
+    return *static_cast<T *>(named_shared(place, sizeof(T), alignof(T)));
+}
+
+// Lets other threads and blocks go on, now and then.
+void pause();
+
 void   barrier();
 int    barrier_count(int predicate);
 
@@ -369,9 +384,9 @@ inline int  __syncthreads_or(int p) { return moe_emu::barrier_count(p != 0) > 0;
 inline int  __syncthreads_and(int p) { return moe_emu::barrier_count(p == 0) == 0; }
 inline int  __syncthreads_count(int p) { return moe_emu::barrier_count(p != 0); }
 inline void __syncwarp(unsigned int mask = 0xffffffff) { moe_emu::meet(moe_emu::KIND_SYNC, mask, nullptr, 0); }
-inline void __threadfence() {}
-inline void __threadfence_block() {}
-inline void __threadfence_system() {}
+inline void __threadfence() { moe_emu::pause(); }
+inline void __threadfence_block() { moe_emu::pause(); }
+inline void __threadfence_system() { moe_emu::pause(); }
 [[noreturn]] inline void __trap() { abort(); }
 inline long long clock64() { return 0; }
 inline void __nanosleep(unsigned int) {}
@@ -412,13 +427,14 @@ inline unsigned int __ballot_sync(unsigned int mask, int predicate) {
 inline int __any_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 
-// Threads of a kernel only change at barriers, so plain operations are atomic.
-template <typename T, typename U> T atomicAdd(T * p, U v) { const T old = *p; *p = old + static_cast<T>(v); return old; }
-template <typename T, typename U> T atomicMax(T * p, U v) { const T old = *p; *p = std::max(old, static_cast<T>(v)); return old; }
-template <typename T, typename U> T atomicMin(T * p, U v) { const T old = *p; *p = std::min(old, static_cast<T>(v)); return old; }
-template <typename T, typename U> T atomicOr(T * p, U v) { const T old = *p; *p = old | static_cast<T>(v); return old; }
-template <typename T, typename U> T atomicExch(T * p, U v) { const T old = *p; *p = static_cast<T>(v); return old; }
+// Between two points where threads change, plain operations are atomic.
+template <typename T, typename U> T atomicAdd(T * p, U v) { moe_emu::pause(); const T old = *p; *p = old + static_cast<T>(v); return old; }
+template <typename T, typename U> T atomicMax(T * p, U v) { moe_emu::pause(); const T old = *p; *p = std::max(old, static_cast<T>(v)); return old; }
+template <typename T, typename U> T atomicMin(T * p, U v) { moe_emu::pause(); const T old = *p; *p = std::min(old, static_cast<T>(v)); return old; }
+template <typename T, typename U> T atomicOr(T * p, U v) { moe_emu::pause(); const T old = *p; *p = old | static_cast<T>(v); return old; }
+template <typename T, typename U> T atomicExch(T * p, U v) { moe_emu::pause(); const T old = *p; *p = static_cast<T>(v); return old; }
 template <typename T, typename U, typename V> T atomicCAS(T * p, U compare, V v) {
+    moe_emu::pause();
     const T old = *p;
     *p = old == static_cast<T>(compare) ? static_cast<T>(v) : old;
     return old;

@@ -1,12 +1,14 @@
 // The engine behind cuda_runtime.h.
 //
-// Kernels: a block's threads are fibers that switch only where threads meet (__syncthreads,
-// warp operations), in an order that changes from launch to launch. Reported with the kernel's
-// name, and the process ends: threads that meet nobody, lanes of a warp that meet in different
+// Kernels: a block's threads are fibers that switch where threads meet (__syncthreads, warp operations),
+// and now and then before an atomic operation or a fence, in an order that changes from launch to launch. Reported
+// with the kernel's name, and the process ends: threads that meet nobody, lanes of a warp that meet in different
 // operations, more threads or shared memory than a GPU has.
 //
-// Blocks run one after another, in an order that changes from launch to launch. A load that is not
-// aligned to its type ends the process, as on a GPU (by the compiler's own check, see build.py).
+// Several blocks of a launch are under way at once, each with shared memory of its own; another one goes on after
+// each round of a block's threads, and they begin in an order that changes from launch to launch. Between two points
+// where threads switch a thread is alone. A load that is not aligned to its type ends the process, as on a GPU (by
+// the compiler's own check, see build.py).
 //
 // Memory: device memory belongs to the device. Where the processor has protection keys, a thread of
 // the host that touches it ends the process; a kernel gets no pointer to memory that is not pinned,
@@ -24,6 +26,7 @@
 // to N microseconds a task, so that an order that nobody asked for does not come by itself.
 //
 //   MOE_EMU_SEED=N    order of fibers and delays (default 1)
+//   MOE_EMU_BLOCKS=N  blocks of a launch that are under way at once (default 4, at most 16)
 //   MOE_EMU_VRAM=N    device memory in bytes (default 4 GiB)
 //   MOE_EMU_DEVICES=N how many there are (default 1), each with such memory of its own
 //   MOE_EMU_MODULE=N  device memory that each kernel takes when it is first launched (default 0)
@@ -68,6 +71,9 @@ constexpr int    WARP        = 32;
 constexpr int    MAX_THREADS = 1024;
 constexpr size_t STACK       = 256 << 10;
 constexpr size_t MAX_SHARED  = 160 << 10;
+constexpr size_t MAX_NAMED   = 48 << 10;  // shared memory under names of its own
+constexpr int    MAX_BLOCKS  = 16;
+constexpr size_t GUARD       = 64;
 constexpr size_t SLACK       = 64 << 10;
 constexpr size_t SPARSE      = 1 << 30;  // allocations that are neither filled with NaNs nor taken in full
 constexpr unsigned char POISON = 0xff, CANARY = 0xa5;
@@ -76,6 +82,8 @@ uint64_t setting(const char * name, uint64_t otherwise) {
     const char * text = getenv(name);
     return text ? strtoull(text, nullptr, 10) : otherwise;
 }
+
+const int most_blocks = std::clamp<int>(setting("MOE_EMU_BLOCKS", 4), 1, MAX_BLOCKS);
 
 std::atomic<uint64_t> delay_us{ setting("MOE_EMU_DELAY_US", 0) };
 
@@ -151,15 +159,28 @@ struct warp {
     unsigned char seen[WARP][WARP_VALUE];
 };
 
+// A block that is under way.
+struct running {
+    uint3         index;
+    fiber         fibers[MAX_THREADS];
+    warp          warps[MAX_THREADS / WARP];
+    char *        stacks;
+    int           n_alive, n_in_block, votes, votes_before;
+    alignas(1024) unsigned char shared[MAX_SHARED + GUARD];
+    alignas(1024) unsigned char named[MAX_NAMED];
+};
+
 std::mutex   device;  // one kernel at a time
 const char * kernel_name = "";
-fiber        fibers[MAX_THREADS];
-warp         warps[MAX_THREADS / WARP];
+running *    blocks;  // those under way, `now` among them
+running *    now;
 char *       stacks;
-int          n_threads, n_alive, n_in_block, current, votes, votes_before;
+int          n_threads, current;
+uint64_t     n_launches;   // which one a name's place is of
+size_t       named_bytes;  // of this launch's blocks
+uint64_t     pauses;
 void *       scheduler;
 std::function<void()> * body;
-alignas(1024) unsigned char shared_memory[MAX_SHARED];
 
 [[noreturn]] void fail(const char * what) {
     fprintf(stderr, "emulated GPU: kernel %s, block (%u, %u, %u), thread %d of %d: %s\n", kernel_name,
@@ -203,15 +224,16 @@ void * fresh_stack(char * top, void (*entry)()) {
     return p;
 }
 #else
-ucontext_t contexts[MAX_THREADS + 1];
+constexpr int OUTSIDE_FIBERS = MAX_BLOCKS * MAX_THREADS;
+ucontext_t contexts[OUTSIDE_FIBERS + 1];
 
 void moe_emu_switch(void ** from, void * to) {
-    auto index = [](void * p) { return p == nullptr ? MAX_THREADS : static_cast<int>(static_cast<ucontext_t *>(p) - contexts); };
+    auto index = [](void * p) { return p == nullptr ? OUTSIDE_FIBERS : static_cast<int>(static_cast<ucontext_t *>(p) - contexts); };
     (void) from;
-    static int running = MAX_THREADS;
-    const int old = running;
-    running = index(to);
-    swapcontext(&contexts[old], &contexts[running]);
+    static int active = OUTSIDE_FIBERS;
+    const int old = active;
+    active = index(to);
+    swapcontext(&contexts[old], &contexts[active]);
 }
 
 void * fresh_stack(char * top, void (*entry)()) {
@@ -226,21 +248,21 @@ void * fresh_stack(char * top, void (*entry)()) {
 #endif
 
 void yield() {
-    moe_emu_switch(&fibers[current].stack_pointer, scheduler);
+    moe_emu_switch(&now->fibers[current].stack_pointer, scheduler);
 }
 
 void finish_block_barrier() {
-    if (n_in_block == 0 || n_in_block < n_alive) {
+    if (now->n_in_block == 0 || now->n_in_block < now->n_alive) {
         return;
     }
     for (int i = 0; i < n_threads; i++) {
-        if (fibers[i].now == IN_BLOCK) {
-            fibers[i].now = READY;
+        if (now->fibers[i].now == IN_BLOCK) {
+            now->fibers[i].now = READY;
         }
     }
-    n_in_block   = 0;
-    votes_before = votes;
-    votes        = 0;
+    now->n_in_block   = 0;
+    now->votes_before = now->votes;
+    now->votes        = 0;
 }
 
 void finish_warp(warp & w, int first) {
@@ -250,7 +272,7 @@ void finish_warp(warp & w, int first) {
     memcpy(w.seen, w.given, sizeof(w.seen));
     for (int i = 0; i < WARP; i++) {
         if (w.arrived >> i & 1) {
-            fibers[first + i].now = READY;
+            now->fibers[first + i].now = READY;
         } else {
             memset(w.seen[i], POISON, WARP_VALUE);
         }
@@ -261,45 +283,53 @@ void finish_warp(warp & w, int first) {
 
 void fiber_main() {
     (*body)();
-    fibers[current].now = DONE;
-    warp & w = warps[current / WARP];
+    now->fibers[current].now = DONE;
+    warp & w = now->warps[current / WARP];
     w.alive &= ~(1u << current % WARP);
-    n_alive--;
+    now->n_alive--;
     finish_warp(w, current / WARP * WARP);
     finish_block_barrier();
     yield();
     abort();
 }
 
-void run_block(std::mt19937_64 & random) {
-    n_alive    = n_threads;
-    n_in_block = votes = 0;
+void begin_block(uint3 index, size_t shared, const std::vector<uint3> & threads) {
+    now->index      = index;
+    now->n_alive    = n_threads;
+    now->n_in_block = now->votes = 0;
+    memset(now->shared, POISON, shared);
+    memset(now->shared + shared, CANARY, GUARD);
+    memset(now->named, POISON, named_bytes);
     for (int i = 0; i < n_threads; i += WARP) {
-        warp & w  = warps[i / WARP];
+        warp & w  = now->warps[i / WARP];
         const int lanes = std::min(WARP, n_threads - i);
         w.alive   = lanes == WARP ? ~0u : (1u << lanes) - 1;
         w.arrived = 0;
     }
     for (int i = 0; i < n_threads; i++) {
-        fibers[i].now           = READY;
-        fibers[i].stack_pointer = fresh_stack(stacks + (i + 1) * STACK, fiber_main);
+        now->fibers[i] = { threads[i], fresh_stack(now->stacks + (i + 1) * STACK, fiber_main), READY };
     }
-    const int  start    = static_cast<int>(random() % n_threads);
-    const bool backward = random() & 1;
-    while (n_alive > 0) {
-        bool ran = false;
-        for (int i = 0; i < n_threads; i++) {
-            const int j = (start + (backward ? n_threads - i : i)) % n_threads;
-            if (fibers[j].now == READY) {
-                ran     = true;
-                current   = j;
-                threadIdx = fibers[j].thread;
-                moe_emu_switch(&scheduler, fibers[j].stack_pointer);
-            }
+}
+
+// Each thread of the block that can go on does so once, some of them at times.
+void run_round(std::mt19937_64 & random) {
+    const uint64_t chance = random();
+    const int  start    = static_cast<int>((chance >> 32) % n_threads);
+    const bool backward = chance & 1;
+    const int  n        = (chance >> 1) % 4 == 0 ? 1 + static_cast<int>((chance >> 3 & 0xffff) % n_threads) : n_threads;
+    bool ran = false;
+    blockIdx = now->index;
+    for (int i = 0; i < n_threads && (i < n || !ran); i++) {
+        const int j = (start + (backward ? n_threads - i : i)) % n_threads;
+        if (now->fibers[j].now == READY) {
+            ran       = true;
+            current   = j;
+            threadIdx = now->fibers[j].thread;
+            moe_emu_switch(&scheduler, now->fibers[j].stack_pointer);
         }
-        if (!ran) {
-            fail("threads wait for others that never come");
-        }
+    }
+    if (!ran) {
+        fail("threads wait for others that never come");
     }
 }
 
@@ -334,32 +364,60 @@ void run_kernel(const char * name, dim3 grid, dim3 block, size_t shared, std::fu
         fail("impossible launch");
     }
     if (!stacks) {
-        stacks = static_cast<char *>(mmap(nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-        for (int i = 0; i < MAX_THREADS; i++) {
-            mprotect(stacks + i * STACK, 4096, PROT_NONE);
+        const size_t bytes = STACK * MAX_THREADS * most_blocks;
+        stacks = static_cast<char *>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+        for (size_t at = 0; at < bytes; at += STACK) {
+            mprotect(stacks + at, 4096, PROT_NONE);
+        }
+        blocks = new running[most_blocks];
+        for (int i = 0; i < most_blocks; i++) {
+            blocks[i].stacks = stacks + STACK * MAX_THREADS * i;
         }
     }
     body = &thread;
-    for (int i = 0; i < n_threads; i++) {
-        fibers[i].thread = { i % block.x, i / block.x % block.y, i / (block.x * block.y) };
+    std::vector<uint3> threads(n_threads);
+    for (unsigned int i = 0; i < threads.size(); i++) {
+        threads[i] = { i % block.x, i / block.x % block.y, i / (block.x * block.y) };
     }
     blockDim = block;
     gridDim  = grid;
+    n_launches++;
+    named_bytes = 0;
+    pauses      = random() | 1;
     const uint64_t n_blocks = (uint64_t) grid.x * grid.y * grid.z;
     uint64_t stride = random() % n_blocks + 1;
     while (std::gcd(stride, n_blocks) != 1) {
         stride++;
     }
-    uint64_t at = random() % n_blocks;
-    for (uint64_t i = 0; i < n_blocks; i++, at = (at + stride) % n_blocks) {
-        memset(shared_memory, POISON, shared);
-        memset(shared_memory + shared, CANARY, MAX_SHARED - shared > 64 ? 64 : MAX_SHARED - shared);
-        blockIdx = { (unsigned int) (at % grid.x), (unsigned int) (at / grid.x % grid.y), (unsigned int) (at / grid.x / grid.y) };
-        run_block(random);
-        for (size_t j = shared; j < std::min(shared + 64, MAX_SHARED); j++) {
-            if (shared_memory[j] != CANARY) {
+    uint64_t at = random() % n_blocks, n_begun = 0;
+    auto begin_next = [&](running & b) {
+        now = &b;
+        begin_block({ (unsigned int) (at % grid.x), (unsigned int) (at / grid.x % grid.y), (unsigned int) (at / grid.x / grid.y) }, shared, threads);
+        at = (at + stride) % n_blocks;
+        n_begun++;
+    };
+    std::vector<running *> under_way;
+    for (int i = 0; i < most_blocks && n_begun < n_blocks; i++) {
+        begin_next(blocks[i]);
+        under_way.push_back(now);
+    }
+    while (!under_way.empty()) {
+        running *& which = under_way[random() % under_way.size()];
+        now = which;
+        run_round(random);
+        if (now->n_alive > 0) {
+            continue;
+        }
+        for (size_t j = shared; j < shared + GUARD; j++) {
+            if (now->shared[j] != CANARY) {
                 fail("wrote past its shared memory");
             }
+        }
+        if (n_begun < n_blocks) {
+            begin_next(*now);
+        } else {
+            which = under_way.back();
+            under_way.pop_back();
         }
     }
     kernel_name = "";
@@ -367,25 +425,50 @@ void run_kernel(const char * name, dim3 grid, dim3 block, size_t shared, std::fu
 
 }  // namespace
 
-void * dynamic_shared() { return shared_memory; }
+void * dynamic_shared() { return now->shared; }
+
+void * named_shared(shared_place & place, size_t bytes, size_t align) {
+    if (place.launch != n_launches) {
+        const size_t first = (named_bytes + align - 1) / align * align;
+        if (first + bytes > MAX_NAMED) {
+            fail("more shared memory under names than a GPU has");
+        }
+        place = { n_launches, first };
+        for (running * b = blocks; b < blocks + most_blocks; b++) {  // some of them begin later
+            memset(b->named + named_bytes, POISON, first + bytes - named_bytes);
+        }
+        named_bytes = first + bytes;
+    }
+    return now->named + place.at;
+}
+
+void pause() {
+    pauses = pauses * 6364136223846793005u + 1442695040888963407u;
+    if (pauses >> 61 == 0) {
+        yield();
+    }
+}
 
 int lane() { return current % WARP; }
 
 void barrier() { barrier_count(0); }
 
 int barrier_count(int predicate) {
-    votes += predicate;
-    n_in_block++;
-    fibers[current].now = IN_BLOCK;
+    now->votes += predicate;
+    now->n_in_block++;
+    now->fibers[current].now = IN_BLOCK;
     finish_block_barrier();
-    if (fibers[current].now != READY) {
+    const int before = now->votes_before;
+    if (now->fibers[current].now != READY) {
         yield();
+        return now->votes_before;
     }
-    return votes_before;
+    pause();
+    return before;
 }
 
 warp_values meet(int kind, unsigned int mask, const void * value, size_t bytes) {
-    warp & w = warps[current / WARP];
+    warp & w = now->warps[current / WARP];
     const int lane = current % WARP;
     if (!(mask >> lane & 1)) {
         fail("a lane takes part in a warp operation whose mask leaves it out");
@@ -398,15 +481,15 @@ warp_values meet(int kind, unsigned int mask, const void * value, size_t bytes) 
     }
     memcpy(w.given[lane], value ? value : "", bytes);
     w.arrived |= 1u << lane;
-    fibers[current].now = IN_WARP;
+    now->fibers[current].now = IN_WARP;
     finish_warp(w, current / WARP * WARP);
-    if (fibers[current].now != READY) {
+    if (now->fibers[current].now != READY) {
         yield();
     }
     return w.seen;
 }
 
-unsigned int lanes_met() { return warps[current / WARP].met; }
+unsigned int lanes_met() { return now->warps[current / WARP].met; }
 
 // ---- streams and events ----
 

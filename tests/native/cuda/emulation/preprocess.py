@@ -7,6 +7,7 @@ import re
 EXTERN_SHARED = re.compile(
     r"extern\s+__shared__\s+(?:__align__\(\w+\)\s*)?([\w:]+(?:\s+[\w:]+)*)\s+(\w+)\s*\[\s*\]\s*;"
 )
+SHARED = re.compile(r"__shared__\s+((?:__align__\(\w+\)\s*)?(?:typename\s+)?[\w:]+)\s+(\w[^;{}]*);")
 BEFORE_LAUNCH = re.compile(r"(?:\s|\\\n)+(?=\Z)")
 NAME_BEFORE = re.compile(r"[\w:]+$")
 # ggml's wrapper around a launch: the kernel is an argument there.
@@ -24,11 +25,14 @@ def emulated(text: str) -> str:
     kernel<<<config>>>(args)      -> moe_emu::config(config).of("kernel", CALL)(args)
                                      CALL: [=](auto... a) { kernel(a...); }
     extern __shared__ T name[];   -> T * const name = (T *) moe_emu::dynamic_shared();
+    __shared__ T name[N];         -> struct TYPE { T name[N]; };
+                                     auto & name = moe_emu::of_block<TYPE>().name;
     asm(...)                      -> moe_emu::no_ptx()
     ggml_cuda_kernel_launch(name  -> moe_emu::naming("name"), ggml_cuda_kernel_launch(name
     Raises ValueError where a launch cannot be understood.
     """
     text = EXTERN_SHARED.sub(r"\1 * const \2 = (\1 *) moe_emu::dynamic_shared();", text)
+    text = SHARED.sub(_shared, text)
     text = NAMED_LAUNCH.sub(r'moe_emu::naming("\2"), \1\2', _without_asm(text))
     done, at = [], 0
     while (start := text.find("<<<", at)) >= 0:
@@ -74,6 +78,31 @@ def _kernel_at_end(head: str) -> str:
     if not match:
         raise ValueError(f"no kernel before a launch: ...{head[-80:]}")
     return head[match.start() :]
+
+
+def _shared(match: re.Match[str]) -> str:
+    """Variables that a block shares: references into the memory of the running one."""
+    done = []
+    for each in _at_top_level(match[2]):
+        name = re.match(r"\w+", each)
+        if name is None:
+            raise ValueError(f"no name in shared memory: {match[0]}")
+        kind = f"moe_emu_of_{name[0]}"
+        done.append(f"struct {kind} {{ {match[1]} {each}; }};")
+        done.append(f"auto & {name[0]} = moe_emu::of_block<{kind}>().{name[0]};")
+    return " ".join(done) + "\n" * match[0].count("\n")
+
+
+def _at_top_level(text: str) -> list[str]:
+    """What commas divide that stand in no bracket."""
+    found, depth = [""], 0
+    for char in text:
+        depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(char, 0)
+        if char == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += char
+    return [each.strip() for each in found]
 
 
 def _in_comment(text: str, at: int) -> bool:
