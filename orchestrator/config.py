@@ -170,7 +170,10 @@ class Config(Settings):
     io_threads: int = setting(4, "Threads that read experts.", within=(1, 64), option=False)
     direct_io: bool = setting(True, "Reads go around the page cache.", option=False)
     use_extra_bufts: bool | None = setting(
-        None, "Dense weights are repacked for this CPU.", shown="on the plain path", option=False
+        None,
+        "Dense weights are repacked for this CPU.",
+        shown="where experts lie in this CPU's own layout, and on the plain path",
+        option=False,
     )
     layout: str = setting(
         "auto",

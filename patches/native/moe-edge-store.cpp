@@ -1077,7 +1077,7 @@ void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * e
                 experts[i], layer, n_tiers));
             return;
         }
-        if (kind >= MOE_EDGE_DOWN && !runs_unwatched()) {  // every layer has a down: once for each expert
+        if (kind >= MOE_EDGE_DOWN && !device_counts()) {  // every layer has a down: once for each expert
             stats.routed[phase][tiers[i] == MOE_EDGE_SKIP ? MOE_EDGE_MAX_TIERS : tiers[i]]++;
         }
     }
@@ -1113,7 +1113,7 @@ void moe_edge_store::prefetch(const moe_edge_prefetch_item * list, int32_t n) {
 // One request of the current step, by the three rules of DyMoE 4.4.2.
 void moe_edge_store::ask(int32_t cell) {
     auto & c = cells[cell];
-    const bool watched = !runs_unwatched();
+    const bool watched = !device_counts();
     stats.requests[phase] += watched;
     if (c.satisfied()) {
         stats.hits[phase] += watched;
