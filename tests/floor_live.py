@@ -80,6 +80,7 @@ def decode(settings: dict[str, Any], n_steps: int) -> dict[str, Any]:
         "waited_mib": a_token("demand_bytes") / 2**20,
         "ahead_mib": a_token("prefetch_bytes") / 2**20,
         "wait_ms": a_token("wait_us") / 1e3,
+        "decide_ms": a_token("callback_us") / 1e3,
         **{name: report.get(name) for name in ("loss", "missing", "lowered")},
     }
 
@@ -133,7 +134,10 @@ def main() -> None:
 
 def show(found: dict[str, list[dict[str, Any]]]) -> None:
     """A row each: means over the steps, medians over the turns, and the ratio turn by turn."""
-    print("\nmean ms (median) | of lru | of dymoe | MiB waited for, ahead | missing, skipped | KL")
+    print(
+        "\nmean ms (median) | of lru | of dymoe | MiB waited for, ahead | ms waited, decided | "
+        "missing, skipped | KL"
+    )
     for name, runs in found.items():
         means = [statistics.mean(run["ms"]) for run in runs]
         ratios = [
@@ -151,6 +155,7 @@ def show(found: dict[str, list[dict[str, Any]]]) -> None:
                 ", ".join(_middle(runs, key, form) for key, form in group)
                 for group in (
                     (("waited_mib", ".1f"), ("ahead_mib", ".1f")),
+                    (("wait_ms", ".1f"), ("decide_ms", ".1f")),
                     (("missing", ".1%"), ("lowered", ".1%")),
                     (("loss", ".4f"),),
                 )

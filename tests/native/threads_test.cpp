@@ -96,6 +96,19 @@ int main() {
         die("of sixteen it found too few or too many", r.mean_us);
     }
 
+    // a model that reads: its own threads take cores as well, some steps take three times as long as others, and one
+    // thread is slower
+    uint32_t seed = 1;
+    const auto part = [&seed] { return 0.5 + 1.0 * ((seed = seed * 1664525u + 1013904223u) >> 16) / 65536.0; };
+    const machine reading = {
+        [&](int32_t n) { return part() * (n == 2 ? 28000 : 41000); }, [](int32_t n) { return n == 2 ? 0.3 : 0.2; },
+    };
+    moe_edge_threads reader(2);
+    r = play(reader, reading, 60 * SECOND);
+    if (r.mean_us > 1.05 * 28000) {
+        die("a model that reads computes with too few threads", r.mean_us);
+    }
+
     // prompts have all threads, and what they waited for says nothing of tokens
     moe_edge_threads other(2);
     play(other, idle, SECOND);
