@@ -27,10 +27,11 @@ _SHARE = 4
 
 
 class Room(NamedTuple):
-    """A cap, and what of it the calibration takes beside the model that reads. In bytes."""
+    """A cap, and what of it is taken beside the model that reads, and for what. In bytes."""
 
     ram: int
     own: int
+    use: str = "the calibration itself"
 
     def model_bytes(self) -> int:
         """What is left for the model: a byte at least, so that the plan says what it needs."""
@@ -101,7 +102,6 @@ def check_step(loaded: Loaded) -> None:
 def _too_small(room: Room, needed: int) -> BudgetError:
     return BudgetError(
         f"--ram {format_size(room.ram)} is too little: the smallest that works here is {needed}"
-        f" bytes ({format_size(needed)}), {format_size(room.own)} of them for the calibration"
-        " itself",
+        f" bytes ({format_size(needed)}), {format_size(room.own)} of them for {room.use}",
         needed,
     )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings
 from orchestrator.native import ServerLibrary
@@ -24,7 +25,16 @@ def server_library(bindings: Bindings) -> ServerLibrary:
         )
     package = Path(bindings.api.__file__).parent
     command = [sys.executable, str(TOOL), "server", str(package)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode != 0:
+    process = None
+    try:
+        # An interrupt within Popen would leave a process that nobody knows.
+        with interrupts.held():
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        said, _ = process.communicate()
+    finally:
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.communicate()
+    if process.returncode != 0:
         raise NativeError("llama.cpp's server cannot be compiled: the lines above say why")
-    return ServerLibrary(Path(done.stdout.strip().splitlines()[-1]))
+    return ServerLibrary(Path(said.strip().splitlines()[-1]))

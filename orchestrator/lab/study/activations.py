@@ -8,7 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from gguf_tools.experts import ExpertModel
+from orchestrator.calibrate.within import Room, load_within
 from orchestrator.errors import NativeError
+from orchestrator.load import Loaded
 from orchestrator.observe import Node, Observer
 
 _NAME = re.compile(r"([a-z_]+)-(\d+)")
@@ -18,16 +21,43 @@ _NAME = re.compile(r"([a-z_]+)-(\d+)")
 FFN_INPUT, OUTPUT, ROUTER_INPUT, ROUTER_LOGITS = "ffn_inp", "l_out", "ffn_norm", "ffn_moe_logits"
 NAMES = (FFN_INPUT, OUTPUT, ROUTER_INPUT, ROUTER_LOGITS)
 
+# Of the activations of a read.
+_COPIES = 3
+
 Activations = dict[tuple[str, int], np.ndarray]
+
+
+def _kept_bytes(path: Path, n_ctx: int) -> int:
+    """What a study keeps of the text beside the model: the activations of two reads at once, and
+    what it makes of them."""
+    with ExpertModel.open(path) as model:
+        width = 3 * model.hparams.embedding_length + model.n_expert
+        return _COPIES * 4 * n_ctx * width * len(model.layer_ids)
 
 
 class ActivationRecorder:
     """A model and a context that keep the activations of each read. Free it with close."""
 
-    def __init__(self, path: Path, n_ctx: int, threads: int) -> None:
-        """Raises NativeError."""
+    def __init__(self, path: Path, n_ctx: int, threads: int, ram: int | None = None) -> None:
+        """ram: a cap on all that is in memory, with experts read from the file as they are needed;
+        None for the whole model. Raises GGUFError, NativeError or BudgetError."""
         self._found: Activations = {}
-        self._observer = Observer(path, n_ctx, threads, self._is_wanted, self._keep)
+        self._within: tuple[ExpertModel, Loaded] | None = None
+        if ram is not None:
+            room = Room(ram, _kept_bytes(path, n_ctx), "what the study keeps of the text")
+            self._within = load_within(path, n_ctx, threads, room)
+        try:
+            self._observer = Observer(
+                path,
+                n_ctx,
+                threads,
+                self._is_wanted,
+                self._keep,
+                model=self._within[1].model if self._within else None,
+            )
+        except BaseException:
+            self._close_within()
+            raise
 
     def read(self, tokens: Sequence[int]) -> Activations:
         """Activations of one text, read at once: (name, layer) -> float32 [T, width].
@@ -53,6 +83,14 @@ class ActivationRecorder:
     def close(self) -> None:
         """Frees the context and the model; safe to call twice."""
         self._observer.close()
+        self._close_within()
+
+    def _close_within(self) -> None:
+        if self._within is not None:
+            model, loaded = self._within
+            self._within = None
+            loaded.close()
+            model.close()
 
     def __enter__(self) -> ActivationRecorder:
         return self

@@ -238,7 +238,7 @@ def read_usages(on: Subject) -> list[Usage]:
         router = dense(model, f"blk.{layers[-1]}.ffn_gate_inp.weight")
         longest = max(len(window.tokens) for window in windows)
         threads = config.threads or default_threads()
-        with ActivationRecorder(config.model, longest, threads) as recorder:
+        with ActivationRecorder(config.model, longest, threads, config.ram) as recorder:
             for number, window in enumerate(windows, 1):
                 read = recorder.read(window.tokens)
                 found.append(

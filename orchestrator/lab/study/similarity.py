@@ -110,7 +110,7 @@ class Similarity(Study[Alike]):
             longest = max(len(window.tokens) for window in on.windows)
             threads = config.threads or default_threads()
             counts = np.zeros((len(model.layer_ids), model.n_expert), np.int64)
-            with ActivationRecorder(config.model, longest, threads) as recorder:
+            with ActivationRecorder(config.model, longest, threads, config.ram) as recorder:
                 reads = []
                 for number, window in enumerate(on.windows, 1):
                     found = recorder.read(window.tokens)

@@ -177,7 +177,7 @@ class VotesStudy(Study[Voted]):
         )
         longest = max(len(window.tokens) for window in on.windows)
         threads = on.config.threads or default_threads()
-        with ActivationRecorder(on.config.model, longest, threads) as recorder:
+        with ActivationRecorder(on.config.model, longest, threads, on.config.ram) as recorder:
             for number, window in enumerate(on.windows, 1):
                 _count(found, recorder.read(window.tokens), layer_ids, routers, window.first)
                 on.report("Reading", number / len(on.windows))
