@@ -50,6 +50,11 @@ STRICT = (
 )
 BARE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+REASONING = THINKING.replace(
+    "{{ message.content }}",
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ message.content }}",
+)
 
 TEMPLATES = {
     "the demo's": None,
@@ -137,9 +142,10 @@ def test_reasoning_stands_apart(native: ServerLibrary, tmp_path: Path) -> None:
         "messages": TURNS,
         "max_tokens": 60,
         "temperature": 0,
-        "grammar": 'root ::= "Let me think.</think>It is Lima."',  # it has never seen a thought
+        # It has never seen a thought.
+        "grammar": r'root ::= "Let me think.\n</think>\n\nIt is Lima."',
     }
-    with backend_with(native, tmp_path, THINKING) as backend:
+    with backend_with(native, tmp_path, REASONING) as backend:
         whole = ask(backend, "/v1/chat/completions", **data)["choices"][0]["message"]
         assert whole["reasoning_content"].strip() == "Let me think."
         assert whole["content"].strip() == "It is Lima."
