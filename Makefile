@@ -14,7 +14,7 @@ TOOL := $(PYTHON) patches/tool.py $(if $(FILES),--files $(FILES))
 FLAGS := $(if $(GPU),--gpu $(GPU)) $(if $(AMX),--amx $(AMX)) \
          $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH))
 IN_ENV = "$$($(TOOL) python)"
-# lm_eval takes 600 MB, the server's clients 90: they are tested in CI, elsewhere where they are
+# lm_eval takes 600 MB, the server's clients 140: they are tested in CI, elsewhere where they are
 # installed.
 TEST_EXTRAS := dev,convert$(if $(CI),$(shell echo ,eval,clients))
 

@@ -65,6 +65,9 @@ SETTLED = (settle_unserved, settle_tool_choice, settle_format)
 OURS = "moe_edge"
 
 
+STOPPING = Refusal(503, "the server is shutting down")
+
+
 class State:
     """What the application answers with: the backend, once it has loaded."""
 
@@ -82,7 +85,7 @@ class State:
     def ready(self) -> Backend:
         """Raises Refusal while the model loads, and at the end."""
         if self.stopping:
-            raise Refusal(503, "the server is shutting down")
+            raise STOPPING
         if self.backend is None:
             raise Refusal(503, "the model is loading")
         return self.backend
@@ -123,7 +126,7 @@ class Endpoints:
         async def endpoint(request: Request) -> Any:
             state = self._state
             backend = state.ready()
-            body, data, changes = await self._body(request, route)
+            body, data, changes = await self._body(request, route, backend.slot_context)
             places = _places(data, state.settings.parallel)
             timeout = state.settings.timeout
 
@@ -152,7 +155,7 @@ class Endpoints:
     def quick(self, route: str) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             backend = self._state.ready()
-            body, _, _ = await self._body(request, route)
+            body, _, _ = await self._body(request, route, backend.slot_context)
             return await self._ask(backend, route, body)
 
         return endpoint
@@ -187,13 +190,13 @@ class Endpoints:
         )
 
     async def _body(
-        self, request: Request, route: str
+        self, request: Request, route: str, n_ctx: int
     ) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
         """A request's body for llama.cpp, its object, and what it has for the policy."""
         settings = self._state.settings
         try:
             body = await asyncio.wait_for(
-                read_body(request, settings.body_limit), settings.patience
+                read_body(request, settings.most_body_bytes(n_ctx)), settings.patience
             )
         except asyncio.TimeoutError:
             late = f"the request was not here after --patience, {settings.patience} s"
@@ -260,7 +263,21 @@ class Door:
             answer = Response(status_code=204)
         if origin and allowed and self._state.settings.cors_origin:
             send = _with_cors(send, origin)
-        await answer(scope, receive, send)
+        has_begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await answer(scope, receive, sending)
+        except asyncio.CancelledError:
+            # At the end uvicorn gives up what is open, and would show where it was.
+            if not self._state.stopping:
+                raise
+            if not has_begun:
+                await _error(STOPPING)(scope, receive, send)
 
     def _allowed(self, origin: str | None, headers: Headers) -> bool:
         """Whether a page of this origin may ask. A browser names it where it is another than this

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.serve.wire import Refusal
+from orchestrator.serve.wire import ANTHROPIC, Refusal
 
 _RESPONSES = "/v1/responses"
 
 
 def settle_format(route: str, data: dict[str, Any]) -> bool:
-    """Turns the form that OpenAI's responses have for a schema into that of its chat, which
-    llama.cpp reads. Returns whether it changed the request.
+    """Turns the forms that OpenAI's responses and Anthropic's messages have for a schema into that
+    of OpenAI's chat, which llama.cpp reads. Returns whether it changed the request.
 
     Raises Refusal for a schema that is none: llama.cpp would leave it out, and the client would get
     any text.
@@ -24,6 +24,15 @@ def settle_format(route: str, data: dict[str, Any]) -> bool:
             asked = {"type": "json_schema", "json_schema": asked}
         data["response_format"] = asked
         changed = True
+    if route == ANTHROPIC:
+        config = data.get("output_config")
+        asked = config.get("format") if isinstance(config, dict) else None
+        asked = data.get("output_format") if asked is None else asked  # as it was called in beta
+        if asked is not None:
+            if not isinstance(asked, dict) or asked.get("type") != "json_schema":
+                raise Refusal(400, "the format in output_config must be a json_schema")
+            data["response_format"] = {"type": "json_schema", "json_schema": asked}
+            changed = True
     _check(data)
     return changed
 

@@ -10,6 +10,10 @@ from orchestrator.config import MOST_SEQUENCES
 from orchestrator.errors import ConfigError
 from orchestrator.settings import FROM_0, FROM_1, SIZE, Settings, setting
 
+# What a request may have for each token of the context, and what any may have. Reading one takes
+# ten times its length, which is in no plan.
+BODY_BYTES, LEAST_BODY_BYTES = 64, 2**20
+
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -50,8 +54,12 @@ class ServeSettings(Settings):
     chat_template: Path | None = setting(
         None, "A Jinja chat template in the place of the model's own."
     )
-    body_limit: int = setting(
-        32 * 2**20, "The longest request.", within=FROM_1, unit=SIZE, shown="32MiB"
+    body_limit: int | None = setting(
+        None,
+        "The longest request.",
+        within=FROM_1,
+        unit=SIZE,
+        shown="1MiB, or 64 bytes for each token of the context",
     )
     patience: int = setting(
         30,
@@ -77,6 +85,10 @@ class ServeSettings(Settings):
         """Names that a Host header may have where the server is local."""
         more = (name.strip() for name in (self.allow_host or "").lower().split(","))
         return frozenset({*LOCAL_NAMES, self.host.lower(), *filter(None, more)})
+
+    def most_body_bytes(self, n_ctx: int) -> int:
+        """How long a request may be, for a context of so many tokens."""
+        return self.body_limit or max(LEAST_BODY_BYTES, BODY_BYTES * n_ctx)
 
     def keys(self) -> frozenset[str]:
         """The keys that a request may bring; none where it needs none. Raises ConfigError where

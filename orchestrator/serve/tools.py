@@ -39,6 +39,8 @@ def settle_tool_choice(route: str, data: dict[str, Any]) -> bool:
             data.pop("tools", None)
             return True
         data["tool_choice"] = {"type": words[mode]}
+        if isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True:
+            data["parallel_tool_calls"] = False
     else:
         data["tool_choice"] = mode
         if mode == "required" and names is not None:

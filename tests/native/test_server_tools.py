@@ -50,6 +50,11 @@ STRICT = (
 )
 BARE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+REASONING = THINKING.replace(
+    "{{ message.content }}",
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ message.content }}",
+)
 
 TEMPLATES = {
     "the demo's": None,
@@ -129,3 +134,34 @@ def test_a_choice_of_tools_is_kept(native: ServerLibrary, tmp_path: Path, name: 
         assert free["choices"][0]["finish_reason"] in ("stop", "length")
         after = ask(backend, "/apply-template", messages=AFTER_A_CALL, tools=[CAPITAL])["prompt"]
         assert after.index('{"country": "Peru"}') < after.index("Lima") < after.index("Really.")
+
+
+def test_reasoning_stands_apart(native: ServerLibrary, tmp_path: Path) -> None:
+    """In a whole answer, and in the pieces of a stream, of which the first one has the role."""
+    data = {
+        "messages": TURNS,
+        "max_tokens": 60,
+        "temperature": 0,
+        # It has never seen a thought.
+        "grammar": r'root ::= "Let me think.\n</think>\n\nIt is Lima."',
+    }
+    with backend_with(native, tmp_path, REASONING) as backend:
+        whole = ask(backend, "/v1/chat/completions", **data)["choices"][0]["message"]
+        assert whole["reasoning_content"].strip() == "Let me think."
+        assert whole["content"].strip() == "It is Lima."
+        request = backend.request(
+            "/v1/chat/completions", json.dumps({**data, "stream": True}).encode()
+        )
+        try:
+            assert request.begin() == (200, True)
+            lines = b"".join(request.parts()).splitlines()
+        finally:
+            request.close()
+    events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    assert deltas[0]["role"] == "assistant"
+    said = {
+        kind: "".join(delta.get(kind) or "" for delta in deltas).strip()
+        for kind in ("reasoning_content", "content")
+    }
+    assert said == {"reasoning_content": "Let me think.", "content": "It is Lima."}

@@ -22,14 +22,32 @@ from speaking import ARGUMENTS, CAPITAL
 ASK = "What is the capital of Norway?"
 MESSAGES = [{"role": "user", "content": ASK}]
 LONG = [{"role": "user", "content": "Tell me a story about a brave rabbit."}]
+CAPITALS = ["Oslo", "Lima"]
 SCHEMA = {
     "title": "Capital",
     "type": "object",
-    "properties": {"capital": {"enum": ["Oslo", "Lima"]}},
+    "properties": {"capital": {"enum": CAPITALS}},
     "required": ["capital"],
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "capital", "schema": SCHEMA}}
+
+# Its command has no choice of tools, which a model that has never seen one needs.
+LLM_CALL = """
+import json, sys, llm
+model = llm.get_model("local")
+asked = model.build_kwargs
+model.build_kwargs = lambda *a, **k: {**asked(*a, **k), "tool_choice": "required"}
+tool = llm.Tool(name="capital", description="The capital of a country.",
+    input_schema=json.loads(sys.argv[1]), implementation=lambda country: f"of {country}")
+made = []
+for stream in (True, False):
+    response = model.prompt("The capital?", tools=[tool], stream=stream, max_tokens=200)
+    calls, results = response.tool_calls(), response.execute_tool_calls()
+    assert calls
+    made += [(c.name, c.arguments, r.output) for c, r in zip(calls, results, strict=True)]
+print(json.dumps(made))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +78,7 @@ def test_openai(served: Served) -> None:
     client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
     common = {"model": "any", "messages": MESSAGES, "max_tokens": 200}
     whole = client.chat.completions.create(**common, response_format=FORMAT)
-    assert json.loads(whole.choices[0].message.content)["capital"] in ("Oslo", "Lima")
+    assert json.loads(whole.choices[0].message.content)["capital"] in CAPITALS
     named = {"type": "function", "function": {"name": "capital"}}
     other = {"type": "function", "function": {"name": "other", "parameters": ARGUMENTS}}
     for choice in ("required", named):
@@ -130,6 +148,11 @@ def test_anthropic(served: Served) -> None:
     assert blocks and all(is_a_call(block.name, block.input) for block in blocks)
     none = client.messages.create(**common, tool_choice={"type": "none"})
     assert [block.type for block in none.content] == ["text"]
+    shape = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    plain = {"model": "any", "max_tokens": 200, "messages": MESSAGES, "output_config": shape}
+    assert json.loads(client.messages.create(**plain).content[0].text)["capital"] in CAPITALS
+    with client.messages.stream(**plain) as stream:
+        assert json.loads("".join(stream.text_stream))["capital"] in CAPITALS
     with client.messages.stream(model="any", max_tokens=200, messages=LONG) as stream:
         next(iter(stream.text_stream))
     wait_until_idle(served)
@@ -155,7 +178,7 @@ def test_litellm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in made.choices[0].message.tool_calls:
         assert is_a_call(call.function.name, call.function.arguments)
     shaped = litellm.completion(**common, response_format=FORMAT)
-    assert json.loads(shaped.choices[0].message.content)["capital"] in ("Oslo", "Lima")
+    assert json.loads(shaped.choices[0].message.content)["capital"] in CAPITALS
     leaving = litellm.completion(**{**common, "messages": LONG}, stream=True)
     next(iter(leaving))
     leaving.completion_stream.close()
@@ -172,7 +195,7 @@ def test_langchain_openai(served: Served) -> None:
     calls = model.bind_tools([CAPITAL], tool_choice="capital").invoke(ASK).tool_calls
     assert calls and all(is_a_call(call["name"], call["args"]) for call in calls)
     shaped = model.with_structured_output(SCHEMA, method="json_schema").invoke(ASK)
-    assert shaped["capital"] in ("Oslo", "Lima")
+    assert shaped["capital"] in CAPITALS
     leaving = model.stream(LONG[0]["content"])
     next(leaving)
     leaving.close()
@@ -183,7 +206,7 @@ def test_llm(served: Served, tmp_path: Path) -> None:
     pytest.importorskip("llm", reason="llm is missing")
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: local\n  model_name: any\n  api_base: {served.url}/v1\n"
-        "  supports_schema: true\n"
+        "  supports_schema: true\n  supports_tools: true\n"
     )
     environment = {**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
 
@@ -197,7 +220,12 @@ def test_llm(served: Served, tmp_path: Path) -> None:
 
     assert "Oslo" in ask(ASK)
     assert "Oslo" in ask("--no-stream", ASK)
-    assert json.loads(ask("--schema", json.dumps(SCHEMA), ASK))["capital"] in ("Oslo", "Lima")
+    assert json.loads(ask("--schema", json.dumps(SCHEMA), ASK))["capital"] in CAPITALS
+    calling = [sys.executable, "-c", LLM_CALL, json.dumps(ARGUMENTS)]
+    done = subprocess.run(calling, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    for name, arguments, output in json.loads(done.stdout):
+        assert is_a_call(name, arguments) and output == f"of {arguments['country']}"
     command = [sys.executable, "-m", "llm", "-m", "local", LONG[0]["content"]]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as leaving:
         assert leaving.stdout is not None and leaving.stdout.read(1)

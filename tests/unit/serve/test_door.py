@@ -114,6 +114,14 @@ def test_bodies_that_cannot_be_served(body: bytes, status: int, says: str) -> No
     assert says in reply.json()["error"]["message"]
 
 
+def test_a_body_is_as_long_as_the_context_has_use_for() -> None:
+    body = b'{"a": "' + b"x" * 2**20 + b'"}'
+    assert ask(app_with(), CHAT, body).status == 413
+    state = state_with(FakeBackend(FakeRequest(200, False, [b"{}"])))
+    state.backend.slot_context = 20_000  # type: ignore[union-attr]
+    assert ask(application(state, lambda _line: None), CHAT, body).status == 200
+
+
 def test_paths_and_methods_that_there_are_not() -> None:
     app = app_with()
     for path in ("/../../etc/passwd", "/v1/embeddings", "/slots", "/v1/chat/completions/x"):

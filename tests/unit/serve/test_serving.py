@@ -165,6 +165,23 @@ def test_responses_keep_a_schema(served: Served) -> None:
     assert "Oslo" in plain["output"][0]["content"][0]["text"]
 
 
+def test_anthropics_form_has_the_fields_of_the_others(served: Served) -> None:
+    """llama.cpp's own reading of it drops them."""
+    data = {"messages": QUESTION, "max_tokens": 60, "temperature": 0}
+    schema = shaped("capital", maxLength=20)["json_schema"]["schema"]
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    answer = post(served, "/v1/messages", {**data, "output_config": form})
+    assert isinstance(json.loads(answer["content"][0]["text"])["capital"], str)
+    assert answer["stop_reason"] == "end_turn" and "hit_rate" in answer["timings"]
+    story = [{"role": "user", "content": "Tell me a story about a fox and a river."}]
+    drawn = {"messages": story, "max_tokens": 30, "temperature": 1.5}
+    one, same, other = (
+        post(served, "/v1/messages", {**drawn, "seed": seed})["content"][0]["text"]
+        for seed in (7, 7, 8)
+    )
+    assert one == same != other
+
+
 def test_what_is_counted_is_what_is_read(served: Served) -> None:
     """Tools and the template included, in each of the three forms."""
     chat = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
@@ -251,18 +268,25 @@ def test_attacks_get_one_clear_status(served: Served, name: str) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", ["", "/v1/completions", "/tokenize"])
 def test_a_signal_ends_it_cleanly(
-    tmp_path: Path, library: object, signum: signal.Signals, busy: bool
+    tmp_path: Path, library: object, signum: signal.Signals, busy: str
 ) -> None:
+    """Idle, in the middle of a stream, and in the middle of a request that comes in."""
     with serving(tmp_path, "--ram", RAM, "--policy", "lru", "--ctx", "4096") as served:
         sock = None
         if busy:
             where = urlsplit(served.url)
             sock = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
             data = {"prompt": "One", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-            sock.request("POST", "/v1/completions", json.dumps(data))
-            assert sock.getresponse().readline().startswith(b"data: ")
+            if busy == "/tokenize":
+                sock.putrequest("POST", busy)
+                sock.putheader("Content-Length", "1000")
+                sock.endheaders(b'{"content": ')
+                get(served, "/health")
+            else:
+                sock.request("POST", busy, json.dumps(data))
+                assert sock.getresponse().readline().startswith(b"data: ")
         start_s = time.monotonic()
         status, said = served.end(signum)
         # Within two seconds where the machine has nothing else to do: tests/soaking.py signals.

@@ -93,6 +93,8 @@ def test_anthropic_has_words_of_its_own() -> None:
     assert settled(MESSAGES, tools=tools, tool_choice={"type": "any"})["tool_choice"] == {
         "type": "any"
     }
+    once = {"type": "auto", "disable_parallel_tool_use": True}
+    assert settled(MESSAGES, tools=tools, tool_choice=once)["parallel_tool_calls"] is False
 
 
 @pytest.mark.parametrize(
