@@ -70,13 +70,8 @@ const moe_edge_kernels * kernels_of(const moe_edge_slices & s) {
     return kernels;
 }
 
-// Whether this file can be read with O_DIRECT at block granularity.
-bool direct_works(int fd) {
-    void * block = aligned_alloc(MOE_EDGE_BLOCK, MOE_EDGE_BLOCK);
-    const bool ok = block && pread(fd, block, MOE_EDGE_BLOCK, 0) > 0;
-    free(block);
-    return ok;
-}
+// Whether this file can be read with O_DIRECT at block granularity, to `block`.
+bool direct_works(int fd, void * block) { return block && pread(fd, block, MOE_EDGE_BLOCK, 0) > 0; }
 
 }  // namespace
 
@@ -152,6 +147,7 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
         make_pools(config);
         if (device) {
             open_device(config);
+            probe_host_reads();
         }
         if (config.flags & MOE_EDGE_SIMULATED) {
             simulation = std::make_unique<moe_edge_simulation>(config.n_io_threads);
@@ -203,6 +199,7 @@ void moe_edge_store::close_all() {
 
 void moe_edge_store::open_files(const moe_edge_config & config) {
     std::vector<uint64_t> sizes;
+    const std::unique_ptr<void, decltype(&free)> block(aligned_alloc(MOE_EDGE_BLOCK, MOE_EDGE_BLOCK), free);
     stats.direct_io = (config.flags & MOE_EDGE_DIRECT_IO) != 0;
     for (int32_t i = 0; i < config.n_files; i++) {
         auto & file = files.emplace_back();
@@ -213,7 +210,7 @@ void moe_edge_store::open_files(const moe_edge_config & config) {
         }
         if (config.flags & MOE_EDGE_DIRECT_IO) {
             file.fd = open(file.path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-            file.direct = file.fd >= 0 && direct_works(file.fd);
+            file.direct = file.fd >= 0 && direct_works(file.fd, block.get());
             if (file.fd >= 0 && !file.direct) {
                 close(file.fd);
                 file.fd = -1;
@@ -244,6 +241,22 @@ void moe_edge_store::open_files(const moe_edge_config & config) {
                         (unsigned long long) (s.offset + s.expert_bytes * n_expert), (unsigned long long) size);
                 }
             }
+        }
+    }
+}
+
+// Memory that a driver has pinned is not what every system reads into directly: such files are read as others are.
+void moe_edge_store::probe_host_reads() {
+    for (auto & file : files) {
+        if (!file.direct || host->bytes() < MOE_EDGE_BLOCK || direct_works(file.fd, host->data(0))) {
+            continue;
+        }
+        close(file.fd);
+        file.fd     = open(file.path.c_str(), O_RDONLY | O_CLOEXEC);
+        file.direct = false;
+        stats.direct_io = 0;
+        if (file.fd < 0) {
+            refuse("%s: cannot be opened: %s", file.path.c_str(), strerror(errno));
         }
     }
 }

@@ -249,6 +249,7 @@ struct moe_edge_store {
     bool    staged(int32_t cell, int32_t tier) const { return host && !pools[slice_of(cell, tier).group].on_host; }
 
     void    open_files(const moe_edge_config & config);
+    void    probe_host_reads();
     void    make_pools(const moe_edge_config & config);
     uint64_t pool_bytes(const moe_edge_group & group) const;
     char *  map_pools(uint64_t total, int32_t flags);

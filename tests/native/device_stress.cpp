@@ -18,6 +18,7 @@
 #include <numeric>
 #include <random>
 
+#include <fcntl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -27,6 +28,10 @@ namespace {
 std::atomic<off_t> held_first { 0 }, held_last { 0 };
 std::atomic<int>   n_held { 0 };
 
+// Memory that takes no direct reads, if any.
+const char * undirected = nullptr;
+uint64_t undirected_bytes = 0;
+
 }  // namespace
 
 // The store's reads come by here, since a program's own functions go before those of libraries.
@@ -34,6 +39,11 @@ extern "C" ssize_t pread(int fd, void * to, size_t bytes, off_t at) {
     for (bool first = true; at >= held_first && at < held_last; first = false) {
         n_held += first;
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    const auto * first = static_cast<const char *>(to);
+    if (undirected && first >= undirected && first < undirected + undirected_bytes && (fcntl(fd, F_GETFL) & O_DIRECT)) {
+        errno = EFAULT;
+        return -1;
     }
     return syscall(SYS_pread64, fd, to, bytes, at);
 }
@@ -165,7 +175,7 @@ struct table_device : moe_edge_host_device {
 
 moe_edge_store * open_store(const expert_file & file, moe_edge_device & device, int32_t slots_hi, int32_t slots_lo, uint64_t host_more,
                             int32_t misses = MOE_EDGE_MISS_COPY, double copy_bytes_per_s = 20e9, double round_trip_us = 0.0,
-                            bool near = false) {
+                            bool near = false, uint32_t flags = 0) {
     std::vector<moe_edge_group> groups(MOE_EDGE_N_KINDS * TIERS);
     moe_edge_config config = {};
     for (size_t g = 0; g < groups.size(); g++) {
@@ -194,6 +204,7 @@ moe_edge_store * open_store(const expert_file & file, moe_edge_device & device, 
     config.misses        = misses;
     config.copy_bytes_per_s    = copy_bytes_per_s;
     config.read_bytes_per_s    = 15e9;
+    config.flags               = flags;
     config.round_trip_us       = round_trip_us;
     char err[512];
     moe_edge_store * store = moe_edge_store_create(&config, err, sizeof(err));
@@ -659,6 +670,52 @@ void run_reader_beside_load(const expert_file & file, int32_t misses) {
     printf("beside a load in place: remembered for the slot\n");
 }
 
+// A device whose host memory takes no direct reads: files are read as others are.
+void run_undirected(const expert_file & file) {
+    struct pinning_device : table_device {
+        using table_device::table_device;
+        char * alloc_host(uint64_t bytes, bool * pinned) override {
+            char * memory = table_device::alloc_host(bytes, pinned);
+            if (refuses) {
+                undirected       = memory;
+                undirected_bytes = bytes;
+            }
+            return memory;
+        }
+        bool refuses = false;
+    };
+    bool direct[2];
+    for (const bool refuses : { false, true }) {
+        pinning_device device(0);
+        device.refuses = refuses;
+        moe_edge_store * store = open_store(file, device, 1, 1, 1 << 20, MOE_EDGE_MISS_COPY, 20e9, 0.0, false, MOE_EDGE_DIRECT_IO);
+        counters count;
+        for (int32_t e = 0; e < EXPERTS; e++) {
+            const uint8_t tier = e % TIERS;
+            moe_edge_begin_step(store, MOE_EDGE_DECODE);
+            moe_edge_apply(store, 0, &e, &tier, nullptr, 1);
+            for (const int32_t k : KINDS) {
+                if (!run_op(store, device, file, 0, k, { e }, count)) {
+                    die(moe_edge_error(store));
+                }
+            }
+        }
+        device.wait(device.last);
+        moe_edge_stats s;
+        moe_edge_get_stats(store, &s);
+        direct[refuses] = s.direct_io != 0;
+        moe_edge_store_free(store);
+        undirected = nullptr;
+        if (count.wrong != 0 || count.rows != EXPERTS * 3) {
+            die("wrong rows from direct reads");
+        }
+    }
+    if (direct[true]) {
+        die("reads go directly into memory that does not take them");
+    }
+    printf("direct reads: %s, then refused by the host's memory\n", direct[false] ? "taken" : "none here");
+}
+
 // Copies that nobody waits for, of slices that were read for them and of those that the host tier had: no more
 // at once than the link moves in half a millisecond, but always one.
 void run_bounded(const expert_file & file, double copy_bytes_per_s) {
@@ -731,6 +788,7 @@ int main(int argc, char ** argv) {
     run_late_reader(file);
     run_reader_beside_load(file, MOE_EDGE_MISS_READ);
     run_reader_beside_load(file, MOE_EDGE_MISS_COMPUTE);
+    run_undirected(file);
     run_fixed(file, std::max(40, steps / 50), seed);
     run_held(file);
     run_routed(file);

@@ -97,6 +97,7 @@ def test_an_executor_that_never_waits(
     assert "places: by speed" in output
     assert "brought up to date" in output
     assert output.count("remembered for the slot") == 2
+    assert "then refused by the host's memory" in output
     assert output.count("ahead: ") == 2
     assert "published when they had passed" in output
     assert "told once" in output
