@@ -121,6 +121,7 @@ inline const moe_edge_ops resident::operations = {
     },
     nullptr,  // wait is for executors on the host
     [](moe_edge_matrix * m) { return of(m).fixed; },
+    nullptr,  // unwatched as well
     [](moe_edge_matrix * m, int32_t * out) {
         std::copy(of(m).hooked.begin(), of(m).hooked.end(), out);
         return of(m).hooked.empty() ? -1 : static_cast<int32_t>(of(m).hooked.size());
