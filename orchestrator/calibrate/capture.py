@@ -24,10 +24,9 @@ from gguf_tools.file.layout import DOWN, parse_expert_name
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator.calibrate.spill import Rows, spill_folder
-from orchestrator.calibrate.within import Room, check_step, load_within
+from orchestrator.calibrate.within import ObserverWithin, Room
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.load import Loaded
-from orchestrator.observe import Node, Observer
+from orchestrator.observe import Node
 
 WINDOW = 512
 SPILL_BYTES = 8 << 30
@@ -128,22 +127,9 @@ class Capture:
         self._number = 0
         self._parts: dict[int, dict[str, np.ndarray]] = {}
         threads = threads or default_threads()
-        self._within: tuple[ExpertModel, Loaded] | None = None
-        if room is not None:
-            self._within = load_within(path, n_ctx, threads, room)
-        try:
-            self._observer = Observer(
-                path,
-                n_ctx,
-                threads,
-                self._is_wanted,
-                self._keep,
-                use_mmap=True,
-                model=self._within[1].model if self._within else None,
-            )
-        except BaseException:
-            self._close_within()
-            raise
+        self._observer = ObserverWithin(
+            path, n_ctx, threads, self._is_wanted, self._keep, room=room, use_mmap=True
+        )
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, the begin token that the model wants first."""
@@ -166,7 +152,7 @@ class Capture:
         for number, window in enumerate(windows):
             self._parts = {}
             self._number = number
-            self._read_window(window)
+            self._observer.read(window)
             missing = self._only - {layer for layer, parts in self._parts.items() if not parts}
             if missing:
                 raise NativeError(
@@ -175,14 +161,6 @@ class Capture:
                 )
             if progress is not None:
                 progress((number + 1) / len(windows))
-
-    def _read_window(self, window: Sequence[int]) -> None:
-        try:
-            self._observer.read(window)
-        except NativeError:
-            if self._within is not None:
-                check_step(self._within[1])
-            raise
 
     def layers(
         self,
@@ -310,14 +288,6 @@ class Capture:
     def close(self) -> None:
         """Frees the model; safe to call twice."""
         self._observer.close()
-        self._close_within()
-
-    def _close_within(self) -> None:
-        if self._within is not None:
-            model, loaded = self._within
-            self._within = None
-            loaded.close()
-            model.close()
 
     def __enter__(self) -> Capture:
         return self

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +13,9 @@ from gguf_tools.file.layout import DOWN
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.driver import Driver
-from orchestrator.errors import BudgetError
+from orchestrator.errors import BudgetError, NativeError
 from orchestrator.load import Loaded, Loader
+from orchestrator.observe import Node, Observer
 from orchestrator.policy import BASELINE
 
 # Copies of a window's activations that live at once: as they come, in half precision, scaled.
@@ -93,10 +95,50 @@ def load_within(path: Path, n_ctx: int, threads: int, room: Room) -> tuple[Exper
     return model, loaded
 
 
-def check_step(loaded: Loaded) -> None:
-    """Raises NativeError with the store's own reason, where the last step failed for one."""
-    if isinstance(loaded.driver, Driver):
-        loaded.driver.store.check_step()
+class ObserverWithin(Observer):
+    """An observer whose model keeps to a cap, where there is one."""
+
+    def __init__(
+        self,
+        path: Path,
+        n_ctx: int,
+        threads: int,
+        wanted: Callable[[Node], bool],
+        seen: Callable[[Node], None],
+        *,
+        room: Room | None,
+        use_mmap: bool = False,
+    ) -> None:
+        """room: the memory to stay within, with experts read from the file as they are needed;
+        None for the plain model. Raises GGUFError, NativeError or BudgetError."""
+        self._within = None if room is None else load_within(path, n_ctx, threads, room)
+        model = None if self._within is None else self._within[1].model
+        try:
+            super().__init__(path, n_ctx, threads, wanted, seen, use_mmap=use_mmap, model=model)
+        except BaseException:
+            self._close_within()
+            raise
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """As Observer's; raises NativeError with the store's own reason, where a step failed for
+        one."""
+        try:
+            super().read(tokens)
+        except NativeError:
+            if self._within is not None and isinstance(self._within[1].driver, Driver):
+                self._within[1].driver.store.check_step()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._close_within()
+
+    def _close_within(self) -> None:
+        if self._within is not None:
+            model, loaded = self._within
+            self._within = None
+            loaded.close()
+            model.close()
 
 
 def _too_small(room: Room, needed: int) -> BudgetError:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gguf_tools.children import child
 from orchestrator.config import Config
 
 Result = dict[str, Any]
@@ -51,20 +52,14 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 def run_job(job: Job) -> Result:
     """What a process of its own measured, or {"error": a sentence}."""
-    process = subprocess.Popen(
+    with child(
         [sys.executable, "-m", "orchestrator.check.child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         errors="replace",
-    )
-    try:
+    ) as process:
         out, err = process.communicate(job.to_json())
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
     if process.returncode == -signal.SIGKILL:
         return {"error": "the process was killed, as the kernel does where memory is short"}
     if process.returncode < 0:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gguf_tools import interrupts
+from gguf_tools.children import child
 from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings
 from orchestrator.native import ServerLibrary
@@ -25,16 +25,8 @@ def server_library(bindings: Bindings) -> ServerLibrary:
         )
     package = Path(bindings.api.__file__).parent
     command = [sys.executable, str(TOOL), "server", str(package)]
-    process = None
-    try:
-        # An interrupt within Popen would leave a process that nobody knows.
-        with interrupts.held():
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with child(command, stdout=subprocess.PIPE) as process:
         said, _ = process.communicate()
-    finally:
-        if process is not None and process.poll() is None:
-            process.kill()
-            process.communicate()
     if process.returncode != 0:
         raise NativeError("llama.cpp's server cannot be compiled: the lines above say why")
     return ServerLibrary(Path(said.strip().splitlines()[-1]))

@@ -137,7 +137,9 @@ const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t
 }
 
 int64_t moe_edge_restores_from(const moe_edge_kernels & kernels) {
-    return kernels.restore && ggml_cpu_has_avx512_vnni() && upstream_tiles(kernels.type) ? RESTORES_FROM : INT64_MAX;
+    // asked in every op, and the same for ever
+    static const bool tiles_q4_K = ggml_cpu_has_avx512_vnni() && upstream_tiles(GGML_TYPE_Q4_K);
+    return kernels.restore && tiles_q4_K ? RESTORES_FROM : INT64_MAX;  // no other type has a restore
 }
 
 void moe_edge_interleave(const moe_edge_kernels & kernels, int64_t n_in, int64_t n_out, void * data) {

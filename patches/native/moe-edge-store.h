@@ -265,7 +265,7 @@ struct moe_edge_store {
     std::string name_of(int32_t cell, int32_t tier) const;
 
     // Whether tokens are counted on the device in this step, and nowhere else.
-    bool    device_counts() const { return tables_fixed && device && device->counts_routing(); }
+    bool    device_counts() const { return device && runs_unwatched(); }
     // Whether a policy decides in the steps of this phase.
     bool    asks(int32_t in_phase) const { return callback && (callback_phases >> in_phase & 1) != 0; }
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from orchestrator.config import Config
+from orchestrator.driver import Driver
 from orchestrator.engine import Engine
 from orchestrator.events import ABSENT
 from orchestrator.native import Library
@@ -49,10 +50,13 @@ def test_counts_and_logits_are_those_of_watched_steps(
     settings = {"ctx": 256, "ubatch": 32, "threads": 2, "policy": "lru", "layout": layout}
     path, found = tiny_model(shape, "q4_k"), []
     for is_watched in (True, False):
-        # a single precision is computed as such either way: the setting only needs the hook
-        config = Config.build(model=path, force_managed=True, exact_tiers=is_watched, **settings)
-        with Engine.open(config) as engine:
+        with Engine.open(Config.build(model=path, force_managed=True, **settings)) as engine:
+            if is_watched:
+                driver = engine._loaded.driver
+                assert isinstance(driver, Driver)
+                driver.set_route(driver.on_route_unasked)  # as a recorder does
             found.append(run(engine))
+            assert (sum(engine.store.stats().callbacks) > 0) == is_watched
             assert (engine.store.resident() != ABSENT).all()
     (watched, expected, by_hook), (unwatched, stats, by_executor) = found
     np.testing.assert_array_equal(unwatched, watched)

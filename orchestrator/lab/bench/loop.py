@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from gguf_tools.children import child
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import processor_name
 from gguf_tools.synthetic.tensors import RESIDUAL_POWER
@@ -207,23 +208,18 @@ class Loop(Generic[Asked]):
             if group is not None:
                 group.procs.write_text("0")
 
-        process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.lab.bench.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=enter_group,
-        )
+        timeout = START_SECONDS + 2 * job.decode_seconds
         try:
-            timeout = START_SECONDS + 2 * job.decode_seconds
-            out, err = process.communicate(job.to_json(), timeout=timeout)
+            with child(
+                [sys.executable, "-m", "orchestrator.lab.bench.child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                preexec_fn=enter_group,
+            ) as process:
+                out, err = process.communicate(job.to_json(), timeout=timeout)
         except subprocess.TimeoutExpired:
             return {"error": f"still not done after {timeout:.0f} s"}
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
         return read_child(process.returncode, out, err, group is not None and group.was_killed())
 
     def describe(self, measured: Measured) -> Result:

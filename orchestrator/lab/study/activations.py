@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.calibrate.within import Room, load_within
+from orchestrator.calibrate.within import ObserverWithin, Room
 from orchestrator.errors import NativeError
-from orchestrator.load import Loaded
-from orchestrator.observe import Node, Observer
+from orchestrator.observe import Node
 
 _NAME = re.compile(r"([a-z_]+)-(\d+)")
 
@@ -42,22 +41,12 @@ class ActivationRecorder:
         """ram: a cap on all that is in memory, with experts read from the file as they are needed;
         None for the whole model. Raises GGUFError, NativeError or BudgetError."""
         self._found: Activations = {}
-        self._within: tuple[ExpertModel, Loaded] | None = None
+        room = None
         if ram is not None:
             room = Room(ram, _kept_bytes(path, n_ctx), "what the study keeps of the text")
-            self._within = load_within(path, n_ctx, threads, room)
-        try:
-            self._observer = Observer(
-                path,
-                n_ctx,
-                threads,
-                self._is_wanted,
-                self._keep,
-                model=self._within[1].model if self._within else None,
-            )
-        except BaseException:
-            self._close_within()
-            raise
+        self._observer = ObserverWithin(
+            path, n_ctx, threads, self._is_wanted, self._keep, room=room
+        )
 
     def read(self, tokens: Sequence[int]) -> Activations:
         """Activations of one text, read at once: (name, layer) -> float32 [T, width].
@@ -83,14 +72,6 @@ class ActivationRecorder:
     def close(self) -> None:
         """Frees the context and the model; safe to call twice."""
         self._observer.close()
-        self._close_within()
-
-    def _close_within(self) -> None:
-        if self._within is not None:
-            model, loaded = self._within
-            self._within = None
-            loaded.close()
-            model.close()
 
     def __enter__(self) -> ActivationRecorder:
         return self

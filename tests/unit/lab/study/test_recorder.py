@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from orchestrator.calibrate import within
 from orchestrator.calibrate.within import Room
 from orchestrator.cli import cli
 from orchestrator.errors import BudgetError
-from orchestrator.lab.study import activations
 from orchestrator.lab.study.activations import ActivationRecorder
 from orchestrator.native import Library
 
@@ -21,7 +21,7 @@ def test_activations_are_the_same_within_a_cap(library: Library, model: Path) ->
     with ActivationRecorder(model, len(TOKENS), 1) as whole:
         found = whole.read(TOKENS)
     with ActivationRecorder(model, len(TOKENS), 1, ram=100 << 20) as capped:
-        assert capped._within is not None
+        assert capped._observer._within is not None
         again = capped.read(TOKENS)
     assert found.keys() == again.keys()
     assert all((found[key] == again[key]).all() for key in found)
@@ -43,7 +43,7 @@ def test_a_study_that_reads_keeps_to_the_cap(
         rooms.append(room)
         raise BudgetError("as it says there")
 
-    monkeypatch.setattr(activations, "load_within", too_small)
+    monkeypatch.setattr(within, "load_within", too_small)
     options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
     options += ["--text", str(domains), "--study", name, "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(cli, ["eval", *options, "--tokens", "48", "--ram", "100MiB"])

@@ -1,0 +1,41 @@
+"""Processes that this one starts end with what they are for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from gguf_tools import children, interrupts
+from gguf_tools.children import child
+
+ASLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+def test_one_that_still_runs_is_killed() -> None:
+    with pytest.raises(ZeroDivisionError), child(ASLEEP, stdout=subprocess.PIPE) as process:
+        raise ZeroDivisionError
+    assert process.poll() is not None
+
+
+def test_an_interrupt_while_it_is_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Late(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+            # As from a signal: within held it waits for the end of the block.
+            interrupts.hand_over(KeyboardInterrupt())
+
+    monkeypatch.setattr(children.subprocess, "Popen", Late)
+    with pytest.raises(KeyboardInterrupt), child(ASLEEP, stdout=subprocess.PIPE):
+        pytest.fail("the block begins all the same")
+    assert made[0].poll() is not None
+
+
+def test_what_it_says_comes_back() -> None:
+    with child([sys.executable, "-c", "print('here')"], stdout=subprocess.PIPE) as process:
+        assert process.communicate()[0] == "here\n"
