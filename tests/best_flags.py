@@ -31,7 +31,9 @@ TYPES = ("q4_k", "q4_0", "q2_k")
 PROMPTS = (128, 512, 2048)
 LIBRARY = "LLAMA_CPP_LIB_PATH"
 # Steps of one turn, and the fewest turns of a combination; of prompts a turn is one.
-STEPS, LEAST_TURNS = 8, 3
+STEPS, LEAST_TURNS = 24, 3
+# Seconds between two turns: OpenMP's threads spin on for some 20 ms behind their last step.
+PAUSE = 0.1
 
 
 class Combination(NamedTuple):
@@ -56,8 +58,9 @@ def combinations(avx2: bool) -> Iterator[Combination]:
                 for prompt in PROMPTS:
                     yield Combination(shape, tier, prompt, False)
     if avx2:
-        for tier in TYPES:
-            yield Combination(SHAPES[0], tier, 0, True)
+        for shape in SHAPES:
+            for tier in TYPES:
+                yield Combination(shape, tier, 0, True)
         yield Combination(SHAPES[0], "q4_k", 512, True)
 
 
@@ -96,7 +99,11 @@ def measure(made: dict[str, Side], prompt: int, seconds: float) -> list[dict[str
     turns: list[dict[str, float]] = []
     order, end = list(made), time.perf_counter() + seconds
     while len(turns) < LEAST_TURNS or time.perf_counter() < end:
-        turns.append({name: statistics.median(made[name].run(steps, prompt)) for name in order})
+        turn = {}
+        for name in order:
+            time.sleep(PAUSE)
+            turn[name] = statistics.median(made[name].run(steps, prompt))
+        turns.append(turn)
         order.reverse()
     return turns
 

@@ -2,10 +2,10 @@
 
     python tests/layouts.py [--library FOLDER] [--rounds 12]
 
-It measures upstream's plain kernels, its repacked gemv and gemm, and how long changing the layout
-takes, for each type that upstream repacks on x86. --library: the folder of another build of ggml,
-for instance one without AVX-512 (cmake -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON
--DGGML_F16C=ON -DGGML_BMI2=ON).
+It measures upstream's plain kernels, its repacked gemv and gemm, the tiled kernel over rows that are
+made plain again, and how long changing the layout takes, for each type that upstream repacks on
+x86. --library: the folder of another build of ours, for instance one without AVX-512
+(tests/best_flags.py says how to make one).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def main() -> None:
         program = Path(folder) / "layouts_bench"
         command = ["c++", "-std=c++17", "-O2", "-w"]
         command += [f"-I{ggml / part}" for part in ("include", "src", "src/ggml-cpu")]
+        command += [f"-I{HERE / 'patches/native'}"]
         command += [str(HERE / "tests/native/layouts_bench.cpp"), f"-L{library}"]
         command += ["-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{library}", "-o", str(program)]
         subprocess.run(command, check=True)

@@ -296,11 +296,12 @@ class mul_mat_id {
     struct portions {
         const moe_edge_ready *   ready;
         const moe_edge_kernels * kernels;  // null: its bytes are as in the file
-        int64_t first;   // unit of all
-        int64_t rows;    // of weights in a unit
-        int64_t chunks;  // of them
-        int32_t acts;    // activations in a unit
-        bool    joins;   // units one behind the other are one larger one
+        int64_t first;     // unit of all
+        int64_t rows;      // of weights in a unit
+        int64_t chunks;    // of them
+        int32_t acts;      // activations in a unit
+        bool    restored;  // rows of weights become plain first
+        bool    joins;     // units one behind the other are one larger one
     };
 
     const moe_edge_kernels * kernels_of(const moe_edge_ready & r) const {
@@ -329,9 +330,10 @@ class mul_mat_id {
                 continue;
             }
             const int32_t n_acts = first[r.expert + 1] - first[r.expert];
-            const bool gemm = kernels && at.gemm_size > 0 && n_acts >= GEMM_LEAST && !restores(*kernels, n_acts);
+            const bool restored = kernels && restores(*kernels, n_acts);
+            const bool gemm = kernels && at.gemm_size > 0 && n_acts >= GEMM_LEAST && !restored;
             portions p = { &r, kernels, n_units, gemm ? GEMM_ROWS : ROW_CHUNK, 0, gemm ? (int32_t) GEMM_ACTS : n_acts,
-                !gemm && !(kernels && restores(*kernels, n_acts)) };
+                restored, !gemm && !restored };
             p.chunks = (w->ne[1] + p.rows - 1) / p.rows;
             n_units += p.chunks * ((n_acts + p.acts - 1) / p.acts);
             rest.push_back(p);
@@ -354,7 +356,7 @@ class mul_mat_id {
             const int64_t row1  = std::min(row0 + n * p->rows, w->ne[1]);
             const int32_t act0  = first[p->ready->expert] + (unit - p->first) / p->chunks * p->acts;
             const int32_t act1 = std::min(act0 + p->acts, first[p->ready->expert + 1]);
-            if (p->kernels && restores(*p->kernels, p->acts)) {
+            if (p->restored) {
                 multiply_restored(*p->ready, *p->kernels, row0, row1);
             } else if (p->kernels) {
                 multiply(*p->ready, *p->kernels, row0, row1, act0, act1);

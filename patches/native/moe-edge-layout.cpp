@@ -20,6 +20,7 @@ int repack(ggml_tensor * t, const void * data, size_t data_size);
 #if defined(__x86_64__)
 template <> int repack<block_q4_0, 8, 8>(ggml_tensor *, const void *, size_t);
 template <> int repack<block_q4_K, 8, 8>(ggml_tensor *, const void *, size_t);
+template <> int repack<block_q2_K, 8, 8>(ggml_tensor *, const void *, size_t);
 template <> int repack<block_iq4_nl, 8, 8>(ggml_tensor *, const void *, size_t);
 template <> int repack<block_mxfp4, 8, 8>(ggml_tensor *, const void *, size_t);
 #endif
@@ -28,7 +29,6 @@ template <> int repack<block_mxfp4, 8, 8>(ggml_tensor *, const void *, size_t);
 namespace {
 
 constexpr int64_t ROWS = 8;  // interleaved with each other
-constexpr int64_t RESTORES_FROM = 48;
 
 #if defined(__x86_64__)
 // Eight scales and eight minimums of six bits each in 12 bytes. Q4_K has them so for the parts of one row; interleaved,
@@ -77,19 +77,41 @@ void restore_q4_K(const void * weights, int64_t n_in, int64_t n_rows, void * row
         }
     }
 }
+
+void restore_q2_K(const void * weights, int64_t n_in, int64_t n_rows, void * rows) {
+    const int64_t n_blocks = n_in / QK_K;
+    const auto * in = static_cast<const block_q2_Kx8 *>(weights);
+    for (int64_t row = 0; row < n_rows; row += ROWS) {
+        auto * out = static_cast<block_q2_K *>(rows) + row * n_blocks;
+        for (int64_t b = 0; b < n_blocks; b++, in++) {
+            for (int r = 0; r < ROWS; r++) {
+                auto & to = out[r*n_blocks + b];
+                to.data.data.d    = in->d[r];
+                to.data.data.dmin = in->dmin[r];
+                for (int i = 0; i < QK_K/16; i += 2) {  // pairs of a scale and a minimum, for two parts of a row
+                    memcpy(to.scales + i, in->scales + i*ROWS + 2*r, 2);
+                }
+                for (int i = 0; i < QK_K/4; i += 8) {
+                    memcpy(to.qs + i, in->qs + i*ROWS + 8*r, 8);
+                }
+            }
+        }
+    }
+}
 #endif
 
-// Upstream repacks Q2_K as well, for AVX-512. One row then takes as long as before, and many take longer.
 const std::vector<moe_edge_kernels> KERNELS = {
 #if defined(__x86_64__)
     { GGML_TYPE_Q4_0, ggml_gemv_q4_0_8x8_q8_0, ggml_gemm_q4_0_8x8_q8_0, ggml_quantize_mat_q8_0_4x8,
-      ggml::cpu::repack::repack<block_q4_0, 8, 8>, nullptr },
+      ggml::cpu::repack::repack<block_q4_0, 8, 8>, nullptr, 0 },
     { GGML_TYPE_Q4_K, ggml_gemv_q4_K_8x8_q8_K, ggml_gemm_q4_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8,
-      ggml::cpu::repack::repack<block_q4_K, 8, 8>, restore_q4_K },
+      ggml::cpu::repack::repack<block_q4_K, 8, 8>, restore_q4_K, 32 },
+    { GGML_TYPE_Q2_K, ggml_gemv_q2_K_8x8_q8_K, ggml_gemm_q2_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8,
+      ggml::cpu::repack::repack<block_q2_K, 8, 8>, restore_q2_K, 16 },
     { GGML_TYPE_IQ4_NL, ggml_gemv_iq4_nl_8x8_q8_0, ggml_gemm_iq4_nl_8x8_q8_0, ggml_quantize_mat_q8_0_4x8,
-      ggml::cpu::repack::repack<block_iq4_nl, 8, 8>, nullptr },
+      ggml::cpu::repack::repack<block_iq4_nl, 8, 8>, nullptr, 0 },
     { GGML_TYPE_MXFP4, ggml_gemv_mxfp4_8x8_q8_0, ggml_gemm_mxfp4_8x8_q8_0, ggml_quantize_mat_q8_0_4x8,
-      ggml::cpu::repack::repack<block_mxfp4, 8, 8>, nullptr },
+      ggml::cpu::repack::repack<block_mxfp4, 8, 8>, nullptr, 0 },
 #endif
 };
 
@@ -138,8 +160,8 @@ const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t
 
 int64_t moe_edge_restores_from(const moe_edge_kernels & kernels) {
     // asked in every op, and the same for ever
-    static const bool tiles_q4_K = ggml_cpu_has_avx512_vnni() && upstream_tiles(GGML_TYPE_Q4_K);
-    return kernels.restore && tiles_q4_K ? RESTORES_FROM : INT64_MAX;  // no other type has a restore
+    static const bool tiles = ggml_cpu_has_avx512_vnni() && upstream_tiles(GGML_TYPE_Q4_K) && upstream_tiles(GGML_TYPE_Q2_K);
+    return kernels.restore && tiles ? kernels.restores_from : INT64_MAX;
 }
 
 void moe_edge_interleave(const moe_edge_kernels & kernels, int64_t n_in, int64_t n_out, void * data) {

@@ -18,6 +18,7 @@ struct moe_edge_kernels {
     void (*quantize)(const float * x, void * acts, int64_t n_in);  // four rows at x, one behind the other, interleaved
     int (*interleave)(ggml_tensor * to, const void * rows, size_t size);
     void (*restore)(const void * weights, int64_t n_in, int64_t n_rows, void * rows);  // plain again; or null
+    int64_t restores_from;  // so many rows of activations are worth it
 };
 
 // Those for a matrix of n_out rows of n_in numbers; null where this CPU or this shape has none, or where they

@@ -3,7 +3,6 @@
 // One thread, its own processor time, all ways in turn, the least of several rounds: so what else the
 // machine does hardly shows. Experts come from more memory than the caches hold, as they do in a model.
 
-#include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "ggml.h"
 
@@ -17,9 +16,8 @@
 #include <random>
 #include <vector>
 
-#include "ggml-backend-impl.h"
 #include "ggml-cpu-impl.h"
-#include "repack.h"
+#include "moe-edge-layout.h"
 #include "tiled/tiled.h"
 
 namespace {
@@ -27,25 +25,10 @@ namespace {
 constexpr int64_t N_IN      = 2048;
 constexpr int64_t N_OUT     = 768;
 constexpr int64_t ROW_BLOCK = 16;  // as in the CPU executor
+constexpr int64_t RESTORED  = 64;  // rows at once, as there
 constexpr size_t  IN_TURN   = 96u << 20;
 
-using kernel    = void (*)(int, float *, size_t, const void *, const void *, int, int);
-using quantizer = void (*)(const float *, void *, int64_t);
-
-struct interleaved {
-    ggml_type type;
-    kernel    gemv;
-    kernel    gemm;
-    quantizer quantize;  // four rows of activations, interleaved
-};
-
-const interleaved LAYOUTS[] = {
-    { GGML_TYPE_Q4_0, ggml_gemv_q4_0_8x8_q8_0, ggml_gemm_q4_0_8x8_q8_0, ggml_quantize_mat_q8_0_4x8 },
-    { GGML_TYPE_Q4_K, ggml_gemv_q4_K_8x8_q8_K, ggml_gemm_q4_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8 },
-    { GGML_TYPE_IQ4_NL, ggml_gemv_iq4_nl_8x8_q8_0, ggml_gemm_iq4_nl_8x8_q8_0, ggml_quantize_mat_q8_0_4x8 },
-    { GGML_TYPE_MXFP4, ggml_gemv_mxfp4_8x8_q8_0, ggml_gemm_mxfp4_8x8_q8_0, ggml_quantize_mat_q8_0_4x8 },
-    { GGML_TYPE_Q2_K, ggml_gemv_q2_K_8x8_q8_K, ggml_gemm_q2_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8 },
-};
+const ggml_type TYPES[] = { GGML_TYPE_Q4_0, GGML_TYPE_Q4_K, GGML_TYPE_IQ4_NL, GGML_TYPE_MXFP4, GGML_TYPE_Q2_K };
 
 double cpu_us() {
     timespec t;
@@ -68,13 +51,14 @@ ggml_tensor tensor(ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, void *
     return t;
 }
 
-// The tiled kernel, or the dot products of rows where it declines, as the CPU executor does.
-void plain(ggml_type type, void * weights, char * acts, ggml_tensor & x, float * out, std::vector<char> & scratch,
+// n_out rows of weights by the tiled kernel, or the dot products of rows where it declines, as the CPU executor does.
+void plain(ggml_type type, void * weights, int64_t n_out, char * acts, ggml_tensor & x, float * out, std::vector<char> & scratch,
            const std::vector<int32_t> & pairs) {
     const int64_t rows = x.ne[2];
     const auto * traits = ggml_get_type_traits_cpu(type);
-    ggml_tensor w  = tensor(type, N_IN, N_OUT, 1, weights);
+    ggml_tensor w  = tensor(type, N_IN, n_out, 1, weights);
     ggml_tensor op = tensor(GGML_TYPE_F32, N_OUT, 1, rows, out);
+    op.ne[0]  = n_out;
     op.op     = GGML_OP_MUL_MAT_ID;
     op.src[0] = &w;
     op.src[1] = &x;
@@ -89,7 +73,7 @@ void plain(ggml_type type, void * weights, char * acts, ggml_tensor & x, float *
     const size_t row_size = ggml_row_size(type, N_IN);
     const size_t act_size = ggml_row_size(traits->vec_dot_type, N_IN);
     for (int64_t c0 = 0; c0 < rows; c0 += ROW_BLOCK) {
-        for (int64_t b0 = 0; b0 < N_OUT; b0 += ROW_BLOCK) {
+        for (int64_t b0 = 0; b0 < n_out; b0 += ROW_BLOCK) {
             for (int64_t c = c0; c < std::min(c0 + ROW_BLOCK, rows); c++) {
                 for (int64_t row = b0; row < b0 + ROW_BLOCK; row++) {
                     traits->vec_dot(N_IN, out + c*N_OUT + row, 0, static_cast<char *>(weights) + row*row_size, 0,
@@ -100,11 +84,16 @@ void plain(ggml_type type, void * weights, char * acts, ggml_tensor & x, float *
     }
 }
 
-void measure(const interleaved & l, int rounds, ggml_backend_buffer_t buffer) {
-    const char * name = ggml_type_name(l.type);
-    const size_t bytes = ggml_row_size(l.type, N_IN) * N_OUT;
+void measure(ggml_type type, int rounds) {
+    const char * name = ggml_type_name(type);
+    const moe_edge_kernels * l = moe_edge_kernels_of(type, N_IN, N_OUT);
+    if (!l) {
+        printf("%-7s upstream keeps it plain on this processor\n", name);
+        return;
+    }
+    const size_t bytes = ggml_row_size(type, N_IN) * N_OUT;
     const int copies = static_cast<int>(IN_TURN / bytes);
-    const auto vec_type = ggml_get_type_traits_cpu(l.type)->vec_dot_type;
+    const auto vec_type = ggml_get_type_traits_cpu(type)->vec_dot_type;
     const size_t act_size = ggml_row_size(vec_type, N_IN);
 
     std::mt19937 random(1);
@@ -113,29 +102,21 @@ void measure(const interleaved & l, int rounds, ggml_backend_buffer_t buffer) {
     std::generate(source.begin(), source.end(), [&] { return normal(random); });
     char * flat   = static_cast<char *>(aligned_alloc(64, (bytes * copies + 63) / 64 * 64));
     char * packed = static_cast<char *>(aligned_alloc(64, (bytes * copies + 63) / 64 * 64));
-    ggml_quantize_chunk(l.type, source.data(), flat, 0, N_OUT, N_IN, nullptr);
+    ggml_quantize_chunk(type, source.data(), flat, 0, N_OUT, N_IN, nullptr);
     for (int i = 1; i < copies; i++) {
         std::copy(flat, flat + bytes, flat + i*bytes);
     }
 
-    ggml_tensor t = tensor(l.type, N_IN, N_OUT, 1, packed);
-    t.buffer = buffer;
-    buffer->iface.init_tensor(buffer, &t);
-    if (!t.extra) {
-        printf("%-7s upstream keeps it plain on this processor\n", name);
-        free(flat);
-        free(packed);
-        return;
-    }
     double repack_us = std::numeric_limits<double>::max();
     for (int i = 0; i < copies; i++) {
-        t.data = packed + i*bytes;
+        std::copy(flat, flat + bytes, packed + i*bytes);
         const double start = cpu_us();
-        buffer->iface.set_tensor(buffer, &t, flat + i*bytes, 0, bytes);
+        moe_edge_interleave(*l, N_IN, N_OUT, packed + i*bytes);
         repack_us = std::min(repack_us, cpu_us() - start);
     }
     printf("%-7s changing the layout: %.0f us a MiB\n", name, repack_us * 1048576 / bytes);
-    printf("%-7s %5s %10s %8s %8s %16s   (us; over plain)\n", "", "rows", "plain", "gemv", "gemm", "gemm, quantizing");
+    printf("%-7s %5s %10s %8s %8s %16s %9s   (us; over plain)\n", "", "rows", "plain", "gemv", "gemm",
+           "gemm, quantizing", "restored");
 
     for (const int64_t rows : { 1, 2, 4, 8, 16, 32, 64, 128, 256 }) {
         std::vector<float> inputs(N_IN * rows);
@@ -148,7 +129,7 @@ void measure(const interleaved & l, int rounds, ggml_backend_buffer_t buffer) {
         }
         const auto quantize = [&] {
             for (int64_t r = 0; r + 4 <= rows; r += 4) {
-                l.quantize(inputs.data() + r*N_IN, acts4.data() + r*act_size, N_IN);
+                l->quantize(inputs.data() + r*N_IN, acts4.data() + r*act_size, N_IN);
             }
         };
         quantize();
@@ -161,28 +142,37 @@ void measure(const interleaved & l, int rounds, ggml_backend_buffer_t buffer) {
         ggml_tensor x = tensor(GGML_TYPE_F32, N_IN, 1, rows, inputs.data());
         const auto gemv = [&](char * w, int64_t from) {
             for (int64_t r = from; r < rows; r++) {
-                l.gemv(N_IN, out.data() + r*N_OUT, N_OUT, w, acts.data() + r*act_size, 1, N_OUT);
+                l->gemv(N_IN, out.data() + r*N_OUT, N_OUT, w, acts.data() + r*act_size, 1, N_OUT);
             }
         };
         const auto gemm = [&](char * w) {
             const int64_t whole = rows - rows % 4;
             if (whole > 0) {
-                l.gemm(N_IN, out.data(), N_OUT, w, acts4.data(), whole, N_OUT);
+                l->gemm(N_IN, out.data(), N_OUT, w, acts4.data(), whole, N_OUT);
             }
             gemv(w, whole);
         };
+        std::vector<char> rows_again(RESTORED * ggml_row_size(type, N_IN));
+        const auto restored = [&](char * w) {
+            for (int64_t row = 0; row < N_OUT; row += RESTORED) {
+                l->restore(w + row * ggml_row_size(type, N_IN), N_IN, RESTORED, rows_again.data());
+                plain(type, rows_again.data(), RESTORED, acts.data(), x, out.data() + row, scratch, pairs);
+            }
+        };
         const std::function<void(int)> ways[] = {
-            [&](int i) { plain(l.type, flat + i*bytes, acts.data(), x, out.data(), scratch, pairs); },
+            [&](int i) { plain(type, flat + i*bytes, N_OUT, acts.data(), x, out.data(), scratch, pairs); },
             [&](int i) { gemv(packed + i*bytes, 0); },
             [&](int i) { gemm(packed + i*bytes); },
             [&](int i) { quantize(); gemm(packed + i*bytes); },
+            [&](int i) { restored(packed + i*bytes); },
         };
-        double least[4];
-        std::fill(least, least + 4, std::numeric_limits<double>::max());
+        const int n_ways = l->restore && rows >= 8 ? 5 : 4;  // fewer rows are not the tiled kernel's
+        double least[5];
+        std::fill(least, least + 5, std::numeric_limits<double>::max());
         int at = 0;
         const int in_round = rows < 8 ? 16 : 2;
         for (int round = 0; round < rounds; round++) {
-            for (int way = 0; way < 4; way++) {
+            for (int way = 0; way < n_ways; way++) {
                 const double start = cpu_us();
                 for (int n = 0; n < in_round; n++) {
                     ways[way](at++ % copies);
@@ -190,8 +180,9 @@ void measure(const interleaved & l, int rounds, ggml_backend_buffer_t buffer) {
                 least[way] = std::min(least[way], (cpu_us() - start) / in_round);
             }
         }
-        printf("%-7s %5d %10.0f %8.2f %8.2f %16.2f\n", name, (int) rows, least[0], least[1] / least[0],
-               least[2] / least[0], least[3] / least[0]);
+        printf("%-7s %5d %10.0f %8.2f %8.2f %16.2f", name, (int) rows, least[0], least[1] / least[0], least[2] / least[0],
+               least[3] / least[0]);
+        printf(n_ways > 4 ? " %9.2f\n" : "\n", least[4] / least[0]);
         fflush(stdout);
     }
     free(flat);
@@ -203,12 +194,10 @@ void measure(const interleaved & l, int rounds, ggml_backend_buffer_t buffer) {
 int main(int argc, char ** argv) {
     const int rounds = argc > 1 ? atoi(argv[1]) : 12;
     ggml_cpu_init();
-    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_repack_buffer_type(), 64);
     printf("%s, %d x %d, one thread\n", ggml_cpu_has_avx512() ? "AVX-512" : ggml_cpu_has_avx2() ? "AVX2" : "no AVX2",
            (int) N_IN, (int) N_OUT);
-    for (const interleaved & l : LAYOUTS) {
-        measure(l, rounds, buffer);
+    for (const ggml_type type : TYPES) {
+        measure(type, rounds);
     }
-    ggml_backend_buffer_free(buffer);
     return 0;
 }

@@ -53,12 +53,15 @@ def is_restored() -> bool:
 
 
 @pytest.mark.skipif(not is_restored(), reason="on this CPU prompts stay in its own layout")
-def test_prompts_over_repacked_dense_weights_are_those_over_plain_ones(library, tmp_path):
-    """From 48 rows on, with rows of weights that are no multiple of what is restored at once."""
-    shape = replace(synthetic.preset("tiny-qwen3moe"), dense_type=GGMLType.Q4_K)
+@pytest.mark.parametrize("dense, least", [(GGMLType.Q4_K, 32), (GGMLType.Q2_K, 16)])
+def test_prompts_over_repacked_dense_weights_are_those_over_plain_ones(
+    library, tmp_path, dense, least
+):
+    """From so many rows on, with rows of weights that are no multiple of what is restored at once."""
+    shape = replace(synthetic.preset("tiny-qwen3moe"), dense_type=dense)
     path = synthetic.write(tmp_path / "m.gguf", shape, tiers=("q8_0",))
     tokens = PROMPT * 10
-    for n, is_plain in ((47, False), (48, True), (120, True)):
+    for n, is_plain in ((least - 1, False), (least, True), (120, True)):
         of_upstream = {}
         for repack in (True, False):
             with PlainModel(
@@ -66,7 +69,7 @@ def test_prompts_over_repacked_dense_weights_are_those_over_plain_ones(library, 
             ) as model:
                 of_upstream[repack] = model.eval(tokens[:n], 0)
         if np.array_equal(of_upstream[True], of_upstream[False]):
-            pytest.skip("this CPU has no layout of its own for Q4_K")
+            pytest.skip(f"this CPU has no layout of its own for {dense.name}")
         config = Config.build(
             model=path,
             ctx=256,

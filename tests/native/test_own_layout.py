@@ -16,14 +16,15 @@ from orchestrator.lab.bench.plain import PlainModel
 from orchestrator.native import Library
 
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 250, 24)]
-TYPES = ("q4_0", "q4_k", "iq4_nl", "mxfp4")
+TYPES = ("q4_0", "q4_k", "iq4_nl", "mxfp4", "q2_k")
 SETTINGS = {"ctx": 256, "ubatch": 32, "threads": 2, "policy": "lru"}
 
 
 @pytest.fixture(autouse=True)
-def cpu_has_one(library: Library) -> None:
-    if not library.interleaves(GGMLType.Q4_0, 256, 256):
-        pytest.skip("this CPU has no layout of its own")
+def cpu_has_one(library: Library, request: pytest.FixtureRequest) -> None:
+    tier = getattr(request.node, "callspec", None) and request.node.callspec.params.get("tier")
+    if not library.interleaves(GGMLType[(tier or "q4_0").upper()], 256, 256):
+        pytest.skip(f"this CPU has no layout of its own for {tier or 'q4_0'}")
 
 
 def one_by_one(evaluate: Callable[[list[int], int], np.ndarray]) -> np.ndarray:
@@ -108,8 +109,8 @@ def test_auto_is_for_experts_that_stay(tiny_model: Callable[..., Path]) -> None:
 
 
 def test_types_without_one_stay_as_in_the_file(tiny_model: Callable[..., Path]) -> None:
-    """Q8_0 has no such kernels on x86, and Q2_K gains nothing by them."""
-    for tier in ("q8_0", "q2_k"):
+    """Neither Q8_0 nor Q6_K has such kernels on x86."""
+    for tier in ("q8_0", "q6_k"):
         path = tiny_model("olmoe", tier)
         found, mode = managed(path, layout="cpu", use_extra_bufts=False)
         assert "own layout" not in mode
