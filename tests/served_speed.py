@@ -9,6 +9,8 @@ OPTIONs are those of `moe-edge serve`, behind `--`, as in `-- --policy lru --ram
 overhead: the server and an engine of the same settings run at the same time and take turns, so
 that whatever else the machine does meets both. Each answers the same tokens greedily, and is timed
 from its first text to its last one: the server as its client sees it. Above 1 the chat is faster.
+A server needs more memory than a chat, so that the same --ram leaves it fewer slots: the hit rates
+of both are printed, and only where they are alike do the times tell what serving costs.
 
 parallel: one server with --parallel N answers N prompts together, then one after another, in turns.
 Its ratio is the time in turn over the time together, prompts included.
@@ -68,7 +70,8 @@ def chat(**options):
         print("ready", flush=True)
         for _ in sys.stdin:
             times = [perf_counter() for _ in engine.generate(tokens, Sampling(temp=0), n)]
-            print(times[-1] - times[0], engine.last_stats.tokens, flush=True)
+            stats = engine.last_stats
+            print(times[-1] - times[0], stats.tokens, stats.hit_rate, flush=True)
 
 chat()
 """
@@ -89,11 +92,11 @@ class Chat:
         self._say(f"{n}\n{' '.join(map(str, tokens))}")
         self._read()
 
-    def answer(self) -> tuple[float, int]:
-        """(seconds from the first text to the last, tokens)."""
+    def answer(self) -> tuple[float, int, str]:
+        """(seconds from the first text to the last, tokens, hit rate)."""
         self._say("")
-        seconds, tokens = self._read().split()
-        return float(seconds), int(tokens)
+        seconds, tokens, hit_rate = self._read().split()
+        return float(seconds), int(tokens), hit_rate
 
     def close(self) -> None:
         self._process.communicate()
@@ -156,20 +159,26 @@ def overhead(cache: Path, asked: argparse.Namespace) -> None:
         request = {"prompt": tokens, "temperature": 0, "n_predict": asked.tokens}
         chat = Chat(options, tokens, asked.tokens)
         seen: set[int] = set()
+        rates: dict[str, set[str]] = {"server": set(), "chat": set()}
 
         def of_server() -> float:
             said = stream(served.url, request)
             seen.add(said.last["timings"]["predicted_n"])
+            rates["server"].add(str(said.last["timings"]["hit_rate"])[:6])
             return said.decoding_s
 
         def of_chat() -> float:
-            seconds, n = chat.answer()
+            seconds, n, rate = chat.answer()
             seen.add(n)
+            rates["chat"].add(rate[:6])
             return seconds
 
         of_server(), of_chat()  # caches are cold
+        for each in rates.values():
+            each.clear()
         ratios = in_turns(asked.pairs, of_server, of_chat)
         print(f"answers have {sorted(seen)} tokens")
+        print("hit rates: " + ", ".join(f"{name} {sorted(each)}" for name, each in rates.items()))
         print(summary("server's time over the chat's", ratios))
         chat.close()
 
