@@ -10,7 +10,8 @@ overhead: the server and an engine of the same settings run at the same time and
 that whatever else the machine does meets both. Each answers the same tokens greedily, and is timed
 from its first text to its last one: the server as its client sees it. Above 1 the chat is faster.
 A server needs more memory than a chat, so that the same --ram leaves it fewer slots: the hit rates
-of both are printed, and only where they are alike do the times tell what serving costs.
+of both are printed, and only where they are alike do the times tell what serving costs. Pairs
+during which other processes took more than a twentieth of a core are left out of the median.
 
 parallel: one server with --parallel N answers N prompts together, then one after another, in turns.
 Its ratio is the time in turn over the time together, prompts included.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import statistics
 import subprocess
@@ -50,6 +52,9 @@ PROMPTS = (
     "Tell me a story about the sea.",
     "Tell me about Japan.",
 )
+
+# Of a core, for processes that are not measured.
+MOST_ELSEWHERE = 0.05
 
 # A chat without a terminal: one line in for each answer, one line out with its seconds.
 CHAT = """
@@ -91,6 +96,10 @@ class Chat:
         )
         self._say(f"{n}\n{' '.join(map(str, tokens))}")
         self._read()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def answer(self) -> tuple[float, int, str]:
         """(seconds from the first text to the last, tokens, hit rate)."""
@@ -138,17 +147,41 @@ def summary(name: str, ratios: list[float]) -> str:
     return f"{name}: median {statistics.median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}"
 
 
-def in_turns(pairs: int, one: Callable[[], float], other: Callable[[], float]) -> list[float]:
-    """one's time over the other's, pair by pair; which begins changes."""
+def in_turns(
+    pairs: int,
+    one: Callable[[], float],
+    other: Callable[[], float],
+    ours_s: Callable[[], float] | None = None,
+) -> list[float]:
+    """one's time over the other's, pair by pair; which begins changes. ours_s: the processor time
+    that what is measured has taken, ever; then pairs beside much other work are left out."""
     ratios = []
     for number in range(pairs):
+        before = busy_s() - ours_s() if ours_s else 0.0
+        start = perf_counter()
         if number % 2:
             b, a = other(), one()
         else:
             a, b = one(), other()
-        ratios.append(a / b)
-        print(f"{number + 1:3}: {a:.3f} s, {b:.3f} s, ratio {a / b:.4f}", flush=True)
+        took = perf_counter() - start
+        others = (busy_s() - ours_s() - before) / took if ours_s else 0.0
+        calm = others < MOST_ELSEWHERE
+        if calm:
+            ratios.append(a / b)
+        beside = f", others {others:.2f} of a core" + ("" if calm else ": left out")
+        print(
+            f"{number + 1:3}: {a:.3f} s, {b:.3f} s, ratio {a / b:.4f}" + (beside if ours_s else ""),
+            flush=True,
+        )
+    if not ratios:
+        sys.exit("other processes took processor time all the while")
     return ratios
+
+
+def busy_s() -> float:
+    """Processor time of all processes, and what other machines took of this one."""
+    t = psutil.cpu_times()
+    return float(t.user + t.nice + t.system + t.irq + t.softirq + t.steal)
 
 
 def overhead(cache: Path, asked: argparse.Namespace) -> None:
@@ -176,7 +209,13 @@ def overhead(cache: Path, asked: argparse.Namespace) -> None:
         of_server(), of_chat()  # caches are cold
         for each in rates.values():
             each.clear()
-        ratios = in_turns(asked.pairs, of_server, of_chat)
+        processes = [psutil.Process(pid) for pid in (served.process.pid, chat.pid, os.getpid())]
+
+        def ours_s() -> float:
+            times = [each.cpu_times() for each in processes]
+            return sum(each.user + each.system for each in times)
+
+        ratios = in_turns(asked.pairs, of_server, of_chat, ours_s)
         print(f"answers have {sorted(seen)} tokens")
         print("hit rates: " + ", ".join(f"{name} {sorted(each)}" for name, each in rates.items()))
         print(summary("server's time over the chat's", ratios))
