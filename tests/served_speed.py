@@ -155,7 +155,8 @@ def in_turns(
 ) -> list[float]:
     """one's time over the other's, pair by pair; which begins changes. ours_s: the processor time
     that what is measured has taken, ever; then pairs beside much other work are left out."""
-    ratios = []
+    every: list[float] = []
+    ratios: list[float] = []
     for number in range(pairs):
         before = busy_s() - ours_s() if ours_s else 0.0
         start = perf_counter()
@@ -166,6 +167,7 @@ def in_turns(
         took = perf_counter() - start
         others = (busy_s() - ours_s() - before) / took if ours_s else 0.0
         calm = others < MOST_ELSEWHERE
+        every.append(a / b)
         if calm:
             ratios.append(a / b)
         beside = f", others {others:.2f} of a core" + ("" if calm else ": left out")
@@ -173,6 +175,8 @@ def in_turns(
             f"{number + 1:3}: {a:.3f} s, {b:.3f} s, ratio {a / b:.4f}" + (beside if ours_s else ""),
             flush=True,
         )
+    if len(ratios) < len(every):
+        print(summary(f"all {pairs} pairs, the busy ones too", every))
     if not ratios:
         sys.exit("other processes took processor time all the while")
     return ratios
