@@ -9,6 +9,9 @@ OPTIONs are those of `moe-edge serve`, behind `--`, as in `-- --policy lru --ram
 overhead: the server and an engine of the same settings run at the same time and take turns, so
 that whatever else the machine does meets both. Each answers the same tokens greedily, and is timed
 from its first text to its last one: the server as its client sees it. Above 1 the chat is faster.
+A server needs more memory than a chat, so that the same --ram leaves it fewer slots: the hit rates
+of both are printed, and only where they are alike do the times tell what serving costs. Pairs
+during which other processes took more than a twentieth of a core are left out of the median.
 
 parallel: one server with --parallel N answers N prompts together, then one after another, in turns.
 Its ratio is the time in turn over the time together, prompts included.
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import statistics
 import subprocess
@@ -49,6 +53,9 @@ PROMPTS = (
     "Tell me about Japan.",
 )
 
+# Of a core, for processes that are not measured.
+MOST_ELSEWHERE = 0.05
+
 # A chat without a terminal: one line in for each answer, one line out with its seconds.
 CHAT = """
 import sys
@@ -68,7 +75,8 @@ def chat(**options):
         print("ready", flush=True)
         for _ in sys.stdin:
             times = [perf_counter() for _ in engine.generate(tokens, Sampling(temp=0), n)]
-            print(times[-1] - times[0], engine.last_stats.tokens, flush=True)
+            stats = engine.last_stats
+            print(times[-1] - times[0], stats.tokens, stats.hit_rate, flush=True)
 
 chat()
 """
@@ -89,11 +97,15 @@ class Chat:
         self._say(f"{n}\n{' '.join(map(str, tokens))}")
         self._read()
 
-    def answer(self) -> tuple[float, int]:
-        """(seconds from the first text to the last, tokens)."""
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def answer(self) -> tuple[float, int, str]:
+        """(seconds from the first text to the last, tokens, hit rate)."""
         self._say("")
-        seconds, tokens = self._read().split()
-        return float(seconds), int(tokens)
+        seconds, tokens, hit_rate = self._read().split()
+        return float(seconds), int(tokens), hit_rate
 
     def close(self) -> None:
         self._process.communicate()
@@ -135,17 +147,45 @@ def summary(name: str, ratios: list[float]) -> str:
     return f"{name}: median {statistics.median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}"
 
 
-def in_turns(pairs: int, one: Callable[[], float], other: Callable[[], float]) -> list[float]:
-    """one's time over the other's, pair by pair; which begins changes."""
-    ratios = []
+def in_turns(
+    pairs: int,
+    one: Callable[[], float],
+    other: Callable[[], float],
+    ours_s: Callable[[], float] | None = None,
+) -> list[float]:
+    """one's time over the other's, pair by pair; which begins changes. ours_s: the processor time
+    that what is measured has taken, ever; then pairs beside much other work are left out."""
+    every: list[float] = []
+    ratios: list[float] = []
     for number in range(pairs):
+        before = busy_s() - ours_s() if ours_s else 0.0
+        start = perf_counter()
         if number % 2:
             b, a = other(), one()
         else:
             a, b = one(), other()
-        ratios.append(a / b)
-        print(f"{number + 1:3}: {a:.3f} s, {b:.3f} s, ratio {a / b:.4f}", flush=True)
+        took = perf_counter() - start
+        others = (busy_s() - ours_s() - before) / took if ours_s else 0.0
+        calm = others < MOST_ELSEWHERE
+        every.append(a / b)
+        if calm:
+            ratios.append(a / b)
+        beside = f", others {others:.2f} of a core" + ("" if calm else ": left out")
+        print(
+            f"{number + 1:3}: {a:.3f} s, {b:.3f} s, ratio {a / b:.4f}" + (beside if ours_s else ""),
+            flush=True,
+        )
+    if len(ratios) < len(every):
+        print(summary(f"all {pairs} pairs, the busy ones too", every))
+    if not ratios:
+        sys.exit("other processes took processor time all the while")
     return ratios
+
+
+def busy_s() -> float:
+    """Processor time of all processes, and what other machines took of this one."""
+    t = psutil.cpu_times()
+    return float(t.user + t.nice + t.system + t.irq + t.softirq + t.steal)
 
 
 def overhead(cache: Path, asked: argparse.Namespace) -> None:
@@ -156,20 +196,32 @@ def overhead(cache: Path, asked: argparse.Namespace) -> None:
         request = {"prompt": tokens, "temperature": 0, "n_predict": asked.tokens}
         chat = Chat(options, tokens, asked.tokens)
         seen: set[int] = set()
+        rates: dict[str, set[str]] = {"server": set(), "chat": set()}
 
         def of_server() -> float:
             said = stream(served.url, request)
             seen.add(said.last["timings"]["predicted_n"])
+            rates["server"].add(str(said.last["timings"]["hit_rate"])[:6])
             return said.decoding_s
 
         def of_chat() -> float:
-            seconds, n = chat.answer()
+            seconds, n, rate = chat.answer()
             seen.add(n)
+            rates["chat"].add(rate[:6])
             return seconds
 
         of_server(), of_chat()  # caches are cold
-        ratios = in_turns(asked.pairs, of_server, of_chat)
+        for each in rates.values():
+            each.clear()
+        processes = [psutil.Process(pid) for pid in (served.process.pid, chat.pid, os.getpid())]
+
+        def ours_s() -> float:
+            times = [each.cpu_times() for each in processes]
+            return sum(each.user + each.system for each in times)
+
+        ratios = in_turns(asked.pairs, of_server, of_chat, ours_s)
         print(f"answers have {sorted(seen)} tokens")
+        print("hit rates: " + ", ".join(f"{name} {sorted(each)}" for name, each in rates.items()))
         print(summary("server's time over the chat's", ratios))
         chat.close()
 

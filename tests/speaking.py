@@ -60,13 +60,20 @@ def stream(url: str, data: dict[str, Any]) -> Said:
         if answer.status != 200:
             said.last = json.loads(answer.read())
             return said
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            said.last = json.loads(line.removeprefix(b"data: "))
-            if said.last.get("content"):
-                said.texts.append(said.last["content"])
-                said.times_s.append(perf_counter())
+        # What it says is read when all is here: that would take time from a server that computes.
+        come: list[tuple[float, bytes]] = []
+        while part := answer.read1(1 << 16):
+            come.append((perf_counter(), part))
+        rest = b""
+        for at_s, part in come:
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                if not line.startswith(b"data: {"):
+                    continue
+                said.last = json.loads(line.removeprefix(b"data: "))
+                if said.last.get("content"):
+                    said.texts.append(said.last["content"])
+                    said.times_s.append(at_s)
         return said
     finally:
         connection.close()

@@ -131,12 +131,8 @@ def measure(backend: Any, countries: list[str]) -> dict[str, int]:
     counts = dict.fromkeys(("parsed", "capital", "continent", "chosen", "calls", "called"), 0)
 
     def said(data: dict[str, Any]) -> dict[str, Any]:
-        request = backend.request("/v1/chat/completions", json.dumps(data).encode())
-        try:
-            status, _ = request.begin()
-            body = json.loads(b"".join(request.parts()))
-        finally:
-            request.close()
+        status, text = backend.request("/v1/chat/completions", json.dumps(data).encode()).whole()
+        body = json.loads(text)
         if status != 200:
             sys.exit(f"status {status}: {body}")
         message: dict[str, Any] = body["choices"][0]["message"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
 
@@ -53,11 +55,15 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_server_free": (None, [_POINTER]),
     "moe_edge_server_route": (_TEXT, [ctypes.c_int]),
     "moe_edge_request_create": (_POINTER, [_POINTER, _TEXT, _TEXT, _SIZE]),
-    "moe_edge_request_begin": (ctypes.c_int, [_POINTER]),
-    "moe_edge_request_is_stream": (ctypes.c_int, [_POINTER]),
-    "moe_edge_request_next": (
+    "moe_edge_request_run": (None, [_POINTER, ctypes.c_int]),
+    "moe_edge_request_take": (
         ctypes.c_int,
-        [_POINTER, ctypes.POINTER(_POINTER), ctypes.POINTER(_SIZE)],
+        [
+            _POINTER,
+            ctypes.POINTER(_POINTER),
+            ctypes.POINTER(_SIZE),
+            ctypes.POINTER(ctypes.c_int),
+        ],
     ),
     "moe_edge_request_cancel": (None, [_POINTER]),
     "moe_edge_request_free": (None, [_POINTER]),
@@ -197,30 +203,54 @@ class NativeServer:
 
 
 class NativeRequest:
-    """One request and its answer, for one thread; cancel is for any."""
+    """One request and its answer. One thread runs it, and another one may take what has come.
+
+    status: of HTTP, and is_stream: whether the answer comes as events, once something was taken.
+    """
 
     def __init__(self, lib: Any, handle: int) -> None:
         self._lib = lib
         self._handle: int | None = handle
         self._closing = threading.Lock()
+        self._rest = b""
+        self.status = 0
+        self.is_stream = False
 
-    def begin(self) -> tuple[int, bool]:
-        """(HTTP status, whether the answer is a stream), once there is something of it."""
-        status = int(self._lib.moe_edge_request_begin(self._handle))
-        return status, bool(self._lib.moe_edge_request_is_stream(self._handle))
+    def run(self, ready: int = -1) -> None:
+        """Answers it, to its end, and closes it. ready: a file descriptor that gets a byte when
+        something has come for one who had found nothing, and at the end."""
+        try:
+            self._lib.moe_edge_request_run(self._handle, ready)
+            with self._closing:
+                self._rest = self._take()
+        finally:
+            self.close()
+            if ready >= 0:
+                with suppress(BlockingIOError):  # who waits has been told already
+                    os.write(ready, b"\0")
 
-    def parts(self) -> Iterator[bytes]:
-        """The answer: events as they come, or all of it at once."""
-        data, size = ctypes.c_void_p(), ctypes.c_size_t()
-        more = True
-        while more:
-            more = bool(
-                self._lib.moe_edge_request_next(
-                    self._handle, ctypes.byref(data), ctypes.byref(size)
-                )
-            )
-            if size.value:
-                yield ctypes.string_at(data.value or 0, size.value)
+    def take(self) -> tuple[bytes, bool]:
+        """(what has come since the last call, whether that was all). Of a stream these are whole
+        events, of any other answer all of it or nothing."""
+        with self._closing:
+            if self._handle is not None:
+                return self._take(), False
+            rest, self._rest = self._rest, b""
+            return rest, True
+
+    def _take(self) -> bytes:
+        data, size, is_stream = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_int()
+        self.status = self._lib.moe_edge_request_take(
+            self._handle, ctypes.byref(data), ctypes.byref(size), ctypes.byref(is_stream)
+        )
+        self.is_stream = bool(is_stream.value)
+        return ctypes.string_at(data.value or 0, size.value) if size.value else b""
+
+    def whole(self) -> tuple[int, bytes]:
+        """Runs it; its status and all that came."""
+        self.run()
+        text, _ = self.take()
+        return self.status, text
 
     def cancel(self) -> None:
         """Lets it end soon; nothing where it is closed."""
@@ -229,7 +259,7 @@ class NativeRequest:
                 self._lib.moe_edge_request_cancel(self._handle)
 
     def close(self) -> None:
-        """Ends the work for it where that has not ended."""
+        """Frees it, not beside run; safe to call twice."""
         with self._closing:
             handle, self._handle = self._handle, None
         if handle is not None:

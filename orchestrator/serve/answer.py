@@ -11,7 +11,6 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.errors import ConfigError
-from orchestrator.native import NativeRequest
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.gate import Gate, TooMany
 from orchestrator.serve.parts import Parts
@@ -21,8 +20,8 @@ from orchestrator.serve.wire import (
     Refusal,
     error_event,
     error_object,
+    failure_at,
     has_costs,
-    is_failure,
     message_of,
     with_costs,
 )
@@ -31,8 +30,6 @@ from orchestrator.serve.wire import (
 PING_S = 5.0
 PING = b": working\n\n"
 STREAM, JSON = "text/event-stream", "application/json; charset=utf-8"
-
-Part = bytes | tuple[int, bool] | BaseException | None
 
 
 class Outlet:
@@ -146,53 +143,48 @@ class Answer:
         costs = self._backend.costs()
         shared = self._gate.running > 1
         request = self._backend.request(self._route, body)
-        parts: Parts[Part] = Parts()
-        loop = asyncio.get_running_loop()
-        thread = loop.run_in_executor(self._workers, _run, request, parts.put)
-        status, is_stream = 200, False
+        parts = Parts(request, self._workers)
         try:
-            while True:
-                part = await self._next(parts, out)
-                if part is None:
-                    break
-                if isinstance(part, BaseException):
-                    raise part
-                if isinstance(part, tuple):
-                    status, is_stream = part
+            is_all = False
+            while not is_all:
+                come = await parts.next(PING_S if self._is_stream else None)
+                if come is None:
+                    await out.ping()
                     continue
-                if is_failure(status, part):
+                text, is_all = come
+                if not text:
+                    continue
+                status, is_stream = request.status, request.is_stream
+                failed_at = failure_at(status, text)
+                if failed_at >= 0:
+                    if failed_at:
+                        await self._send(out, status, is_stream, text[:failed_at])
                     raise self._failed()
                 if status == NOT_SUPPORTED:
-                    raise Refusal(400, message_of(part))
+                    raise Refusal(400, message_of(text))
                 shared = shared or self._gate.running > 1
-                if status == 200 and has_costs(part, is_stream):
-                    part = with_costs(part, {**costs(), "shared_steps": shared}, is_stream)
-                await self._send(out, status, is_stream, part)
+                if status == 200 and has_costs(text, is_stream):
+                    text = with_costs(text, {**costs(), "shared_steps": shared}, is_stream)
+                await self._send(out, status, is_stream, text)
             if out.status is None:
-                await out.begin(status, JSON)
+                await out.begin(request.status, JSON)
             await out.part(b"", more=False)
         finally:
             # The place is given back when the work has ended, and not before.
-            request.cancel()
-            await asyncio.shield(thread)
+            await parts.close()
 
-    async def _send(self, out: Outlet, status: int, is_stream: bool, part: bytes) -> None:
+    async def _send(self, out: Outlet, status: int, is_stream: bool, text: bytes) -> None:
         if out.status is not None and not is_stream:
             # Comments went out before llama.cpp said that there would be no stream.
-            part = error_event(self._route, part)
+            text = error_event(self._route, text)
         if out.status is None:
             await out.begin(status, STREAM if is_stream else JSON)
-        await out.part(part)
+        await out.part(text)
 
     def _failed(self) -> Refusal:
         if self._is_stopping():
             return Refusal(503, "the server is shutting down")
         return Refusal(500, self._backend.failure() or "llama.cpp failed to evaluate")
-
-    async def _next(self, parts: Parts[Part], out: Outlet) -> Part:
-        while not parts and not await parts.coming(PING_S if self._is_stream else None):
-            await out.ping()
-        return parts.take()
 
     async def _turn(self, turn: asyncio.Future[None], out: Outlet) -> None:
         """Waits for it, and keeps a stream alive meanwhile."""
@@ -202,20 +194,6 @@ class Answer:
                 await self._check()  # the last moment at which a refusal has its status
             if not turn.done():
                 await out.ping()
-
-
-def _run(request: NativeRequest, say: Callable[[Part], object]) -> None:
-    """On a worker's thread: says the head of the answer, its parts, and None."""
-    last: BaseException | None = None
-    try:
-        say(request.begin())
-        for part in request.parts():
-            say(part)
-    except BaseException as error:  # noqa: BLE001 - the event loop raises it
-        last = error
-    finally:
-        request.close()
-    say(last)
 
 
 async def _client_gone(receive: Receive) -> None:

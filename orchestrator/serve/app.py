@@ -64,8 +64,8 @@ SETTLED = (settle_unserved, settle_tool_choice, settle_format)
 # The field with live settings of the policy for one request.
 OURS = "moe_edge"
 
-
 STOPPING = Refusal(503, "the server is shutting down")
+GONE = 499  # nginx's status for a client that went away
 
 
 class State:
@@ -111,7 +111,7 @@ def application(state: State, log: Callable[[str], None]) -> Starlette:
             ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Log, log), Middleware(Door, state)],
+        middleware=[Middleware(Log, state, log), Middleware(Door, state)],
         exception_handlers={Refusal: _refused, 404: _missing, 405: _missing},
     )
 
@@ -220,12 +220,7 @@ class Endpoints:
 
     async def _answer(self, backend: Backend, route: str, body: bytes) -> tuple[int, bytes]:
         def work() -> tuple[int, bytes]:
-            request = backend.request(route, body)
-            try:
-                status, _ = request.begin()
-                return status, b"".join(request.parts())
-            finally:
-                request.close()
+            return backend.request(route, body).whole()
 
         return await asyncio.get_running_loop().run_in_executor(self._state.quick, work)
 
@@ -263,21 +258,7 @@ class Door:
             answer = Response(status_code=204)
         if origin and allowed and self._state.settings.cors_origin:
             send = _with_cors(send, origin)
-        has_begun = False
-
-        async def sending(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        try:
-            await answer(scope, receive, sending)
-        except asyncio.CancelledError:
-            # At the end uvicorn gives up what is open, and would show where it was.
-            if not self._state.stopping:
-                raise
-            if not has_begun:
-                await _error(STOPPING)(scope, receive, send)
+        await answer(scope, receive, send)
 
     def _allowed(self, origin: str | None, headers: Headers) -> bool:
         """Whether a page of this origin may ask. A browser names it where it is another than this
@@ -332,14 +313,14 @@ def _with_cors(send: Send, origin: str) -> Send:
 class Log:
     """One line a request: when it has ended, its path, its status and its time."""
 
-    def __init__(self, app: ASGIApp, log: Callable[[str], None]) -> None:
-        self._app, self._log = app, log
+    def __init__(self, app: ASGIApp, state: State, log: Callable[[str], None]) -> None:
+        self._app, self._state, self._log = app, state, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, begin_s = 499, monotonic()  # nginx's word for a client that went away
+        status, begin_s = GONE, monotonic()
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -349,6 +330,12 @@ class Log:
 
         try:
             await self._app(scope, receive, sending)
+        except asyncio.CancelledError:
+            # At the end uvicorn gives up what is open, and would show where it was.
+            if not self._state.stopping:
+                raise
+            if status == GONE:
+                await _error(STOPPING)(scope, receive, sending)
         finally:
             path = scope["path"][:80].encode("ascii", "replace").decode()
             took_s = monotonic() - begin_s

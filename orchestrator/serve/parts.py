@@ -1,40 +1,69 @@
-"""The parts of an answer, on their way from the thread that makes them to the event loop."""
+"""What comes of an answer, on its way from the thread that makes it to the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from typing import Generic, TypeVar
+import os
+from concurrent.futures import Executor
+from contextlib import suppress
 
-T = TypeVar("T")
+from orchestrator.native import NativeRequest
+
+# Tokens that come faster than this go out together: nobody sees the difference, and each way to a
+# client takes time from the cores that compute.
+REST_S = 0.04
+# So many have to come fast before the next ones wait for each other.
+FAST = 2
 
 
-class Parts(Generic[T]):
-    """A queue with one thread that puts and one coroutine that takes.
+class Parts:
+    """One request, which runs on a thread of its own, and one coroutine that takes what comes.
+    Close it, also where it was not taken to its end."""
 
-    A token of a small model takes as long as what asyncio's own queue, timeouts and a task for
-    each part take together, so a part costs one call into the loop, and none where nobody waits.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, request: NativeRequest, workers: Executor) -> None:
         """In the event loop that takes."""
         self._loop = asyncio.get_running_loop()
-        self._said: deque[T] = deque()
+        self._request = request
         self._waiter: asyncio.Future[bool] | None = None
+        self._told = False
+        self._fast, self._last_s = 0, self._loop.time()
+        self._from, self._to = os.pipe()
+        os.set_blocking(self._from, False)
+        os.set_blocking(self._to, False)
+        self._loop.add_reader(self._from, self._tell)
+        self._thread = self._loop.run_in_executor(workers, request.run, self._to)
+        self._thread.add_done_callback(self._clear)
 
-    def put(self, part: T) -> None:
-        """From any thread. Raises RuntimeError once the loop is closed."""
-        self._said.append(part)
-        # Who takes looks once more behind having said that it waits.
-        if self._waiter is not None:
-            self._loop.call_soon_threadsafe(self._wake)
+    async def next(self, within_s: float | None) -> tuple[bytes, bool] | None:
+        """(what has come, whether that was all); None where nothing did within so many seconds
+        (None: for ever)."""
+        if self._fast >= FAST:
+            await self._coming(REST_S)  # shorter at the end of the answer
+            text, is_all = self._request.take()
+            if text or is_all:
+                return text, is_all
+            self._fast = 0
+        while True:
+            text, is_all = self._request.take()
+            if text or is_all:
+                now_s = self._loop.time()
+                self._fast = self._fast + 1 if now_s - self._last_s < REST_S else 0
+                self._last_s = now_s
+                return text, is_all
+            if not await self._coming(within_s):
+                return None
 
-    async def coming(self, within_s: float | None) -> bool:
-        """Waits for a part; False where there is none within so many seconds (None: for ever)."""
-        self._waiter = self._loop.create_future()
-        if self._said:
-            self._waiter = None
+    async def close(self) -> None:
+        """Ends the work, and returns when it has ended. Raises what the thread raised."""
+        self._request.cancel()
+        await asyncio.shield(self._thread)
+
+    async def _coming(self, within_s: float | None) -> bool:
+        """Waits for a byte of the thread; False where there is none within so many seconds."""
+        if self._told:
+            self._told = False
             return True
+        self._waiter = self._loop.create_future()
         late = None if within_s is None else self._loop.call_later(within_s, self._answer, False)
         try:
             return await self._waiter
@@ -43,17 +72,21 @@ class Parts(Generic[T]):
             if late is not None:
                 late.cancel()
 
-    def take(self) -> T:
-        """The next part. Raises IndexError where there is none."""
-        return self._said.popleft()
-
-    def __bool__(self) -> bool:
-        return bool(self._said)
-
-    def _wake(self) -> None:
-        if self._said:  # else it was taken before this call came
+    def _tell(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._from, 16)
+        if self._waiter is None:
+            self._told = True
+        else:
             self._answer(True)
 
     def _answer(self, is_here: bool) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(is_here)
+
+    def _clear(self, _thread: asyncio.Future[None]) -> None:
+        """The thread writes no more."""
+        self._loop.remove_reader(self._from)
+        os.close(self._from)
+        os.close(self._to)
+        self._answer(True)

@@ -22,7 +22,7 @@ from orchestrator.serve.library import server_library
 from orchestrator.serve.settings import ServeSettings
 
 CLOSE_S = 1  # that open answers get at the end
-# Between two looks of uvicorn at whether it should end.
+# How long one of Python's threads may keep the others waiting.
 SWITCH_S = 0.0005
 
 

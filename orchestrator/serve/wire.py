@@ -26,6 +26,7 @@ STEP_FAILED = b"Compute error."
 # Its status for what a model cannot do, which is no failure of the server.
 NOT_SUPPORTED = 501
 ERROR_EVENTS = (b'data: {"error"', b"event: error")
+EVENT_END = b"\n\n"
 # Anthropic's form of requests. Its clients see an error in a stream by the event's name alone.
 ANTHROPIC = "/v1/messages"
 # Its event with what an answer came to, which llama.cpp sends without `timings`.
@@ -81,9 +82,19 @@ def _no_constant(name: str) -> float:
     raise ValueError(name)
 
 
-def is_failure(status: int, part: bytes) -> bool:
-    """Whether a part of llama.cpp's answer says that a step failed, and no model does."""
-    return STEP_FAILED in part and (status == 500 or part.startswith(ERROR_EVENTS))
+def failure_at(status: int, text: bytes) -> int:
+    """Where in llama.cpp's answer it says that a step failed, and no model does; -1 where it does
+    not. Of a stream, text is whole events."""
+    if STEP_FAILED not in text:
+        return -1
+    if status == 500:
+        return 0
+    at = 0
+    for event in text.split(EVENT_END):
+        if STEP_FAILED in event and event.startswith(ERROR_EVENTS):
+            return at
+        at += len(event) + len(EVENT_END)
+    return -1
 
 
 def message_of(part: bytes) -> str:

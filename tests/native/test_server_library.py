@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from contextlib import closing
 from typing import Any
@@ -43,14 +44,10 @@ def open_backend(native: ServerLibrary, config: Config, **settings: Any) -> Back
 def ask(backend: Backend, route: str, data: dict[str, Any]) -> tuple[int, Any]:
     """(status, body) of one request; the events of a stream as a list."""
     request = backend.request(route, json.dumps(data).encode())
-    try:
-        status, is_stream = request.begin()
-        parts = list(request.parts())
-    finally:
-        request.close()
-    if not is_stream:
-        return status, json.loads(b"".join(parts))
-    lines = b"".join(parts).decode().splitlines()
+    status, text = request.whole()
+    if not request.is_stream:
+        return status, json.loads(text)
+    lines = text.decode().splitlines()
     return status, [line.removeprefix("data: ") for line in lines if line]
 
 
@@ -207,6 +204,41 @@ def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(
         backend.close()
 
 
+def test_figures_are_given_while_a_prompt_is_read(
+    native: ServerLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with a prompt may take a minute, and who watches the server asks every few seconds."""
+    backend = open_backend(native, config_of("dymoe", expert_ram=16 << 20))
+    reading, go_on = threading.Event(), threading.Event()
+    try:
+        decide = backend.engine.policy.decide
+
+        def held(*event: Any) -> None:
+            reading.set()
+            go_on.wait(60)
+            decide(*event)
+
+        monkeypatch.setattr(backend.engine.policy, "decide", held)
+        data = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+        request = backend.request("/v1/completions", data)
+        thread = threading.Thread(target=request.run)
+        thread.start()
+        assert reading.wait(60)
+        said: list[int] = []
+        metrics = backend.request("/metrics", b"")
+        asking = threading.Thread(target=lambda: said.append(metrics.whole()[0]))
+        asking.start()
+        asking.join(20)
+        assert said == [200] and not go_on.is_set()
+        go_on.set()
+        thread.join(60)
+        assert request.take()[1] and request.status == 200
+        asking.join()
+    finally:
+        go_on.set()
+        backend.close()
+
+
 def test_a_cancel_ends_the_work_and_keeps_what_was_read(native: ServerLibrary) -> None:
     backend = open_backend(native, config_of("lru"))
     try:
@@ -223,12 +255,11 @@ def test_a_cancel_ends_the_work_and_keeps_what_was_read(native: ServerLibrary) -
         store.set_step_done(counting)
         data = {"prompt": "word " * 400, "max_tokens": 100, "temperature": 0}
         request = backend.request("/v1/completions", json.dumps(data).encode())
-        thread = threading.Thread(target=request.begin)
+        thread = threading.Thread(target=request.run)
         thread.start()
         assert seen.wait(60)
         request.cancel()
         thread.join(60)
-        request.close()
         assert not thread.is_alive()
         read = sum(steps)
         status, body = ask(backend, "/v1/completions", {**data, "max_tokens": 1})
@@ -242,14 +273,42 @@ def test_stopping_ends_what_runs(native: ServerLibrary) -> None:
     backend = open_backend(native, config_of("plain", ctx=4096))
     data = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
     request = backend.request("/v1/completions", json.dumps(data).encode())
+    ready, tell = os.pipe()
+    thread = threading.Thread(target=request.run, args=(tell,))
     try:
-        assert request.begin() == (200, True)
-        parts = request.parts()
-        next(parts)
+        assert request.take() == (b"", False)
+        thread.start()
+        assert os.read(ready, 1)
+        first, is_all = request.take()
+        assert first.startswith(b"data: ") and not is_all
+        assert (request.status, request.is_stream) == (200, True)
         backend.stop()
-        assert sum(1 for _ in parts) < 4000
+        thread.join(60)
+        rest, is_all = request.take()
+        assert is_all and rest.count(b"\n\n") < 4000
+        assert request.take() == (b"", True)
     finally:
-        request.close()
+        backend.close()
+        os.close(ready)
+        os.close(tell)
+
+
+def test_who_finds_nothing_is_told_once(native: ServerLibrary) -> None:
+    """A byte for each time that nothing was there, and one at the end: else the event loop would be
+    woken for each token."""
+    backend = open_backend(native, config_of("plain"))
+    data = {"prompt": PROMPT, "max_tokens": N, "ignore_eos": True, "stream": True}
+    try:
+        request = backend.request("/v1/completions", json.dumps(data).encode())
+        ready, tell = os.pipe()
+        assert request.take() == (b"", False)
+        request.run(tell)
+        assert os.read(ready, 100) == b"\0\0"
+        text, is_all = request.take()
+        assert is_all and text.count(b"\n\n") > N and text.endswith(b"data: [DONE]\n\n")
+        os.close(ready)
+        os.close(tell)
+    finally:
         backend.close()
 
 

@@ -34,13 +34,9 @@ def ask(backend: Backend, country: str) -> dict[str, Any]:
     # Nothing of one prompt is the beginning of another one.
     prompt = f"{country}! " * 40 + f"What is the capital of {country}?"
     data = {"prompt": prompt, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
-    request = backend.request("/v1/completions", json.dumps(data).encode())
-    try:
-        status, _ = request.begin()
-        answer: dict[str, Any] = json.loads(b"".join(request.parts()))
-        assert status == 200, answer
-    finally:
-        request.close()
+    status, text = backend.request("/v1/completions", json.dumps(data).encode()).whole()
+    answer: dict[str, Any] = json.loads(text)
+    assert status == 200, answer
     return answer
 
 
@@ -151,9 +147,7 @@ def test_a_policy_that_fails_before_an_answer_fails_that_answer(
 
             broken.setattr(backend.engine.driver, "before_answer", bad)
             data = json.dumps({"prompt": "Tell me about Norway, please.", "max_tokens": 4}).encode()
-            request = backend.request("/v1/completions", data)
-            status, _ = request.begin()
-            request.close()
+            status, _ = backend.request("/v1/completions", data).whole()
             assert status == 500
             assert backend.failure() == "the policy failed: RuntimeError: no idea"
         assert ask(backend, "Norway")["choices"]

@@ -88,12 +88,8 @@ def backend_with(native: ServerLibrary, folder: Path, template: str | Path | Non
 
 
 def ask(backend: Backend, route: str, **data: Any) -> Any:
-    request = backend.request(route, json.dumps(data).encode())
-    try:
-        status, _ = request.begin()
-        body = json.loads(b"".join(request.parts()))
-    finally:
-        request.close()
+    status, text = backend.request(route, json.dumps(data).encode()).whole()
+    body = json.loads(text)
     assert status == 200, body
     return body
 
@@ -152,11 +148,9 @@ def test_reasoning_stands_apart(native: ServerLibrary, tmp_path: Path) -> None:
         request = backend.request(
             "/v1/chat/completions", json.dumps({**data, "stream": True}).encode()
         )
-        try:
-            assert request.begin() == (200, True)
-            lines = b"".join(request.parts()).splitlines()
-        finally:
-            request.close()
+        status, text = request.whole()
+        assert (status, request.is_stream) == (200, True)
+        lines = text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
     assert deltas[0]["role"] == "assistant"

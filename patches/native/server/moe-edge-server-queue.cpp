@@ -1,8 +1,16 @@
-// Upstream's queue, which looks once a second whether a client that waits has gone away. Here it looks
-// twenty times as often, so that the work for one who left ends with the micro-batch.
+// Upstream's queue, with two things of ours. It looks once a second whether a client that waits has gone away;
+// here it looks twenty times as often, so that the work for one who left ends with the micro-batch. And it wakes a
+// thread at the begin and at the end of every step, and waits for it, so that figures can be asked for meanwhile;
+// here that is done for steps with prompts, which are long. Between two tokens it would cost both a thread's turn.
+
+#include "moe-edge-server-queue.h"
+
+// Upstream's server calls the second one, a name that CMakeLists.txt gives to the first one there.
+#define yield_to_queue(work) yield_to_queue(work); void moe_edge_yield_to_queue(work)
+#include "server-queue.h"
+#undef yield_to_queue
 
 #include "log.h"
-#include "server-queue.h"
 #include "server-task.h"
 
 #include <algorithm>
@@ -11,3 +19,19 @@
 
 #define seconds(n) milliseconds(50 * (n))
 #include "server-queue.cpp"
+
+static thread_local server_queue * computing = nullptr;
+
+void server_queue::moe_edge_yield_to_queue(std::function<void()> && work) {
+    computing = this;
+    work();
+    computing = nullptr;
+}
+
+void moe_edge_server_compute(bool is_long, const std::function<void()> & step) {
+    if (is_long && computing) {
+        computing->yield_to_queue([&] { step(); });
+    } else {
+        step();
+    }
+}

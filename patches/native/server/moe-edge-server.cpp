@@ -1,4 +1,5 @@
 #include "moe-edge-server.h"
+#include "moe-edge-server-queue.h"
 #include "moe-edge-tools.h"
 
 #include "llama.h"
@@ -15,11 +16,14 @@
 #undef llama_process
 extern "C" int32_t llama_process(llama_context * ctx, llama_process_type type, llama_batch_ext * batch);
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdio>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <unordered_set>
 
@@ -143,7 +147,13 @@ struct moe_edge_request {
     std::function<bool()> should_stop;
     server_http_req       asked;
     server_http_res_ptr   answer;  // goes before `asked`, which it refers to
-    std::string           part;
+
+    // Between the thread that answers and the one that takes.
+    std::mutex  mutex;
+    int         status    = 0;      // 0: nothing is known yet
+    bool        is_stream = false;
+    bool        awaited   = false;  // nothing was there at the last take
+    std::string come, taken;
 
     moe_edge_request(moe_edge_server * server, const route * which, std::string body)
         : server(server),
@@ -152,6 +162,37 @@ struct moe_edge_request {
           asked{ {}, {}, which->path, "", std::move(body), {}, should_stop } {}
     moe_edge_request(const moe_edge_request &) = delete;
 };
+
+namespace {
+
+// Up to the answer's first output, or up to its end.
+void begin(moe_edge_request & request) {
+    std::string complaint = "the request was given up";
+    try {
+        request.answer = (request.server->routes.*request.which->handler)(request.asked);
+    } catch (const std::exception & failure) {
+        complaint = failure.what();  // what upstream makes of a request that it does not understand
+    }
+    if (!request.answer) {
+        request.answer = std::make_unique<server_http_res>();
+        request.answer->status = 400;
+        request.answer->data = safe_json_to_str(
+            { { "error", format_error_response(complaint, ERROR_TYPE_INVALID_REQUEST) } });
+    }
+}
+
+// Whoever found nothing to take is told that something has come.
+void add(moe_edge_request & request, const std::string & part, int ready) {
+    std::lock_guard<std::mutex> lock(request.mutex);
+    request.come += part;
+    if (request.awaited && !part.empty() && ready >= 0) {
+        request.awaited = false;
+        const ssize_t written = write(ready, "", 1);
+        (void) written;  // a pipe that is full has told already
+    }
+}
+
+}  // namespace
 
 // Upstream's code calls these.
 extern "C" {
@@ -169,10 +210,17 @@ void moe_edge_server_context_free(llama_context *) {}
 
 // Upstream takes what is neither success nor a failure for a full cache, and tries again for ever.
 int32_t moe_edge_server_process(llama_context * ctx, llama_process_type type, llama_batch_ext * batch) {
-    if (running && running->before_step && running->before_step(running->before_step_user, is_answer(*batch)) != 0) {
+    const bool answers = is_answer(*batch);
+    if (running && running->before_step && running->before_step(running->before_step_user, answers) != 0) {
         return FAILED;
     }
-    const int32_t status = llama_process(ctx, type, batch);
+    int32_t status = 0;
+    moe_edge_server_compute(!answers, [&] {
+        status = llama_process(ctx, type, batch);
+        if (!answers && status == 0) {
+            llama_synchronize(ctx);
+        }
+    });
     return status == ABORTED ? FAILED : status;
 }
 
@@ -237,38 +285,35 @@ moe_edge_request * moe_edge_request_create(
     return which ? new moe_edge_request(server, which, std::string(body, body_size)) : nullptr;
 }
 
-int moe_edge_request_begin(moe_edge_request * request) {
-    std::string complaint = "the request was given up";
-    try {
-        request->answer = (request->server->routes.*request->which->handler)(request->asked);
-    } catch (const std::exception & failure) {
-        complaint = failure.what();  // what upstream makes of a request that it does not understand
-    }
-    if (!request->answer) {
-        request->answer = std::make_unique<server_http_res>();
-        request->answer->status = 400;
-        request->answer->data = safe_json_to_str(
-            { { "error", format_error_response(complaint, ERROR_TYPE_INVALID_REQUEST) } });
-    }
-    return request->answer->status;
-}
-
-int moe_edge_request_is_stream(const moe_edge_request * request) {
-    return request->answer->is_stream();
-}
-
-int moe_edge_request_next(moe_edge_request * request, const char ** data, size_t * size) {
+void moe_edge_request_run(moe_edge_request * request, int ready) {
+    begin(*request);
     server_http_res & answer = *request->answer;
-    bool more = false;
-    if (answer.is_stream()) {
-        request->part.clear();
-        more = answer.next(request->part);
-    } else {
-        request->part = std::move(answer.data);
+    {
+        std::lock_guard<std::mutex> lock(request->mutex);
+        request->status    = answer.status;
+        request->is_stream = answer.is_stream();
     }
-    *data = request->part.data();
-    *size = request->part.size();
-    return more;
+    if (!answer.is_stream()) {
+        add(*request, answer.data, ready);
+        return;
+    }
+    std::string part;
+    for (bool more = true; more;) {
+        part.clear();
+        more = answer.next(part);
+        add(*request, part, ready);
+    }
+}
+
+int moe_edge_request_take(moe_edge_request * request, const char ** data, size_t * size, int * is_stream) {
+    std::lock_guard<std::mutex> lock(request->mutex);
+    request->taken.clear();
+    request->taken.swap(request->come);
+    request->awaited = request->taken.empty();
+    *data      = request->taken.data();
+    *size      = request->taken.size();
+    *is_stream = request->is_stream;
+    return request->status;
 }
 
 void moe_edge_request_cancel(moe_edge_request * request) {

@@ -1,15 +1,15 @@
 // llama.cpp's server without HTTP, as plain C: a request goes in as a route and a body, its answer
-// comes out in parts. The caller brings a model and a context, and does HTTP.
+// comes out as it is made. The caller brings a model and a context, and does HTTP.
 //
-// Thread safety: everything about one request is called by one thread at a time, except
-// moe_edge_request_cancel, which any thread may call. Requests may run on many threads at once.
+// Thread safety: everything about one request is called by one thread at a time, except that another one may take
+// what has come, and any may call moe_edge_request_cancel. Requests may run on many threads at once.
 
 #pragma once
 
 #include <stddef.h>
 #include <stdint.h>
 
-#define MOE_EDGE_SERVER_ABI_VERSION 2
+#define MOE_EDGE_SERVER_ABI_VERSION 3
 
 #if defined(_WIN32)
 #    define MOE_EDGE_SERVER_API __declspec(dllexport)
@@ -76,20 +76,19 @@ MOE_EDGE_SERVER_API void moe_edge_server_free(moe_edge_server * server);
 MOE_EDGE_SERVER_API moe_edge_request * moe_edge_request_create(
     moe_edge_server * server, const char * route, const char * body, size_t body_size);
 
-// Runs the request up to its first output, or up to its end. Returns the HTTP status.
-MOE_EDGE_SERVER_API int moe_edge_request_begin(moe_edge_request * request);
+// Answers the request, to its end. ready: a file descriptor that gets a byte when something has come for one who
+// found nothing at the last moe_edge_request_take; -1 where nobody waits.
+MOE_EDGE_SERVER_API void moe_edge_request_run(moe_edge_request * request, int ready);
 
-// Whether the answer comes in parts, as server-sent events.
-MOE_EDGE_SERVER_API int moe_edge_request_is_stream(const moe_edge_request * request);
-
-// The next part, valid until the next call; all of it where the answer is no stream. Returns 0
-// where it is the last one. A part may be empty.
-MOE_EDGE_SERVER_API int moe_edge_request_next(moe_edge_request * request, const char ** data, size_t * size);
+// Beside moe_edge_request_run: what has come since the last call, valid until the next one. It is whole events where
+// the answer is a stream (is_stream), else all of the answer or nothing. Returns the HTTP status, 0 while that is not known.
+MOE_EDGE_SERVER_API int moe_edge_request_take(
+    moe_edge_request * request, const char ** data, size_t * size, int * is_stream);
 
 // Any thread: the request ends soon, and with it the work for it.
 MOE_EDGE_SERVER_API void moe_edge_request_cancel(moe_edge_request * request);
 
-// Ends the work where it has not ended.
+// Not beside moe_edge_request_run. Ends the work where it has not ended.
 MOE_EDGE_SERVER_API void moe_edge_request_free(moe_edge_request * request);
 
 // The routes by number from 0; NULL behind the last one.

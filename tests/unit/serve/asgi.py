@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -81,35 +83,54 @@ def ask(app: Any, path: str, data: Any = None, method: str = "", **headers: str)
 
 @dataclass
 class FakeRequest:
-    """A native request whose answer is written beforehand. hold: begin waits for it; pause: the
-    last part does."""
+    """A native request whose answer is written beforehand. hold: its first part waits for it;
+    pause: the last one does. Parts are taken one by one, or those that are there at once."""
 
     status: int
     is_stream: bool
     answer: list[bytes]
     hold: Event | None = None
     pause: Event | None = None
+    at_once: bool = False
     cancelled: Event = field(default_factory=Event)
     closed: bool = False
+    come: deque[bytes] = field(default_factory=deque)
 
-    def begin(self) -> tuple[int, bool]:
-        while self.hold is not None and not self.hold.wait(0.01):
-            if self.cancelled.is_set():
-                return 500, False
-        return self.status, self.is_stream
-
-    def parts(self) -> Iterator[bytes]:
-        yield from self.answer[:-1]
-        while self.pause is not None and not self.pause.wait(0.01):
-            if self.cancelled.is_set():
+    def run(self, ready: int = -1) -> None:
+        try:
+            if not self._waits_for(self.hold):
+                self.status, self.is_stream = 500, False
                 return
-        yield self.answer[-1]
+            for number, part in enumerate(self.answer):
+                if number == len(self.answer) - 1 and not self._waits_for(self.pause):
+                    return
+                self.come.append(part)
+                if ready >= 0:
+                    os.write(ready, b"\0")
+        finally:
+            self.closed = True
+            if ready >= 0:
+                os.write(ready, b"\0")
+
+    def _waits_for(self, event: Event | None) -> bool:
+        while event is not None and not event.wait(0.01):
+            if self.cancelled.is_set():
+                return False
+        return True
+
+    def take(self) -> tuple[bytes, bool]:
+        is_all, text = self.closed, b""
+        while self.come and (self.at_once or not text):
+            text += self.come.popleft()
+        return text, is_all and not self.come
+
+    def whole(self) -> tuple[int, bytes]:
+        self.at_once = True
+        self.run()
+        return self.status, self.take()[0]
 
     def cancel(self) -> None:
         self.cancelled.set()
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class FakeBackend:

@@ -102,6 +102,19 @@ def test_a_step_that_failed_says_why() -> None:
     assert reply.json()["choices"] == "Compute error."
 
 
+def test_what_came_before_a_step_failed_is_sent() -> None:
+    """Several parts come at once where tokens are fast."""
+    said, failed = (
+        b'data: {"content": "Compute error."}\n\n',
+        b'data: {"error": {"message": "Compute error."}}\n\n',
+    )
+    request = FakeRequest(200, True, [said, failed, b"data: [DONE]\n\n"], at_once=True)
+    request.run()
+    reply = ask(application(state_with(FakeBackend(request)), quiet), CHAT, STREAM)
+    assert reply.parts[0] == said
+    assert b"the disk is gone" in reply.parts[1] and len(reply.parts) == 2
+
+
 async def streamed(app: ASGIApp, after_s: float, goes_on: Event, path: str = CHAT) -> Client:
     """A stream whose request goes on after a while, to its end."""
     client = Client(app, "POST", path, json.dumps(STREAM).encode())
