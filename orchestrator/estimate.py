@@ -75,8 +75,13 @@ class KlEstimate:
         """Nats of so many uses of each expert [n_layers, n_expert], whose gate weights are as they
         usually are, with each in a tier [n_layers, n_expert]. Of a plan in which every expert is
         resident: uses a token, the hotness, give the mean KL of a token."""
+        return float((uses * self.of_use(tiers)).sum())
+
+    def of_use(self, tiers: np.ndarray) -> np.ndarray:
+        """Nats of one use of each expert in its tier, float64 [n_layers, n_expert], as of_uses."""
         lost = np.take_along_axis(self._by_tier, tiers[..., None].astype(np.int64), axis=2)
-        return float((uses * self.gates * lost[..., 0]).sum())
+        found: np.ndarray = self.gates * lost[..., 0]
+        return found
 
 
 class LossMeter:
@@ -94,6 +99,8 @@ class LossMeter:
         self._exact = exact
         self._step = -1
         self._in_step = 0.0
+        self._tiers: np.ndarray | None = None
+        self._of_use = np.zeros(estimate.gates.shape)
         self.nats = [0.0 for _ in Phase]
         self.tokens = [0 for _ in Phase]
 
@@ -128,10 +135,20 @@ class LossMeter:
             lost += self.estimate.of_expert(layer, expert, event.weights[at], tier)
         return lost
 
-    def counted(self, counts: np.ndarray, tiers: np.ndarray) -> None:
-        """A step in which nobody decided: counts as of StepReport, tiers uint8 [n_layers, n_expert]
-        that experts were computed in."""
-        self._in_step += self.estimate.of_uses(counts, tiers)
+    @property
+    def fresh(self) -> bool:
+        """Whether nobody said yet in which tiers experts are computed."""
+        return self._tiers is None
+
+    def holds(self, tiers: np.ndarray) -> None:
+        """In which tiers experts are computed from here on where nobody decides: uint8 [n_layers,
+        n_expert]."""
+        if self._tiers is None or not np.array_equal(tiers, self._tiers):
+            self._tiers, self._of_use = tiers.copy(), self.estimate.of_use(tiers)
+
+    def counted(self, counts: np.ndarray) -> None:
+        """A step in which nobody decided; counts as of StepReport, in the tiers of holds."""
+        self._in_step += float(np.vdot(counts, self._of_use))
 
     def step_done(self, phase: int, n_tokens: int) -> None:
         """The step has been computed."""

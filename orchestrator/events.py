@@ -230,10 +230,11 @@ class StepReport:
     """What a policy is told of one finished step: tokens in it, and microseconds from its start
     to its end.
 
-    What the policy asks for besides, [n_layers, n_expert] each: counts, the tokens routed to each
-    expert in this step; resident, uint8, the tier that each expert is in, or ABSENT; target, the
-    tier that a transition brings, the same one where none is under way. By sequence name: starts,
-    those that began in this step; prompt_ends, those whose prompt ended in it; ends, those dropped
+    What the policy asks for besides, [n_layers, n_expert] each, None in a step for which it does
+    not want it: counts, the tokens routed to each expert since the last report that had them;
+    resident, uint8, the tier that each expert is in, or ABSENT; target, the tier that a transition
+    brings, the same one where none is under way. By sequence name: starts, those that began in this
+    step; prompt_ends, those whose prompt ended in it; ends, those dropped
     since the step before.
     """
 
