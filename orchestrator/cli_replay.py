@@ -224,7 +224,12 @@ def replay(
         raise click.UsageError(
             "Missing argument 'FILE': name a trace that `moe-edge trace` wrote, or give --near-data"
         )
-    settings = {name: chosen.pop(name) for name in policy_settings() if name in chosen}
+    # Policies have a setting `losses` too, which a trace does not record: here it is replay's own.
+    settings = {
+        name: chosen.pop(name)
+        for name, declared in policy_settings().items()
+        if name in chosen and declared.recorded
+    }
     try:
         asked = ReplayOptions(**chosen, settings=settings)
     except SettingError as error:

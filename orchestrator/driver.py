@@ -123,6 +123,8 @@ class Driver(PlainDriver):
         self._pause = pause
         self._prompt_read = False
         self._cancelled = False
+        # Counts of steps whose reports went without them.
+        self._untold: np.ndarray | None = None
 
     def on_route(self, event: RouteEvent) -> None:
         """Once per MoE layer: the policy decides, the store acts."""
@@ -173,16 +175,22 @@ class Driver(PlainDriver):
         """Tells the policy what it wants to know of a step; returns the transitions that it asks
         for. states: in the place of the store's own."""
         policy = self.policy
+        wanted = policy.wants(step.phase)
         counts = self.store.take_counts() if policy.counts else None
         resident = target = None
-        if policy.follows_tiers:
+        if policy.follows_tiers and wanted:
             resident, target = self.store.states() if states is None else states
         if self.meter is not None:
             if self.meter.costs and not self.asks(step.phase):
-                used = self.store.take_counts() if counts is None else counts
-                held = self.store.resident() if resident is None else resident
-                self.meter.counted(used, np.minimum(held, policy.default_tier))
+                if wanted or self.meter.fresh:  # else all experts are where they were
+                    held = self.store.resident() if resident is None else resident
+                    self.meter.holds(np.minimum(held, policy.default_tier))
+                self.meter.counted(self.store.take_counts() if counts is None else counts)
             self.meter.step_done(step.phase, step.n_tokens)
+        if counts is not None:
+            counts, self._untold = self._since_told(counts), None
+            if not wanted:
+                counts, self._untold = None, counts
         return policy.step_done(
             StepReport(
                 phase=step.phase,
@@ -196,6 +204,10 @@ class Driver(PlainDriver):
                 ends=step.ends,
             )
         )
+
+    def _since_told(self, counts: np.ndarray) -> np.ndarray:
+        """A step's counts, and those of the steps before whose reports went without."""
+        return counts if self._untold is None else counts + self._untold
 
     def prepare(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None

@@ -32,6 +32,8 @@ class KlEstimate:
     gates: np.ndarray
     # [n_layers, n_expert, 256], by the tier as a decision names it.
     _by_tier: np.ndarray = field(init=False)
+    # The same memory, of which single values are read faster.
+    _lost: memoryview = field(init=False)
 
     @classmethod
     def of_costs(
@@ -50,6 +52,7 @@ class KlEstimate:
         by_tier[..., : self.nats.shape[2] - 1] = self.nats[..., :-1]
         by_tier[..., SKIP] = self.nats[..., -1]
         object.__setattr__(self, "_by_tier", by_tier)
+        object.__setattr__(self, "_lost", by_tier.data)
 
     def of_choice(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, tiers: np.ndarray
@@ -63,12 +66,22 @@ class KlEstimate:
         lost: np.ndarray = (squares * self._by_tier[layer, ids, tiers[ids]]).sum(axis=1)
         return lost
 
+    def of_expert(self, layer: int, expert: int, weight: float, tier: int) -> float:
+        """Nats of one token by one expert: g^2 L, as of_choice has them."""
+        cost: float = self._lost[layer, expert, tier]
+        return weight * weight * cost
+
     def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float:
         """Nats of so many uses of each expert [n_layers, n_expert], whose gate weights are as they
         usually are, with each in a tier [n_layers, n_expert]. Of a plan in which every expert is
         resident: uses a token, the hotness, give the mean KL of a token."""
+        return float((uses * self.of_use(tiers)).sum())
+
+    def of_use(self, tiers: np.ndarray) -> np.ndarray:
+        """Nats of one use of each expert in its tier, float64 [n_layers, n_expert], as of_uses."""
         lost = np.take_along_axis(self._by_tier, tiers[..., None].astype(np.int64), axis=2)
-        return float((uses * self.gates * lost[..., 0]).sum())
+        found: np.ndarray = self.gates * lost[..., 0]
+        return found
 
 
 class LossMeter:
@@ -86,6 +99,8 @@ class LossMeter:
         self._exact = exact
         self._step = -1
         self._in_step = 0.0
+        self._tiers: np.ndarray | None = None
+        self._of_use = np.zeros(estimate.gates.shape)
         self.nats = [0.0 for _ in Phase]
         self.tokens = [0 for _ in Phase]
 
@@ -94,6 +109,9 @@ class LossMeter:
         if event.step != self._step:
             self._step = event.step
             self._in_step = 0.0
+        if event.n_tokens == 1:
+            self._in_step += self._of_token(event, view, decision)
+            return
         tiers = decision.tier_array
         if not (self._best_costs or tiers.any()):
             return
@@ -104,10 +122,33 @@ class LossMeter:
         ids, weights = event.ids_array, event.weights_array
         self._in_step += float(self.estimate.of_choice(event.layer, ids, weights, tiers).sum())
 
-    def counted(self, counts: np.ndarray, tiers: np.ndarray) -> None:
-        """A step in which nobody decided: counts as of StepReport, tiers uint8 [n_layers, n_expert]
-        that experts were computed in."""
-        self._in_step += self.estimate.of_uses(counts, tiers)
+    def _of_token(self, event: RouteEvent, view: StoreView, decision: DecisionBuffer) -> float:
+        """The nats of a step's only token in one layer, without numpy, whose calls would take
+        longer than all else."""
+        layer, ids, asked, lost = event.layer, event.ids.tolist(), decision.tier, 0.0
+        costly = [at for at, expert in enumerate(ids) if asked[expert] or self._best_costs]
+        for at in costly:
+            expert = ids[at]
+            tier = asked[expert]
+            if tier != SKIP and not self._exact:
+                tier = min(tier, view.resident[layer][expert])
+            lost += self.estimate.of_expert(layer, expert, event.weights[at], tier)
+        return lost
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nobody said yet in which tiers experts are computed."""
+        return self._tiers is None
+
+    def holds(self, tiers: np.ndarray) -> None:
+        """In which tiers experts are computed from here on where nobody decides: uint8 [n_layers,
+        n_expert]."""
+        if self._tiers is None or not np.array_equal(tiers, self._tiers):
+            self._tiers, self._of_use = tiers.copy(), self.estimate.of_use(tiers)
+
+    def counted(self, counts: np.ndarray) -> None:
+        """A step in which nobody decided; counts as of StepReport, in the tiers of holds."""
+        self._in_step += float(np.vdot(counts, self._of_use))
 
     def step_done(self, phase: int, n_tokens: int) -> None:
         """The step has been computed."""

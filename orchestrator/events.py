@@ -29,7 +29,7 @@ class Phase(IntEnum):
 
 
 # Memoryviews of single rows beside numpy: turning one into a list costs a third.
-def _rows(array: np.ndarray, code: Literal["i", "B"]) -> tuple[memoryview, ...]:
+def _rows(array: np.ndarray, code: Literal["i", "f", "B"]) -> tuple[memoryview, ...]:
     """A read-only memoryview for each row of a two-dimensional array."""
     return tuple(row.data.cast("B").cast(code).toreadonly() for row in array)
 
@@ -49,6 +49,7 @@ class RouteEvent:
     Read-only memoryviews of the first token, the only one of a decode step:
         ids, weights     [k]  chosen experts and their routing weights
         ahead_ids[p]     [k]  experts that layer+1+p is predicted to choose, best first
+        ahead_scores[p]  [k]  their scores
     Read-only arrays of all tokens:
         ids_array int32, weights_array float32 [T, k]; tokens_array int32 [T], the position
         of each token in its batch; phases_array uint8 and sequences_array int32 [T], the Phase of
@@ -67,6 +68,7 @@ class RouteEvent:
         "_tokens",
         "_weights",
         "ahead_ids",
+        "ahead_scores",
         "has_importance",
         "ids",
         "k",
@@ -103,8 +105,9 @@ class RouteEvent:
         self._phases = _frozen(phases)
         self._sequences = _frozen(sequences)
         self.ids = _rows(ids[:1], "i")[0]
-        self.weights = weights[0].data.cast("B").cast("f").toreadonly()
+        self.weights = _rows(weights[:1], "f")[0]
         self.ahead_ids = _rows(ahead_ids[:, 0], "i")
+        self.ahead_scores = _rows(ahead[:, 0], "f")
         self.layer = 0
         self.phase = int(Phase.DECODE)
         self.n_tokens = 1
@@ -227,10 +230,11 @@ class StepReport:
     """What a policy is told of one finished step: tokens in it, and microseconds from its start
     to its end.
 
-    What the policy asks for besides, [n_layers, n_expert] each: counts, the tokens routed to each
-    expert in this step; resident, uint8, the tier that each expert is in, or ABSENT; target, the
-    tier that a transition brings, the same one where none is under way. By sequence name: starts,
-    those that began in this step; prompt_ends, those whose prompt ended in it; ends, those dropped
+    What the policy asks for besides, [n_layers, n_expert] each, None in a step for which it does
+    not want it: counts, the tokens routed to each expert since the last report that had them;
+    resident, uint8, the tier that each expert is in, or ABSENT; target, the tier that a transition
+    brings, the same one where none is under way. By sequence name: starts, those that began in this
+    step; prompt_ends, those whose prompt ended in it; ends, those dropped
     since the step before.
     """
 

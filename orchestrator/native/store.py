@@ -25,6 +25,8 @@ from orchestrator.native.library import Library
 from orchestrator.native.spec import Misses, StoreSpec, c_config
 from orchestrator.native.views import array_at, event_views, ints
 
+_BYTE = ctypes.c_uint8
+_DTYPES: dict[Any, Any] = {ctypes.c_uint8: np.dtype(np.uint8), ctypes.c_uint32: np.dtype(np.uint32)}
 _ERROR_BYTES = 512
 _RING = 4096
 
@@ -210,12 +212,8 @@ class Store:
     def states(self) -> tuple[np.ndarray, np.ndarray]:
         """(resident, target), uint8 [n_layers, n_expert], copies: the tier that each expert is in,
         or ABSENT, and the tier that a transition brings, the same one where none is under way."""
-        shape = (len(self.spec.layers), self.spec.n_expert)
-        resident, target = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
-        pointer = ctypes.POINTER(ctypes.c_uint8)
-        self.library.get_states(
-            self.handle, resident.ctypes.data_as(pointer), target.ctypes.data_as(pointer)
-        )
+        (resident, of_resident), (target, of_target) = self._array(_BYTE), self._array(_BYTE)
+        self.library.get_states(self.handle, of_resident, of_target)
         return resident, target
 
     def landed(self) -> np.ndarray:
@@ -241,9 +239,17 @@ class Store:
 
     def _of_each(self, function: Any, ctype: Any) -> np.ndarray:
         """What a C function writes about each expert: [n_layers, n_expert]."""
-        out = np.empty((len(self.spec.layers), self.spec.n_expert), np.dtype(ctype))
-        function(self.handle, out.ctypes.data_as(ctypes.POINTER(ctype)))
-        return out
+        array, out = self._array(ctype)
+        function(self.handle, out)
+        return array
+
+    def _array(self, ctype: Any) -> tuple[np.ndarray, Any]:
+        """[n_layers, n_expert] for a C function to fill, and the same memory as C takes it: a
+        ctypes array costs a step a tenth of a pointer to an array's data."""
+        n_layers, n_expert = len(self.spec.layers), self.spec.n_expert
+        out: Any = (ctype * (n_layers * n_expert))()
+        array: np.ndarray = np.frombuffer(out, _DTYPES[ctype])
+        return array.reshape(n_layers, n_expert), out
 
     def transition(self, wanted: Sequence[tuple[int, int, int]]) -> int:
         """Starts to bring (layer, expert, tier) in the background; returns how many were

@@ -15,7 +15,7 @@ import numpy as np
 from gguf_tools.file.layout import MAX_TIERS
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.estimate import KlEstimate
-from orchestrator.events import ABSENT, DecisionBuffer, RouteEvent, StepReport, StoreView
+from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.settings import Settings
 
 Transition = tuple[int, int, int]  # layer, expert, tier to bring it to
@@ -313,6 +313,11 @@ class Policy:
     def restore_sequence(self, sequence: int, state: bytes) -> None:
         """A sequence goes on, with what save_sequence gave. Raises PolicyError for other bytes."""
 
+    def wants(self, phase: Phase) -> bool:
+        """Whether the report of a step of this phase has to carry what it asks for. Where not, its
+        counts come with the next one that does, and no expert may be on its way until then."""
+        return True
+
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """After every step that succeeded; returns the transitions to start."""
         return ()
@@ -361,8 +366,7 @@ class Share:
 def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
     """Units for each share: clamp(s * weight, floor, full) with the largest s whose sum fits
     the budget; what rounding left over goes, unit by unit, to the share that is furthest
-    below its proportion. Raises BudgetError when the floors alone do not fit.
-    """
+    below its proportion. Raises BudgetError when the floors alone do not fit."""
     needed = sum(share.unit_bytes * share.floor for share in shares)
     if needed > budget_bytes:
         raise BudgetError(
@@ -383,17 +387,13 @@ def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
         return counts(high)
     for _ in range(64):
         middle = (low + high) / 2
-        if cost(counts(middle)) <= budget_bytes:
-            low = middle
-        else:
-            high = middle
-    units = counts(low)
+        fits = cost(counts(middle)) <= budget_bytes
+        low, high = (middle, high) if fits else (low, middle)
+    units, waiting = counts(low), [i for i, share in enumerate(shares) if share.weight > 0]
     rest = budget_bytes - cost(units)
-    waiting = [i for i, share in enumerate(shares) if share.weight > 0]
-    while waiting:
-        waiting = [i for i in waiting if units[i] < shares[i].full and shares[i].unit_bytes <= rest]
-        if not waiting:
-            break
+    while waiting := [
+        i for i in waiting if units[i] < shares[i].full and shares[i].unit_bytes <= rest
+    ]:
         neediest = min(waiting, key=lambda i: (units[i] + 1) / shares[i].weight)
         units[neediest] += 1
         rest -= shares[neediest].unit_bytes

@@ -185,13 +185,17 @@ class DynaExq(Learning):
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Learns from the step's counts; returns the transitions to start now."""
         if report.counts is None or report.resident is None or report.target is None:
+            self._count(report)
             return ()
         states = expert_states(report.resident, report.target)
         if self._count(report):
             self._update(states)
-        if not (self._queue or self._active) or self._pools is None:
-            return ()
-        return self._advance(states, self._pools)
+        moves: Sequence[Transition] = ()
+        if (self._queue or self._active) and self._pools is not None:
+            moves = self._advance(states, self._pools)
+        moving = bool((report.resident != report.target).any())
+        self._settled = not (self.caching or self._queue or self._active or moving)
+        return moves
 
     def _update(self, states: np.ndarray) -> None:
         """The end of an interval: the list of swaps that the new scores ask for."""

@@ -29,13 +29,15 @@ def exchanges(
     flat, at = losses.reshape(-1, n_tiers), tiers.reshape(-1)
     pools = np.repeat(pool_of, losses.shape[1], axis=0)
     pairs: list[tuple[float, int, int]] = []
-    for high, low in combinations(range(n_tiers), 2):
+    may_leave = [free.reshape(-1) & (at == tier) for tier in range(n_tiers)]
+    held = [tier for tier in range(n_tiers) if may_leave[tier].any()]
+    for high, low in combinations(held, 2):
         gains = flat[:, low] - flat[:, high]
         least = margin * float(np.abs(gains).mean())
         both = pools[:, [high, low]]
         for pair in np.unique(both[(both >= 0).all(axis=1)], axis=0):
-            may = free.reshape(-1) & (both == pair).all(axis=1)
-            rising, falling = np.flatnonzero(may & (at == low)), np.flatnonzero(may & (at == high))
+            here = (both == pair).all(axis=1)
+            rising, falling = (np.flatnonzero(here & may_leave[tier]) for tier in (low, high))
             rising = rising[np.argsort(-gains[rising], kind="stable")]
             falling = falling[np.argsort(gains[falling], kind="stable")]
             n = min(len(rising), len(falling))

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
+
+import numpy as np
 
 from orchestrator.errors import PolicyError
 from orchestrator.estimate import KlEstimate
-from orchestrator.events import (
-    ABSENT,
-    SKIP,
-    DecisionBuffer,
-    Phase,
-    RouteEvent,
-    StepReport,
-    StoreView,
-)
+from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy.base import Callback, ModelShape, Policy, Rules, SlotPlan
 from orchestrator.policy.context import ContextSettings
 from orchestrator.policy.importance import gate_order
@@ -26,6 +20,7 @@ from orchestrator.policy.monitor import Monitor, Prediction
 from orchestrator.policy.prefetch import AUTO, OFF, ON, LookAhead
 from orchestrator.policy.prompts import Prompts, even_slots, layer_groups
 from orchestrator.policy.retention import COSINE, FLAT, SCHEDULES, ratios
+from orchestrator.policy.savings import Account, LayerCosts, Way, layer_costs, spend, spend_all
 from orchestrator.policy.versions import Background, rate_of
 from orchestrator.settings import again, setting
 
@@ -87,28 +82,6 @@ class FloorSettings(LookAhead):
     losses: Path | None = again(ContextSettings, "losses")
 
 
-class _Way(NamedTuple):
-    """One way to save reading: an expert in a lower tier, or skipped. nats: what that costs a token
-    with a gate weight of 1; instead_of: the tier that it has to be lowered to before, None for no
-    other."""
-
-    nats_per_byte: float
-    expert: int
-    tier: int
-    nats: float
-    instead_of: int | None
-
-
-class _Account:
-    """What one sequence may still lose, in nats: left of the tokens before, and spent on the
-    running one."""
-
-    __slots__ = ("left", "spent")
-
-    def __init__(self) -> None:
-        self.left = self.spent = 0.0
-
-
 class Floor(Policy):
     """An answer's experts that are in memory high are used high. Of those that are missing, some
     are skipped, or computed with a low copy, as long as the loss that the user allows lasts.
@@ -147,21 +120,22 @@ class Floor(Policy):
         super().__init__(shape, settings, rules)
         self.settings = self.settings.settled()
         self._estimate: KlEstimate | None = None
-        self._nats: list[list[list[float]]] = []  # [layer][expert][tier, the last one to skip]
-        self._bytes = [
-            [shape.expert_slot_bytes(layer, tier) for tier in range(len(shape.tiers))]
-            for layer in range(shape.n_layers)
-        ]
-        self._accounts: dict[int, _Account] = {}
+        self._costs: list[LayerCosts] = []
+        self._high_bytes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
+        self._accounts: dict[int, Account] = {}
         self._prompts = Prompts(self.rules, lambda layer, n_used: n_used, ())
         self._prefetch = self.settings.prefetch if self.n_ahead else OFF
         self._monitor = Monitor()
         self._prediction = Prediction(shape.n_layers)
-        self._running: list[_Account] = []
+        self._running: list[Account] = []
+        self._asks_ahead = False
         self._behind_bytes = 0.0
         self._pending: tuple[int, list[int]] = (0, [])
         self._step, self._tokens, self._spent = -1, 0, 0.0
         self._routed = self._missing = self._lowered = 0
+        self._keep_top = self.settings.keep_top
+        self._skips_present = self.settings.skip_present > 0
+        self._reads_behind = self.settings.read_behind
         self.settings_changed()
 
     @property
@@ -187,7 +161,7 @@ class Floor(Policy):
 
     def set_estimate(self, estimate: KlEstimate) -> None:
         self._estimate = estimate
-        self._nats = estimate.nats.tolist()
+        self._costs = layer_costs(self.shape, estimate, self.settings.skip_present)
 
     def settings_changed(self) -> None:
         """Deals the budget out by depth, and begins with a price at which it would be spent if all
@@ -201,14 +175,14 @@ class Floor(Policy):
             budget * math.fsum(left[: layer + 1]) / total for layer in range(shape.n_layers)
         ]
         missing = shape.n_layers * shape.n_expert_used * _FIRST_MISSING
-        self._price = budget / (missing * self._bytes[0][0])
+        self._price = budget / (missing * self._high_bytes[0])
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """One group per (layer, kind, tier), as many slots in each layer. Raises BudgetError."""
         shape = self.shape
         low_bytes, low_counts = 0, [0] * shape.n_layers
         if len(shape.tiers) > 1:
-            sizes = [each[1] for each in self._bytes]
+            sizes = [shape.expert_slot_bytes(layer, 1) for layer in range(shape.n_layers)]
             wanted = self.settings.low_share * budget_bytes / sum(sizes)
             low_counts = [max(1, min(shape.n_expert, int(wanted)))] * shape.n_layers
             low_bytes = sum(n * size for n, size in zip(low_counts, sizes, strict=True))
@@ -222,19 +196,25 @@ class Floor(Policy):
             if event.n_tokens > 1:
                 self._prompts.decide(event, view, out, self._prefetch != OFF)
             return
-        if not self._nats:
+        if not self._costs:
             raise PolicyError(f"the policy {self.name} was not told what lower precisions lose")
         if event.step != self._step:
             self._begin(event)
-        lowered = self._lower(event, view, out)
-        if event.n_tokens == 1:
-            used = [each for each in event.ids.tolist() if out.tier[each] != SKIP]
-            self._prediction.observe(event.layer, used)
-        if event.n_ahead and self._prefetches():
-            self._ask(event, view, out)
-        if self.settings.read_behind:
-            self._ask_behind(out)
-            self._pending = event.layer, lowered
+        # An answer's token waits for this once per layer, and finds neither code nor data in a
+        # cache that the weights went through. So a single token has a way of its own that touches
+        # little. It decides what the other way would.
+        lower = self._lower if event.n_tokens == 1 else self._lower_all
+        lowered = lower(event, view, out)
+        if lowered:
+            for expert, tier in lowered.items():
+                out.tier[expert] = tier
+            out.renormalize = self.rules.renormalize
+            self._lowered += len(lowered)
+        if event.n_ahead and self._asks_ahead:
+            ask = self._ask if event.n_tokens == 1 else self._ask_all
+            ask(event, view, out)
+        if self._reads_behind:
+            self._ask_behind(event.layer, lowered, view, out)
 
     def _begin(self, event: RouteEvent) -> None:
         """A step's first layer. What a failed step spent is forgotten."""
@@ -242,117 +222,106 @@ class Floor(Policy):
         for account in self._running:
             account.spent = 0.0
         names = event.sequences_array.tolist()
-        self._running = [self._accounts.setdefault(each, _Account()) for each in names]
+        self._running = [self._accounts.setdefault(each, Account()) for each in names]
+        self._asks_ahead = self._prefetch == ON or (self._prefetch == AUTO and self._monitor.on)
 
-    def _lower(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> list[int]:
-        """Writes the tiers of what is skipped or low; returns what of it is not in memory high."""
-        layer = event.layer
+    def _lower(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> dict[int, int]:
+        """The tiers of what a step's only token skips or gets low."""
+        layer, ids, weights = event.layer, event.ids.tolist(), event.weights.tolist()
         resident = view.resident[layer]
-        owners: dict[int, list[tuple[_Account, float]]] = {}
-        kept: set[int] = set()
-        for account, ids, weights in self._tokens_of(event):
-            for place, at in enumerate(gate_order(weights)):
-                expert = ids[at]
-                if resident[expert] != 0 or self.settings.skip_present:
-                    owners.setdefault(expert, []).append((account, weights[at] ** 2))
-                    if place < self.settings.keep_top:
-                        kept.add(expert)
-        self._routed += len(event.ids) * event.n_tokens
-        self._missing += sum(resident[expert] != 0 for expert in owners)
-        room = self._allowed[layer]
+        missing = [at for at, expert in enumerate(ids) if resident[expert]]
+        self._routed += len(ids)
+        self._missing += len(missing)
+        at_stake: Sequence[int] = range(len(ids)) if self._skips_present else missing
         lowered: dict[int, int] = {}
-        for way in sorted(self._ways(layer, owners, kept, resident)):
-            if way.nats_per_byte > self._price:
-                break
-            bills = [(account, square * way.nats) for account, square in owners[way.expert]]
-            broke = any(account.spent + bill > account.left + room for account, bill in bills)
-            if broke or lowered.get(way.expert) != way.instead_of:
-                continue
-            for account, bill in bills:
-                account.spent += bill
-            lowered[way.expert] = way.tier
-        for expert, tier in lowered.items():
-            out.tier[expert] = tier
+        if at_stake:
+            costs, kept = self._costs[layer], gate_order(weights)[: self._keep_top]
+            squares: dict[int, float] = {}
+            ways: list[Way] = []
+            for at in at_stake:
+                if at not in kept:
+                    expert = ids[at]
+                    square = squares[expert] = weights[at] ** 2
+                    ways += costs.ways(expert, square, resident[expert])
+            lowered = spend(ways, squares, self._running[0], self._price, self._allowed[layer])
         if lowered:
-            out.renormalize = self.rules.renormalize
-            self._lowered += len(lowered)
-        return [expert for expert in lowered if resident[expert] != 0]
+            ids = [expert for expert in ids if lowered.get(expert) != SKIP]
+        self._prediction.observe(layer, ids)
+        return lowered
 
-    def _tokens_of(
-        self, event: RouteEvent
-    ) -> Iterator[tuple[_Account, Sequence[int], Sequence[float]]]:
-        """(the account, experts, weights) of each token."""
-        if event.n_tokens == 1:
-            yield self._running[0], event.ids.tolist(), event.weights.tolist()
-            return
-        accounts = self._running
+    def _lower_all(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> dict[int, int]:
+        """The tiers of what several tokens skip or get low."""
+        layer, accounts = event.layer, self._running
         if len(accounts) != event.n_tokens:  # a layer that some tokens of the step do not reach
             accounts = [self._accounts[each] for each in event.sequences_array.tolist()]
-        yield from zip(
-            accounts, event.ids_array.tolist(), event.weights_array.tolist(), strict=True
-        )
-
-    def _ways(
-        self,
-        layer: int,
-        owners: Mapping[int, Sequence[tuple[_Account, float]]],
-        kept: Collection[int],
-        resident: Sequence[int],
-    ) -> Iterator[_Way]:
-        """What may be done with experts of a layer that are not kept. A low copy in memory stands
-        for the high one. An absent expert is skipped; or read low, where that costs less for each
-        byte than skipping, and then skipped instead. One in memory high is only skipped."""
-        high_bytes = self._bytes[layer][0]
-        low_bytes = self._bytes[layer][1] if len(self.shape.tiers) > 1 else 0
-        for expert, of_tokens in owners.items():
-            if expert in kept:
-                continue
-            nats, square = self._nats[layer][expert], sum(each for _, each in of_tokens)
-            skip, low = nats[-1], nats[1]
-            if resident[expert] == 0:
-                saved = self.settings.skip_present * high_bytes
-                yield _Way(square * skip / saved, expert, SKIP, skip, None)
-            elif resident[expert] != ABSENT:
-                yield _Way(square * low / high_bytes, expert, resident[expert], low, None)
-            elif low_bytes and low * high_bytes < skip * (high_bytes - low_bytes):
-                price = square * low / (high_bytes - low_bytes)
-                yield _Way(price, expert, 1, low, None)
-                yield _Way(square * (skip - low) / low_bytes, expert, SKIP, skip - low, 1)
-            else:
-                yield _Way(square * skip / high_bytes, expert, SKIP, skip, None)
+        resident, costs = view.resident[layer], self._costs[layer]
+        rows, gates = event.ids_array.tolist(), event.weights_array.tolist()
+        claims: dict[int, list[tuple[Account, float]]] = {}
+        kept: set[int] = set()
+        for account, ids, weights in zip(accounts, rows, gates, strict=True):
+            for place, at in enumerate(gate_order(weights)):
+                expert = ids[at]
+                if resident[expert] or self._skips_present:
+                    claims.setdefault(expert, []).append((account, weights[at] ** 2))
+                    if place < self._keep_top:
+                        kept.add(expert)
+        self._routed += event.k * event.n_tokens
+        self._missing += sum(resident[expert] != 0 for expert in claims)
+        ways: list[Way] = []
+        for expert, of_tokens in claims.items():
+            if expert not in kept:
+                square = sum(each for _, each in of_tokens)
+                ways += costs.ways(expert, square, resident[expert])
+        return spend_all(ways, claims, self._price, self._allowed[layer])
 
     def _ask(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Asks for what the next layer is predicted to choose: what is in memory, so that it stays,
         and of the rest what would cost too much to skip."""
-        layer = event.layer + 1
-        resident, nats = view.resident[layer], self._nats[layer]
-        wanted: dict[int, float] = {}
-        for row in range(event.n_tokens):
-            ids, scores = event.ahead_ids_array[0, row].tolist(), event.ahead_array[0, row]
-            # the model's weights have the sum that they have here
-            gates = scores * (event.weights_array[row].sum() / max(float(scores.sum()), 1e-30))
-            for place, (expert, gate) in enumerate(zip(ids, gates.tolist(), strict=True)):
-                cost = math.inf if place < self.settings.keep_top else gate**2 * nats[expert][-1]
-                wanted[expert] = wanted.get(expert, 0.0) + cost
-        least = self._price * self._bytes[layer][0]
-        asked = [e for e, cost in wanted.items() if resident[e] == 0 or cost > least]
+        layer, keep_top = event.layer + 1, self._keep_top
+        resident, costs = view.resident[layer], self._costs[layer]
+        ids, scores = event.ahead_ids[0].tolist(), event.ahead_scores[0].tolist()
+        # the model's weights have the sum that they have here
+        scale = sum(event.weights.tolist()) / max(sum(scores), 1e-30)
+        least, skip = self._price * costs.high_bytes, costs.skip
+        asked = [
+            expert
+            for place, expert in enumerate(ids)
+            if place < keep_top
+            or resident[expert] == 0
+            or (scores[place] * scale) ** 2 * skip[expert] > least
+        ]
         out.prefetch_all(layer, asked, 0)
-        if event.n_tokens == 1:
-            self._prediction.expect(layer, asked)
+        self._prediction.expect(layer, asked)
 
-    def _ask_behind(self, out: DecisionBuffer) -> None:
+    def _ask_all(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        """As _ask, of several tokens: what an expert would cost all of them."""
+        layer = event.layer + 1
+        resident, costs = view.resident[layer], self._costs[layer]
+        rows, scores = event.ahead_ids_array[0].tolist(), event.ahead_array[0]
+        sums = event.weights_array.sum(axis=1), np.maximum(scores.sum(axis=1), 1e-30)
+        gates = (scores * (sums[0] / sums[1])[:, None]).tolist()
+        wanted: dict[int, float] = {}
+        for ids, weights in zip(rows, gates, strict=True):
+            for place, (expert, gate) in enumerate(zip(ids, weights, strict=True)):
+                cost = math.inf if place < self._keep_top else gate**2 * costs.skip[expert]
+                wanted[expert] = wanted.get(expert, 0.0) + cost
+        least = self._price * costs.high_bytes
+        out.prefetch_all(layer, [e for e in wanted if resident[e] == 0 or wanted[e] > least], 0)
+
+    def _ask_behind(
+        self, layer: int, lowered: Mapping[int, int], view: StoreView, out: DecisionBuffer
+    ) -> None:
         """Asks for the high copies of what was lowered in the layer before, as far as the rate
         goes: for the layer that is being computed, the store takes no prefetch."""
-        layer, lowered = self._pending
-        if not self.transition_rate:
-            out.prefetch_all(layer, lowered, 0)
-            return
-        n = int(max(0.0, self._behind_bytes) // self._bytes[layer][0])
-        out.prefetch_all(layer, lowered[:n], 0)
-        self._behind_bytes -= min(n, len(lowered)) * self._bytes[layer][0]
-
-    def _prefetches(self) -> bool:
-        return self._prefetch == ON or (self._prefetch == AUTO and self._monitor.on)
+        before, experts = self._pending
+        if experts:
+            n, n_bytes = len(experts), self._high_bytes[before]
+            if self.transition_rate:
+                n = min(n, int(max(0.0, self._behind_bytes) // n_bytes))
+                self._behind_bytes -= n * n_bytes
+            out.prefetch_all(before, experts[:n], 0)
+        resident = view.resident[layer]
+        self._pending = layer, [each for each in lowered if resident[each] != 0]
 
     def step_done(self, report: StepReport) -> tuple[()]:
         """A decode step's tokens have lost what they lost: their sequences keep the rest, up to a
@@ -372,7 +341,7 @@ class Floor(Policy):
         self._running = []
         self._tokens += report.n_tokens
         self._spent += spent
-        most = _BURST_EXPERTS * self._bytes[0][0]
+        most = _BURST_EXPERTS * self._high_bytes[0]
         self._behind_bytes = min(self._behind_bytes + self.transition_rate * report.us / 1e6, most)
         if report.n_tokens == 1 and self._prefetch == AUTO:
             self._monitor.step(report.us)

@@ -79,16 +79,20 @@ class Hotness:
         self._steps += 1
         self._tokens += report.n_tokens
         self._us += report.us
-        if not self._ends(report.phase):
+        if not self._ends(report.phase, self._steps):
             return False
         self._update()
         return True
 
-    def _ends(self, phase: Phase) -> bool:
+    def may_end(self, phase: Phase) -> bool:
+        """Whether the next step that is counted may end an interval, if it is one of this phase."""
+        return self._settings.update_ms is not None or self._ends(phase, self._steps + 1)
+
+    def _ends(self, phase: Phase, n_steps: int) -> bool:
         ms, steps = self._settings.update_ms, self._settings.update_steps
         if ms is not None:
             return 0 < 1000 * ms <= self._us
-        return steps > 0 and (phase == Phase.PREFILL or self._steps >= steps)
+        return steps > 0 and (phase == Phase.PREFILL or n_steps >= steps)
 
     def _update(self) -> None:
         settings = self._settings
@@ -105,7 +109,10 @@ class Hotness:
 
 
 class Learning(Policy):
-    """A policy that goes by `Hotness`, and changes versions in the background at the usual rate."""
+    """A policy that goes by `Hotness`, and changes versions in the background at the usual rate.
+
+    _settled: nothing is under way, or waits to be moved, so that the policy has nothing to do until
+    the scores are new. What counts each of its steps leaves it False."""
 
     counts = True
     follows_tiers = True
@@ -118,6 +125,7 @@ class Learning(Policy):
         """Raises PolicyError where the policy cannot work with the model's tiers."""
         super().__init__(shape, settings, rules)
         self._hotness = Hotness(shape, self.settings)
+        self._settled = False
 
     @property
     def transition_rate(self) -> int:
@@ -136,6 +144,10 @@ class Learning(Policy):
     def set_hotness(self, scores: np.ndarray) -> None:
         """Starts from the S of an earlier run, [n_layers, n_expert]."""
         self._hotness.set(scores)
+
+    def wants(self, phase: Phase) -> bool:
+        """Not while every expert is where it should be, and the scores stay as they are."""
+        return not self._settled or self._hotness.may_end(phase)
 
     def _count(self, report: StepReport) -> bool:
         """Counts a step; whether the scores are new."""

@@ -93,6 +93,8 @@ class Mixed(Learning):
         self._used: list[int] = []  # tiers that experts have
         self._wanted: np.ndarray = np.zeros((shape.n_layers, shape.n_expert), np.uint8)
         self._moved = self._exchanged = 0
+        # Where experts were, and went, when none of them found a slot.
+        self._no_moves: tuple[bytes, bytes] | None = None
 
     @classmethod
     def high_tier(cls, offer: TierOffer) -> int:
@@ -179,16 +181,22 @@ class Mixed(Learning):
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Counts the step, and returns the moves that have slots now."""
         if report.counts is None or report.resident is None or report.target is None:
+            self._count(report)
             return ()
         resident, target = report.resident, report.target
         if self._count(report):
             self._exchange((resident == target) & (resident == self._wanted))
-        if self._pools is None or (resident == self._wanted).all():
+            self._no_moves = None
+        there = bool((resident == self._wanted).all())
+        self._settled = there and bool((target == resident).all())
+        states = resident.tobytes(), target.tobytes()
+        if self._pools is None or there or states == self._no_moves:
             return ()
         losses = self.weighted
         gains = _of(losses, np.minimum(resident, self.default_tier)) - _of(losses, self._wanted)
         found = moves(self._pools, self._wanted, resident, target, gains)
         self._moved += len(found)
+        self._no_moves = None if found else states
         return found
 
     def _exchange(self, free: np.ndarray) -> None:

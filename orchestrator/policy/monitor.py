@@ -9,6 +9,7 @@ BLOCK_STEPS = 8  # a trial is four blocks, in turn without and with
 FIRST_STEPS = 32
 PERIOD_STEPS = 256
 LONGEST_STEPS = 4096
+COUNTED_AT_ONCE = 256
 MARGIN = 0.02  # what the other way has to gain before it becomes the rule
 
 
@@ -17,38 +18,51 @@ class Prediction:
     was then routed to (precision); of the routed ones, the share asked for (recall)."""
 
     def __init__(self, n_layers: int) -> None:
-        self._asked = [0] * n_layers
-        self._steps = [0] * n_layers
-        self._routed = [0] * n_layers
-        self._right = [0] * n_layers
+        # Of each layer: experts asked for, steps, experts routed to, those of them asked for.
+        self._counts = [[0, 0, 0, 0] for _ in range(n_layers)]
         self._layer = -1
         self._experts: Collection[int] = ()
+        # (layer, experts asked for, experts routed to): counted later, many at once, since a token
+        # waits while a layer is decided.
+        self._seen: list[tuple[int, Collection[int], Collection[int]]] = []
 
     def expect(self, layer: int, experts: Collection[int]) -> None:
-        """What was asked for ahead in a layer; the next observe() is compared with it."""
+        """What was asked for ahead in a layer; the next observe() is compared with it. Both keep
+        what they are given."""
         self._layer, self._experts = layer, experts
 
     def observe(self, layer: int, experts: Collection[int]) -> None:
         """What the layer's tokens really use: distinct experts, skipped ones left out."""
         if layer == self._layer:
-            self._asked[layer] += len(self._experts)
-            self._steps[layer] += 1
-            self._routed[layer] += len(experts)
-            self._right[layer] += len(set(self._experts).intersection(experts))
+            self._seen.append((layer, self._experts, experts))
+            if len(self._seen) >= COUNTED_AT_ONCE:
+                self._count()
         self._layer = -1
+
+    def _count(self) -> None:
+        for layer, asked, routed in self._seen:
+            counts = self._counts[layer]
+            counts[0] += len(asked)
+            counts[1] += 1
+            counts[2] += len(routed)
+            counts[3] += len(set(asked).intersection(routed))
+        self._seen.clear()
 
     def precision(self) -> list[float | None]:
         """One value a layer; None where nothing was asked for ahead, as in the first. FIRM-MoE's
         utilisation, eq. 8."""
-        return [r / n if n else None for r, n in zip(self._right, self._asked, strict=True)]
+        self._count()
+        return [right / asked if asked else None for asked, _, _, right in self._counts]
 
     def recall(self) -> list[float | None]:
         """As precision(); FIRM-MoE's accuracy, eq. 7."""
-        return [r / n if n else None for r, n in zip(self._right, self._routed, strict=True)]
+        self._count()
+        return [right / routed if routed else None for _, _, routed, right in self._counts]
 
     def size(self) -> list[float | None]:
         """As precision(): how many experts were asked for, the mean over the steps."""
-        return [a / n if n else None for a, n in zip(self._asked, self._steps, strict=True)]
+        self._count()
+        return [asked / steps if steps else None for asked, steps, _, _ in self._counts]
 
 
 class Monitor:

@@ -51,6 +51,10 @@ class TierPools(Pools):
         ]
         self._on_host = [place.on_host for place in places]
         super().__init__(self._pools, shape.n_layers, [place.tiers for place in places])
+        # bool [n_places, 256]: whether a tier is of a place.
+        self._is_in = np.zeros((len(places), 256), bool)
+        for at, place in enumerate(places):
+            self._is_in[at, list(place.tiers)] = True
 
     @property
     def n_tiers(self) -> int:
@@ -80,8 +84,8 @@ class TierPools(Pools):
         between two tiers holds a slot of both, also where these are of one pool."""
         moving = target != resident
         return self.free(
-            np.isin(resident, tiers).sum(axis=1) + (np.isin(target, tiers) & moving).sum(axis=1)
-            for tiers in self._tiers
+            is_in[resident].sum(axis=1) + (is_in[target] & moving).sum(axis=1)
+            for is_in in self._is_in
         )
 
 

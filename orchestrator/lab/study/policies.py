@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
+from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy import Policy
 from orchestrator.policy.base import Transition
 
@@ -55,6 +55,10 @@ class Counts(Wrapper):
             raise ValueError("no step was counted")
         mean: np.ndarray = self._total / self.steps
         return mean
+
+    def wants(self, phase: Phase) -> bool:
+        """Every step is counted by itself."""
+        return True
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Counts; no transitions."""

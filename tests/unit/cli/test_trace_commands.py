@@ -165,6 +165,7 @@ def test_refused_in_one_sentence(model: Path, recorded: Path, tmp_path: Path) ->
         (("replay", model), "not a trace"),
         (("replay", tmp_path / "no.npz"), "No such file"),
         (("replay", recorded, "--policy=plain"), "no store to replay"),
+        (("replay", recorded, "--losses", text), "this is no loss table"),
         (("replay", recorded, "--clock=recorded"), "with dymoe none did: leave it out"),
         (
             ("replay", recorded, "--expert-ram=4096"),

@@ -88,7 +88,8 @@ def test_a_meter_takes_what_is_computed(exact: bool) -> None:
 def test_uses_that_nobody_decided_are_counted() -> None:
     meter = LossMeter(ESTIMATE, exact=False)
     counts, tiers = np.ones(SIZE), np.ones(SIZE, np.uint8)
-    meter.counted(counts, tiers)
+    meter.holds(tiers)
+    meter.counted(counts)
     meter.step_done(Phase.DECODE, 4)
     assert meter.mean(Phase.DECODE) == pytest.approx((ESTIMATE.gates * NATS[..., 1]).sum() / 4)
     assert meter.costs and not LossMeter(KlEstimate("x", NATS[..., [0, 2]], counts), True).costs

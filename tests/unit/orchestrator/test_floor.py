@@ -275,3 +275,53 @@ def test_the_budget_changes_live() -> None:
     assert policy.change("max_loss", 3 * 0.051) and policy._price > 0
     policy._price = 1.0
     assert decided(policy, make())[0] == {0: SKIP, 7: SKIP}
+
+
+class General(Floor):
+    """Decides a single token as one of several."""
+
+    _lower = Floor._lower_all
+    _ask = Floor._ask_all
+
+
+@pytest.mark.parametrize("shape", [ONE, TWO])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_single_token_is_decided_as_several_are(seed: int, shape: ModelShape) -> None:
+    """Over tokens whose gates, predictions and residency are random, with all that an account and
+    the price remember."""
+    rng = np.random.default_rng(seed)
+    settings = {
+        "keep_top": seed % 3,
+        "skip_present": 0.2 * (seed % 2),
+        "max_loss": 0.3,
+        "prefetch": "on",
+        "loss_schedule": "cosine",
+    }
+    nats = rng.lognormal(size=(shape.n_layers, shape.n_expert, len(shape.tiers) + 1)).cumsum(axis=2)
+    nats[..., 0] = 0
+    both = [each(shape, Floor.Settings(**settings)) for each in (Floor, General)]
+    for policy in both:
+        policy.plan(shape.all_slot_bytes())
+        policy.set_estimate(KlEstimate(shape.tiers[0], nats, np.ones(nats.shape[:2])))
+    lowered = asked = 0
+    for step in range(40):
+        for layer in range(shape.n_layers):
+            ids, then = rng.permutation(8)[:K], rng.permutation(8)[:K]
+            ahead = (then, np.sort(rng.random(K))[::-1]) if layer + 1 < shape.n_layers else None
+            event = make(layer, step, [ids], [rng.dirichlet(np.ones(K))], ahead=ahead)
+            here, low = np.split(rng.permutation(8)[:5], [4])
+            low = low if len(shape.tiers) > 1 else ()
+            (tiers, out), (same_tiers, same) = (
+                decided(policy, event, here.tolist(), low) for policy in both
+            )
+            assert (tiers, prefetches(out)) == (same_tiers, prefetches(same))
+            lowered, asked = lowered + len(tiers), asked + out.n_prefetch
+        states = [(p._accounts[0].left, p._accounts[0].spent, p._price) for p in both]
+        assert states[0] == states[1]
+        for policy in both:
+            policy.step_done(report())
+    assert lowered > 40 and asked > 40
+    one, other = (policy.report() for policy in both)
+    assert [one[name] for name in ("loss", "missing", "lowered")] == [
+        other[name] for name in ("loss", "missing", "lowered")
+    ]

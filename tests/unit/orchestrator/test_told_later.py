@@ -1,0 +1,123 @@
+"""Policies that are not told of every step decide what they would decide if they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from shapes import make_shape
+from test_near_slots import five_tiers
+
+from orchestrator.driver import Driver
+from orchestrator.estimate import KlEstimate, LossMeter
+from orchestrator.events import ComputedStep, Phase
+from orchestrator.native import Store
+from orchestrator.policy import ModelShape
+from orchestrator.policy.base import Transition
+from orchestrator.policy.dynaexq import DynaExq
+from orchestrator.policy.hotness import Learning
+from orchestrator.policy.mixed import Mixed
+
+N_STEPS = 400
+
+
+class Always(Mixed):
+    """Told of every step."""
+
+    def wants(self, phase: Phase) -> bool:
+        return True
+
+
+class AlwaysHot(DynaExq):
+    """Told of every step."""
+
+    def wants(self, phase: Phase) -> bool:
+        return True
+
+
+class FakeStore:
+    """Counts what it is given, and brings what it is asked for some steps later."""
+
+    def __init__(self, policy: Learning, seed: int) -> None:
+        shape = policy.shape
+        self.tiers = np.zeros((shape.n_layers, shape.n_expert), np.uint8)
+        for layer, expert, tier in policy.start():
+            self.tiers[layer, expert] = tier
+        self._rng = np.random.default_rng(seed)
+        self._way: dict[tuple[int, int], tuple[int, int]] = {}
+        self.step_counts = np.zeros(self.tiers.shape, np.uint32)
+        self.looks = 0
+        self.asked: list[tuple[int, Transition]] = []
+        self.number = 0
+
+    def take_counts(self) -> np.ndarray:
+        counts, self.step_counts = self.step_counts, np.zeros_like(self.step_counts)
+        return counts
+
+    def states(self) -> tuple[np.ndarray, np.ndarray]:
+        self.looks += 1
+        target = self.tiers.copy()
+        for at, (tier, _) in self._way.items():
+            target[at] = tier
+        return self.tiers.copy(), target
+
+    def transition(self, moves: Sequence[Transition]) -> int:
+        for layer, expert, tier in moves:
+            self.asked.append((self.number, (layer, expert, tier)))
+            self._way[layer, expert] = tier, int(self._rng.integers(1, 4))
+        return len(moves)
+
+    def begin_step(self) -> None:
+        """What has arrived is in its tier."""
+        self.number += 1
+        for at, (tier, left) in list(self._way.items()):
+            self._way[at] = tier, left - 1
+            if left == 1:
+                self.tiers[at] = tier
+                del self._way[at]
+
+
+def run(policy: Learning, shape: ModelShape, budget: int, seed: int) -> tuple[Any, ...]:
+    """What comes of a run whose use of experts changes in its middle; prompts come between."""
+    rng = np.random.default_rng(seed)
+    policy.set_hotness(rng.random((shape.n_layers, shape.n_expert)) ** 2)
+    policy.plan(budget)
+    store = FakeStore(policy, seed)
+    driver = Driver(policy, cast(Store, store))
+    size = shape.n_layers, shape.n_expert
+    nats = rng.random((*size, len(shape.tiers) + 1)).cumsum(axis=2)
+    driver.meter = LossMeter(KlEstimate(shape.tiers[0], nats, np.ones(size)), exact=False)
+    use = rng.random(size) ** 6
+    for number in range(N_STEPS):
+        if number == N_STEPS // 2:
+            use = rng.permuted(use, axis=1)
+        phase = Phase.PREFILL if number % 50 == 17 else Phase.DECODE
+        n_tokens = 9 if phase is Phase.PREFILL else 1
+        store.begin_step()
+        store.step_counts = rng.poisson(n_tokens * use / use.mean()).astype(np.uint32)
+        driver.step_done(ComputedStep(number, phase, n_tokens, 900.0, (), (), ()))
+    totals = [driver.meter.mean(phase) for phase in Phase]
+    return store.asked, policy.hotness.tolist(), policy.updates, totals, store.looks
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("policies", "shape", "share"),
+    [((Mixed, Always), five_tiers(), 0.4), ((DynaExq, AlwaysHot), make_shape(), 0.75)],
+    ids=["mixed", "dynaexq"],
+)
+def test_it_decides_the_same(
+    policies: tuple[type[Learning], type[Learning]], shape: ModelShape, share: float, seed: int
+) -> None:
+    budget = int(share * shape.all_slot_bytes())
+    found = [
+        run(policy(shape, policy.Settings(update_steps=32)), shape, budget, seed)
+        for policy in policies
+    ]
+    (asked, hotness, updates, totals, looks), (same, hot, as_often, whole, every) = found
+    assert asked == same and len(asked) > 4
+    assert hotness == hot and updates == as_often
+    assert totals == pytest.approx(whole)
+    assert looks < 0.8 * every == 0.8 * N_STEPS
