@@ -552,7 +552,7 @@ class product {
         const size_t n = n_rows*dst->ne[0];
         ggml_cuda_pool_alloc<float>   copied_rows(ctx.pool());
         ggml_cuda_pool_alloc<int32_t> copied_where(ctx.pool());
-        if (!device->exchange.pinned) {  // kernels cannot read it where it is
+        if (!device->reads_in_place(device->exchange.pinned)) {
             CUDA_CHECK(cudaMemcpyAsync(copied_rows.alloc(n), rows, n*sizeof(float), cudaMemcpyHostToDevice, stream));
             CUDA_CHECK(cudaMemcpyAsync(copied_where.alloc(n_rows), where, n_rows*sizeof(int32_t), cudaMemcpyHostToDevice, stream));
             rows  = copied_rows.get();

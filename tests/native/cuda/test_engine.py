@@ -106,6 +106,25 @@ def test_misses_by_choice(device: Device, tiny_model: Callable[..., Path], name:
             assert found["host_computed"] == (found["in_place"] if misses == "compute" else 0)
 
 
+def test_pinned_memory_that_kernels_cannot_reach(
+    device: Device, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some drivers give it another address on the device: it is copied from, never read in
+    place."""
+    if not device.emulated:
+        pytest.skip("such a driver is at hand in the emulation only")
+    options = {**POLICIES["lru"], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
+    wanted = engine("-", 3, **options, device="host")
+    options |= {"answer": wanted["tokens"], "device": "cuda0"}
+    monkeypatch.setenv("MOE_EMU_SAME_ADDRESS", "0")
+    for misses, served in (("read", "copy"), ("compute", "compute"), ("auto", "auto")):
+        found = engine(device.library, 3, **options, misses=misses)
+        assert_same_answer(found, wanted)
+        assert found["misses"] == served and "not pinned" not in found["mode"]
+        assert found["in_place"] == found["host_computed"]
+    assert found["copied"] > 0
+
+
 def test_one_tier_is_lossless(device: Device, tiny_model: Callable[..., Path]) -> None:
     """What experts from a few slots give, and what upstream's own path gives on the same GPU."""
     library = device.library
@@ -182,9 +201,20 @@ def of_last_token(found: dict[str, Any]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_vram_is_a_cap(device: Device, tiny_model: Callable[..., Path], name: str) -> None:
+@pytest.mark.parametrize("kernels", [0, 4 << 20])
+def test_vram_is_a_cap(
+    device: Device,
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kernels: int,
+) -> None:
     """The smallest --vram that a message names works, and what was really taken of the device,
-    memory of kernels included, stays within it. One byte less is refused."""
+    memory of kernels included, stays within it. One byte less is refused. kernels: what each takes
+    of the emulated device; more than was estimated is measured, and the message says so."""
+    if kernels and not device.emulated:
+        pytest.skip("kernels of a chosen size are at hand in the emulation only")
+    monkeypatch.setenv("MOE_EMU_MODULE", str(kernels))
     options = {**POLICIES[name], "ubatch": 8}
     options.pop("expert_ram", None)
     library = device.library
@@ -194,6 +224,11 @@ def test_vram_is_a_cap(device: Device, tiny_model: Callable[..., Path], name: st
     again = engine(library, 0, **options, model=model, device="cuda0", vram=least - 1)
     assert f"{least} bytes" in again["error"]
     found = engine(library, 2, **options, model=model, device="cuda0", vram=least)
+    if kernels or (not device.emulated and "error" in found):
+        measured = least_vram(found["error"])
+        assert measured > least
+        least = measured + (16 << 20)  # a driver gives memory in steps
+        found = engine(library, 2, **options, model=model, device="cuda0", vram=least)
     assert found["cap"] == least >= found["planned"]
     assert 0 < found["llama"] + found["slots"] < found["took"][-1] <= least
 
