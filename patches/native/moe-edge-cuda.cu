@@ -508,9 +508,13 @@ class product {
     moe_edge_ticket fetch(const exchanged & at) {
         const size_t row = x->ne[0]*sizeof(float);
         device->order(stream, device->exchange.last);
-        for (int64_t t = 0; t < n_tokens; t++) {
-            CUDA_CHECK(cudaMemcpy2DAsync(at.x + t*x->ne[1]*x->ne[0], row, static_cast<const char *>(x->data) + t*x->nb[2], x->nb[1],
-                                         row, x->ne[1], cudaMemcpyDeviceToHost, stream));
+        // one copy where all rows are as far from each other as those of a token are
+        const bool    even    = x->ne[1] == 1 || x->nb[2] == x->ne[1]*x->nb[1];
+        const size_t  pitch   = x->ne[1] == 1 ? x->nb[2] : x->nb[1];
+        const int64_t at_once = even ? n_tokens : 1;
+        for (int64_t t = 0; t < n_tokens; t += at_once) {
+            CUDA_CHECK(cudaMemcpy2DAsync(at.x + t*x->ne[1]*x->ne[0], row, static_cast<const char *>(x->data) + t*x->nb[2], pitch,
+                                         row, x->ne[1]*at_once, cudaMemcpyDeviceToHost, stream));
         }
         CUDA_CHECK(cudaMemcpy2DAsync(at.ids, n_slots*sizeof(int32_t), ids->data, ids->nb[1], n_slots*sizeof(int32_t), n_tokens,
                                      cudaMemcpyDeviceToHost, stream));
