@@ -90,7 +90,7 @@ void multiply_row(int n, float * out, size_t, const void * weights, size_t, cons
 class played_device : public moe_edge_device {
   public:
     static constexpr double PINNED_US = 1000.0, PAGEABLE_US = 3000.0, READ_US = 1700.0, FEW_US = 9.0;
-    bool pins = true, copies = true, reads = true;
+    bool pins = true, copies = true, reads = true, loses = false;
     std::string failure;
 
     std::string name() const override { return "played"; }
@@ -112,7 +112,8 @@ class played_device : public moe_edge_device {
     std::string error() override { return failure; }
     bool read(const void *, uint64_t) override {
         now_us += took_for(READ_US);
-        return reads;
+        failure = loses ? "lost" : "";
+        return reads && !loses;
     }
 
   private:
@@ -189,6 +190,9 @@ void devices() {
     }
     measured(no_copies, BYTES, -1);
     measured(lost, BYTES, -1);
+    played_device lost_by_reading;
+    lost_by_reading.loses = true;
+    measured(lost_by_reading, BYTES, -1);
     measured(device, BYTES / 4, -1);
 }
 

@@ -47,7 +47,7 @@ def last_words(
     return said
 
 
-@pytest.mark.parametrize("kernel", [40, 400])
+@pytest.mark.parametrize("kernel", [1, 40, 400])
 @pytest.mark.parametrize("name", ["lru", "dynaexq"])
 def test_a_card_that_is_lost(
     device: Device, tiny_model: Callable[..., Path], name: str, kernel: int
@@ -57,8 +57,9 @@ def test_a_card_that_is_lost(
         pytest.skip("a card that fails when it is told to is at hand in the emulation only")
     model = tiny_model("qwen3moe", "q4_k", "q2_k")
     said = last_words(device, model, name, LOST, MOE_EMU_FAIL=str(kernel))
-    # or our own copies met it first: the engine raised, and freed all
-    assert said is not None and "start the program again" in said
+    # or our own copies met it first, or what times them: the engine raised, and freed all
+    assert said is not None
+    assert ("does not answer" if kernel == 1 else "start the program again") in said
 
 
 @pytest.mark.parametrize("allocation", [1, 4, 8, 12])
