@@ -198,9 +198,12 @@ def compile_tree(
     if folder.exists() and not configured.exists():
         shutil.rmtree(folder)  # a first configuration that was interrupted
     folder.mkdir(parents=True, exist_ok=True)
-    if running.exists():
+    # Ninja lists what is complete, and compiles the rest again. Its list may say more than the disk
+    # has once the machine itself has gone down.
+    killed = running.exists()
+    if killed and (plan.tools.generator != "Ninja" or running.read_text() != _boot()):
         _drop_newer(folder, running.stat().st_mtime_ns)
-    running.write_text("")
+    running.write_text(_boot())
     command = [plan.tools.cmake, "-S", str(source), "-B", str(folder)]
     command += ["-G", plan.tools.generator]
     definitions = [f"CMAKE_C_COMPILER={plan.tools.cc}", f"CMAKE_CXX_COMPILER={plan.tools.cxx}"]
@@ -210,14 +213,15 @@ def compile_tree(
     command += [f"-D{definition}" for definition in (*definitions, *plan.flags)]
     log = folder / "moe-edge-build.log"
     try:
-        with log.open("w") as file:
+        # What a killed run warned of is not said again: its objects are there.
+        with log.open("a" if killed else "w") as file:
             _run(command, "configuring", file.fileno(), log, lock)
             configured.write_text("")
             command = [plan.tools.cmake, "--build", str(folder), "--target", *targets]
             command += ["--parallel", str(jobs or default_jobs(plan.gpu))]
             _run(command, "compiling", file.fileno(), log, lock)
-    except KeyboardInterrupt:
-        # The compilers have seen Ctrl-C too, and have removed what they had half written.
+    except (KeyboardInterrupt, BuildError):
+        # Compilers that fail, or have seen Ctrl-C too, remove what they had half written.
         running.unlink(missing_ok=True)
         raise
     running.unlink()
@@ -248,6 +252,14 @@ def check_cuda_objects(plan: Plan, source: Path, full: bool, lock: int) -> None:
 def our_warnings(log: str) -> list[str]:
     """The lines of a build log that warn of a file of ours, each once."""
     return list(dict.fromkeys(match[0] for match in OUR_WARNING.finditer(log)))
+
+
+def _boot() -> str:
+    """What names this start of the machine; a new text each time where nothing does."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return os.urandom(16).hex()
 
 
 def _drop_newer(folder: Path, since_ns: int) -> None:

@@ -32,6 +32,8 @@ REPORT = Path("gpu-report.md")
 TAIL = 12_000  # characters of a step's output in the report
 TRIES = 2  # a step that was cut off so often is left aside: it may be what ends the machine
 COLLECT_SECONDS = 300
+# The emulated GPU computes on the CPU. Its limit is for what hangs, as a GPU's is.
+EMULATED_TIMES = 10
 LIBRARY = "library, environment and tests' tools for this GPU"
 
 # Each part with the longest time of one of its steps, and the tests that it has: a part takes what
@@ -216,12 +218,12 @@ def find_tests(python: Path, folder: Path, emulated: bool) -> list[Step]:
     if not names:
         say((done.stdout + done.stderr)[-2000:])
         return [Step("device", "tests for a GPU are found", collect, COLLECT_SECONDS)]
-    steps = []
+    steps, times = [], EMULATED_TIMES if emulated else 1
     for name in names:
         part = part_of(name)
         results = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.xml"
         command = (*pytest, "-q", "-o", "junit_logging=all", f"--junitxml={results}", name)
-        steps.append(Step(part, name, command, PARTS[part][0], results))
+        steps.append(Step(part, name, command, times * PARTS[part][0], results))
     return steps
 
 

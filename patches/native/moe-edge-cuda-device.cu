@@ -21,15 +21,19 @@ static uint64_t most_pinned() {
     return (uint64_t) sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / 4 * 3;
 }
 
-// An error that stays: every later call of the process fails for its sake. What ggml then says of
-// the call that met it means nothing to a user.
+// ggml ends the process here. What it says of the call that failed means nothing to a user, whether the
+// error stays, so that every later call fails for its sake, or memory that was there is another's now.
 static void on_abort(const char * message) {
+    const bool full = cudaPeekAtLastError() == cudaErrorMemoryAllocation;
     const cudaError_t status = cudaDeviceSynchronize();
-    if (status == cudaSuccess) {
+    if (status != cudaSuccess) {
+        fprintf(stderr, "The GPU has failed (%s): start the program again, or use --device cpu.\n", cudaGetErrorString(status));
+    } else if (full) {
+        fprintf(stderr, "The GPU's memory is full: end what else uses it, or give a smaller --vram.\n");
+    } else {
         fprintf(stderr, "%s\n", message);
         return;
     }
-    fprintf(stderr, "The GPU has failed (%s): start the program again, or use --device cpu.\n", cudaGetErrorString(status));
     fflush(stderr);
     _exit(1);
 }
@@ -129,6 +133,11 @@ bool moe_edge_cuda_device::start() {
             status = cudaStreamCreateWithPriority(&lanes[i].stream, cudaStreamNonBlocking,
                                                   i == MOE_EDGE_LANE_DEMAND ? greatest : least);
         }
+        int same_address = 0;
+        if (status == cudaSuccess) {
+            status = cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem, physical);
+        }
+        reads_host = same_address != 0;
     }
     return check(status, "its copy streams cannot be made");
 }
@@ -236,7 +245,7 @@ void moe_edge_cuda_device::release_host(char * memory) {
 
 bool moe_edge_cuda_device::read(const void * from, uint64_t bytes) {
     constexpr int BLOCKS = 1024, THREADS = 256;
-    if (!start() || !is_pinned(from, bytes)) {
+    if (!start() || !reads_in_place(is_pinned(from, bytes))) {
         return false;
     }
     const cudaStream_t stream = lanes[MOE_EDGE_LANE_DEMAND].stream;

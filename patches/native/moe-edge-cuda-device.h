@@ -75,6 +75,7 @@ class moe_edge_cuda_device : public moe_edge_device {
     std::string error() override;
     void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) override;
     bool read(const void * from, uint64_t bytes) override;
+    bool reads_in_place(bool pinned) const override { return pinned && reads_host; }
     bool counts_routing() const override { return true; }
     bool computes(int32_t type) const override;
     bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override;
@@ -160,6 +161,7 @@ class moe_edge_cuda_device : public moe_edge_device {
     uint64_t                 pinned_bytes = 0;
     std::map<const ggml_backend_cuda_context *, of_backend> backends;
     std::atomic<bool>        lost { false };
+    std::atomic<bool>        reads_host { false };  // kernels find what was pinned at the host's own address
     std::atomic<uint64_t>    expected { 0 };
     std::atomic<int32_t>     expected_pieces { 1 };
 

@@ -508,9 +508,13 @@ class product {
     moe_edge_ticket fetch(const exchanged & at) {
         const size_t row = x->ne[0]*sizeof(float);
         device->order(stream, device->exchange.last);
-        for (int64_t t = 0; t < n_tokens; t++) {
-            CUDA_CHECK(cudaMemcpy2DAsync(at.x + t*x->ne[1]*x->ne[0], row, static_cast<const char *>(x->data) + t*x->nb[2], x->nb[1],
-                                         row, x->ne[1], cudaMemcpyDeviceToHost, stream));
+        // one copy where all rows are as far from each other as those of a token are
+        const bool    even    = x->ne[1] == 1 || x->nb[2] == x->ne[1]*x->nb[1];
+        const size_t  pitch   = x->ne[1] == 1 ? x->nb[2] : x->nb[1];
+        const int64_t at_once = even ? n_tokens : 1;
+        for (int64_t t = 0; t < n_tokens; t += at_once) {
+            CUDA_CHECK(cudaMemcpy2DAsync(at.x + t*x->ne[1]*x->ne[0], row, static_cast<const char *>(x->data) + t*x->nb[2], pitch,
+                                         row, x->ne[1]*at_once, cudaMemcpyDeviceToHost, stream));
         }
         CUDA_CHECK(cudaMemcpy2DAsync(at.ids, n_slots*sizeof(int32_t), ids->data, ids->nb[1], n_slots*sizeof(int32_t), n_tokens,
                                      cudaMemcpyDeviceToHost, stream));
@@ -552,7 +556,7 @@ class product {
         const size_t n = n_rows*dst->ne[0];
         ggml_cuda_pool_alloc<float>   copied_rows(ctx.pool());
         ggml_cuda_pool_alloc<int32_t> copied_where(ctx.pool());
-        if (!device->exchange.pinned) {  // kernels cannot read it where it is
+        if (!device->reads_in_place(device->exchange.pinned)) {
             CUDA_CHECK(cudaMemcpyAsync(copied_rows.alloc(n), rows, n*sizeof(float), cudaMemcpyHostToDevice, stream));
             CUDA_CHECK(cudaMemcpyAsync(copied_where.alloc(n_rows), where, n_rows*sizeof(int32_t), cudaMemcpyHostToDevice, stream));
             rows  = copied_rows.get();

@@ -215,7 +215,7 @@ int moe_edge_device_measure(void * device, uint64_t bytes, int32_t n_threads, mo
         const double plain  = copy_seconds(d, to, pageable.get(), bytes);
         const double few    = copy_seconds(d, to, page_locked, 64);
         const double read   = pinned ? best_seconds([&] { return d.read(page_locked, bytes); }) : INFINITY;
-        ok = std::isfinite(locked + plain + few);
+        ok = std::isfinite(locked + plain + few) && d.error().empty();
         if (ok) {
             out->pinned_bytes_per_s   = pinned ? bytes / locked : 0.0;
             out->pageable_bytes_per_s = bytes / plain;

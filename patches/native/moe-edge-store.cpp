@@ -350,6 +350,10 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
     char * at_host = on_host > 0 ? map_pools(on_host, config.flags) : nullptr;
     memory = device ? device->alloc(std::max<uint64_t>(on_device, MOE_EDGE_DEVICE_ALIGN)) : at_host;
     if (!memory) {
+        check_device();
+        if (failed) {
+            refuse("store: %s", failure.c_str());
+        }
         refuse("store: %s has no memory for slots of %llu bytes", device->name().c_str(), (unsigned long long) on_device);
     }
     char * at_device = static_cast<char *>(memory);

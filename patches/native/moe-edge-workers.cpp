@@ -4,10 +4,46 @@
 #include "ggml.h"
 
 #include <algorithm>
+#include <cstdint>
 
 namespace {
 
 constexpr int64_t UNIT_ROWS = 32;  // of weights: what a thread takes at once
+
+// With so many rows of activations ggml's product of matrices is faster than one row after another. Their
+// results differ by rounding. A thread takes at most so many of them at once.
+constexpr size_t MATRIX_ROWS = 16, MATRIX_PART = 128;
+
+bool by_matrix(const moe_edge_product & p) { return p.x.size() >= MATRIX_ROWS; }
+
+// n rows of activations from `first` on, all on this thread.
+void multiply_matrix(const moe_edge_product & p, size_t first, size_t n) {
+    constexpr size_t ALIGN = 64;
+    thread_local std::vector<float> x, out;
+    thread_local std::vector<char> tensors(ggml_tensor_overhead() * 4 + ggml_graph_overhead_custom(4, false)), scratch;
+    x.resize(n * p.n_in);
+    out.resize(n * p.n_out);
+    for (size_t i = 0; i < n; i++) {
+        std::copy_n(p.x[first + i], p.n_in, &x[i * p.n_in]);
+    }
+    ggml_context * ctx = ggml_init({ tensors.size(), tensors.data(), true });
+    ggml_tensor * weights = ggml_new_tensor_2d(ctx, static_cast<ggml_type>(p.type), p.n_in, p.n_out);
+    ggml_tensor * rows    = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, p.n_in, n);
+    ggml_tensor * op      = ggml_mul_mat(ctx, weights, rows);
+    weights->data = const_cast<void *>(p.weights);
+    rows->data    = x.data();
+    op->data      = out.data();
+    ggml_cgraph * graph = ggml_new_graph_custom(ctx, 4, false);
+    ggml_build_forward_expand(graph, op);
+    ggml_cplan plan = ggml_graph_plan(graph, 1, nullptr);
+    scratch.resize(plan.work_size + ALIGN);
+    plan.work_data = reinterpret_cast<uint8_t *>(GGML_PAD(reinterpret_cast<uintptr_t>(scratch.data()), ALIGN));
+    ggml_graph_compute(graph, &plan);
+    ggml_free(ctx);
+    for (size_t i = 0; i < n; i++) {
+        std::copy_n(&out[i * p.n_out], p.n_out, p.out[first + i]);
+    }
+}
 
 }  // namespace
 
@@ -47,9 +83,19 @@ void moe_edge_workers::multiply(const std::vector<moe_edge_product> & products) 
     activations.clear();
     work.clear();
     n_units = 0;
+    size_t n_rows = 0;
+    for (const auto & p : products) {
+        n_rows += by_matrix(p) ? p.x.size() : 0;
+    }
+    // two parts for each thread, so that none is long alone at the end
+    matrix_part = std::clamp(n_rows / (2 * (threads.size() + 1)), MATRIX_ROWS, MATRIX_PART);
     for (const auto & p : products) {
         const auto * traits = ggml_get_type_traits_cpu(static_cast<ggml_type>(p.type));
         work.push_back({ &p, n_units, {} });
+        if (by_matrix(p)) {
+            n_units += (p.x.size() + matrix_part - 1) / matrix_part;
+            continue;
+        }
         for (const float * x : p.x) {
             work.back().x.push_back(convert(x, p.n_in, traits->vec_dot_type));
         }
@@ -77,6 +123,11 @@ void moe_edge_workers::compute_units() {
             [](int64_t u, const prepared & w) { return u < w.first; });
         const auto & w = *(after - 1);
         const auto & p = *w.product;
+        if (by_matrix(p)) {
+            const size_t first = (unit - w.first) * matrix_part;
+            multiply_matrix(p, first, std::min(matrix_part, p.x.size() - first));
+            continue;
+        }
         const auto type = static_cast<ggml_type>(p.type);
         const auto * traits = ggml_get_type_traits_cpu(type);
         const size_t row_bytes = ggml_row_size(type, p.n_in);

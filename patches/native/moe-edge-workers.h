@@ -47,6 +47,7 @@ class moe_edge_workers {
     std::map<std::pair<const float *, int32_t>, std::vector<char>> activations;  // by row and the type that it takes
     std::vector<prepared>    work;
     int64_t                  n_units = 0;
+    size_t                   matrix_part = 0;  // rows of activations that a thread takes at once, where they are many
     std::atomic<int64_t>     next_unit { 0 };
 
     std::vector<std::thread> threads;

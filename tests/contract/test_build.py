@@ -6,6 +6,7 @@ sources, one of them ours. The tool runs as a user runs it, from a copy of this 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import io
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from patches import build
 from patches.upstream import PATCHES
 
 HANG_S = 600  # only a build that hangs takes so long
@@ -202,18 +204,39 @@ def test_an_interrupted_build_poisons_nothing(toy: Toy, how: signal.Signals, del
     assert toy.answers(wheel) == {"one": 11, "two": 2, "ours": 3}
 
 
-def test_half_written_objects_of_a_killed_run_are_not_linked(toy: Toy) -> None:
+@pytest.mark.parametrize("boot", ["another", "this"])
+def test_half_written_objects_of_a_killed_run_are_not_linked(toy: Toy, boot: str) -> None:
     toy.build()
-    build = next(toy.cache.glob("moe-edge/build/*"))
-    (build / "moe-edge-running").write_text("")
+    build_folder = next(toy.cache.glob("moe-edge/build/*"))
+    (build_folder / "moe-edge-running").write_text(build._boot() if boot == "this" else "")
     time.sleep(0.05)
-    objects = list(build.rglob("two.cpp.o"))
+    objects = list(build_folder.rglob("two.cpp.o"))
     assert objects
-    for path in [*objects, build / "bin" / "libllama.so"]:
+    for path in [*objects, build_folder / "bin" / "libllama.so"]:
         path.write_bytes(path.read_bytes()[:100])
     ours = toy.patches / "native" / "ours.cpp"
     ours.write_text(OURS.replace("return 3", "return 4"))
     assert toy.answers(toy.build()[0]) == {"one": 11, "two": 2, "ours": 4}
+
+
+def test_a_killed_build_goes_on(toy: Toy) -> None:
+    """What was compiled is not compiled again, and what the log had is in it still."""
+    if not any(map(shutil.which, ("ninja", "ninja-build"))):
+        pytest.skip("ninja is missing: make does not note what is complete")
+    process = toy.start()
+    while process.poll() is None:
+        done = [path.read_text() for path in toy.cache.glob("moe-edge/build/*/.ninja_log")]
+        if any("two.cpp.o" in text for text in done):
+            break
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=HANG_S)
+    log = next(toy.cache.glob("moe-edge/build/*/moe-edge-build.log"))
+    before = log.read_text()
+    assert toy.answers(toy.build()[0]) == {"one": 11, "two": 2, "ours": 3}
+    assert log.read_text().startswith(before)
+    assert "two.cpp.o" not in log.read_text()[len(before) :]
 
 
 def test_two_builds_at_once_share_one(toy: Toy) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,9 @@ from gguf_tools.file.layout import BLOCK, GGMLType, device_slot_bytes, row_bytes
 from orchestrator.errors import ConfigError
 from orchestrator.native import Library, find_device, measure_device
 from orchestrator.native.abi import CBandwidths
+from patches.upstream import PATCHES
+
+from .conftest import HERE, run_program
 
 MIB = 1 << 20
 
@@ -44,6 +49,15 @@ def test_copies_are_timed(library: Library) -> None:
     assert speed.round_trip_us > 0
     no_room = CBandwidths()
     assert library.device_measure(device.handle, 1 << 62, 1, ctypes.byref(no_room)) == -1
+
+
+def test_what_is_measured_on_a_clock_that_is_played(compile_native: Callable[..., Path]) -> None:
+    """Copies, reads, the host's products and its threads' waking: each comes out as it was."""
+    parts = [PATCHES / f"native/moe-edge-{part}.cpp" for part in ("devices", "workers")]
+    sources = [HERE / "measure_test.cpp", *parts, PATCHES / "native/moe-edge-host-device.cpp"]
+    libraries = ("ggml", "ggml-cpu", "ggml-base")
+    program = compile_native("measure_test", sources, "-std=c++17", libraries=libraries)
+    assert run_program(program, timeout_s=300) == "fine\n"
 
 
 @pytest.mark.parametrize("quant", [each for each in GGMLType if BLOCK[each].bytes])

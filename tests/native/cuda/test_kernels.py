@@ -67,6 +67,8 @@ def test_shapes_of_real_models(device: Device, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("MOE_EMU_VRAM", str(16 << 30))
     sets = ("q4_K+q2_K", "f16+q8_0")
     output = device.run("managed_test", how, *sets, types=mmq_types(TIERS))
+    if not device.emulated and "too small" in output:
+        pytest.skip(output.splitlines()[-1])
     assert output.count("worst NMSE") == len(sets)
 
 

@@ -109,6 +109,7 @@ enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount,
     cudaDevAttrAsyncEngineCount,
     cudaDevAttrCanMapHostMemory,
+    cudaDevAttrCanUseHostPointerForRegisteredMem,
     cudaDevAttrMaxSharedMemoryPerBlockOptin,
 };
 

@@ -31,6 +31,8 @@
 //   MOE_EMU_DEVICES=N how many there are (default 1), each with such memory of its own
 //   MOE_EMU_MODULE=N  device memory that each kernel takes when it is first launched (default 0)
 //   MOE_EMU_FAIL=N    the Nth kernel leaves its memory: every call fails from then on (default never)
+//   MOE_EMU_FULL=N    the Nth allocation finds no memory, nor does any behind it (default never)
+//   MOE_EMU_SAME_ADDRESS=0  kernels do not find pinned memory at the host's own address (default 1)
 //   MOE_EMU_CC=NNN    compute capability (default MOE_EMU_DEFAULT_CC)
 
 #include "cublas_v2.h"
@@ -803,8 +805,17 @@ void launch(const char * kernel, dim3 grid, dim3 block, size_t shared, cudaStrea
     on->add([=]() mutable { run_kernel(kernel, grid, block, shared, thread); });
 }
 
+bool same_address() {
+    static const bool same = setting("MOE_EMU_SAME_ADDRESS", 1) != 0;
+    return same;
+}
+
 void check_pointer(const char * kernel, const void * p) {
     const where w = locate(p, 1);
+    if (w == PINNED && !same_address()) {
+        fprintf(stderr, "emulated GPU: kernel %s is given %p, which is the host's address of pinned memory\n", kernel, p);
+        abort();
+    }
     if (p && (w == PAGEABLE || w == OUTSIDE || (w == ON_DEVICE && device_of(p) != current_device))) {
         fprintf(stderr, "emulated GPU: kernel %s is given %p, which is %s\n", kernel, p,
             w == ON_DEVICE ? "memory of another device" : "neither the device's memory nor pinned");
@@ -904,6 +915,7 @@ cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr attribute, int d)
         case cudaDevAttrMultiProcessorCount:          *value = p.multiProcessorCount; break;
         case cudaDevAttrAsyncEngineCount:             *value = p.asyncEngineCount; break;
         case cudaDevAttrCanMapHostMemory:             *value = 1; break;
+        case cudaDevAttrCanUseHostPointerForRegisteredMem: *value = same_address(); break;
         case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(p.sharedMemPerBlockOptin); break;
         case cudaDevAttrCooperativeLaunch:            *value = 0; break;
     }
@@ -942,6 +954,11 @@ cudaError_t cudaMalloc(void ** memory, size_t bytes) {
         return cudaSuccess;
     }
     not_while_strict("memory is allocated while a stream is captured");
+    static const uint64_t full = setting("MOE_EMU_FULL", UINT64_MAX);
+    static std::atomic<uint64_t> asked { 0 };
+    if (++asked >= full) {
+        return failed(cudaErrorMemoryAllocation);
+    }
     const size_t padded = (bytes + UNIT - 1) / UNIT * UNIT, inner = (padded + SLACK + PAGE - 1) / PAGE * PAGE;
     world & w = the();
     std::lock_guard<std::mutex> held(w.lock);
