@@ -119,14 +119,18 @@ def factorize(hessian: Square, device: str | None = None) -> Factor | None:
         return None
     order = _order(diagonal)
     ordered = torch.as_tensor(hessian[np.ix_(order, order)], dtype=torch.float64, device=device)
-    ordered = ordered / mean
+    ordered /= mean
     damping = DAMPING
     for _ in range(_TRIES):
-        damped = ordered + damping * torch.eye(len(order), dtype=torch.float64, device=device)
+        # In place, and gone as soon as nobody needs it: wide matrices take most of the memory.
+        damped = ordered.clone()
+        damped.diagonal().add_(damping)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             inverse = torch.cholesky_inverse(lower)
+            del lower
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            del inverse
             if not failed:
                 importance = (diagonal / mean + damping).astype(np.float32)
                 return Factor(order, damped.float(), upper.float(), importance)

@@ -33,7 +33,7 @@ def exchanges(
         gains = flat[:, low] - flat[:, high]
         least = margin * float(np.abs(gains).mean())
         both = pools[:, [high, low]]
-        for pair in np.unique(both[(both >= 0).all(axis=1)], axis=0):
+        for pair in sorted(set(map(tuple, both[(both >= 0).all(axis=1)].tolist()))):
             may = free.reshape(-1) & (both == pair).all(axis=1)
             rising, falling = np.flatnonzero(may & (at == low)), np.flatnonzero(may & (at == high))
             rising = rising[np.argsort(-gains[rising], kind="stable")]
