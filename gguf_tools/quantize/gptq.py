@@ -156,8 +156,8 @@ class _Grid:
     def __init__(self, values: Tensor, ggml_type: GGMLType) -> None:
         coding = CODINGS[ggml_type]
         self._values = values
-        self._even = coding.even
-        if coding.even:
+        self._scales = values.new_tensor(coding.scales)[:, None] if coding.scales else None
+        if self._scales is None:
             self._top = coding.last - coding.first
             self._step = (values[1] - values[0]) / self._top
             zero = self._step == 0
@@ -166,11 +166,11 @@ class _Grid:
     def nearest(self, column: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, counted from the first, and their values [rows] that come nearest to
         what is wanted of a column [rows]."""
-        if self._even:
+        if self._scales is None:
             base, step = self._values[0, column], self._step[column]
             code = ((wanted - base) * self._inverse[column]).round_().clamp_(0, self._top)
             return code, base + code * step
-        values = self._values[:, column]
+        values = self._scales * self._values[0, column]
         code = (values - wanted).abs().argmin(0, keepdim=True)
         return code[0], values.gather(0, code)[0]
 
