@@ -41,6 +41,8 @@ from orchestrator.settings import flag_of
 
 # The records of a replay on near-data memory.
 NEAR_DATA = (Machine, Workload, Generated, PlacementSettings)
+# Nobody records so many tokens of a text without saying how many.
+MOST_TOKENS = 1 << 17
 
 
 @click.command()
@@ -91,7 +93,7 @@ def trace(
     interrupts.ends_with(out)
     options["policy"] = options["policy"] or DEFAULT
     config = make_config(options)
-    words = None if text is None else read_text(text)
+    words = None if text is None else read_text(text, tokens or config.ctx or MOST_TOKENS)
     with open_engine(config, Console()) as engine:
         if words is not None:
             recorded = record_text(engine, words, tokens, prefill)

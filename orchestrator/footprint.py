@@ -16,9 +16,11 @@ from orchestrator.policy.base import ModelShape
 
 # Everything that is neither weights nor KV nor growing with the batch: the interpreter,
 # numpy, the libraries, thread stacks, tables; and, for each token of the vocabulary, its
-# copies in Python and in llama.cpp. Measured: 59 to 70 MiB, the pages of libraries among them, and
-# 240 bytes without merges. Beside a GPU, its driver has memory of its own in the process.
-PROCESS_BYTES = 72 * 2**20
+# copies in Python and in llama.cpp. Measured: 59 to 62 MiB, the pages of libraries among them;
+# 2 more where Python's modules had to be compiled first, and 3 where the kernel gives huge pages
+# unasked. 240 bytes of the vocabulary without merges. Beside a GPU, its driver has memory of its
+# own in the process.
+PROCESS_BYTES = 67 * 2**20
 GPU_PROCESS_BYTES = 96 * 2**20
 VOCAB_TOKEN_BYTES = 600
 

@@ -105,7 +105,7 @@ class Predictor:
     def of_tiers(self, tiers: np.ndarray, n_ubatch: int, layout: str = OWN) -> Prediction:
         """Of every expert in memory in a tier of the file of its own, [n_layers, n_expert], in a
         layout of orchestrator.speeds. Raises NativeError."""
-        used = tuple(sorted(set(np.unique(tiers).tolist()) & set(range(len(self._model.tiers)))))
+        used = tuple(sorted(set(tiers.ravel().tolist()) & set(range(len(self._model.tiers)))))
         place = np.full(256, 255)
         place[list(used)] = range(len(used))
         there = resident(place[tiers], self.uses, len(used))

@@ -39,6 +39,18 @@ MAPS_S = 0.5
 MIB = 1 << 20
 # By each of several clients.
 ASKED = 20
+ANSWER_TOKENS = 64
+# Of an answer in JSON, for which a grammar takes memory.
+FACTS = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "years": {"type": "array", "items": {"type": "number"}},
+    },
+    "required": ["name", "years"],
+}
+# What a chat template and the begin of a text take beside the text itself, at most.
+TEMPLATE_TOKENS = 64
 # Where a command asks for less than it can have, to say what it needs.
 ROOMY = 1 << 30
 # A command looks at what its cgroup has left, which the kernel's own takes some of.
@@ -163,9 +175,11 @@ def _library_bytes(pid: int) -> int:
     return total
 
 
-def ask_server(port: int, clients: int) -> Callable[[subprocess.Popen[str]], None]:
+def ask_server(
+    port: int, clients: int, full: Sequence[str] = ()
+) -> Callable[[subprocess.Popen[str]], None]:
     """Asks a server for answers to prompts of all lengths, so many clients at once, and ends it.
-    One client asks once, with the longest."""
+    One client asks for those in full alone, one behind the other, and for an answer in JSON."""
 
     def use(process: subprocess.Popen[str]) -> None:
         url = f"http://127.0.0.1:{port}"
@@ -178,21 +192,24 @@ def ask_server(port: int, clients: int) -> Callable[[subprocess.Popen[str]], Non
         else:
             return
 
+        def post(path: str, body: dict[str, object]) -> None:
+            asked = urllib.request.Request(
+                f"{url}/v1/{path}",
+                json.dumps(body | {"max_tokens": ANSWER_TOKENS}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with suppress(OSError):  # the process says why it ended
+                urllib.request.urlopen(asked, timeout=3600).read()
+
         def ask(number: int) -> None:
-            for turn in range(ASKED if clients > 1 else 1):
+            for turn in range(ASKED if clients > 1 else len(full)):
                 n = 100 - (37 * turn + 11 * number) % 90
-                body = {
-                    "prompt": "Once upon a time, " * n,
-                    "max_tokens": 64,
-                    "stream": turn % 2 > 0,
-                }
-                asked = urllib.request.Request(
-                    f"{url}/v1/completions",
-                    json.dumps(body).encode(),
-                    {"Content-Type": "application/json"},
-                )
-                with suppress(OSError):  # the process says why it ended
-                    urllib.request.urlopen(asked, timeout=600).read()
+                prompt = "Once upon a time, " * n if clients > 1 else full[turn]
+                post("completions", {"prompt": prompt, "stream": turn % 2 > 0})
+            if clients == 1:
+                said = {"role": "user", "content": "Hello"}
+                form = {"type": "json_schema", "json_schema": {"name": "facts", "schema": FACTS}}
+                post("chat/completions", {"messages": [said], "response_format": form})
 
         askers = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
         for each in askers:
@@ -215,12 +232,14 @@ def _group(limit_bytes: int) -> Iterator[Group]:
 
 class Line(NamedTuple):
     """A command line; has_ram: it takes --ram; port: that of a server, and how many clients it
-    gets; before: the arguments of another one that makes what it reads, without a cap."""
+    gets, and the prompts of one alone; before: the arguments of another one that makes what it
+    reads, without a cap."""
 
     args: list[str]
     has_ram: bool = True
     port: int = 0
     clients: int = 1
+    full: Sequence[str] = ()
     before: Sequence[str] = ()
 
     def run(self, ram: int, *more: str) -> Run:
@@ -242,8 +261,23 @@ class Line(NamedTuple):
             made = run(self.before, ROOMY)
             if made.status:
                 return made
-        use = ask_server(self.port, self.clients) if self.port else None
+        use = ask_server(self.port, self.clients, self.full) if self.port else None
         return run([*self.args, *more], limit_bytes, use=use)
+
+
+def filling(model: Path, words: str, n_tokens: int) -> str:
+    """Words again and again, of so many tokens at most, and hardly fewer."""
+    from orchestrator.llama import Bindings, Model
+
+    often = 64
+    vocabulary = Model(
+        Bindings.load(), model, managed=True, use_extra_bufts=False, use_mmap=False, no_data=True
+    )
+    try:
+        each = len(vocabulary.tokenize(words * often, True, True)) / often
+    finally:
+        vocabulary.close()
+    return words * int(n_tokens / each)
 
 
 def commands(
@@ -253,7 +287,9 @@ def commands(
     from orchestrator.lab.registry import STUDIES
 
     reads = ["-m", str(model), f"--ctx={ctx}"]
-    long = "Once upon a time " * (ctx // 20)  # with a vocabulary of letters nearly all of it
+    # All of the context, which memory is planned for, and takes when it is written.
+    room = ctx - ANSWER_TOKENS - TEMPLATE_TOKENS
+    long, other = (filling(model, words, room) for words in ("Once upon a time, ", "And then a "))
     text_of = [f"--text={text}", f"--tokens={tokens}"]
     calib = [f"--calib={text}", f"--calib-tokens={tokens}"]
     trace = out / "t.npz"
@@ -263,10 +299,15 @@ def commands(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     found = {
-        "chat": Line(["chat", *reads, "-p", long, "--max-tokens=64"]),
-        "chat, dymoe": Line(["chat", *reads, "--policy=dymoe", "-p", long, "--max-tokens=64"]),
-        "chat, dynaexq": Line(["chat", *reads, "--policy=dynaexq", "-p", long, "--max-tokens=64"]),
-        "serve": Line(["serve", *reads, f"--port={port}"], port=port),
+        "chat": Line(["chat", *reads, "-p", long, f"--max-tokens={ANSWER_TOKENS}"]),
+        "chat, dymoe": Line(
+            ["chat", *reads, "--policy=dymoe", "-p", long, f"--max-tokens={ANSWER_TOKENS}"]
+        ),
+        "chat, dynaexq": Line(
+            ["chat", *reads, "--policy=dynaexq", "-p", long, f"--max-tokens={ANSWER_TOKENS}"]
+        ),
+        # What was read before is kept once another prompt comes.
+        "serve": Line(["serve", *reads, f"--port={port}"], port=port, full=[long, other, long]),
         "serve, 8 clients": Line(["serve", *reads, f"--port={port}"], port=port, clients=8),
         "eval": Line(["eval", *reads, *text_of]),
         "eval --kl": Line(["eval", *reads, *text_of, "--kl"]),

@@ -35,17 +35,20 @@ class Plane(NamedTuple):
 class Coding(NamedTuple):
     """How a type codes a weight.
 
-    first and last are the ends of the codes in use. even: consecutive codes are one step apart.
-    flip: a code is stored xor this.
+    first and last are the ends of the codes in use. scales: by what each code multiplies its
+    block's scale; none where consecutive codes are one step apart. flip: a code is stored xor this.
     """
 
     planes: tuple[Plane, ...]
     first: int
     last: int
-    even: bool = True
+    scales: tuple[int, ...] = ()
     flip: int = 0
 
 
+# kvalues_iq4nl and kvalues_mxfp4 of ggml-common.h.
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 CODINGS = {
     GGMLType.Q1_0: Coding((Plane(2, 1, 1),), 0, 1),
     GGMLType.Q2_0: Coding((Plane(2, 2, 1),), 0, 3),
@@ -60,9 +63,9 @@ CODINGS = {
     GGMLType.Q4_K: Coding((Plane(16, 4, 32),), 0, 15),
     GGMLType.Q5_K: Coding((Plane(48, 4, 32), Plane(16, 1, 32, 4)), 0, 31),
     GGMLType.Q6_K: Coding((Plane(0, 4, 64), Plane(128, 2, 32, 4)), 0, 63),
-    GGMLType.IQ4_NL: Coding((Plane(2, 4, 16),), 0, 15, even=False),
-    GGMLType.IQ4_XS: Coding((Plane(8, 4, 16),), 0, 15, even=False),
-    GGMLType.MXFP4: Coding((Plane(1, 4, 16),), 0, 15, even=False),
+    GGMLType.IQ4_NL: Coding((Plane(2, 4, 16),), 0, 15, _IQ4),
+    GGMLType.IQ4_XS: Coding((Plane(8, 4, 16),), 0, 15, _IQ4),
+    GGMLType.MXFP4: Coding((Plane(1, 4, 16),), 0, 15, _FP4),
 }
 
 
@@ -85,13 +88,14 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
     """What the codes stand for in these blocks uint8 [blocks, bytes of one]: float32
-    [codes, blocks, weights of a block]. An even coding has its first and its last code only."""
+    [codes, blocks, weights of a block]. The codes are the first and the last one; where each
+    multiplies the block's scale by a number of its own, the one that takes it once."""
     coding = CODINGS[ggml_type]
     weights = BLOCK[ggml_type].weights
-    if coding.even:
-        wanted = [coding.first, coding.last]
+    if coding.scales:
+        wanted = [coding.first + coding.scales.index(1)]
     else:
-        wanted = list(range(coding.first, coding.last + 1))
+        wanted = [coding.first, coding.last]
     trial = blocks.copy()
     values = np.empty((len(wanted), len(blocks), weights), np.float32)
     for index, code in enumerate(wanted):

@@ -119,14 +119,18 @@ def factorize(hessian: Square, device: str | None = None) -> Factor | None:
         return None
     order = _order(diagonal)
     ordered = torch.as_tensor(hessian[np.ix_(order, order)], dtype=torch.float64, device=device)
-    ordered = ordered / mean
+    ordered /= mean
     damping = DAMPING
     for _ in range(_TRIES):
-        damped = ordered + damping * torch.eye(len(order), dtype=torch.float64, device=device)
+        # In place, and gone as soon as nobody needs it: wide matrices take most of the memory.
+        damped = ordered.clone()
+        damped.diagonal().add_(damping)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             inverse = torch.cholesky_inverse(lower)
+            del lower
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            del inverse
             if not failed:
                 importance = (diagonal / mean + damping).astype(np.float32)
                 return Factor(order, damped.float(), upper.float(), importance)
@@ -152,8 +156,8 @@ class _Grid:
     def __init__(self, values: Tensor, ggml_type: GGMLType) -> None:
         coding = CODINGS[ggml_type]
         self._values = values
-        self._even = coding.even
-        if coding.even:
+        self._scales = values.new_tensor(coding.scales)[:, None] if coding.scales else None
+        if self._scales is None:
             self._top = coding.last - coding.first
             self._step = (values[1] - values[0]) / self._top
             zero = self._step == 0
@@ -162,11 +166,11 @@ class _Grid:
     def nearest(self, column: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, counted from the first, and their values [rows] that come nearest to
         what is wanted of a column [rows]."""
-        if self._even:
+        if self._scales is None:
             base, step = self._values[0, column], self._step[column]
             code = ((wanted - base) * self._inverse[column]).round_().clamp_(0, self._top)
             return code, base + code * step
-        values = self._values[:, column]
+        values = self._scales * self._values[0, column]
         code = (values - wanted).abs().argmin(0, keepdim=True)
         return code[0], values.gather(0, code)[0]
 

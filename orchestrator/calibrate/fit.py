@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gguf_tools.process import private_bytes
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
@@ -39,6 +40,9 @@ _LOWERED, _SKIPPED = 0.5, (0.1, 0.25)
 # Parts of the depth with a factor of their own, layers of about as many each.
 _PARTS = 8
 _SEED = 1
+# What of its own a process has that begins to load a model, as a chat does. One that has measured
+# has more: malloc keeps what was given back, and there are logits to compare with.
+_OWN_BYTES = 38 << 20
 
 # Gets what is being done, and its share.
 Report = Callable[[str, float], None]
@@ -133,6 +137,7 @@ class Fitting:
             force_managed=True,
             threads=self.threads,
             ram=self.ram,
+            beside=max(0, private_bytes() - _OWN_BYTES),
             **settings,
         )
 

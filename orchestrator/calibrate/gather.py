@@ -9,6 +9,7 @@ from gguf_tools.file.layout import DOWN, expert_tensor_name
 from gguf_tools.quantize.imatrix import Entry, Imatrix
 from orchestrator.calibrate.capture import WINDOW, Capture, Progress, WindowActivations
 from orchestrator.calibrate.text import Calibration
+from orchestrator.events import distinct
 
 
 def gather(
@@ -55,7 +56,7 @@ def sum_squares(values: np.ndarray, ids: np.ndarray, n_expert: int) -> np.ndarra
     [T, s, width], s = 1 or k, and ids [T, k]."""
     squares = np.square(values)
     total = np.zeros((n_expert, values.shape[2]), np.float32)
-    for expert in np.unique(ids):
+    for expert in distinct(ids):
         token, slot = np.nonzero(ids == expert)
         total[expert] = squares[token, slot if values.shape[1] > 1 else 0].sum(axis=0)
     return total

@@ -22,8 +22,6 @@ from orchestrator.calibrate.capture import LayerActivations
 ROWS_AT_ONCE = 4096
 # Inputs for each column that the layer's mean is taken of.
 SAMPLES = 8
-# Gate and up of an expert share a factor, and its tiers do: these last that long.
-KEPT_BYTES = 1 << 30
 
 
 @contextmanager
@@ -48,12 +46,15 @@ class Gptq:
         layers: Iterator[LayerActivations],
         calibration: str,
         device: str,
-        kept_bytes: int | None = None,
+        threads: int,
+        factorizing: int | None = None,
     ) -> None:
-        """layers: what a capture gives, one at a time, when pack has come to the next. kept_bytes:
-        of factors; None for KEPT_BYTES."""
+        """layers: what a capture gives, one at a time, when pack has come to the next. threads:
+        those of pack. factorizing: how many Hessians may be factorized at once; None for one in
+        each thread."""
         self.calibration = calibration
-        self._kept_bytes = KEPT_BYTES if kept_bytes is None else kept_bytes
+        self._threads = threads
+        self._turns = threading.Semaphore(factorizing or threads)
         self._ggml, self._layers, self._device = ggml, layers, device
         self._lock = threading.Lock()
         self._current: _Layer | None = None
@@ -89,7 +90,7 @@ class Gptq:
                 seen = next(self._layers, None)
                 if seen is None:
                     break
-                self._current = _Layer(seen, self._device, self._kept_bytes)
+                self._current = _Layer(seen, self._device, self._threads, self._turns)
                 self._seen.append((seen.counts(), len(self._current.shared)))
             if self._current is None or self._current.number != layer:
                 raise QuantizeError(f"layer {layer} was not asked for in its turn")
@@ -103,12 +104,26 @@ class _Entry:
     factor: Factor | None = None
 
 
+def factors_at_once(threads: int) -> int:
+    """How many factors there are at most: those that are kept, and those of threads that fell
+    behind."""
+    return _kept_factors(threads) + threads - 1
+
+
+def _kept_factors(threads: int) -> int:
+    """Gate and up of an expert share a factor, all its tiers do, and pack goes through the experts
+    in turn: so what the threads are at, and one more, is what may be asked for again."""
+    return threads + 1
+
+
 class _Layer:
     """The factors of one layer, each made when it is first asked for, the last ones kept."""
 
-    def __init__(self, seen: LayerActivations, device: str, kept_bytes: int) -> None:
+    def __init__(
+        self, seen: LayerActivations, device: str, threads: int, turns: threading.Semaphore
+    ) -> None:
         self.number = seen.layer
-        self._kept_bytes = kept_bytes
+        self._kept, self._turns = _kept_factors(threads), turns
         self._seen, self._device = seen, device
         self._counts = seen.counts()
         self._lock = threading.Lock()
@@ -121,23 +136,14 @@ class _Layer:
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
             self._entries.move_to_end(key)
+            while len(self._entries) > self._kept:
+                self._entries.popitem(last=False)
         with entry.lock:
             if not entry.made:
-                entry.factor = gptq.factorize(self._hessian(kind, expert), self._device)
+                with self._turns:
+                    entry.factor = gptq.factorize(self._hessian(kind, expert), self._device)
                 entry.made = True
-        self._forget(key)
         return entry.factor
-
-    def _forget(self, key: tuple[bool, int]) -> None:
-        """Drops the oldest factors beyond what may be kept, but not this one."""
-        with self._lock:
-            kept = sum(each.factor.nbytes for each in self._entries.values() if each.factor)
-            for other, entry in list(self._entries.items()):
-                if kept <= self._kept_bytes:
-                    return
-                if other != key and entry.made:
-                    del self._entries[other]
-                    kept -= entry.factor.nbytes if entry.factor else 0
 
     def _hessian(self, kind: int, expert: int) -> Square:
         tokens = int(self._counts[expert])

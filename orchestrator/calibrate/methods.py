@@ -18,15 +18,16 @@ from gguf_tools.quantize.tiers import parse_types
 from orchestrator.calibrate.capture import WINDOW, Capture, Progress
 from orchestrator.calibrate.fit import Fitting
 from orchestrator.calibrate.gather import gather
-from orchestrator.calibrate.gptq import KEPT_BYTES, Gptq, computing
-from orchestrator.calibrate.measure import WORK_BYTES, Run, expert_bytes, rows_bytes
+from orchestrator.calibrate.gptq import ROWS_AT_ONCE, Gptq, computing, factors_at_once
+from orchestrator.calibrate.measure import Run, expert_bytes, rows_bytes
 from orchestrator.calibrate.text import MAX_TOKENS, Calibration, read_calibration
 from orchestrator.calibrate.within import (
     TORCH_BYTES,
     Room,
-    share_of,
+    at_once,
     squares_bytes,
     sums_bytes,
+    widest,
     window_bytes,
 )
 from orchestrator.errors import BudgetError, ConfigError, NativeError
@@ -34,6 +35,9 @@ from orchestrator.losses import LossTable, save
 
 RTN, IMATRIX, GPTQ = "rtn", "imatrix", "gptq"
 METHODS = (RTN, IMATRIX, GPTQ)
+# What a process that calibrates takes beside one that answers: its modules, and ggml's tables for
+# quantizing. Measured: 2 to 4 MiB.
+_PROCESS_BYTES = 4 << 20
 # GPTQ's copies of the run of rows that it rounds.
 _RUN_COPIES = 8
 
@@ -70,7 +74,7 @@ class Method:
 
     def room(self, own_bytes: int) -> Room | None:
         """The cap, where there is one, and what the calibration takes of it."""
-        return None if self.ram is None else Room(self.ram, own_bytes)
+        return None if self.ram is None else Room(self.ram, own_bytes + _PROCESS_BYTES)
 
 
 @contextmanager
@@ -103,45 +107,61 @@ def open_quantizer(
 
 
 @contextmanager
-def _reading(method: Method, source: Path, own_bytes: int) -> Iterator[tuple[Capture, Calibration]]:
-    """A model that reads, and the text that it is to read. own_bytes: what else is in memory
-    meanwhile."""
+def _reading(
+    method: Method, source: Path, own_bytes: int, each_bytes: int = 0
+) -> Iterator[tuple[Capture, Calibration, int]]:
+    """A model that reads, the text that it is to read, and how many experts are handled at once
+    meanwhile, each_bytes each. own_bytes: what else is in memory then. Raises BudgetError naming
+    the cap with which one expert at a time works."""
     if method.calib is None:
         raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
-    room = method.room(own_bytes)
-    with Capture(source, threads=method.threads, room=room) as capture:
-        yield capture, read_calibration(capture, method.calib, method.tokens)
+    threads = method.threads or default_threads()
+    n = at_once(method.ram, threads, each_bytes) if each_bytes else 1
+    while True:
+        room = method.room(own_bytes + n * each_bytes)
+        try:
+            opened = Capture(source, threads=method.threads, room=room)
+            break
+        except BudgetError:
+            if n == 1:
+                raise
+            n -= 1
+    with opened as capture:
+        yield capture, read_calibration(capture, method.calib, method.tokens), n
 
 
 @contextmanager
 def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
     """GPTQ over the text of a method's calibration, read while layers are asked for."""
-    kept = share_of(method.ram, KEPT_BYTES)
+    threads = method.threads or default_threads()
     with ExpertModel.open(source) as model:
-        own = window_bytes(model, WINDOW) + squares_bytes(model) + kept + TORCH_BYTES
-        own += _packing_bytes(method, model)
+        n = widest(model)
+        own = window_bytes(model, WINDOW) + TORCH_BYTES + _packing_bytes(threads, model)
+        # The layer's mean stands beside the factors.
+        own += 8 * n**2 * (factors_at_once(threads) + 1)
+        each = squares_bytes(model, min(ROWS_AT_ONCE, method.tokens))
     with (
         computing() as device,
-        _reading(method, source, own) as (capture, calibration),
+        _reading(method, source, own, each) as (capture, calibration, factorizing),
         closing(capture.layers(calibration.windows, progress=progress)) as layers,
     ):
         # The first pass over the text, while its progress is shown.
         first = next(layers)
-        yield Gptq(load_ggml(), chain([first], layers), calibration.summary(), device, kept)
+        seen, line = chain([first], layers), calibration.summary()
+        yield Gptq(load_ggml(), seen, line, device, threads, factorizing)
 
 
-def _packing_bytes(method: Method, model: ExpertModel) -> int:
+def _packing_bytes(threads: int, model: ExpertModel) -> int:
     """What pack's threads hold: a run of rows each, in float32, its encodings, and what is chosen
     among."""
     largest = max(n * rows for layer in model.shapes for n, rows in filter(None, layer))
-    threads = method.threads or default_threads()
     return threads * _RUN_COPIES * 4 * min(RUN_WEIGHTS, largest)
 
 
 def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:
     """The importance matrix of a calibration run, and a line on its text."""
     own = window_bytes(model, WINDOW) + sums_bytes(model)
-    with _reading(method, model.path, own) as (capture, calibration):
+    with _reading(method, model.path, own) as (capture, calibration, _):
         return gather(capture, model, calibration, progress), calibration.summary()
 
 
@@ -152,18 +172,6 @@ def save_imatrix(method: Method, source: Path, out: Path, progress: Progress) ->
         imatrix, _ = calibrated(method, model, progress)
         write_imatrix(out, imatrix)
         return ExpertImportance(imatrix, model).note()
-
-
-def _losses_threads(method: Method, model: ExpertModel) -> int:
-    """Threads that measure losses: each holds an expert's matrices in float32."""
-    most = method.threads or default_threads()
-    return max(1, min(most, share_of(method.ram, WORK_BYTES) // expert_bytes(model)))
-
-
-def _losses_bytes(method: Method, model: ExpertModel) -> int:
-    windows = window_bytes(model, WINDOW)
-    of_one = expert_bytes(model) + rows_bytes(model, method.tokens)
-    return windows + _losses_threads(method, model) * of_one
 
 
 def measure_losses(
@@ -187,11 +195,15 @@ def measure_losses(
         open_quantizer(
             quantizing, path, lambda share: progress("Calibrating", share), note
         ) as quantizer,
-        _reading(method, path, _losses_bytes(method, full)) as (capture, calibration),
+        _reading(
+            method,
+            path,
+            window_bytes(full, WINDOW),
+            expert_bytes(full) + rows_bytes(full, method.tokens),
+        ) as (capture, calibration, threads),
     ):
         by = quantizer or Rtn(load_ggml())
         wanted = parse_types(types, by.has_importance)
-        threads = _losses_threads(method, full)
         run = Run(model, full, capture, calibration, wanted, by, load_ggml(), threads)
         table = run.measure(lambda share: progress("Measuring losses", share))
         names = [tier.name for tier in model.tiers]

@@ -8,7 +8,7 @@ from pathlib import Path
 from gguf_tools.file.chunks import sha256_of
 from orchestrator.calibrate.capture import WINDOW
 from orchestrator.errors import ConfigError
-from orchestrator.eval.text import Tokenizer, read_documents, windows_of
+from orchestrator.eval.text import Tokenizer, needed_tokens, read_documents, windows_of
 
 # What 128 samples of 512 tokens have: more changes little, and takes its time.
 MAX_TOKENS = 65536
@@ -37,7 +37,9 @@ def read_calibration(
 ) -> Calibration:
     """The first limit tokens of a text (or JSON lines, .xz unpacked), in windows within one
     document each. Raises ConfigError for a text that cannot be read or is too short."""
-    documents = read_documents(path)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file: its checksum is kept beside what is made of it")
+    documents = read_documents(path, needed_tokens(limit, window))
     cut = windows_of(tokenizer, documents, window, limit)
     found = Calibration(path.name, sha256_of(path), [each.tokens for each in cut])
     if found.n_tokens < LEAST_TOKENS:

@@ -20,11 +20,17 @@ from orchestrator.policy import BASELINE
 
 # Copies of a window's activations that live at once: as they come, in half precision, scaled.
 _COPIES = 4
-# Square matrices in float64 that factorizing a Hessian takes at once.
+# Square matrices in float64 that factorizing a Hessian takes at once, the Hessian among them:
+# measured 5.4. Before, it is a sum, of which these bytes of an element live at once: the sum, and
+# a part's product in float32 and in float64.
 _SQUARES = 6
-# torch and its threads.
-TORCH_BYTES = 256 << 20
-# The parts of the cap that matrices in float32, or factors of Hessians, may fill.
+_SUM_BYTES = 20
+# A part's inputs, as they were kept and in float32 twice.
+_INPUT_BYTES = 10
+# torch: measured 197 MiB behind a first product and a first factor, 71 of them pages of its
+# libraries; and 10 more beside pack's threads, which each have an arena of malloc's.
+TORCH_BYTES = 224 << 20
+# The part of the cap that several experts handled at once may fill.
 _SHARE = 4
 
 
@@ -53,15 +59,21 @@ def sums_bytes(model: ExpertModel) -> int:
     return 4 * model.n_expert * columns
 
 
-def squares_bytes(model: ExpertModel) -> int:
-    """What the largest Hessian takes while it is factorized."""
-    widest = max(shape[0] for layer in model.shapes for shape in layer if shape is not None)
-    return _SQUARES * 8 * widest**2
+def widest(model: ExpertModel) -> int:
+    """Columns of the widest matrix."""
+    return max(shape[0] for layer in model.shapes for shape in layer if shape is not None)
 
 
-def share_of(ram: int | None, most: int) -> int:
-    """How much of something may be kept that more of makes only quicker: ``most`` without a cap."""
-    return most if ram is None else min(most, ram // _SHARE)
+def squares_bytes(model: ExpertModel, rows: int) -> int:
+    """What the largest Hessian takes while it is made of so many inputs at once and factorized."""
+    n = widest(model)
+    return max(_SQUARES * 8 * n**2, _SUM_BYTES * n**2 + _INPUT_BYTES * rows * n)
+
+
+def at_once(ram: int | None, threads: int, n_bytes: int) -> int:
+    """How many experts of so many bytes each are handled at once: one for each thread, as far as
+    their share of the cap has room. One at least."""
+    return threads if ram is None else max(1, min(threads, ram // _SHARE // n_bytes))
 
 
 def load_within(path: Path, n_ctx: int, threads: int, room: Room) -> tuple[ExpertModel, Loaded]:

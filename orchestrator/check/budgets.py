@@ -15,6 +15,9 @@ from orchestrator.llama import Bindings
 from orchestrator.plan import plan_memory
 from orchestrator.policy import BASELINE, PLAIN, POLICIES
 
+# Tokens of the prompt that a comparison reads.
+PROMPT_TOKENS = 128
+
 # What a comparison leaves aside: it computes one tier, and the budget is its own.
 _ASIDE: dict[str, Any] = {
     "low": None,
@@ -44,7 +47,7 @@ def plain(config: Config, path: Path, machine: Machine) -> Config:
     """llama.cpp's own path over a file's best tier, without repacked weights, since they round in
     another way; mapped where it is larger than the memory, or than --ram. Raises GGUFError."""
     free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
-    found = config.compared(policy=PLAIN, model=path, **_ASIDE | free)
+    found = config.compared(policy=PLAIN, model=path, **_ASIDE | free | _at_once(config))
     with ExpertModel.open(path) as model:
         needed = plan_memory(found, model, machine).total_bytes
     usable = (machine.device or machine).usable_bytes
@@ -55,11 +58,17 @@ def plain(config: Config, path: Path, machine: Machine) -> Config:
 
 def lossless(config: Config, path: Path, tier: str, policy: str, cap: int | None) -> Config:
     """A policy that computes everything in one tier of a file."""
-    asked = dict(POLICIES[policy].lossless or {})
+    asked = dict(POLICIES[policy].lossless or {}) | _at_once(config)
     option = cap_option(config)
     return config.compared(
         policy=policy, model=path, high_tier=tier, **_ASIDE | asked | {option: cap}
     )
+
+
+def _at_once(config: Config) -> dict[str, Any]:
+    """The micro-batch of a comparison: scratch for more than its prompt would be planned, and never
+    taken."""
+    return {"ubatch": min(config.ubatch or PROMPT_TOKENS, PROMPT_TOKENS)}
 
 
 def cap_option(config: Config) -> str:

@@ -17,7 +17,7 @@ from gguf_tools.pack import export
 from gguf_tools.process import private_bytes, processor_name
 from gguf_tools.units import format_size
 from gguf_tools.verify import verify
-from orchestrator.check.budgets import machine_of, plain, three_budgets
+from orchestrator.check.budgets import PROMPT_TOKENS, machine_of, plain, three_budgets
 from orchestrator.check.compare import compare_rows, first_layer
 from orchestrator.check.job import Job, Result, run_job, settings_of
 from orchestrator.config import Config
@@ -26,8 +26,6 @@ from orchestrator.hardware import Machine
 from orchestrator.llama import Bindings
 
 Bar = Callable[[str, float], None]
-
-PROMPT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +128,8 @@ class _Check:
                 self.report["tiers"].append(self._compare(subject, Path(folder)))
             if self.report["managed"]:
                 rows = str(Path(folder) / "rows")
-                job = Job(settings_of(self.config), rows, PROMPT_TOKENS, self.options.tokens)
+                # A whole micro-batch: what is promised is seen to hold where all of it is taken.
+                job = Job(settings_of(self.config), rows, None, self.options.tokens)
                 self.report["as_asked"] = self._measure("as asked", job)
 
     def _keep_own_memory(self) -> None:

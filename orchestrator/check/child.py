@@ -54,7 +54,8 @@ def play(engine: Engine, job: Job) -> Result:
     """Reads the prompt, then decodes; each row of logits goes to the file at once, since memory is
     measured. Speeds in tokens per second, of the median step."""
     n_decode = min(job.n_decode, engine.n_ctx // 2)
-    prompt = job.prompt or prompt_of(engine, min(job.n_prompt, engine.n_ctx - n_decode))
+    n_prompt = engine.plan.n_ubatch if job.n_prompt is None else job.n_prompt
+    prompt = job.prompt or prompt_of(engine, min(n_prompt, engine.n_ctx - n_decode))
     answer: list[int] = []
     steps: list[float] = []
     with open(job.rows, "wb") as rows:

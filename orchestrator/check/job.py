@@ -21,14 +21,15 @@ class Job:
     """One model to open and to read tokens with.
 
     settings: of Config.build. rows: the file for the logits, float32 [1 + n_decode, n_vocab]:
-    behind the prompt, and behind each decoded token. prompt, answer: the tokens; None for a text of
+    behind the prompt, and behind each decoded token. n_prompt: tokens of the prompt, None for a
+    micro-batch of the plan. prompt, answer: the tokens; None for a text of
     our own and the likeliest tokens. layers: instead, prompt and answer are read in one batch, and
     rows gets what the experts of each layer give, an .npz.
     """
 
     settings: dict[str, Any]
     rows: str
-    n_prompt: int
+    n_prompt: int | None
     n_decode: int
     prompt: list[int] | None = None
     answer: list[int] | None = None

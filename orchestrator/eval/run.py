@@ -18,7 +18,7 @@ from orchestrator.eval.choices import Question, read_questions, score_choices
 from orchestrator.eval.compare import Reference
 from orchestrator.eval.judge import Judge
 from orchestrator.eval.perplexity import TextScores, score_text
-from orchestrator.eval.text import Window, cut_windows, read_documents
+from orchestrator.eval.text import Window, cut_windows, needed_tokens, read_documents
 from orchestrator.eval.usage import counters, foresee_from, usage_between
 from orchestrator.eval.virtual import VirtualTime, virtual_store
 from orchestrator.events import Phase
@@ -62,6 +62,11 @@ class EvalOptions:
     compute_ms: float | None = None
     uniform: tuple[str, ...] | None = None
     calib: Path | None = None
+
+    @property
+    def text_tokens(self) -> int | None:
+        """How many tokens of the text are looked at, None for all."""
+        return needed_tokens(self.tokens, self.window, self.prompt_tokens)
 
     def check(self) -> None:
         """Raises ConfigError for what does not go together."""
@@ -113,7 +118,7 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
     options.check()
     if options.uniform is not None or options.calib is not None:
         raise ConfigError("--uniform and --calib are for --study accuracy, memory and equal")
-    documents = read_documents(options.text) if options.text else []
+    documents = read_documents(options.text, options.text_tokens) if options.text else []
     questions = read_questions(options.choices) if options.choices else []
     config = eval_config(config, options)
     with ExpertModel.open(config.model) as model:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import lzma
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from orchestrator.errors import ConfigError
 
 LEAST_TOKENS = 16
+# No text has so many characters to a token, so that no more of it is read for so many tokens.
+TOKEN_CHARACTERS = 64
+# Tokens that stand so far before the place where a text was cut do not depend on the cut.
+_CUT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +50,28 @@ class Tokenizer(Protocol):
     def tokenize(self, text: str) -> list[int]: ...
 
 
-def read_text(path: Path) -> str:
-    """A text file, an .xz one unpacked. Raises ConfigError."""
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """A text file, an .xz one unpacked. Raises ConfigError, for what reading it raises too."""
     try:
         if path.suffix == ".xz":
-            with lzma.open(path, "rt", encoding="utf-8") as file:
-                return file.read()
-        return path.read_text(encoding="utf-8")
+            with lzma.open(path, "rt", encoding="utf-8") as unpacked:
+                yield unpacked
+        else:
+            with path.open(encoding="utf-8") as file:
+                yield file
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
         kind = "an xz file" if path.suffix == ".xz" else "a text"
         raise ConfigError(f"{path} is not {kind} in UTF-8: {error}") from error
+
+
+def read_text(path: Path, n_tokens: int | None = None) -> str:
+    """A text file, an .xz one unpacked: as much as so many tokens can have, None for all. Raises
+    ConfigError."""
+    with _opened(path) as file:
+        return file.read(-1 if n_tokens is None else TOKEN_CHARACTERS * n_tokens)
 
 
 def is_json_lines(path: Path) -> bool:
@@ -66,26 +81,37 @@ def is_json_lines(path: Path) -> bool:
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, record) of each line that is not blank. Raises ConfigError."""
-    for number, line in enumerate(read_text(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} line {number} is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise ConfigError(f"{path} line {number} is not a JSON object")
-        yield number, record
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path} line {number} is not JSON: {error}") from error
+            if not isinstance(record, dict):
+                raise ConfigError(f"{path} line {number} is not a JSON object")
+            yield number, record
 
 
-def read_documents(path: Path) -> list[Document]:
+def needed_tokens(limit: int | None, length: int, prompt: int | None = None) -> int | None:
+    """How many tokens of a text give so many that are scored, in windows of that length of which
+    the first `prompt` are not; None for all."""
+    if limit is None:
+        return None
+    scored = max(1, length - max(1, prompt or 0))
+    return (1 + -(-limit // scored)) * length + _CUT_TOKENS
+
+
+def read_documents(path: Path, n_tokens: int | None = None) -> list[Document]:
     """A plain text is one document; of JSON lines, each record's "text" is one, with an
-    optional "context" before it and an optional "domain". Raises ConfigError where there is no
-    text."""
+    optional "context" before it and an optional "domain". As many of them as so many tokens can
+    have, None for all. Raises ConfigError where there is no text."""
     if not is_json_lines(path):
-        documents = [Document(read_text(path))]
+        documents = [Document(read_text(path, n_tokens))]
     else:
         documents = []
+        left = None if n_tokens is None else TOKEN_CHARACTERS * n_tokens
         for number, record in json_lines(path):
             fields = [record.get("text"), record.get("context", ""), record.get("domain", "")]
             if not all(isinstance(each, str) for each in fields):
@@ -94,6 +120,10 @@ def read_documents(path: Path) -> list[Document]:
                     f"given, must be strings"
                 )
             documents.append(Document(*fields))
+            if left is not None:
+                left -= len(documents[-1].text)
+                if left <= 0:
+                    break
     if not any(each.text.strip() for each in documents):
         raise ConfigError(f"{path} holds no text: give a file with text, or JSON lines with it")
     return documents
@@ -112,12 +142,14 @@ def windows_of(
     begin = tokenizer.tokenize("")
     size = length - len(begin)
     left = limit
+    needed = needed_tokens(limit, length, prompt)
     windows: list[Window] = []
     for document in documents:
         if left == 0:
             break
         context = len(tokenizer.tokenize(document.context)) - len(begin)
-        tokens = tokenizer.tokenize(document.context + document.text)[len(begin) :]
+        most = None if needed is None else context + needed
+        tokens = _tokens(tokenizer, document.context + document.text, most)[len(begin) :]
         for start in range(0, len(tokens), size):
             first = max(1, prompt or 0, len(begin) + context - start)
             window = begin + tokens[start : start + size]
@@ -129,6 +161,19 @@ def windows_of(
             if left is not None:
                 left -= len(window) - first
     return windows
+
+
+def _tokens(tokenizer: Tokenizer, text: str, most: int | None) -> list[int]:
+    """The tokens of a text, so many at least where there are as many. A long text is not taken
+    apart as a whole: its tokens take more memory than it does."""
+    n = len(text) if most is None else 8 * most
+    while True:
+        tokens = tokenizer.tokenize(text[:n])
+        if n >= len(text):
+            return tokens
+        if most is not None and len(tokens) >= most + _CUT_TOKENS:
+            return tokens[:most]
+        n *= 2
 
 
 def cut_windows(

@@ -8,6 +8,7 @@ for it in virtual time.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import numpy as np
 from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.driver import Driver
 from orchestrator.engine import Engine
-from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent
+from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct
 from orchestrator.native import CStats, Simulation, Store
 from orchestrator.replay.record import measured
 from orchestrator.replay.simulate import Transport
@@ -65,7 +66,7 @@ def _computing_us(engine: Engine) -> float:
         took_us = 1e6 * (perf_counter() - start)
         found.append(took_us - (sum(engine.store.stats().wait_us) - waited_us))
     engine.reset()
-    return float(np.median(found[1:] or found))
+    return float(statistics.median(found[1:] or found))
 
 
 class VirtualStore:
@@ -131,7 +132,7 @@ class VirtualStore:
         """The computing of a layer, which waits where the simulated disk has not read."""
         slices = self._store.spec.layers[event.layer][1]
         kinds = [kind for kind in COMPUTE_ORDER if (kind, 0) in slices]
-        experts = np.unique(event.ids_array).astype(np.int32)
+        experts = distinct(event.ids_array).astype(np.int32)
         layer_ns = 1000 * self.time.token_us * event.n_tokens / len(self._store.spec.layers)
         each_ns = layer_ns * (1 - _DENSE_SHARE) / (len(kinds) * len(experts))
         for kind in kinds:

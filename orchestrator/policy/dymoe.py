@@ -9,7 +9,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from orchestrator.errors import PolicyError
-from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
+from orchestrator.events import (
+    SKIP,
+    DecisionBuffer,
+    Phase,
+    RouteEvent,
+    StepReport,
+    StoreView,
+    distinct,
+)
 from orchestrator.policy import prefetch
 from orchestrator.policy.base import (
     Callback,
@@ -258,7 +266,7 @@ class DyMoE(Policy):
             missing = ids[kept_high:][~here[ids[kept_high:]]]
             high[ids[:kept_high]] = True
             high[missing[: max(0, len(missing) - most)]] = True
-        used = np.unique(event.ids_array)
+        used = distinct(event.ids_array)
         out.tier_array[used[~high[used]]] = self._low
         kept: list[int] = (used[high[used]] if self._low == SKIP else used).tolist()
         return kept

@@ -35,7 +35,7 @@ def exchanges(
         gains = flat[:, low] - flat[:, high]
         least = margin * float(np.abs(gains).mean())
         both = pools[:, [high, low]]
-        for pair in np.unique(both[(both >= 0).all(axis=1)], axis=0):
+        for pair in sorted(set(map(tuple, both[(both >= 0).all(axis=1)].tolist()))):
             here = (both == pair).all(axis=1)
             rising, falling = (np.flatnonzero(here & may_leave[tier]) for tier in (low, high))
             rising = rising[np.argsort(-gains[rising], kind="stable")]

@@ -145,7 +145,7 @@ class Mixed(Learning):
             beyond = pools.total_bytes - budget_bytes
             spare -= beyond
         self._pools, self._wanted = pools, tiers
-        self._used = np.unique(tiers).tolist()
+        self._used = sorted(set(tiers.ravel().tolist()))
         return pools.plan()
 
     def _pools_of(self, tiers: np.ndarray) -> TierPools:

@@ -70,7 +70,7 @@ class SequenceUse:
     def count(self, layer: int, ids: np.ndarray, gates: np.ndarray, sequences: np.ndarray) -> None:
         """Tokens of the running step: the experts ids and their weights gates [T, k], and the
         sequence of each token [T]."""
-        for sequence in np.unique(sequences).tolist():
+        for sequence in sorted(set(sequences.tolist())):
             mine = sequences == sequence
             use = self._in_step.setdefault(sequence, self._new())
             chosen, n = ids[mine].ravel(), self._size[1]

@@ -13,7 +13,7 @@ from gguf_tools.file.layout import KINDS
 from orchestrator.disk import read_bandwidth
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
-from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent
+from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct, percentile
 from orchestrator.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
@@ -181,7 +181,7 @@ class Recorder:
         asked = driver.asks(event.phase)
         (driver.on_route if asked else driver.on_route_unasked)(event)
         decided_ns = perf_counter_ns()
-        chosen = np.unique(event.ids_array)
+        chosen = distinct(event.ids_array)
         self._computed.append(int((self._engine.store.decision.tier_array[chosen] != SKIP).sum()))
         done_ns = perf_counter_ns()
         self._since += done_ns - decided_ns
@@ -387,6 +387,6 @@ def dense_share(engine: Engine, trace: Trace) -> tuple[float, float]:
         here = trace.arrays["step_phase"] == phase
         whole = trace.compute_ms[here] / trace.arrays["step_tokens"][here]
         least = statistics.median(steps[phase]) if steps[phase] else 0.0
-        usual = float(np.median(whole)) if len(whole) else 0.0
+        usual = percentile(whole, 50) if len(whole) else 0.0
         shares.append(min(1.0, least / usual) if usual and least else 0.5)
     return shares[Phase.PREFILL], shares[Phase.DECODE]

@@ -25,7 +25,8 @@ def server_library(bindings: Bindings) -> ServerLibrary:
         )
     package = Path(bindings.api.__file__).parent
     command = [sys.executable, str(TOOL), "server", str(package)]
-    with child(command, stdout=subprocess.PIPE) as process:
+    # Compilers of an interrupted build would go on for minutes.
+    with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
         said, _ = process.communicate()
     if process.returncode != 0:
         raise NativeError("llama.cpp's server cannot be compiled: the lines above say why")

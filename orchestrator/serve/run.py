@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gguf_tools import interrupts
+from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.llama import Bindings
@@ -102,7 +103,9 @@ class Running:
         progress: Callable[[float], None],
     ) -> None:
         """note gets lines for the person at the terminal. Raises MoeEdgeError: the settings are
-        wrong, or the native server cannot be built."""
+        wrong, there is no such model, or the native server cannot be built."""
+        # Before some minutes of building, and before anybody is told to wait.
+        ExpertModel.open(config.model, config.low).close()
         self._config, self._settings = config, settings
         self._note, self._progress = note, progress
         self._state = State(settings)

@@ -57,7 +57,7 @@ def is_restored() -> bool:
 def test_prompts_over_repacked_dense_weights_are_those_over_plain_ones(
     library, tmp_path, dense, least
 ):
-    """From so many rows on, with rows of weights that are no multiple of what is restored at once."""
+    """From so many rows on, with weights of no multiple of the rows that are restored at once."""
     shape = replace(synthetic.preset("tiny-qwen3moe"), dense_type=dense)
     path = synthetic.write(tmp_path / "m.gguf", shape, tiers=("q8_0",))
     tokens = PROMPT * 10

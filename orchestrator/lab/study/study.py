@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.eval.compare import Reference
 from orchestrator.eval.run import EvalOptions, Report
-from orchestrator.files import whole_files
 from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.subject import Score, Subject
@@ -89,14 +87,9 @@ class Study(Experiment[Subject, Found]):
         folder.mkdir(parents=True, exist_ok=True)
         found = self.measure(subject)
         tables = self.tables(found)
-        text = "\n\n".join(table.markdown() for table in tables)
         rows = [{"title": table.title, "rows": list(table.rows)} for table in tables]
         data = {"study": self.name, "model": subject.name, "tokens": subject.n_tokens}
-        written = json.dumps({**data, "tables": rows}, indent=1) + "\n"
-        with whole_files(folder, f"{self.name}.md") as made:
-            (made / f"{self.name}.md").write_text(text + "\n")
-            (made / f"{self.name}.json").write_text(written)
-            self.draw(found, made)
+        self.write(folder, self.name, found, tables, {**data, "tables": rows})
         return tables
 
 

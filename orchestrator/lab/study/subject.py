@@ -90,7 +90,7 @@ class Subject:
         for name in ("policy", "retention"):
             if config.given(name) is not None:
                 raise ConfigError(f"a study chooses what it compares: leave out --{name}")
-        documents = read_documents(options.text)
+        documents = read_documents(options.text, options.text_tokens)
         self.questions: list[Question] = read_questions(options.choices) if options.choices else []
         self.report = report
         self.passes = Passes(report, note)

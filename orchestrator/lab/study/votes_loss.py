@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.errors import ConfigError
-from orchestrator.files import whole_files
 from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.study import plot
 from orchestrator.lab.table import Column, Row, Table, fixed
@@ -187,15 +185,9 @@ class VotesLoss(Experiment[Played, Surface]):
         plot.require()
         found = self.measure(Played(library, trace, options))
         tables = self.tables(found)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = "\n\n".join(table.markdown() for table in tables)
         data = {"study": self.name, "model": found.model, "losses": found.losses}
         rows = [list(table.rows) for table in tables]
-        written = json.dumps({**data, "tuned": found.tuned, "rows": rows}, indent=1) + "\n"
-        with whole_files(folder, f"{self.name}.md") as made:
-            (made / f"{self.name}.md").write_text(text + "\n")
-            (made / f"{self.name}.json").write_text(written)
-            self.draw(found, made)
+        self.write(folder, self.name, found, tables, {**data, "tuned": found.tuned, "rows": rows})
         return tables
 
 

@@ -19,7 +19,6 @@ from gguf_tools.pack import pack
 from gguf_tools.quantize import gptq
 from gguf_tools.quantize.ggml import Ggml, load_ggml
 from orchestrator.calibrate import Capture, read_calibration
-from orchestrator.calibrate import gptq as calibrated
 from orchestrator.calibrate.compute import stored
 from orchestrator.calibrate.gptq import Gptq, computing
 from orchestrator.cli import cli
@@ -137,7 +136,7 @@ def test_threads_and_what_is_kept_change_nothing(
             small,
             out,
             TIERS,
-            quantizer=Gptq(load_ggml(), layers, calibration.summary(), "cpu"),
+            quantizer=Gptq(load_ggml(), layers, calibration.summary(), "cpu", 3),
             threads=3,
         )
     assert len(asked) == 2 * 4 * 2
@@ -147,16 +146,22 @@ def test_threads_and_what_is_kept_change_nothing(
 def test_factors_beyond_a_limit_are_made_again(
     torch: object, small: Path, words: Path, ggml: Ggml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrated, "KEPT_BYTES", 8 * 256**2)
     asked: list[int] = []
     monkeypatch.setattr(gptq, "factorize", lambda *args: asked.append(1) or FACTOR)
     with computing(), Capture(small, threads=1) as capture:
         windows = read_calibration(capture, words).windows
-        quantizer = Gptq(ggml, capture.layers(windows, [0]), "", "cpu")
+        quantizer = Gptq(ggml, capture.layers(windows, [0]), "", "cpu", threads=1)
         values = np.zeros((1, 256), np.float32)
-        for kind in (UP, GATE, DOWN, GATE):
-            quantizer.quantize(0, kind, 0, values, GGMLType.F16)
-    assert len(asked) == 3
+
+        def quantize(*pairs: tuple[int, int]) -> int:
+            """Pairs of a kind and an expert; returns how many factors there have been."""
+            for kind, expert in pairs:
+                quantizer.quantize(0, kind, expert, values, GGMLType.F16)
+            return len(asked)
+
+        assert quantize((UP, 0), (GATE, 0), (DOWN, 0), (GATE, 0)) == 2
+        assert quantize((UP, 1), (GATE, 1), (GATE, 0), (GATE, 1)) == 3
+        assert quantize((DOWN, 0)) == 4
 
 
 def test_an_expert_that_saw_nothing(
@@ -182,7 +187,7 @@ def test_an_expert_that_saw_nothing(
 def test_a_layer_out_of_its_turn(torch: object, small: Path, text: Path, ggml: Ggml) -> None:
     with computing(), Capture(small, threads=1) as capture:
         windows = read_calibration(capture, text).windows
-        quantizer = Gptq(ggml, capture.layers(windows), "", "cpu")
+        quantizer = Gptq(ggml, capture.layers(windows), "", "cpu", threads=1)
         values = np.zeros((4, 256), np.float32)
         quantizer.quantize(1, GATE, 0, values, GGMLType.Q2_K)
         for layer in (0, 2):

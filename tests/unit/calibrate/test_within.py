@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -93,3 +94,23 @@ def test_a_cap_is_for_a_text(model: Path, tmp_path: Path) -> None:
     )
     assert result.exit_code == 2
     assert "--ram is for reading a text: give --calib TEXT" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["calibrate", "gptq"])
+def test_the_cap_that_is_named_works(model: Path, tmp_path: Path, command: str) -> None:
+    """Though with more memory several experts would be handled at once."""
+    text = tmp_path / "t.txt"
+    text.write_text(TEXT)
+    if command == "gptq":
+        pytest.importorskip("torch")
+        args = ["pack", str(model), str(tmp_path / "p.gguf"), "--tiers=q4_k", "--method=gptq"]
+    else:
+        args = ["calibrate", str(model), "--types=q2_k", "--out", str(tmp_path / "c.json")]
+    args += ["--calib", str(text), "--calib-tokens=512", "--threads=3"]
+    refused = CliRunner().invoke(cli, [*args, "--ram=1"])
+    named = re.search(r"the smallest that works here is (\d+) bytes", refused.stderr)
+    assert named is not None, refused.stderr
+    less = CliRunner().invoke(cli, [*args, f"--ram={int(named[1]) - 1}"])
+    assert named[0] in less.stderr
+    done = CliRunner().invoke(cli, [*args, f"--ram={named[1]}"])
+    assert done.exit_code == 0, done.stderr

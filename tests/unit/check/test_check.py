@@ -72,6 +72,11 @@ def test_a_good_model(model: Path, tmp_path: Path) -> None:
         assert run["slot_bytes_peak"] <= run["budget_bytes"]
         assert run["prompt_tok_s"] > 0 and run["decode_tok_s"] > 0
     assert runs[0]["hit_rate"] < runs[2]["hit_rate"]
+    # A whole micro-batch, as far as the context has room.
+    assert [len(run["prompt"]) for run in (tier["plain"], *runs, report["as_asked"])] == [
+        *[128] * 4,
+        256 - 5,
+    ]
     assert report["words"]["lost"] == [] and report["words"]["rendered"] > 20
     text = render(report)
     assert "Good: every run gave the bits" in text and "chat template: ChatML" in text
@@ -234,6 +239,8 @@ def test_a_cap_holds_for_the_check_and_a_run_together(
     # What is no larger than the cap is not mapped.
     assert (plain["ram"], plain["use_mmap"]) == (None, None)
     assert managed[-1]["ram"] == (200 << 20) - own
+    # Comparisons plan no scratch for more than they read at once.
+    assert [each["ubatch"] for each in seen] == [*[128] * (len(seen) - 1), None]
     assert all(each["ram"] <= (200 << 20) - own for each in managed)
     said = report["problems"][-1]
     assert said == (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,29 @@ def test_a_chat_keeps_to_the_least_that_it_names(known: dict[str, capped.Line]) 
     assert found.status == 0, found.err
     peak = json.loads(found.out)["stats"]["peak_rss_bytes"]
     assert 0.8 * ram < peak <= ram
+
+
+_IMPORTS = """
+import sys
+from orchestrator.__main__ import main
+try:
+    main()
+finally:
+    assert "numpy.ma" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("policy", ["lru", "dymoe", "dynaexq", "context", "mixed"])
+def test_a_chat_loads_no_masked_arrays(tiny_model: Callable[..., Path], policy: str) -> None:
+    """Beside a model they take 2 MiB, and 9 where Python has to compile them."""
+    model = tiny_model("qwen3moe", "q8_0", "q2_k")
+    asked = ["chat", "-m", str(model), f"--policy={policy}", "--expert-ram=3MiB", "-p", "hello"]
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTS, *asked, "--ctx=256", "--max-tokens=4", "--threads=1"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_server_keeps_to_the_least_that_it_names(

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.calibrate import read_calibration
 from orchestrator.errors import ConfigError
 from orchestrator.eval.choices import encode_pair, pick, read_questions
-from orchestrator.eval.text import Document, cut_windows, read_documents
+from orchestrator.eval.text import Document, cut_windows, needed_tokens, read_documents, windows_of
 
 
 class Letters:
@@ -142,3 +143,55 @@ def test_the_longer_choice_wins_only_by_length() -> None:
 def test_a_pair_is_cut_where_the_context_ends() -> None:
     context, choice = encode_pair(Letters([7]), "ab", " c")
     assert (context, choice) == ([7, 97, 98], [32, 99])
+
+
+class Words:
+    """A tokenizer of words of four characters, which counts what it gets."""
+
+    def __init__(self) -> None:
+        self.n_characters = 0
+
+    def tokenize(self, text: str) -> list[int]:
+        self.n_characters += len(text)
+        return [1, *(int(text[at : at + 3]) for at in range(0, len(text) - 2, 4))]
+
+
+@pytest.mark.parametrize("prompt", [None, 24])
+def test_no_more_of_a_long_text_is_read_than_its_tokens_need(
+    tmp_path: Path, prompt: int | None
+) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("".join(f"{n % 1000:03} " for n in range(200_000)))
+    whole = windows_of(Words(), read_documents(path), 32, None, prompt)
+    tokenizer = Words()
+    documents = read_documents(path, needed_tokens(100, 32, prompt))
+    found = windows_of(tokenizer, documents, 32, 100, prompt)
+    assert sum(each.n_scored for each in found) == 100
+    assert [each.tokens for each in found[:-1]] == [each.tokens for each in whole[: len(found) - 1]]
+    last = found[-1].tokens
+    assert last == whole[len(found) - 1].tokens[: len(last)]
+    assert len(documents[0].text) < 80_000 and tokenizer.n_characters < 30_000
+
+
+def test_a_dense_text_is_taken_apart_until_there_are_enough_tokens(tmp_path: Path) -> None:
+    class Sparse(Words):
+        def tokenize(self, text: str) -> list[int]:
+            self.n_characters += len(text)
+            return [1, *([2] * (len(text) // 60))]
+
+    found = windows_of(Sparse(), [Document("x" * 1_000_000)], 32, 1000)
+    assert sum(each.n_scored for each in found) == 1000
+
+
+def test_no_more_lines_are_read_than_their_tokens_need(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text('{"text": "one two three"}\n' * 50_000 + "no JSON\n")
+    found = read_documents(path, 100)
+    assert 100 * 64 <= sum(len(each.text) for each in found) < 100 * 64 + 20
+    with pytest.raises(ConfigError, match="line 50001 is not JSON"):
+        read_documents(path)
+
+
+def test_what_has_no_checksum_is_nothing_to_calibrate_on() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero is no file"):
+        read_calibration(Words(), Path("/dev/zero"))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+import psutil
 import pytest
 
 from gguf_tools import children, interrupts
@@ -18,6 +19,20 @@ def test_one_that_still_runs_is_killed() -> None:
     with pytest.raises(ZeroDivisionError), child(ASLEEP, stdout=subprocess.PIPE) as process:
         raise ZeroDivisionError
     assert process.poll() is not None
+
+
+def test_what_it_has_started_goes_with_it() -> None:
+    starts = (
+        "import subprocess, sys; started = subprocess.Popen(sys.argv[1:]); "
+        "print(started.pid, flush=True); started.wait()"
+    )
+    command = [sys.executable, "-c", starts, *ASLEEP]
+    with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        started = psutil.Process(int(process.stdout.readline()))
+        assert started.status() != psutil.STATUS_ZOMBIE
+    gone, _ = psutil.wait_procs([started], timeout=10)
+    assert gone
 
 
 def test_an_interrupt_while_it_is_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:

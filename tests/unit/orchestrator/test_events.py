@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from shapes import make_decision, make_event, make_shape, make_view, prefetches
 
-from orchestrator.events import GenerationStats, RouteEvent, percentile
+from orchestrator.events import GenerationStats, RouteEvent, distinct, percentile
 from orchestrator.native.abi import CPrefetch
 
 
@@ -116,3 +116,13 @@ def test_stats_are_json() -> None:
 def test_percentile() -> None:
     assert percentile([1.0, 2.0, 3.0], 50) == 2.0
     assert math.isnan(percentile([], 50))
+    random = np.random.default_rng(0)
+    for n in (1, 2, 5, 64):
+        values = random.random(n) * 1000
+        for q in (0, 10, 50, 99, 100):
+            assert percentile(values, q) == float(np.percentile(values, q))
+
+
+def test_distinct() -> None:
+    assert distinct(np.array([[3, 0], [3, 7]], np.int32)).tolist() == [0, 3, 7]
+    assert distinct(np.empty((0, 4), np.int32)).tolist() == []

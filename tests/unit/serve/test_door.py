@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
 from asgi import FakeBackend, FakeRequest, ask, state_with
 
+from orchestrator.cli import cli
 from orchestrator.errors import ConfigError
 from orchestrator.serve.app import application
 from orchestrator.serve.settings import ServeSettings
@@ -177,3 +179,17 @@ def test_a_path_without_v1_is_llama_cpps_own() -> None:
         assert ask(app, path, {"prompt": "a"}).status == 200
     routes = [route for route, _ in backend.asked]
     assert routes == ["/completion", "/completion", "/v1/completions"]
+
+
+def test_a_model_that_is_not_there_is_said_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(_: object) -> None:
+        raise AssertionError("the server is built first")
+
+    monkeypatch.setattr("orchestrator.serve.run.server_library", build)
+    done = CliRunner().invoke(cli, ["serve", "-m", str(tmp_path / "none.gguf"), "--port=0"])
+    assert (done.exit_code, done.stderr) == (
+        1,
+        f"Error: {tmp_path / 'none.gguf'}: No such file or directory\n",
+    )
