@@ -29,8 +29,9 @@ def child(
     try:
         # An interrupt within Popen would leave a process that nobody knows.
         with interrupts.held():
-            group = _new_group if with_its_own else None
-            process = subprocess.Popen(command, text=True, preexec_fn=group, **options)
+            if with_its_own:
+                options["preexec_fn"] = _new_group
+            process = subprocess.Popen(command, text=True, **options)
         yield process
     finally:
         if process is not None and process.poll() is None:
