@@ -319,7 +319,7 @@ def commands(
         "calibrate": Line(
             [
                 *("calibrate", str(model), *calib, f"--types={types}"),
-                *("--out", str(out / "c.json")),
+                *("--force", "--out", str(out / "c.json")),
             ]
         ),
         "calibrate --save-imatrix": Line(
@@ -358,6 +358,10 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as folder:
         known = commands(args.model, args.text, Path(folder), args.tokens, ctx=args.ctx)
+        if unknown := set(args.names) - set(known):
+            parser.error(
+                f"no command {', '.join(sorted(unknown))}: give some of {', '.join(known)}"
+            )
         for name in args.names or known:
             line, ram = known[name], 0
             if args.ram == "least":
