@@ -25,9 +25,10 @@ FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
 
 _FORMAT = "moe-edge speed"
 _LARGEST_BYTES = 16 << 20
-# From so many rows on, slots in the CPU's own layout are restored where plain rows are faster, as
-# patches/native/moe-edge-layout.cpp has it; with fewer than so many, rows go one by one.
-_RESTORES_FROM, _GEMM_LEAST = 48, 4
+# From so many rows on, slots in the CPU's own layout may be restored where plain rows are faster:
+# the least number of patches/native/moe-edge-layout.cpp. With fewer than the second one, rows go
+# one by one.
+_RESTORES_FROM, _GEMM_LEAST = 16, 4
 # Small operations of a layer, beside one for each expert that a token uses: norms, rotations, the
 # router's choice, copies into the cache.
 _NODES = 32
