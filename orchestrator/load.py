@@ -179,8 +179,7 @@ class Loader:
         ):
 
             def plan(asked: Config) -> MemoryPlan:
-                scratch = probe.scratch
-                return plan_memory(asked, self._model, self._machine, 0, scratch, self._teach)
+                return plan_memory(asked, self._model, self._machine, 0, probe.scratch, self._teach)
 
             def time(plan: MemoryPlan, asked: Config) -> Prediction:
                 return self._spending(predictor.of_plan(plan, asked), plan)
