@@ -58,6 +58,8 @@ def test_prompts_over_repacked_dense_weights_are_those_over_plain_ones(
     library, tmp_path, dense, least
 ):
     """From so many rows on, with weights of no multiple of the rows that are restored at once."""
+    if not library.interleaves(dense, 256, 256):
+        pytest.skip(f"this CPU has no layout of its own for {dense.name}")
     shape = replace(synthetic.preset("tiny-qwen3moe"), dense_type=dense)
     path = synthetic.write(tmp_path / "m.gguf", shape, tiers=("q8_0",))
     tokens = PROMPT * 10
@@ -68,8 +70,6 @@ def test_prompts_over_repacked_dense_weights_are_those_over_plain_ones(
                 path, n_ctx=256, n_ubatch=128, threads=2, mmap=False, extra_bufts=repack
             ) as model:
                 of_upstream[repack] = model.eval(tokens[:n], 0)
-        if np.array_equal(of_upstream[True], of_upstream[False]):
-            pytest.skip(f"this CPU has no layout of its own for {dense.name}")
         config = Config.build(
             model=path,
             ctx=256,
