@@ -145,7 +145,7 @@ def test_its_check(folder: Path, model: Path) -> None:
 def test_its_mode_line_and_its_mix(folder: Path, model: Path) -> None:
     done = moe_edge(
         *(folder, "chat", "-m", model, "-p", "hello there", "--json", "--seed", 5),
-        *("--policy", "stripes", "--stripe", 3, "--max-tokens", 12, "--expert-ram", "64MiB"),
+        *("--policy", "stripes", "--stripe", 3, "--max-tokens", 100, "--expert-ram", "64MiB"),
     )
     assert (done.returncode, done.stderr) == (0, "")
     stats = json.loads(done.stdout)["stats"]
