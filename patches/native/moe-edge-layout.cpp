@@ -50,48 +50,44 @@ void pack_six_bits(const uint8_t * scales, const uint8_t * mins, uint8_t * q) {
     }
 }
 
-void restore_q4_K(const void * weights, int64_t n_in, int64_t n_rows, void * rows) {
-    const int64_t n_blocks = n_in / QK_K;
-    const auto * in = static_cast<const block_q4_Kx8 *>(weights);
-    for (int64_t row = 0; row < n_rows; row += ROWS) {
-        auto * out = static_cast<block_q4_K *>(rows) + row * n_blocks;
-        for (int64_t b = 0; b < n_blocks; b++, in++) {
-            uint8_t scales[ROWS][ROWS], mins[ROWS][ROWS];  // [part][row]
-            for (int part = 0; part < ROWS; part++) {
-                unpack_six_bits(in->scales + 12*part, scales[part], mins[part]);
-            }
-            for (int r = 0; r < ROWS; r++) {
-                auto & to = out[r*n_blocks + b];
-                to.data.data.d    = in->d[r];
-                to.data.data.dmin = in->dmin[r];
-                uint8_t of_row[2][ROWS];
-                for (int part = 0; part < ROWS; part++) {
-                    of_row[0][part] = scales[part][r];
-                    of_row[1][part] = mins[part][r];
-                }
-                pack_six_bits(of_row[0], of_row[1], to.scales);
-                for (int64_t i = 0; i < QK_K/2; i += 8) {
-                    memcpy(to.qs + i, in->qs + i*ROWS + 8*r, 8);
-                }
-            }
+// Scales and minimums of one block of eight rows, to[r*stride] being row r's.
+void restore_scales(const block_q4_Kx8 & in, block_q4_K * to, int64_t stride) {
+    uint8_t scales[ROWS][ROWS], mins[ROWS][ROWS];  // [part][row]
+    for (int part = 0; part < ROWS; part++) {
+        unpack_six_bits(in.scales + 12*part, scales[part], mins[part]);
+    }
+    for (int r = 0; r < ROWS; r++) {
+        uint8_t of_row[2][ROWS];
+        for (int part = 0; part < ROWS; part++) {
+            of_row[0][part] = scales[part][r];
+            of_row[1][part] = mins[part][r];
+        }
+        pack_six_bits(of_row[0], of_row[1], to[r*stride].scales);
+    }
+}
+
+void restore_scales(const block_q2_Kx8 & in, block_q2_K * to, int64_t stride) {
+    for (int r = 0; r < ROWS; r++) {
+        for (int i = 0; i < QK_K/16; i += 2) {  // pairs of a scale and a minimum, for two parts of a row
+            memcpy(to[r*stride].scales + i, in.scales + i*ROWS + 2*r, 2);
         }
     }
 }
 
-void restore_q2_K(const void * weights, int64_t n_in, int64_t n_rows, void * rows) {
+// Rows become plain again.
+template <typename INTERLEAVED, typename PLAIN>
+void restore(const void * weights, int64_t n_in, int64_t n_rows, void * rows) {
     const int64_t n_blocks = n_in / QK_K;
-    const auto * in = static_cast<const block_q2_Kx8 *>(weights);
+    const auto * in = static_cast<const INTERLEAVED *>(weights);
     for (int64_t row = 0; row < n_rows; row += ROWS) {
-        auto * out = static_cast<block_q2_K *>(rows) + row * n_blocks;
+        auto * out = static_cast<PLAIN *>(rows) + row * n_blocks;
         for (int64_t b = 0; b < n_blocks; b++, in++) {
+            restore_scales(*in, out + b, n_blocks);
             for (int r = 0; r < ROWS; r++) {
                 auto & to = out[r*n_blocks + b];
                 to.data.data.d    = in->d[r];
                 to.data.data.dmin = in->dmin[r];
-                for (int i = 0; i < QK_K/16; i += 2) {  // pairs of a scale and a minimum, for two parts of a row
-                    memcpy(to.scales + i, in->scales + i*ROWS + 2*r, 2);
-                }
-                for (int i = 0; i < QK_K/4; i += 8) {
+                for (size_t i = 0; i < sizeof(to.qs); i += 8) {
                     memcpy(to.qs + i, in->qs + i*ROWS + 8*r, 8);
                 }
             }
@@ -105,9 +101,9 @@ const std::vector<moe_edge_kernels> KERNELS = {
     { GGML_TYPE_Q4_0, ggml_gemv_q4_0_8x8_q8_0, ggml_gemm_q4_0_8x8_q8_0, ggml_quantize_mat_q8_0_4x8,
       ggml::cpu::repack::repack<block_q4_0, 8, 8>, nullptr, 0 },
     { GGML_TYPE_Q4_K, ggml_gemv_q4_K_8x8_q8_K, ggml_gemm_q4_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8,
-      ggml::cpu::repack::repack<block_q4_K, 8, 8>, restore_q4_K, 32 },
+      ggml::cpu::repack::repack<block_q4_K, 8, 8>, restore<block_q4_Kx8, block_q4_K>, 32 },
     { GGML_TYPE_Q2_K, ggml_gemv_q2_K_8x8_q8_K, ggml_gemm_q2_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8,
-      ggml::cpu::repack::repack<block_q2_K, 8, 8>, restore_q2_K, 16 },
+      ggml::cpu::repack::repack<block_q2_K, 8, 8>, restore<block_q2_Kx8, block_q2_K>, 16 },
     { GGML_TYPE_IQ4_NL, ggml_gemv_iq4_nl_8x8_q8_0, ggml_gemm_iq4_nl_8x8_q8_0, ggml_quantize_mat_q8_0_4x8,
       ggml::cpu::repack::repack<block_iq4_nl, 8, 8>, nullptr, 0 },
     { GGML_TYPE_MXFP4, ggml_gemv_mxfp4_8x8_q8_0, ggml_gemm_mxfp4_8x8_q8_0, ggml_quantize_mat_q8_0_4x8,
