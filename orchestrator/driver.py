@@ -188,9 +188,8 @@ class Driver(PlainDriver):
                 self.meter.counted(self.store.take_counts() if counts is None else counts)
             self.meter.step_done(step.phase, step.n_tokens)
         if counts is not None:
-            counts, self._untold = self._since_told(counts), None
-            if not wanted:
-                counts, self._untold = None, counts
+            counts = counts if self._untold is None else counts + self._untold
+            counts, self._untold = (counts, None) if wanted else (None, counts)
         return policy.step_done(
             StepReport(
                 phase=step.phase,
@@ -204,10 +203,6 @@ class Driver(PlainDriver):
                 ends=step.ends,
             )
         )
-
-    def _since_told(self, counts: np.ndarray) -> np.ndarray:
-        """A step's counts, and those of the steps before whose reports went without."""
-        return counts if self._untold is None else counts + self._untold
 
     def prepare(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None
