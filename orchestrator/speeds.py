@@ -128,14 +128,15 @@ def model_costs(
                     continue
                 expert_bytes[layer, at] += piece.expert_bytes
                 expert_s[layer, at] += [product(Product(piece.type, *shape, n)) for n in ROWS]
-    dense_s, output_s = _dense_seconds(speeds, bindings, model, layout == UPSTREAM)
+    dense_s, output_s = _dense_seconds(speeds, bindings, model, layout)
     return Costs(expert_s, expert_bytes, dense_s, output_s, _attention_seconds(speeds, model))
 
 
 def _dense_seconds(
-    speeds: Speeds, bindings: Bindings, model: ExpertModel, repacked: bool
+    speeds: Speeds, bindings: Bindings, model: ExpertModel, layout: str
 ) -> tuple[np.ndarray, float]:
-    """(dense_s, output_s) of Costs: by the bytes of each type, from one matrix of it."""
+    """(dense_s, output_s) of Costs: by the bytes of each type, from one matrix of it. Dense weights
+    are repacked where experts are not as in the file."""
     interleaves = bindings.library().interleaves
     tensors = _dense_matrices(model)
     output = tensors.pop("output.weight", None) or tensors.pop("token_embd.weight", None)
@@ -147,9 +148,15 @@ def _dense_seconds(
 
     def seconds(info: TensorInfo, rows: int) -> float:
         n_in, n_out = largest[info.type].shape[:2]
-        changed = repacked and bool(interleaves(info.type, n_in, n_out))
-        stands = Product(info.type, n_in, min(n_out, _DENSE_ROWS), rows, changed)
-        return speeds.seconds(stands) * info.nbytes / stands.nbytes
+        stands = Product(info.type, n_in, min(n_out, _DENSE_ROWS), rows)
+        scale = info.nbytes / stands.nbytes
+        if layout == FILE or not interleaves(info.type, n_in, n_out):
+            return speeds.seconds(stands) * scale
+        found = speeds.seconds(stands._replace(repacked=True))
+        if layout == OWN and rows >= _RESTORES_FROM:
+            # Restored rows are multiplied as those of an expert that each token was routed to.
+            found = min(found, speeds.seconds(stands._replace(routed=True)))
+        return found * scale
 
     nodes = len(model.hparams.n_head) * _NODES + model.n_layers * model.n_expert_used
     width = model.hparams.embedding_length
