@@ -1,7 +1,7 @@
 """Managed experts that are all in memory against upstream at its best flags, shape by shape.
 
     python tests/best_flags.py make                   writes the models: 17 GB in the user cache
-    python tests/best_flags.py run [--only WORD,...] [--avx2 FOLDER] [--seconds 20]
+    python tests/best_flags.py run [--only WORD,...] [--avx2 FOLDER] [--seconds 40]
 
 A line for each combination: the better of upstream with and without repacked weights, over ours, as
 a median of turns with its 95 % interval; above 1 ours is faster. All three are loaded at once and
@@ -31,7 +31,7 @@ TYPES = ("q4_k", "q4_0", "q2_k")
 PROMPTS = (128, 512, 2048)
 LIBRARY = "LLAMA_CPP_LIB_PATH"
 # Steps of one turn, and the fewest turns of a combination; of prompts a turn is one.
-STEPS, LEAST_TURNS = 24, 3
+STEPS, LEAST_TURNS = 8, 3
 # Seconds between two turns: OpenMP's threads spin on for some 20 ms behind their last step.
 PAUSE = 0.1
 
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("what", choices=("make", "run"))
     parser.add_argument("--only", default="", help="combinations with one of these words")
     parser.add_argument("--avx2", type=Path, help="where a wheel without AVX-512 was unzipped")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each combination")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each combination")
     parser.add_argument("--shapes", default="", help="other shapes of moe-edge bench")
     asked = parser.parse_args()
     sys.path.insert(0, str(HERE))
