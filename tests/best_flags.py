@@ -54,14 +54,13 @@ def combinations(avx2: bool) -> Iterator[Combination]:
     for shape in SHAPES:
         for tier in TYPES:
             yield Combination(shape, tier, 0, False)
-            if "olmoe" in shape and tier != "q2_k":
-                for prompt in PROMPTS:
-                    yield Combination(shape, tier, prompt, False)
+            for prompt in PROMPTS:
+                yield Combination(shape, tier, prompt, False)
     if avx2:
         for shape in SHAPES:
             for tier in TYPES:
                 yield Combination(shape, tier, 0, True)
-        yield Combination(SHAPES[0], "q4_k", 512, True)
+        yield Combination(SHAPES[0], TYPES[0], 512, True)
 
 
 def model_path(shape: str, tier: str, make: bool) -> Path:
@@ -129,12 +128,14 @@ def main() -> None:
     parser.add_argument("--avx2", type=Path, help="where a wheel without AVX-512 was unzipped")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each combination")
     parser.add_argument("--shapes", default="", help="other shapes of moe-edge bench")
+    parser.add_argument("--types", default="", help="other types of the experts")
     asked = parser.parse_args()
     sys.path.insert(0, str(HERE))
     from gguf_tools.process import default_threads
 
-    global SHAPES
+    global SHAPES, TYPES
     SHAPES = tuple(filter(None, asked.shapes.split(","))) or SHAPES
+    TYPES = tuple(filter(None, asked.types.split(","))) or TYPES
     words = [word for word in asked.only.split(",") if word]
     found = [
         each
