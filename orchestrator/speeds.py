@@ -25,10 +25,10 @@ FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
 
 _FORMAT = "moe-edge speed"
 _LARGEST_BYTES = 16 << 20
-# From so many rows on, slots in the CPU's own layout may be restored where plain rows are faster:
+# From so many rows on, slots in the CPU's own layout may be multiplied by tiles, as plain rows are:
 # the least number of patches/native/moe-edge-layout.cpp. With fewer than the second one, rows go
 # one by one.
-_RESTORES_FROM, _GEMM_LEAST = 16, 4
+_TILES_FROM, _GEMM_LEAST = 8, 4
 # Small operations of a layer, beside one for each expert that a token uses: norms, rotations, the
 # router's choice, copies into the cache.
 _NODES = 32
@@ -116,7 +116,7 @@ def model_costs(
         if layout == UPSTREAM or rows < _GEMM_LEAST:
             return speeds.seconds(one_by_one)
         together = speeds.seconds(one_by_one._replace(routed=False))
-        return min(together, speeds.seconds(plain)) if rows >= _RESTORES_FROM else together
+        return min(together, speeds.seconds(plain)) if rows >= _TILES_FROM else together
 
     expert_s = np.zeros((model.n_layers, len(tiers), len(ROWS)))
     expert_bytes = np.zeros((model.n_layers, len(tiers)), np.int64)
@@ -153,8 +153,8 @@ def _dense_seconds(
         if layout == FILE or not interleaves(info.type, n_in, n_out):
             return speeds.seconds(stands) * scale
         found = speeds.seconds(stands._replace(repacked=True))
-        if layout == OWN and rows >= _RESTORES_FROM:
-            # Restored rows are multiplied as those of an expert that each token was routed to.
+        if layout == OWN and rows >= _TILES_FROM:
+            # Tiles of plain rows are what an expert has that each token was routed to.
             found = min(found, speeds.seconds(stands._replace(routed=True)))
         return found * scale
 

@@ -269,14 +269,14 @@ def test_dense_weights_are_repacked_with_the_experts(
     model: Path, layout: str, ratios: tuple[float, ...]
 ) -> None:
     """On a machine that is played, where repacked rows are slow for many activations: slots' own
-    layout restores them, from 16 on, and upstream's does not."""
+    layout takes tiles, from 8 on, and upstream's does not."""
 
     class Played:
         def seconds(self, what: Product | Small | Attention) -> float:
             if not isinstance(what, Product):
                 return 1e-9
             if what.repacked:
-                return 2.0 if what.rows < 16 else 6.0
+                return 2.0 if what.rows < 8 else 6.0
             return 4.0 if what.routed else 8.0
 
     library = SimpleNamespace(interleaves=lambda *_: True)
