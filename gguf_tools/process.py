@@ -4,6 +4,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from time import perf_counter
 
 import psutil
 
@@ -32,6 +33,30 @@ def default_threads() -> int:
     allowed = usable_cores()
     physical = psutil.cpu_count(logical=False) or allowed
     return max(1, min(allowed, physical) if allowed > 4 else allowed)
+
+
+class OtherWork:
+    """What other programs take of the cores that this process may use, from here on. What a
+    machine's owner takes of a virtual one counts as theirs, where the system tells it."""
+
+    def __init__(self) -> None:
+        self._start = _work_s()
+
+    def cores(self) -> float:
+        """How many of these cores were busy with something else, the mean since the start."""
+        now, busy, own = (end - start for end, start in zip(_work_s(), self._start, strict=True))
+        return max(0.0, busy - own) / now if now > 0 else 0.0
+
+
+def _work_s() -> tuple[float, float, float]:
+    """Seconds: of a clock, of work on the usable cores, and of this process' own work."""
+    cores = psutil.cpu_times(percpu=True)
+    if hasattr(os, "sched_getaffinity"):
+        cores = [cores[at] for at in os.sched_getaffinity(0) if at < len(cores)]
+    kinds = ("user", "nice", "system", "irq", "softirq", "steal")
+    busy = sum(getattr(core, kind, 0.0) for core in cores for kind in kinds)
+    own = os.times()
+    return perf_counter(), busy, own.user + own.system
 
 
 def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:

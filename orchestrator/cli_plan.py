@@ -57,7 +57,8 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
     if as_json:
         told = {"candidates": [each.as_dict() for each in found.candidates]}
         taken = found.candidates.index(found.taken)
-        click.echo(json.dumps({**told, "taken": taken, "why": found.why, "best_tier": best}))
+        more = {"why": found.why, "best_tier": best, "disturbed": found.disturbed}
+        click.echo(json.dumps({**told, "taken": taken, **more}))
         return
     click.echo(strip_controls(render(found, best)))
     if known.estimate is None:

@@ -24,6 +24,7 @@ from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy import PLAIN, known_policies
 from orchestrator.predict import Prediction, Reading
 from orchestrator.predictor import Predictor, spare_bytes
+from orchestrator.timings import DISTURBED
 
 # Tokens of the prompts that are predicted, and of the context behind which a token is.
 PROMPT_TOKENS = 512
@@ -51,7 +52,7 @@ class Health:
     """What was found. Speeds in bytes per second, sizes in bytes; expert_bytes: of an expert in the
     best precision. gpu_note: why there is no GPU, or that there are others; plan_note: why the
     model would not start. expected: one for each policy that fits; profiled: by what earlier runs
-    used, and not as if all experts were alike."""
+    used, and not as if all experts were alike; disturbed: while other programs ran."""
 
     threads: int
     memory_bytes: int
@@ -68,6 +69,7 @@ class Health:
     plan_note: str
     expected: tuple[Expected, ...] = ()
     profiled: bool = False
+    disturbed: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -87,6 +89,7 @@ class Health:
             "plan_note": self.plan_note,
             "expected": [each._asdict() for each in self.expected],
             "profiled": self.profiled,
+            "disturbed": self.disturbed,
         }
 
 
@@ -112,12 +115,12 @@ def examine(config: Config) -> Health:
         memory_speed = memory_bandwidth(threads, spare_bytes(config, model))
         expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)
         expected: tuple[Expected, ...] = ()
-        profiled = False
+        profiled = disturbed = False
         if gpu is None and plan is not None:
             reading = Reading(disk.bytes_per_s)
             with Predictor(bindings, config, model, reading, fresh=True) as predictor:
                 expected = expected_of(predictor, config, model, machine, plan)
-                profiled = predictor.profiled
+                profiled, disturbed = predictor.profiled, predictor.disturbed
     return Health(
         threads=threads,
         memory_bytes=machine.memory_bytes,
@@ -134,6 +137,7 @@ def examine(config: Config) -> Health:
         plan_note=plan_note,
         expected=expected,
         profiled=profiled,
+        disturbed=disturbed,
     )
 
 
@@ -240,6 +244,7 @@ def _expected_lines(health: Health) -> list[str]:
     return [
         f"Predicted behind prompts of {PROMPT_TOKENS} tokens, {used} (* is what would run):",
         *(f"          {line}" for line in lines),
+        *([DISTURBED] if health.disturbed else []),
     ]
 
 

@@ -46,13 +46,15 @@ class Knowledge:
     """What is known of a model on this machine. plan: how it lies with a config; raises
     BudgetError. time: what a plan with its config takes. uses: float64 [n_layers, n_expert], how
     often a token uses each expert. estimate: what tiers of the file cost, all of them, best first;
-    None where that was not fitted, and why_not says so, with what to run."""
+    None where that was not fitted, and why_not says so, with what to run. disturbed: whether other
+    programs ran while this machine was measured for the times that were asked for."""
 
     plan: Callable[[Config], MemoryPlan]
     time: Callable[[MemoryPlan, Config], Timed]
     uses: np.ndarray
     estimate: Loses | None
     why_not: str = ""
+    disturbed: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +112,12 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Frontier:
     """Every plan that fits, the fastest first. taken: the one that runs where no policy is named;
-    why: a sentence about it."""
+    why: a sentence about it. disturbed: as of Knowledge."""
 
     candidates: tuple[Candidate, ...]
     taken: Candidate
     why: str
+    disturbed: bool = False
 
 
 def frontier(config: Config, model: ExpertModel, known: Knowledge) -> Frontier:
@@ -132,10 +135,11 @@ def frontier(config: Config, model: ExpertModel, known: Knowledge) -> Frontier:
     found = _marked(sorted(found, key=lambda each: each.token_s))
     if allowed is None:
         taken = next(each for each in found if _same(each, usual))
-        return Frontier(tuple(found), taken, f"{_what(taken)}: the default, as no loss is allowed.")
-    taken = choose(found, allowed)
-    why = f"{_what(taken)}: the fastest within {allowed:g} nats of {model.tiers[0].name}."
-    return Frontier(tuple(found), taken, why)
+        why = f"{_what(taken)}: the default, as no loss is allowed."
+    else:
+        taken = choose(found, allowed)
+        why = f"{_what(taken)}: the fastest within {allowed:g} nats of {model.tiers[0].name}."
+    return Frontier(tuple(found), taken, why, known.disturbed())
 
 
 def choose(found: Sequence[Candidate], allowed: float) -> Candidate:

@@ -9,6 +9,7 @@ from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
 from orchestrator.frontier import PROMPT_TOKENS, Candidate, Frontier
 from orchestrator.plotting import COLOURS, save_figure
+from orchestrator.timings import DISTURBED
 
 _HEAD = ("", "plan", "tiers", "experts", "ms/token", "tok/s", "first prompt", "prompt", "KL, nats")
 # Below it, a picture of KL is even and no longer logarithmic: lossless plans are at its foot.
@@ -37,6 +38,7 @@ def render(found: Frontier, best: str) -> str:
             f"Prompts have {PROMPT_TOKENS} tokens, and KL is the mean from {best}; 0 is lossless. "
             f"+: no other plan is both faster and closer; *: taken.",
             f"`chat` and `serve` take {found.why}",
+            *([DISTURBED] if found.disturbed else []),
         ]
     )
 

@@ -185,7 +185,9 @@ class Loader:
                 return self._spending(predictor.of_plan(plan, asked), plan)
 
             estimate, why_not = self._estimate(names)
-            yield Knowledge(plan, time, predictor.uses, estimate, why_not)
+            yield Knowledge(
+                plan, time, predictor.uses, estimate, why_not, lambda: predictor.disturbed
+            )
 
     def _spending(self, found: Prediction, plan: MemoryPlan) -> Prediction:
         """With what a policy that foresees its loss skips."""

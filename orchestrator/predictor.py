@@ -116,6 +116,11 @@ class Predictor:
     ) -> Prediction:
         return Prediction(self.costs(tiers, layout), there, self._reading, n_ubatch)
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs ran whenever something was measured that was asked for."""
+        return self._speeds.disturbed
+
     def close(self) -> None:
         """Keeps what was measured."""
         self._speeds.close()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 from contextlib import ExitStack
-from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +17,9 @@ from orchestrator.errors import NativeError
 # Weights of one timing, together: more than the caches of a processor hold.
 POOL_BYTES = 96 * 2**20
 _MOST_MATRICES = 256
-# A timing is the median of so many runs, or of as many as fit this time, as tokens have one.
-_RUNS, _SECONDS = 7, 0.1
+# A timing is of so many runs at least, or of as many as fit the longer time. What is short runs for
+# the shorter time, which outlasts what interrupts it. Nine of ten runs may have been interrupted.
+_RUNS, _LEAST_SECONDS, _SECONDS = 7, 0.02, 0.1
 # Experts that a token uses in one timing, and nodes of a chain.
 _USED, _CHAIN = 8, 64
 # Every byte of weights and inputs: an ordinary number in each type.
@@ -177,7 +177,7 @@ class Timer:
                 first = number * used
                 values = np.tile(np.arange(first, first + used, dtype=np.int32), what.rows)
                 self.backend_tensor_set(ids, values.ctypes.data, 0, values.nbytes)
-            return self._median(context, ops) / used
+            return self._time(context, ops) / used
 
     def _single(self, what: Product) -> float:
         n = 2 if what.rows > 1 else max(2, min(_MOST_MATRICES, self._pool_bytes // what.nbytes))
@@ -191,7 +191,7 @@ class Timer:
             x = self.new_tensor_2d(context, GGMLType.F32, what.n_in, what.rows)
             ops = [self.mul_mat(context, each, x) for each in matrices]
             self._allocate(stack, context)
-            return self._median(context, ops)
+            return self._time(context, ops)
 
     def _small(self, what: Small) -> float:
         with ExitStack() as stack:
@@ -200,7 +200,7 @@ class Timer:
             for _ in range(_CHAIN):
                 ops.append(self.rms_norm(context, ops[-1], 1e-6))
             self._allocate(stack, context)
-            return self._median(context, ops[1:])
+            return self._time(context, ops[1:])
 
     def _attention(self, what: Attention) -> float:
         with ExitStack() as stack:
@@ -212,7 +212,7 @@ class Timer:
             )
             op = self.flash_attn_ext(context, q, k, v, None, 0.1, 0.0, 0.0)
             self._allocate(stack, context)
-            return self._median(context, [op])
+            return self._time(context, [op])
 
     def _context(self, stack: ExitStack) -> int:
         context: int = self.init(_InitParams(_CONTEXT_BYTES, None, True))
@@ -233,20 +233,21 @@ class Timer:
             _ask_for_huge_pages(base, self.backend_buffer_get_size(buffer))
         self.backend_buffer_clear(buffer, _FILL)
 
-    def _median(self, context: int, ops: list[int]) -> float:
-        """Seconds of one of these operations, which are one graph: the median of some runs."""
+    def _time(self, context: int, ops: list[int]) -> float:
+        """Seconds of one of these operations, which are one graph: a tenth of the
+        runs took less."""
         graph = self.new_graph(context)
         for op in ops:
             self.build_forward_expand(graph, op)
         if self.backend_graph_compute(self._backend, graph) != _SUCCESS:
             raise NativeError("ggml cannot compute what is to be timed")
         times: list[float] = []
-        end = perf_counter() + _SECONDS
-        while len(times) < _RUNS and (not times or perf_counter() < end):
-            start = perf_counter()
+        now = begin = perf_counter()
+        while now < begin + (_LEAST_SECONDS if len(times) >= _RUNS else _SECONDS):
             self.backend_graph_compute(self._backend, graph)
-            times.append(perf_counter() - start)
-        return median(times) / len(ops)
+            start, now = now, perf_counter()
+            times.append(now - start)
+        return sorted(times)[len(times) // 10] / len(ops)
 
     if TYPE_CHECKING:
 

@@ -1,4 +1,4 @@
-"""How fast this machine computes a model, measured once and kept: what predictions are made of."""
+"""How fast this machine computes a model, measured and kept: what predictions are made of."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import json
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from time import time
 
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
-from gguf_tools.process import processor_name
+from gguf_tools.process import OtherWork, default_threads, processor_name
 from orchestrator.files import read_object, user_folder, write_whole
 from orchestrator.llama import Bindings
 from orchestrator.predict import ROWS, Costs
 from orchestrator.products import POOL_BYTES, Attention, Product, Small, Timer
+from orchestrator.timings import Timings
 
 # In which layout experts are computed: as in the file; in slots in the CPU's own layout; as
 # upstream repacks them, where it multiplies them row by row.
@@ -25,6 +27,8 @@ FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
 
 _FORMAT = "moe-edge speed"
 _LARGEST_BYTES = 16 << 20
+# The machine is quiet while other programs take less of the cores that compute.
+_QUIET_SHARE = 0.1
 # From so many rows on, slots in the CPU's own layout may be multiplied by tiles, as plain rows are:
 # the least number of patches/native/moe-edge-layout.cpp. With fewer than the second one, rows go
 # one by one.
@@ -38,17 +42,23 @@ _CELLS = 512
 
 
 class Speeds:
-    """Seconds of products and operations on this machine, from the user cache or measured."""
+    """Seconds of products and operations on this machine, measured or from the user cache.
+
+    What stands in the cache is the least of timings at several moments, as `Timings` says. While
+    none of them was confirmed, each use at another moment times it again."""
 
     def __init__(
         self, bindings: Bindings, threads: int, fresh: bool = False, pool_bytes: int = POOL_BYTES
     ) -> None:
-        """fresh: what the cache says is measured again. pool_bytes: weights that a timing may take;
-        with fewer than usual its figures are rough, and are not kept."""
+        """fresh: all is measured now, whatever is known. pool_bytes: weights that a timing may
+        take; with fewer than usual its figures are rough, and are not kept."""
         self._bindings, self._threads, self._pool_bytes = bindings, threads, pool_bytes
-        self._known: dict[str, float] = {} if fresh else self._read()
-        self._measured = False
+        self._fresh = fresh
+        self._kept = self._read()
+        self._used: dict[str, float] = {}
+        self._measured: dict[str, float] = {}
         self._timer: Timer | None = None
+        self._others = OtherWork()
 
     @cached_property
     def _path(self) -> Path:
@@ -57,45 +67,64 @@ class Speeds:
         digest = hashlib.sha256(key.encode()).hexdigest()[:24]
         return user_folder("cache") / "speed" / f"{digest}.json"
 
-    def _read(self) -> dict[str, float]:
+    def _read(self) -> Timings:
         with suppress(OSError):
             data = read_object(self._path, _LARGEST_BYTES)
-            known = data.get("seconds") if data and data.get("format") == _FORMAT else None
-            if isinstance(known, dict) and all(_is_time(each) for each in known.values()):
-                return known
-        return {}
+            if data and data.get("format") == _FORMAT:
+                return Timings.read(data.get("timings"), time())
+        return Timings(time())
 
     def seconds(self, what: Product | Small | Attention) -> float:
-        """As Timer.seconds, once for each. Raises NativeError."""
+        """As Timer.seconds, at most once for each. Raises NativeError."""
         key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
-        if key not in self._known:
-            self._timer = self._timer or Timer(
-                self._bindings.api._lib, self._threads, self._pool_bytes
-            )
-            self._known[key] = self._timer.seconds(what)
-            self._measured = self._pool_bytes >= POOL_BYTES
-        return self._known[key]
+        if key not in self._used:
+            known = None if self._fresh else self._kept.least(key)
+            if known is None or self._kept.is_due(key):
+                found = self._timed(what)
+                self._measured[key] = found
+                known = found if known is None else min(found, known)
+            self._used[key] = known
+        return self._used[key]
+
+    def _timed(self, what: Product | Small | Attention) -> float:
+        if self._timer is None:
+            self._timer = Timer(self._bindings.api._lib, self._threads, self._pool_bytes)
+            self._others = OtherWork()
+        return self._timer.seconds(what)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether something that was asked for was timed beside other programs alone, as far as
+        the system tells."""
+        now = set(self._measured) if self._quiet else set()
+        before = set() if self._fresh else set(filter(self._kept.was_quiet, self._used))
+        return not self._used.keys() <= now | before
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether other programs have left alone the cores that compute, since the first timing."""
+        spare = max(0, default_threads() - self._threads)
+        return self._others.cores() < spare + _QUIET_SHARE * self._threads
 
     def close(self) -> None:
         """Keeps what was measured, where the user cache can be written."""
         if self._timer is not None:
             self._timer.close()
-        if self._measured:
+        if self._measured and self._pool_bytes >= POOL_BYTES:
+            kept, quiet = self._read(), self._quiet
+            for key, seconds in self._measured.items():
+                kept.add(key, seconds, quiet)
             with suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                text = json.dumps({"format": _FORMAT, "seconds": {**self._read(), **self._known}})
+                text = json.dumps({"format": _FORMAT, "timings": kept.as_dict()})
                 write_whole(self._path, text)
-        self._measured, self._timer = False, None
+        self._measured, self._timer = {}, None
 
     def __enter__(self) -> Speeds:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, float) and 0.0 < value < 1e6
 
 
 def model_costs(

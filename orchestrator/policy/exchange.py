@@ -25,19 +25,22 @@ def exchanges(
     expert gains between the two tiers in the mean; with two tiers and losses alike that is
     DynaExq's hysteresis.
     """
-    n_tiers = losses.shape[2]
+    _, n_expert, n_tiers = losses.shape
     flat, at = losses.reshape(-1, n_tiers), tiers.reshape(-1)
-    pools = np.repeat(pool_of, losses.shape[1], axis=0)
     pairs: list[tuple[float, int, int]] = []
     may_leave = [free.reshape(-1) & (at == tier) for tier in range(n_tiers)]
     held = [tier for tier in range(n_tiers) if may_leave[tier].any()]
     for high, low in combinations(held, 2):
         gains = flat[:, low] - flat[:, high]
         least = margin * float(np.abs(gains).mean())
-        both = pools[:, [high, low]]
-        for pair in sorted(set(map(tuple, both[(both >= 0).all(axis=1)].tolist()))):
-            here = (both == pair).all(axis=1)
+        both = pool_of[:, [high, low]]
+        for pair in sorted({(a, b) for a, b in both.tolist() if min(a, b) >= 0}):
+            here = np.repeat((both == pair).all(axis=1), n_expert)
             rising, falling = (np.flatnonzero(here & may_leave[tier]) for tier in (low, high))
+            if not (len(rising) and len(falling)):
+                continue
+            if gains[rising].max() - gains[falling].min() <= least:
+                continue  # no pair gains enough
             rising = rising[np.argsort(-gains[rising], kind="stable")]
             falling = falling[np.argsort(gains[falling], kind="stable")]
             n = min(len(rising), len(falling))
@@ -60,7 +63,7 @@ def moves(
     wanted: np.ndarray,
     resident: np.ndarray,
     target: np.ndarray,
-    gains: np.ndarray,
+    losses: np.ndarray,
 ) -> list[Transition]:
     """Experts at rest that are not where they should be, as far as slots are free: those to lower
     tiers first, since they free the better ones, then those that gain most.
@@ -69,16 +72,17 @@ def moves(
     those that are to fall wait in the lowest tier, and free theirs: the pools hold as many experts
     of each tier as are wanted there, so that a slot which is free has somebody who wants it.
 
-    wanted, resident, target: uint8 [n_layers, n_expert], the latter as of StepReport. gains float64
-    [n_layers, n_expert]: what each gains where it is wanted.
+    wanted, resident, target: uint8 [n_layers, n_expert], the latter as of StepReport. losses: w L,
+    float64 [n_layers, n_expert, n_tiers].
     """
     resting = (resident == target) & (resident != ABSENT)
     layers, experts = np.nonzero(resting & (resident != wanted))
     if not len(layers):
         return []
     goals, before = wanted[layers, experts], resident[layers, experts]
-    rises = goals < before
-    order = np.lexsort((-gains[layers, experts], rises)).tolist()
+    rises, lost, all_of_them = goals < before, losses[layers, experts], np.arange(len(goals))
+    gains = lost[all_of_them, before] - lost[all_of_them, goals]
+    order = np.lexsort((-gains, rises)).tolist()
     tracker = pools.track(resident, target)
 
     def admitted(tiers: np.ndarray, some: list[int]) -> list[Transition]:

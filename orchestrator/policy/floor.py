@@ -19,6 +19,7 @@ from orchestrator.policy.importance import gate_order
 from orchestrator.policy.monitor import Monitor, Prediction
 from orchestrator.policy.prefetch import AUTO, OFF, ON, LookAhead
 from orchestrator.policy.prompts import Prompts, even_slots, layer_groups
+from orchestrator.policy.read_behind import ReadBehind
 from orchestrator.policy.retention import COSINE, FLAT, SCHEDULES, ratios
 from orchestrator.policy.savings import Account, LayerCosts, Way, layer_costs, spend, spend_all
 from orchestrator.policy.versions import Background, rate_of
@@ -32,8 +33,6 @@ _CARRIED_TOKENS = 16
 _GAIN = 0.1
 # Of the first price: so many of a token's experts are taken to be missing.
 _FIRST_MISSING = 0.3
-# Experts that reads behind may be ahead of their rate.
-_BURST_EXPERTS = 8
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ class FloorSettings(LookAhead):
     )
     read_behind: bool = setting(
         True,
-        "Whether what was skipped or lowered is read afterwards, so that it is there when it is "
-        "asked for again.",
+        "Whether what was skipped or lowered twice within a few tokens is read afterwards, so that "
+        "it is there when it is asked for again.",
         hidden=True,
     )
     transition_rate: int | None = again(Background, "transition_rate")
@@ -93,8 +92,9 @@ class Floor(Policy):
     at most what is allowed for the layers up to this one (the cosine schedule), and what the tokens
     of its sequence before it left. `keep_top` experts of each token are never lowered.
 
-    What was skipped or lowered is read behind, after all else, within --transition-rate. Look-ahead
-    loads what is not predicted to be skipped. Prompts are lossless.
+    What was skipped or lowered, and is again a few tokens later, is read behind, after all else,
+    within --transition-rate. Look-ahead loads what is not predicted to be skipped, by the price and
+    by what is left to spend. Prompts are lossless.
     """
 
     name = "floor"
@@ -129,8 +129,7 @@ class Floor(Policy):
         self._prediction = Prediction(shape.n_layers)
         self._running: list[Account] = []
         self._asks_ahead = False
-        self._behind_bytes = 0.0
-        self._pending: tuple[int, list[int]] = (0, [])
+        self._behind = ReadBehind(shape, self.transition_rate)
         self._step, self._tokens, self._spent = -1, 0, 0.0
         self._routed = self._missing = self._lowered = 0
         self._keep_top = self.settings.keep_top
@@ -214,7 +213,8 @@ class Floor(Policy):
             ask = self._ask if event.n_tokens == 1 else self._ask_all
             ask(event, view, out)
         if self._reads_behind:
-            self._ask_behind(event.layer, lowered, view, out)
+            resident = view.resident[event.layer]
+            self._behind.ask(event.step, event.layer, lowered, resident, out)
 
     def _begin(self, event: RouteEvent) -> None:
         """A step's first layer. What a failed step spent is forgotten."""
@@ -251,9 +251,7 @@ class Floor(Policy):
 
     def _lower_all(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> dict[int, int]:
         """The tiers of what several tokens skip or get low."""
-        layer, accounts = event.layer, self._running
-        if len(accounts) != event.n_tokens:  # a layer that some tokens of the step do not reach
-            accounts = [self._accounts[each] for each in event.sequences_array.tolist()]
+        layer, accounts = event.layer, self._accounts_of(event)
         resident, costs = view.resident[layer], self._costs[layer]
         rows, gates = event.ids_array.tolist(), event.weights_array.tolist()
         claims: dict[int, list[tuple[Account, float]]] = {}
@@ -274,54 +272,58 @@ class Floor(Policy):
                 ways += costs.ways(expert, square, resident[expert])
         return spend_all(ways, claims, self._price, self._allowed[layer])
 
+    def _accounts_of(self, event: RouteEvent) -> list[Account]:
+        """Of an event's tokens: some tokens of a step do not reach the last layer."""
+        if len(self._running) == event.n_tokens:
+            return self._running
+        return [self._accounts[each] for each in event.sequences_array.tolist()]
+
     def _ask(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Asks for what the next layer is predicted to choose: what is in memory, so that it stays,
-        and of the rest what would cost too much to skip."""
+        and of the rest what would cost too much to skip, or more than is left behind what costs
+        less."""
         layer, keep_top = event.layer + 1, self._keep_top
         resident, costs = view.resident[layer], self._costs[layer]
         ids, scores = event.ahead_ids[0].tolist(), event.ahead_scores[0].tolist()
         # the model's weights have the sum that they have here
         scale = sum(event.weights.tolist()) / max(sum(scores), 1e-30)
-        least, skip = self._price * costs.high_bytes, costs.skip
-        asked = [
-            expert
-            for place, expert in enumerate(ids)
-            if place < keep_top
-            or resident[expert] == 0
-            or (scores[place] * scale) ** 2 * skip[expert] > least
-        ]
+        least, skip, account = self._price * costs.high_bytes, costs.skip, self._running[0]
+        left = account.left + self._allowed[layer] - account.spent
+        asked = []
+        for place in reversed(range(len(ids))):  # the highest gate, which costs most, comes last
+            expert = ids[place]
+            cost = (scores[place] * scale) ** 2 * skip[expert]
+            if place < keep_top or resident[expert] == 0 or cost > least or cost > left:
+                asked.append(expert)
+            else:
+                left -= cost
+        asked.reverse()
         out.prefetch_all(layer, asked, 0)
         self._prediction.expect(layer, asked)
 
     def _ask_all(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """As _ask, of several tokens: what an expert would cost all of them."""
+        """As _ask, of several tokens: what an expert would cost all of them, and each."""
         layer = event.layer + 1
         resident, costs = view.resident[layer], self._costs[layer]
         rows, scores = event.ahead_ids_array[0].tolist(), event.ahead_array[0]
         sums = event.weights_array.sum(axis=1), np.maximum(scores.sum(axis=1), 1e-30)
         gates = (scores * (sums[0] / sums[1])[:, None]).tolist()
-        wanted: dict[int, float] = {}
-        for ids, weights in zip(rows, gates, strict=True):
+        wanted: dict[int, dict[int, float]] = {}  # of each expert, what it would cost which tokens
+        for token, (ids, weights) in enumerate(zip(rows, gates, strict=True)):
             for place, (expert, gate) in enumerate(zip(ids, weights, strict=True)):
                 cost = math.inf if place < self._keep_top else gate**2 * costs.skip[expert]
-                wanted[expert] = wanted.get(expert, 0.0) + cost
-        least = self._price * costs.high_bytes
-        out.prefetch_all(layer, [e for e in wanted if resident[e] == 0 or wanted[e] > least], 0)
-
-    def _ask_behind(
-        self, layer: int, lowered: Mapping[int, int], view: StoreView, out: DecisionBuffer
-    ) -> None:
-        """Asks for the high copies of what was lowered in the layer before, as far as the rate
-        goes: for the layer that is being computed, the store takes no prefetch."""
-        before, experts = self._pending
-        if experts:
-            n, n_bytes = len(experts), self._high_bytes[before]
-            if self.transition_rate:
-                n = min(n, int(max(0.0, self._behind_bytes) // n_bytes))
-                self._behind_bytes -= n * n_bytes
-            out.prefetch_all(before, experts[:n], 0)
-        resident = view.resident[layer]
-        self._pending = layer, [each for each in lowered if resident[each] != 0]
+                wanted.setdefault(expert, {})[token] = cost
+        allowed, least = self._allowed[layer], self._price * costs.high_bytes
+        left = [each.left + allowed - each.spent for each in self._accounts_of(event)]
+        skipped = set()
+        for expert in sorted(wanted, key=lambda each: sum(wanted[each].values())):
+            bills = wanted[expert]
+            dear = sum(bills.values()) > least or any(bills[each] > left[each] for each in bills)
+            if resident[expert] != 0 and not dear:
+                skipped.add(expert)
+                for token, cost in bills.items():
+                    left[token] -= cost
+        out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
     def step_done(self, report: StepReport) -> tuple[()]:
         """A decode step's tokens have lost what they lost: their sequences keep the rest, up to a
@@ -341,8 +343,7 @@ class Floor(Policy):
         self._running = []
         self._tokens += report.n_tokens
         self._spent += spent
-        most = _BURST_EXPERTS * self._high_bytes[0]
-        self._behind_bytes = min(self._behind_bytes + self.transition_rate * report.us / 1e6, most)
+        self._behind.step_done(report.us)
         if report.n_tokens == 1 and self._prefetch == AUTO:
             self._monitor.step(report.us)
         return ()

@@ -3,6 +3,7 @@ over all tiers, which follows what is used (DynaExq, generalised)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from gguf_tools.units import format_size
 from orchestrator.errors import BudgetError
-from orchestrator.events import StepReport
+from orchestrator.events import Phase, StepReport
 from orchestrator.policy.allocation import Hull, lost
 from orchestrator.policy.base import (
     Callback,
@@ -38,6 +39,9 @@ ALIKE = 0.05
 SMALL = 0.001
 # A slot in reserve for each so many experts.
 _EXPERTS_PER_MOVE = 128
+# While experts move, the policy looks after them once in so many microseconds of steps. A look
+# takes a third of a fast model's token, and a move takes several of those.
+LOOK_US = 4000.0
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,12 @@ class Mixed(Learning):
         self.default_tier = len(shape.tiers) - 1
         self._known: np.ndarray | None = None
         self._losses = nominal(shape)
+        self._weighted: np.ndarray | None = None  # of the scores as they are
         self._pools: TierPools | None = None
         self._used: list[int] = []  # tiers that experts have
         self._wanted: np.ndarray = np.zeros((shape.n_layers, shape.n_expert), np.uint8)
         self._moved = self._exchanged = 0
+        self._unseen_us = math.inf  # of steps since the last look
         # Where experts were, and went, when none of them found a slot.
         self._no_moves: tuple[bytes, bytes] | None = None
 
@@ -119,12 +125,18 @@ class Mixed(Learning):
 
     def set_losses(self, losses: np.ndarray) -> None:
         self._losses = self._known = np.array(losses, np.float64)
+        self._weighted = None
+
+    def set_hotness(self, scores: np.ndarray) -> None:
+        super().set_hotness(scores)
+        self._weighted = None
 
     @property
     def weighted(self) -> np.ndarray:
         """w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
-        found: np.ndarray = weights(self._hotness.scores)[..., None] * self._losses
-        return found
+        if self._weighted is None:
+            self._weighted = weights(self._hotness.scores)[..., None] * self._losses
+        return self._weighted
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """The allocation that the budget has room for, by what is known of use and losses. Raises
@@ -178,12 +190,20 @@ class Mixed(Learning):
             for layer, expert in np.ndindex(wanted.shape)
         ]
 
+    def wants(self, phase: Phase) -> bool:
+        """As every policy that learns, but that fast tokens do not each look after what is under
+        way."""
+        looks = not self._settled and self._unseen_us >= LOOK_US
+        return looks or self._hotness.may_end(phase)
+
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Counts the step, and returns the moves that have slots now."""
+        self._unseen_us += report.us
         if report.counts is None or report.resident is None or report.target is None:
             self._count(report)
             return ()
         resident, target = report.resident, report.target
+        self._unseen_us = report.us
         if self._count(report):
             self._exchange((resident == target) & (resident == self._wanted))
             self._no_moves = None
@@ -192,12 +212,16 @@ class Mixed(Learning):
         states = resident.tobytes(), target.tobytes()
         if self._pools is None or there or states == self._no_moves:
             return ()
-        losses = self.weighted
-        gains = _of(losses, np.minimum(resident, self.default_tier)) - _of(losses, self._wanted)
-        found = moves(self._pools, self._wanted, resident, target, gains)
+        found = moves(self._pools, self._wanted, resident, target, self.weighted)
         self._moved += len(found)
         self._no_moves = None if found else states
         return found
+
+    def _count(self, report: StepReport) -> bool:
+        is_new = super()._count(report)
+        if is_new:
+            self._weighted = None
+        return is_new
 
     def _exchange(self, free: np.ndarray) -> None:
         """What is wanted from now on. free bool [n_layers, n_expert]: experts that are where they
@@ -264,10 +288,3 @@ def slot_sizes(shape: ModelShape) -> np.ndarray:
         for pool in pools_by_size(shape, tier):
             sizes[list(pool.layers), tier] = pool.unit_bytes
     return sizes
-
-
-def _of(losses: np.ndarray, tiers: np.ndarray) -> np.ndarray:
-    found: np.ndarray = np.take_along_axis(losses, tiers[..., None].astype(np.int64), axis=2)[
-        ..., 0
-    ]
-    return found

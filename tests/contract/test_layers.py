@@ -58,7 +58,12 @@ LAYERS = (
     ),
     ("orchestrator.choice", "orchestrator.accelerator", "orchestrator.probe", "orchestrator.room"),
     ("orchestrator.plan",),
-    ("orchestrator.layouts", "orchestrator.predict", "orchestrator.products"),
+    (
+        "orchestrator.layouts",
+        "orchestrator.predict",
+        "orchestrator.products",
+        "orchestrator.timings",
+    ),
     ("orchestrator.speeds", "orchestrator.spending"),
     ("orchestrator.predictor",),
     ("orchestrator.frontier",),

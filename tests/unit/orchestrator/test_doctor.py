@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from orchestrator.llama import Bindings
 from orchestrator.load import too_many_threads
 from orchestrator.native import Bandwidths
 from orchestrator.plan import plan_memory
+from orchestrator.timings import DISTURBED
 
 MIB = 1 << 20
 
@@ -37,6 +39,9 @@ def test_a_machine_without_a_gpu(model: Path) -> None:
     assert health.memory_speed > 0 and health.disk.bytes_per_s > 0
     text = render(health)
     assert "plain upstream path" in text and str(model) in text
+    assert text.endswith(DISTURBED) == health.disturbed
+    assert render(replace(health, disturbed=True)).endswith(f"\n{DISTURBED}")
+    assert DISTURBED not in render(replace(health, disturbed=False))
     assert json.loads(json.dumps(health.as_dict()))["gpu"] is None
 
 

@@ -15,6 +15,7 @@ from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase, RouteEvent,
 from orchestrator.policy import floor
 from orchestrator.policy.base import ModelShape
 from orchestrator.policy.floor import Floor
+from orchestrator.policy.read_behind import AGAIN_STEPS
 
 K = 4
 ONE = make_shape(n_layers=3, n_expert=8, k=K, tiers=("q4_k",))
@@ -222,15 +223,40 @@ def test_it_loads_ahead_what_it_would_not_skip() -> None:
     assert [e for _, e, *_ in prefetches(decided(kept, make(ahead=ahead))[1])] == [1]
 
 
-def test_what_was_skipped_is_read_behind_within_the_rate() -> None:
+def test_it_loads_ahead_what_it_cannot_pay_for() -> None:
+    """0.16, 0.09, 0.04 and 0.01 nats at any price, where 0.058 are left in the next layer."""
+    ahead = ([1, 3, 4, 6], [0.8, 0.6, 0.4, 0.2])
+    for here, wanted in ((IDS, [1, 3]), ([5, 2, 7], [1, 3, 4])):  # 0.01 of it is spent before
+        policy = made(max_loss=3 * 0.029, prefetch="on", read_behind=False)
+        _, out = decided(policy, make(ahead=ahead), here=here)
+        assert prefetches(out) == [(1, e, 0, 0) for e in wanted]
+
+
+def test_it_loads_ahead_what_one_of_several_tokens_cannot_pay_for() -> None:
+    ahead = [[[1, 3, 4, 6]] * 2], [[[0.8, 0.6, 0.4, 0.2]] * 2]
+    both = make(rows=[IDS] * 2, gates=[GATES] * 2, of=(4, 9), ahead=ahead)
+    policy = made(max_loss=3 * 0.03, prefetch="on", read_behind=False)
+    assert [e for _, e, *_ in prefetches(decided(policy, both, here=IDS)[1])] == [1, 3]
+    policy._accounts[9].left = -0.013  # so that 0.037 are left behind 0.01
+    assert [e for _, e, *_ in prefetches(decided(policy, both, here=IDS)[1])] == [1, 3, 4]
+
+
+def test_what_is_skipped_again_is_read_behind_within_the_rate() -> None:
     expert_bytes = ONE.expert_slot_bytes(0, 0)
     fast, slow = made(transition_rate=0), made(transition_rate=1000 * 2 * expert_bytes)
-    slow.step_done(report())  # a millisecond
+
+    def asked_behind(policy: Floor, step: int) -> list[int]:
+        policy._price, policy._accounts = 1.0, {}
+        assert set(decided(policy, make(step=step))[0]) == set(IDS)
+        found = prefetches(decided(policy, make(1, step=step), here=IDS)[1])
+        assert all(layer == 0 and tier == 0 for layer, _, tier, _ in found)
+        return [expert for _, expert, *_ in found]
+
     for policy, wanted in ((fast, [0, 7, 2, 5]), (slow, [0, 7]), (made(read_behind=False), [])):
-        policy._price = 1.0
-        assert set(decided(policy, make())[0]) == set(IDS)
-        _, out = decided(policy, make(1), here=IDS)
-        assert prefetches(out) == [(0, e, 0, 0) for e in wanted]
+        assert asked_behind(policy, 0) == []
+        policy.step_done(report())  # a millisecond
+        assert asked_behind(policy, AGAIN_STEPS) == wanted
+        assert asked_behind(policy, 2 * AGAIN_STEPS + 1) == []
     assert not prefetches(decided(slow, make(2))[1])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from orchestrator.frontier_text import draw, render
 from orchestrator.hardware import Machine
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS
+from orchestrator.timings import DISTURBED
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 # Nats of a use in each tier of the file, and skipped.
@@ -189,6 +190,12 @@ def test_as_fast_is_decided_by_the_loss() -> None:
         choose([unknown, fast], 0.001)
 
 
+def test_what_was_measured_beside_other_programs_is_told(model: ExpertModel) -> None:
+    config = ask(model, 0.8)
+    assert not frontier(config, model, known(model)).disturbed
+    assert frontier(config, model, replace(known(model), disturbed=lambda: True)).disturbed
+
+
 def test_no_plan_at_all(model: ExpertModel) -> None:
     with pytest.raises(BudgetError):
         frontier(Config.build(model=model.path, ram=1 << 20), model, known(model))
@@ -200,6 +207,8 @@ def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
     assert sum(row.startswith("*") for row in rows) == 1
     assert "`chat` and `serve` take " + found.why in text
     assert len(rows) == len(found.candidates) + 3
+    busy = render(replace(found, disturbed=True), TIERS[0])
+    assert busy == f"{text}\n{DISTURBED}"
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     draw(found, "three.gguf", tmp_path / "a.svg")
     draw(found, "three.gguf", tmp_path / "b.svg")

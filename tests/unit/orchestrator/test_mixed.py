@@ -183,8 +183,8 @@ def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed: i
     for some in (slice(0, N_LAYERS - 1), slice(N_LAYERS - 1, None)):
         part = wanted[some]
         wanted[some] = rng.permutation(part.ravel()).reshape(part.shape)
-    gains = rng.standard_normal(resident.shape)
-    settle(plan, resident, rng, lambda target: moves(pools, wanted, resident, target, gains))
+    losses = rng.standard_normal((*resident.shape, len(TIERS)))
+    settle(plan, resident, rng, lambda target: moves(pools, wanted, resident, target, losses))
     assert (resident == wanted).all()
 
 
@@ -197,10 +197,10 @@ def test_two_experts_of_full_tiers_exchange_through_the_lowest_one() -> None:
     wanted = resident.copy()
     faller, riser = (0, 3), (2, 7)
     wanted[faller], wanted[riser] = 2, 1
-    gains = np.zeros(resident.shape)
+    losses = np.zeros((*resident.shape, len(TIERS)))
     rng = np.random.default_rng(0)
     moved = settle(
-        pools.plan(), resident, rng, lambda target: moves(pools, wanted, resident, target, gains)
+        pools.plan(), resident, rng, lambda target: moves(pools, wanted, resident, target, losses)
     )
     assert (resident == wanted).all()
     assert moved[riser] == 1 and moved[faller] == 2 and moved.sum() == 3

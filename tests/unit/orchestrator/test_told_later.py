@@ -18,7 +18,7 @@ from orchestrator.policy import ModelShape
 from orchestrator.policy.base import Transition
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.policy.hotness import Learning
-from orchestrator.policy.mixed import Mixed
+from orchestrator.policy.mixed import LOOK_US, Mixed
 
 N_STEPS = 400
 
@@ -79,8 +79,11 @@ class FakeStore:
                 del self._way[at]
 
 
-def run(policy: Learning, shape: ModelShape, budget: int, seed: int) -> tuple[Any, ...]:
-    """What comes of a run whose use of experts changes in its middle; prompts come between."""
+def run(
+    policy: Learning, shape: ModelShape, budget: int, seed: int, us: float = LOOK_US
+) -> tuple[Any, ...]:
+    """What comes of a run whose use of experts changes in its middle; prompts come between. us: of
+    a step."""
     rng = np.random.default_rng(seed)
     policy.set_hotness(rng.random((shape.n_layers, shape.n_expert)) ** 2)
     policy.plan(budget)
@@ -97,7 +100,7 @@ def run(policy: Learning, shape: ModelShape, budget: int, seed: int) -> tuple[An
         n_tokens = 9 if phase is Phase.PREFILL else 1
         store.begin_step()
         store.step_counts = rng.poisson(n_tokens * use / use.mean()).astype(np.uint32)
-        driver.step_done(ComputedStep(number, phase, n_tokens, 900.0, (), (), ()))
+        driver.step_done(ComputedStep(number, phase, n_tokens, us, (), (), ()))
     totals = [driver.meter.mean(phase) for phase in Phase]
     return store.asked, policy.hotness.tolist(), policy.updates, totals, store.looks
 
@@ -121,3 +124,19 @@ def test_it_decides_the_same(
     assert hotness == hot and updates == as_often
     assert totals == pytest.approx(whole)
     assert looks < 0.8 * every == 0.8 * N_STEPS
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fast_tokens_do_not_each_look_after_what_moves(seed: int) -> None:
+    """As many experts change their tiers, some steps later, and less than half of the looks between
+    two updates do."""
+    shape = five_tiers()
+    budget = int(0.4 * shape.all_slot_bytes())
+    slow, fast = (
+        run(Mixed(shape, Mixed.Settings(update_steps=32)), shape, budget, seed, us)
+        for us in (LOOK_US, LOOK_US / 8)
+    )
+    (moved, hotness, updates, _, looks), (as_many, same, as_often, _, fewer) = slow, fast
+    assert len(moved) == len(as_many) > 4
+    assert hotness == same and updates == as_often
+    assert fewer - updates < (looks - updates) / 2
