@@ -171,3 +171,11 @@ def test_other_work_is_told_from_ones_own() -> None:
     mine = OtherWork()
     sum(range(3_000_000))
     assert mine.cores() < 64
+
+
+def test_a_system_that_does_not_tell_counts_as_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(percpu: bool) -> None:
+        raise PermissionError("/proc/stat")
+
+    monkeypatch.setattr("gguf_tools.process.psutil.cpu_times", refused)
+    assert OtherWork().cores() == 0
