@@ -52,8 +52,9 @@ class PlainDriver:
         """After a decode, with its status: raises what went wrong in a callback or in the
         store."""
 
-    def one_expert(self) -> AbstractContextManager[None]:
-        """Steps in this block use one expert of each layer, and nobody learns from them."""
+    def few_experts(self) -> AbstractContextManager[None]:
+        """Steps in this block use one expert of each layer in each tier, as far as a tier may be
+        asked for or has experts in memory, and nobody learns from them."""
         return nullcontext()
 
     def idle(self, used: np.ndarray | None) -> None:
@@ -138,11 +139,20 @@ class Driver(PlainDriver):
         return phase in _ASKED[self.policy.callback]
 
     @contextmanager
-    def one_expert(self) -> Iterator[None]:
+    def few_experts(self) -> Iterator[None]:
+        policy, decision = self.policy, self.store.decision
+        others = [t for t in range(len(policy.shape.tiers)) if t != policy.default_tier]
+        # what is there changes by transitions alone where the policy is not asked
+        may_ask = policy.callback is Callback.ALWAYS
+
         def on_route(event: RouteEvent) -> None:
-            decision = self.store.decision
+            first, *more = event.ids_array[0].tolist()
             decision.tier_array[:] = SKIP
-            decision.tier_array[event.ids_array[0, 0]] = self.policy.default_tier
+            decision.tier_array[first] = policy.default_tier
+            resident = self.store.view.resident_array[event.layer]
+            there = [(expert, resident[expert]) for expert in more if resident[expert] in others]
+            for expert, tier in zip(more, others, strict=False) if may_ask else there:
+                decision.tier_array[expert] = tier
             self.store.apply(decision)
 
         self.set_route(on_route)

@@ -86,9 +86,9 @@ class Loaded:
         self._parts = parts
 
     def warm_up(self) -> None:
-        """Reads a whole micro-batch and a token, with one expert a layer, and forgets them. What
+        """Reads a whole micro-batch and a token, with few experts a layer, and forgets them. What
         kernels take of a GPU is taken then."""
-        with self.driver.one_expert():
+        with self.driver.few_experts():
             # a token behind a prompt would be one of an answer, for which policies do more
             for n, phase in ((1, Phase.DECODE), (self.plan.n_ubatch, Phase.PREFILL)):
                 self.steps.step([0] * min(n, self.plan.n_ctx - 2), phase)

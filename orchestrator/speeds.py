@@ -31,10 +31,10 @@ _LARGEST_BYTES = 16 << 20
 # The machine is quiet while threads wait for a core for less than this share of the time. Other
 # timings are repeated, so often each and all together.
 _QUIET_SHARE, _TRIES, _REPEATS = 0.1, 3, 30
-# From so many rows on, slots in the CPU's own layout may be restored where plain rows are faster:
+# From so many rows on, slots in the CPU's own layout may be multiplied by tiles, as plain rows are:
 # the least number of patches/native/moe-edge-layout.cpp. With fewer than the second one, rows go
 # one by one.
-_RESTORES_FROM, _GEMM_LEAST = 16, 4
+_TILES_FROM, _GEMM_LEAST = 8, 4
 # Small operations of a layer, beside one for each expert that a token uses: norms, rotations, the
 # router's choice, copies into the cache.
 _NODES = 32
@@ -151,7 +151,7 @@ def model_costs(
         if layout == UPSTREAM or rows < _GEMM_LEAST:
             return speeds.seconds(one_by_one)
         together = speeds.seconds(one_by_one._replace(routed=False))
-        return min(together, speeds.seconds(plain)) if rows >= _RESTORES_FROM else together
+        return min(together, speeds.seconds(plain)) if rows >= _TILES_FROM else together
 
     expert_s = np.zeros((model.n_layers, len(tiers), len(ROWS)))
     expert_bytes = np.zeros((model.n_layers, len(tiers)), np.int64)
@@ -163,14 +163,15 @@ def model_costs(
                     continue
                 expert_bytes[layer, at] += piece.expert_bytes
                 expert_s[layer, at] += [product(Product(piece.type, *shape, n)) for n in ROWS]
-    dense_s, output_s = _dense_seconds(speeds, bindings, model, layout == UPSTREAM)
+    dense_s, output_s = _dense_seconds(speeds, bindings, model, layout)
     return Costs(expert_s, expert_bytes, dense_s, output_s, _attention_seconds(speeds, model))
 
 
 def _dense_seconds(
-    speeds: Speeds, bindings: Bindings, model: ExpertModel, repacked: bool
+    speeds: Speeds, bindings: Bindings, model: ExpertModel, layout: str
 ) -> tuple[np.ndarray, float]:
-    """(dense_s, output_s) of Costs: by the bytes of each type, from one matrix of it."""
+    """(dense_s, output_s) of Costs: by the bytes of each type, from one matrix of it. Dense weights
+    are repacked where experts are not as in the file."""
     interleaves = bindings.library().interleaves
     tensors = _dense_matrices(model)
     output = tensors.pop("output.weight", None) or tensors.pop("token_embd.weight", None)
@@ -182,9 +183,15 @@ def _dense_seconds(
 
     def seconds(info: TensorInfo, rows: int) -> float:
         n_in, n_out = largest[info.type].shape[:2]
-        changed = repacked and bool(interleaves(info.type, n_in, n_out))
-        stands = Product(info.type, n_in, min(n_out, _DENSE_ROWS), rows, changed)
-        return speeds.seconds(stands) * info.nbytes / stands.nbytes
+        stands = Product(info.type, n_in, min(n_out, _DENSE_ROWS), rows)
+        scale = info.nbytes / stands.nbytes
+        if layout == FILE or not interleaves(info.type, n_in, n_out):
+            return speeds.seconds(stands) * scale
+        found = speeds.seconds(stands._replace(repacked=True))
+        if layout == OWN and rows >= _TILES_FROM:
+            # Tiles of plain rows are what an expert has that each token was routed to.
+            found = min(found, speeds.seconds(stands._replace(routed=True)))
+        return found * scale
 
     nodes = len(model.hparams.n_head) * _NODES + model.n_layers * model.n_expert_used
     width = model.hparams.embedding_length

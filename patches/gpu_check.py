@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[float, str]] = {
     "build": (3600, r"(?!)"),
     "device": (300, r"test_device\.py"),
     "kernels": (600, r"test_upstreams"),
-    "managed": (600, r"test_kernels\.py|test_managed\.py|test_gpu\.py"),
+    "managed": (600, r"test_kernels\.py|test_gpu\.py"),
     "fused": (300, r"test_fused\.py"),
     "engine": (300, r"test_engine\.py"),
     "bench": (900, r"test_bench\.py"),

@@ -1,7 +1,7 @@
 """Managed experts that are all in memory against upstream at its best flags, shape by shape.
 
     python tests/best_flags.py make                   writes the models: 17 GB in the user cache
-    python tests/best_flags.py run [--only WORD,...] [--avx2 FOLDER] [--seconds 20]
+    python tests/best_flags.py run [--only WORD,...] [--avx2 FOLDER] [--seconds 40]
 
 A line for each combination: the better of upstream with and without repacked weights, over ours, as
 a median of turns with its 95 % interval; above 1 ours is faster. All three are loaded at once and
@@ -31,7 +31,7 @@ TYPES = ("q4_k", "q4_0", "q2_k")
 PROMPTS = (128, 512, 2048)
 LIBRARY = "LLAMA_CPP_LIB_PATH"
 # Steps of one turn, and the fewest turns of a combination; of prompts a turn is one.
-STEPS, LEAST_TURNS = 24, 3
+STEPS, LEAST_TURNS = 8, 3
 # Seconds between two turns: OpenMP's threads spin on for some 20 ms behind their last step.
 PAUSE = 0.1
 
@@ -54,14 +54,13 @@ def combinations(avx2: bool) -> Iterator[Combination]:
     for shape in SHAPES:
         for tier in TYPES:
             yield Combination(shape, tier, 0, False)
-            if "olmoe" in shape and tier != "q2_k":
-                for prompt in PROMPTS:
-                    yield Combination(shape, tier, prompt, False)
+            for prompt in PROMPTS:
+                yield Combination(shape, tier, prompt, False)
     if avx2:
         for shape in SHAPES:
             for tier in TYPES:
                 yield Combination(shape, tier, 0, True)
-        yield Combination(SHAPES[0], "q4_k", 512, True)
+        yield Combination(SHAPES[0], TYPES[0], 512, True)
 
 
 def model_path(shape: str, tier: str, make: bool) -> Path:
@@ -127,14 +126,16 @@ def main() -> None:
     parser.add_argument("what", choices=("make", "run"))
     parser.add_argument("--only", default="", help="combinations with one of these words")
     parser.add_argument("--avx2", type=Path, help="where a wheel without AVX-512 was unzipped")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each combination")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each combination")
     parser.add_argument("--shapes", default="", help="other shapes of moe-edge bench")
+    parser.add_argument("--types", default="", help="other types of the experts")
     asked = parser.parse_args()
     sys.path.insert(0, str(HERE))
     from gguf_tools.process import default_threads
 
-    global SHAPES
+    global SHAPES, TYPES
     SHAPES = tuple(filter(None, asked.shapes.split(","))) or SHAPES
+    TYPES = tuple(filter(None, asked.types.split(","))) or TYPES
     words = [word for word in asked.only.split(",") if word]
     found = [
         each

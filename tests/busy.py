@@ -2,9 +2,14 @@
 
     python tests/busy.py MODEL.gguf [--other FOLDER --python PYTHON] [--rounds 3]
 
-The loads are busy loops and a compiler with four jobs, in turns with none. Each load meets the
-plain path and the managed path with every expert in memory, of this checkout and of another one
-where it is given. The machine has to be idle otherwise: how many of its cores were busy is shown.
+The loads are busy loops, each from a terminal of its own, and a compiler with four jobs from one
+terminal, in turns with none. Each load meets the plain path and the managed path with every expert
+in memory, of this checkout and of another one where it is given. The machine has to be idle
+otherwise: how many of its cores were busy is shown.
+
+Linux shares cores among terminals (autogroups, or a service's cgroups) first, and then among the
+threads of each. So the last row says what a fair share of the cores allows: the better of all
+threads and of one, whose idle step is measured in each round, too.
 """
 
 from __future__ import annotations
@@ -23,8 +28,10 @@ from typing import Any
 
 from paired import HERE, Side
 
-LOADS = ("idle", "one loop", "two loops", "compiler -j4")
+# Threads of each load that want a core, terminal by terminal.
+LOADS = {"idle": (), "one loop": (1,), "two loops": (1, 1), "compiler -j4": (4,)}
 STEPS = 60
+ALONE = "one thread"
 # A translation unit that keeps a compiler busy for longer than a block takes.
 SOURCE = "#include <map>\n#include <regex>\n" + "".join(
     f"struct t{i} {{ std::map<int, std::regex> m; int f() {{ return m.size(); }} }};\n"
@@ -44,7 +51,7 @@ def load(name: str) -> Iterator[None]:
         commands = {
             "one loop": [loop],
             "two loops": [loop] * 2,
-            "compiler -j4": [["sh", "-c", compiler]] * 4,
+            "compiler -j4": [["sh", "-c", f"({compiler})&" * 4 + "wait"]],
         }
         running = [
             subprocess.Popen(command, start_new_session=True) for command in commands.get(name, [])
@@ -63,6 +70,20 @@ def busy_s() -> float:
     """Core seconds that all processes have taken since the machine started."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
     return (sum(fields[:8]) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def fair_share(load: tuple[int, ...], cores: int) -> float:
+    """Cores that one more terminal gets beside a load, where it has a thread for each core."""
+    left = float(cores)
+    for number, wanted in enumerate(sorted(load)):
+        left -= min(wanted, left / (len(load) + 1 - number))
+    return left
+
+
+def bound_ms(idle: float, alone: float, share: float, cores: int) -> float:
+    """The least milliseconds of a token with such a share of the cores, where nobody waits for a
+    thread that is off its core. idle: with a thread for each core; alone: with one thread."""
+    return min(idle * cores / min(cores, share), alone / min(1.0, share))
 
 
 def main() -> None:
@@ -88,12 +109,15 @@ def main() -> None:
         for checkout in checkouts
         for kind, settings in kinds.items()
     }
+    sides[ALONE] = Side(*checkouts["ours"], kinds["managed"] | {"threads": 1})
     ms: dict[tuple[str, str], list[float]] = {}
     for side in sides.values():
         side.run(STEPS, 0)
     for number in range(asked.rounds):
         for name in LOADS:
             for which, side in sides.items():
+                if which == ALONE and name != "idle":
+                    continue
                 with load(name):
                     before, start = busy_s(), time.perf_counter()
                     times = side.run(STEPS, 0)
@@ -107,10 +131,18 @@ def main() -> None:
     for side in sides.values():
         side.close()
     print(f"\n{'ms a token (over idle)':22}" + "".join(f"{name:>18}" for name in LOADS))
-    for which in sides:
-        median = {name: statistics.median(ms[which, name]) for name in LOADS}
-        cells = (f"{value:9.1f} ({value / median['idle']:5.2f})" for value in median.values())
+
+    def show(which: str, found: dict[str, float]) -> None:
+        cells = (f"{value:9.1f} ({value / found['idle']:5.2f})" for value in found.values())
         print(f"{which:22}" + "".join(f"{cell:>18}" for cell in cells))
+
+    median = {key: statistics.median(values) for key, values in ms.items()}
+    for which in sides:
+        show(which, {name: median[which, name] for name in LOADS if (which, name) in median})
+    cores, idle = os.cpu_count() or 1, median["ours managed", "idle"]
+    alone = median[ALONE, "idle"]
+    shares = {name: fair_share(load, cores) for name, load in LOADS.items()}
+    show("fair share", {name: bound_ms(idle, alone, each, cores) for name, each in shares.items()})
 
 
 if __name__ == "__main__":

@@ -4,24 +4,27 @@
 
 The tests are those of the pinned source in the user cache; they need requests, wget, filelock,
 prometheus-client and openai. They start a server with llama-server's options: this script is that
-server, too, and starts ours with what it has of them. It prints what passed and what failed. A test
-that asks for something that `moe-edge serve` has not (embeddings, adapters, ...) starts no server,
-and is counted as such.
+server, too, and starts ours with what it has of them.
 
 Many of them assert words or token counts of the model that they were written for, or what we leave
-out; EXPERIMENTS.md says which failures are of which kind.
+out: tests/upstream_known.py has the list. A test that fails for words is run again without those
+assertions. The status is 1 where a test fails and nobody knows why.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from upstream_known import LOOSE, loosened, reason_to_fail
 
 HERE = Path(__file__).resolve().parents[1]
 DEMO = HERE / "models/demo/moe-edge-demo.gguf"
@@ -64,8 +67,11 @@ LEFT_OUT = {
 }
 
 # Upstream downloads its models before the first test, and compares names of header fields by case,
-# which they do not have (RFC 9110, 5.1). A plugin of pytest.
+# which they do not have (RFC 9110, 5.1). A plugin of pytest, which writes what each test came to.
 PLUGIN = """
+import json
+import os
+
 import requests
 import utils
 
@@ -78,6 +84,14 @@ def request(*args, **options):
     return result
 
 utils.ServerProcess.make_request = request
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        crash = getattr(report.longrepr, "reprcrash", None)
+        with open(os.environ["MOE_EDGE_RESULTS"], "a") as results:
+            said = crash.message if crash else ""
+            results.write(json.dumps([report.nodeid, report.outcome, said]) + "\\n")
 """
 
 
@@ -96,6 +110,13 @@ def our_options(theirs: list[str]) -> list[str]:
             n_ctx = int(left.pop(0))
         elif name == "--cache-ram":
             ours += ["--cache-ram", f"{left.pop(0)}MiB"]
+        elif name == "--reasoning" and left[0] == "auto":
+            left.pop(0)  # as here
+        elif name == "--chat-template" and not re.fullmatch(r"[\w.-]+", left[0]):
+            handle, path = tempfile.mkstemp(suffix=".jinja")
+            os.write(handle, left.pop(0).encode())
+            os.close(handle)
+            ours += ["--chat-template", path]
         elif name in SAME:
             value = left.pop(0)
             if name == "--parallel":
@@ -110,6 +131,8 @@ def our_options(theirs: list[str]) -> list[str]:
             sys.exit(NOT_OURS)
     if batches:
         ours += ["--ubatch", str(min(batches))]
+    if "--cors-origin" not in ours:
+        ours += ["--cors-origin", "*"]  # theirs, where nothing is said
     if n_ctx:
         # Theirs is of all sequences together.
         ours += ["--ctx", str(n_ctx // parallel)]
@@ -133,55 +156,101 @@ def upstream_tests() -> Path:
     return found[-1]
 
 
-def run(files: list[str], expression: str | None) -> int:
-    """Runs them, prints the list, and returns pytest's status."""
-    tests = upstream_tests()
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "no_downloads.py").write_text(PLUGIN)
-        server = Path(folder) / "llama-server"
+def free_port() -> int:
+    """Nobody else's: upstream's tests would take whatever answers there for their server."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+class Runs:
+    """Calls of pytest in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tests = upstream_tests()
+        self._folder = folder
+        (folder / "no_downloads.py").write_text(PLUGIN)
+        server = folder / "llama-server"
         script = f'exec "{sys.executable}" "{Path(__file__).resolve()}" "$@"'
         server.write_text(f"#!/bin/sh\nMOE_EDGE_AS_LLAMA_SERVER=1 {script}\n")
         server.chmod(0o755)
-        environment = {
+        self._results = folder / "results"
+        self._environment = {
             **os.environ,
             "LLAMA_SERVER_BIN_PATH": str(server),
-            "PYTHONPATH": os.pathsep.join([folder, str(tests)]),
+            "MOE_EDGE_RESULTS": str(self._results),
+            "PYTHONPATH": os.pathsep.join([str(folder), str(self._tests)]),
             "OMP_WAIT_POLICY": "PASSIVE",
-            "COLUMNS": "400",  # pytest cuts reasons to the width of its terminal
+            "PORT": str(free_port()),
+            "TMPDIR": str(folder),
         }
-        command = [sys.executable, "-m", "pytest", "-p", "no_downloads", "-v", "--tb=line"]
-        command += ["-p", "no:cacheprovider", "-m", "not slow", "-rA", f"--basetemp={folder}/tests"]
-        command += [f"unit/test_{name}.py" for name in files or FILES]
-        if expression:
-            command += ["-k", expression]
+
+    def files(self, files: list[str], expression: str | None) -> list[tuple[str, str, str, str]]:
+        """(file, test with its parameters, outcome, the failure's first line) of each."""
+        more = ["-k", expression] if expression else []
+        return self._run([f"unit/test_{name}.py" for name in files], more)
+
+    def loosely(self, file: str, tests: list[str]) -> list[tuple[str, str, str, str]]:
+        """The same of these tests without the assertions of LOOSE."""
+        source = (self._tests / f"unit/test_{file}.py").read_text()
+        path = self._folder / f"test_{file}.py"
+        path.write_text(loosened(source, LOOSE[file]))
+        return self._run([f"{path}::{test}" for test in tests], [])
+
+    def _run(self, what: list[str], more: list[str]) -> list[tuple[str, str, str, str]]:
+        self._results.write_text("")
+        command = [sys.executable, "-m", "pytest", "-p", "no_downloads", "-q"]
+        command += ["-p", "no:cacheprovider", "-m", "not slow", f"--basetemp={self._folder}/tests"]
         done = subprocess.run(
-            command, cwd=tests, env=environment, capture_output=True, text=True, check=False
+            [*command, *what, *more],
+            cwd=self._tests,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
-    report(done.stdout)
-    return done.returncode
+        results = []
+        for line in self._results.read_text().splitlines():
+            test, outcome, said = json.loads(line)
+            found = re.match(r".*?test_(\w+)\.py::(.*)", test, re.DOTALL)
+            assert found is not None
+            results.append((found[1], found[2], outcome, said.partition("\n")[0]))
+        if not results:
+            sys.exit(done.stdout[-4000:] + done.stderr[-4000:])
+        return results
 
 
-def report(said: str) -> None:
-    """What each test came to, by file, from pytest's summary."""
+def run(files: list[str], expression: str | None) -> int:
+    """Runs them, prints what each came to, and returns how many failed for no known reason."""
     counts: collections.Counter[str] = collections.Counter()
-    reasons: dict[str, str] = {}
-    for line in said.splitlines():
-        found = re.match(r"(PASSED|FAILED|ERROR|SKIPPED) (unit/.*?)(?: - (.*))?$", line)
-        if found and found[1] != "PASSED":
-            reasons[found[2]] = (found[3] or "").strip()
-    for line in said.splitlines():
-        found = re.match(r"(unit/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", line)
-        if not found:
-            continue
-        name, what = found[1], found[2]
-        reason = next((text for key, text in reasons.items() if name.startswith(key)), "")
-        if f"return code {NOT_OURS}" in reason:
-            what = "not ours"
-        counts[what.lower()] += 1
-        print(f"{what.lower():9} {name.removeprefix('unit/test_')}  {reason[:160]}".rstrip())
+
+    def say(file: str, test: str, what: str, reason: str) -> None:
+        counts[what] += 1
+        print(f"{what:9} {file}::{test}  {reason[:160]}".rstrip(), flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(Path(folder))
+        again: dict[str, list[str]] = {}
+        for file, test, outcome, said in runs.files(files or FILES, expression):
+            is_loose = test.partition("[")[0] in LOOSE.get(file, {})
+            if outcome != "failed":
+                say(file, test, outcome, said)
+            elif is_loose and f"return code {NOT_OURS}" not in said:
+                again.setdefault(file, []).append(test)
+            else:
+                reason = reason_to_fail(file, test)
+                say(file, test, "known" if reason else "FAILED", reason or said)
+        for file, tests in again.items():
+            results = runs.loosely(file, tests)
+            for test in set(tests) - {each[1] for each in results}:
+                say(file, test, "FAILED", "was not run again")
+            for _, test, outcome, said in results:
+                if outcome == "passed":
+                    say(file, test, "loosely", LOOSE[file][test.partition("[")[0]][0])
+                else:
+                    reason = reason_to_fail(file, test)
+                    say(file, test, "known" if reason else "FAILED", reason or said)
     print(", ".join(f"{n} {what}" for what, n in counts.most_common()))
-    if not counts:
-        print(said[-4000:])
+    return counts["FAILED"]
 
 
 def main() -> None:
@@ -189,7 +258,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {' '.join(FILES)}")
     parser.add_argument("-k", dest="expression", help="as pytest's")
     asked = parser.parse_args()
-    sys.exit(run(asked.files, asked.expression))
+    sys.exit(min(1, run(asked.files, asked.expression)))
 
 
 if __name__ == "__main__":

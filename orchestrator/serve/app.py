@@ -257,7 +257,7 @@ class Door:
         elif scope["method"] == "OPTIONS" and origin and allowed:
             answer = Response(status_code=204)
         if origin and allowed and self._state.settings.cors_origin:
-            send = _with_cors(send, origin)
+            send = _with_cors(send, origin, headers.get("access-control-request-headers"))
         await answer(scope, receive, send)
 
     def _allowed(self, origin: str | None, headers: Headers) -> bool:
@@ -293,12 +293,14 @@ def _name_of(host: str) -> str:
     return ""
 
 
-def _with_cors(send: Send, origin: str) -> Send:
+def _with_cors(send: Send, origin: str, wanted: str | None) -> Send:
+    """wanted: the header fields that a browser asks for before it sends a page's request. SDKs send
+    fields of their own, and a page that is let in may send any."""
     fields = {
         "access-control-allow-origin": origin,
-        "access-control-allow-headers": "authorization, content-type, x-api-key",
+        "access-control-allow-headers": wanted or "authorization, content-type, x-api-key",
         "access-control-allow-methods": "GET, POST, OPTIONS",
-        "vary": "origin",
+        "vary": "origin, access-control-request-headers",
     }
 
     async def sending(message: Message) -> None:

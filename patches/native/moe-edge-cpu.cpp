@@ -1,4 +1,5 @@
 #include "moe-edge-cpu.h"
+#include "moe-edge-layout.h"
 #include "moe-edge-placeholder.h"
 #include "moe-edge-table.h"
 
@@ -19,6 +20,8 @@ namespace {
 constexpr size_t  ALIGN      = 64;
 constexpr int64_t ROW_CHUNK  = 64;  // weight rows of one unit of work
 constexpr int64_t ROW_BLOCK  = 16;  // weight rows and activation columns kept in L1 together
+constexpr int64_t TILE_ROWS  = 256; // and of one by tiles, where there are many
+constexpr int64_t TILE_UNITS = 8;   // of these for each thread
 constexpr int64_t GEMM_ROWS  = 512; // weight rows of one unit of work where activations are interleaved for it
 constexpr int64_t GEMM_ACTS  = 16;  // and those activations
 constexpr int64_t GEMM_LEAST = 4;   // that are interleaved with each other
@@ -63,8 +66,8 @@ struct layout {
     size_t tiled;
     size_t gemm;      // gemm_size of each thread: results, then four inputs, then GEMM_ACTS activations
     size_t gemm_size = 0;
-    size_t restored;  // restored_size of each thread: the tiled kernel's own, then ROW_CHUNK plain rows
-    size_t restored_size = 0;
+    size_t tiles;     // tiles_size of each thread
+    size_t tiles_size = 0;
 
     layout(const moe_edge_matrix & m, const ggml_tensor * op, int n_threads) {
         const ggml_tensor * w   = op->src[0];
@@ -92,8 +95,8 @@ struct layout {
                 if (ids->ne[1] >= GEMM_LEAST) {
                     gemm_size = std::max(gemm_size, padded(interleaved_at(w->ne[0]) + GEMM_ACTS * ggml_row_size(vec_type, w->ne[0])));
                 }
-                if (ids->ne[1] >= moe_edge_restores_from(*m.kernels[tier])) {
-                    restored_size = std::max(restored_size, padded(plain_at(w, op, type) + ROW_CHUNK * ggml_row_size(type, w->ne[0])));
+                if (ids->ne[1] >= moe_edge_tiles_from(*m.kernels[tier])) {
+                    tiles_size = padded(moe_edge_tiles_size());
                 }
                 continue;
             }
@@ -104,7 +107,7 @@ struct layout {
         }
         tiled = take(tiled_size);
         gemm  = take(n_threads * gemm_size);
-        restored = take(n_threads * restored_size);
+        tiles = take(n_threads * tiles_size);
         size += ALIGN;  // the buffer itself need not be aligned
     }
 
@@ -119,13 +122,6 @@ struct layout {
 
     static constexpr size_t inputs_at = GEMM_ACTS * GEMM_ROWS * sizeof(float);
     static size_t interleaved_at(int64_t n_in) { return padded(inputs_at + GEMM_LEAST * n_in * sizeof(float)); }
-
-    static size_t plain_at(const ggml_tensor * w, const ggml_tensor * op, ggml_type type) {
-        ggml_tensor w_tier  = typed_weight(w, type, nullptr);
-        ggml_tensor op_tier = *op;
-        op_tier.src[0] = &w_tier;
-        return padded(ggml_tiled_wdata_size(1, &op_tier));
-    }
 
     // The weight tensor as upstream's per-expert code expects it: one plain matrix.
     static ggml_tensor typed_weight(const ggml_tensor * w, ggml_type type, const void * data) {
@@ -300,7 +296,7 @@ class mul_mat_id {
         int64_t rows;      // of weights in a unit
         int64_t chunks;    // of them
         int32_t acts;      // activations in a unit
-        bool    restored;  // rows of weights become plain first
+        bool    tiles;     // upstream's microkernel for many activations
         bool    joins;     // units one behind the other are one larger one
     };
 
@@ -309,8 +305,8 @@ class mul_mat_id {
         return m->kernels[std::find(m->types.begin(), m->types.end(), r.type) - m->types.begin()];
     }
 
-    bool restores(const moe_edge_kernels & kernels, int64_t n_acts) const {
-        return !params->use_ref && at.restored_size > 0 && n_acts >= moe_edge_restores_from(kernels);
+    bool has_tiles(const moe_edge_kernels & kernels, int64_t n_acts) const {
+        return !params->use_ref && at.tiles_size > 0 && n_acts >= moe_edge_tiles_from(kernels);
     }
 
     void compute_wave() const {
@@ -319,6 +315,7 @@ class mul_mat_id {
         thread_local std::vector<portions> rest;
         rest.clear();
         int64_t n_units = 0;
+        const bool many = shared->n_ready * w->ne[1] >= TILE_ROWS * TILE_UNITS * params->nth;
         for (int32_t i = 0; i < shared->n_ready; i++) {
             const auto & r = ready[i];
             if (!r.data) {
@@ -330,10 +327,10 @@ class mul_mat_id {
                 continue;
             }
             const int32_t n_acts = first[r.expert + 1] - first[r.expert];
-            const bool restored = kernels && restores(*kernels, n_acts);
-            const bool gemm = kernels && at.gemm_size > 0 && n_acts >= GEMM_LEAST && !restored;
-            portions p = { &r, kernels, n_units, gemm ? GEMM_ROWS : ROW_CHUNK, 0, gemm ? (int32_t) GEMM_ACTS : n_acts,
-                restored, !gemm && !restored };
+            const bool tiles = kernels && has_tiles(*kernels, n_acts);
+            const bool gemm = kernels && at.gemm_size > 0 && n_acts >= GEMM_LEAST && !tiles;
+            portions p = { &r, kernels, n_units, gemm ? GEMM_ROWS : tiles && many ? TILE_ROWS : ROW_CHUNK, 0,
+                gemm ? (int32_t) GEMM_ACTS : n_acts, tiles, !gemm && !tiles };
             p.chunks = (w->ne[1] + p.rows - 1) / p.rows;
             n_units += p.chunks * ((n_acts + p.acts - 1) / p.acts);
             rest.push_back(p);
@@ -356,8 +353,8 @@ class mul_mat_id {
             const int64_t row1  = std::min(row0 + n * p->rows, w->ne[1]);
             const int32_t act0  = first[p->ready->expert] + (unit - p->first) / p->chunks * p->acts;
             const int32_t act1 = std::min(act0 + p->acts, first[p->ready->expert + 1]);
-            if (p->restored) {
-                multiply_restored(*p->ready, *p->kernels, row0, row1);
+            if (p->tiles) {
+                multiply_tiles(*p->ready, row0, row1);
             } else if (p->kernels) {
                 multiply(*p->ready, *p->kernels, row0, row1, act0, act1);
             } else {
@@ -380,25 +377,22 @@ class mul_mat_id {
         return { unit, end };
     }
 
-    // Rows [row0, row1) of an expert in the CPU's own layout against all of its activations, by upstream's tiled kernel.
-    void multiply_restored(const moe_edge_ready & r, const moe_edge_kernels & k, int64_t row0, int64_t row1) const {
+    // Rows [row0, row1) of an expert in the CPU's own layout against all of its activations, by tiles.
+    void multiply_tiles(const moe_edge_ready & r, int64_t row0, int64_t row1) const {
         const auto type = static_cast<ggml_type>(r.type);
-        char * own   = base + at.restored + params->ith * at.restored_size;
-        char * plain = own + layout::plain_at(w, op, type);
-        k.restore(static_cast<const char *>(r.data) + row0 * ggml_row_size(type, w->ne[0]), w->ne[0], row1 - row0, plain);
-
-        ggml_tensor w_tier  = layout::typed_weight(w, type, plain);
-        ggml_tensor op_tier = *op;
-        w_tier.ne[1]   = op_tier.ne[0] = row1 - row0;
-        op_tier.src[0] = &w_tier;
-        op_tier.data   = static_cast<float *>(op->data) + row0;
-        ggml_compute_params p = *params;
-        p.ith   = 0;
-        p.nth   = 1;
-        p.wdata = base + at.acts[at.act_index(ggml_get_type_traits_cpu(type)->vec_dot_type)];
-        const bool done = ggml_compute_forward_mul_mat_id_tiled(&p, &op_tier, 0, first[r.expert + 1] - first[r.expert],
-            reinterpret_cast<const int32_t *>(rows + first[r.expert]), own);
-        GGML_ASSERT(done);
+        size_t slot_stride;
+        size_t token_stride;
+        const char * from = activations(ggml_get_type_traits_cpu(type)->vec_dot_type, &slot_stride, &token_stride);
+        thread_local std::vector<const void *> acts;
+        thread_local std::vector<float *> out;
+        acts.clear();
+        out.clear();
+        for (int32_t i = first[r.expert]; i < first[r.expert + 1]; i++) {
+            acts.push_back(from + rows[i].slot % x->ne[1] * slot_stride + rows[i].token * token_stride);
+            out.push_back(output(rows[i]));
+        }
+        moe_edge_tiles(r.type, r.data, w->ne[0], row0, row1, acts.data(), acts.size(), out.data(),
+            base + at.tiles + params->ith * at.tiles_size);
     }
 
     // Rows [row0, row1) of an expert in the CPU's own layout against the activations [act0, act1).

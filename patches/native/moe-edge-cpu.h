@@ -14,6 +14,6 @@ int64_t moe_edge_compute_delay_us();
 // their logical shape and take no memory. Never null.
 ggml_backend_buffer_type_t moe_edge_cpu_buffer_type();
 
-// Prompts multiply with this tensor's rows as they are in the file, where that is faster, if upstream has them in the CPU's
-// own layout; else this does nothing.
-void moe_edge_restore_for_prompts(ggml_tensor * tensor);
+// Prompts multiply with this tensor by tiles, where that is faster, if upstream has it in the CPU's own layout; else this
+// does nothing.
+void moe_edge_tiles_for_prompts(ggml_tensor * tensor);

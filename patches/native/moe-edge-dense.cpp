@@ -1,5 +1,5 @@
 // Dense matrices of a managed model that upstream keeps in the CPU's own layout. Its kernel for that layout is the faster
-// one for a few rows of activations, and for many its tiled kernel over plain rows is: those are restored here.
+// one for a few rows of activations, and for many its tiles are.
 
 #include "moe-edge-cpu.h"
 #include "moe-edge-layout.h"
@@ -9,7 +9,6 @@
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
 #include "repack.h"
-#include "tiled/tiled.h"
 #include "traits.h"
 
 #include <algorithm>
@@ -20,8 +19,9 @@
 
 namespace {
 
-constexpr size_t  ALIGN = 64;
-constexpr int64_t ROWS  = 256;  // of weights that a thread restores at once
+constexpr size_t ALIGN = 64;
+constexpr int64_t MOST_ROWS = 256, LEAST_ROWS = 64;  // of weights that a thread multiplies at once
+constexpr int64_t UNITS = 4;                         // of these for each thread
 
 size_t padded(size_t n) { return (n + ALIGN - 1) / ALIGN * ALIGN; }
 
@@ -30,30 +30,26 @@ class dense_traits : public ggml::cpu::tensor_traits {
     dense_traits(ggml::cpu::tensor_traits & upstream, const moe_edge_kernels & kernels) : upstream(upstream), kernels(kernels) {}
 
   private:
-    // The op's work buffer: the activations as the kernel wants them, then what each thread needs for itself.
+    // The op's work buffer: the activations as the kernel wants them, then a workspace of each thread.
     struct layout {
-        size_t act_size, own, plain_at, own_size;
+        size_t act_size, own, own_size;
 
         layout(const ggml_tensor * op) {
             const ggml_tensor * w = op->src[0];
-            ggml_tensor plain = *w, part = *op;
-            plain.extra = nullptr;
-            part.src[0] = &plain;
             act_size = ggml_row_size(ggml_get_type_traits_cpu(w->type)->vec_dot_type, w->ne[0]);
             own      = padded(act_size * op->src[1]->ne[1]);
-            plain_at = padded(ggml_tiled_wdata_size(1, &part));
-            own_size = padded(plain_at + ROWS * ggml_row_size(w->type, w->ne[0]));
+            own_size = padded(moe_edge_tiles_size());
         }
     };
 
-    bool restores(const ggml_tensor * op) const {
+    bool has_tiles(const ggml_tensor * op) const {
         const ggml_tensor * x = op->src[1];
-        return op->op == GGML_OP_MUL_MAT && x->type == GGML_TYPE_F32 && x->ne[1] >= moe_edge_restores_from(kernels) &&
+        return op->op == GGML_OP_MUL_MAT && x->type == GGML_TYPE_F32 && x->ne[1] >= moe_edge_tiles_from(kernels) &&
             x->ne[2] == 1 && x->ne[3] == 1 && x->nb[0] == sizeof(float) && op->nb[0] == sizeof(float);
     }
 
     bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
-        if (!restores(op)) {
+        if (!has_tiles(op)) {
             return upstream.work_size(n_threads, op, size);
         }
         size_t theirs = 0;  // for the reference kernels, which are asked for later
@@ -64,7 +60,7 @@ class dense_traits : public ggml::cpu::tensor_traits {
     }
 
     bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
-        if (params->use_ref || !restores(op)) {
+        if (params->use_ref || !has_tiles(op)) {
             return upstream.compute_forward(params, op);
         }
         const ggml_tensor * w = op->src[0];
@@ -78,43 +74,28 @@ class dense_traits : public ggml::cpu::tensor_traits {
             from_float(reinterpret_cast<const float *>(static_cast<const char *>(x->data) + t*x->nb[1]), acts + t*at.act_size,
                        x->ne[0]);
         }
-        thread_local std::vector<int32_t> rows;  // as tiled.h asks for them: no slot, each token
-        rows.assign(2 * x->ne[1], 0);
-        for (int64_t t = 0; t < x->ne[1]; t++) {
-            rows[2*t + 1] = t;
+        int64_t n_rows = MOST_ROWS;
+        while (n_rows > LEAST_ROWS && w->ne[1] < n_rows * UNITS * params->nth) {
+            n_rows /= 2;
         }
         if (params->ith == 0) {
             ggml_threadpool_chunk_set(params->threadpool, params->nth);
         }
         ggml_barrier(params->threadpool);
 
-        for (int64_t row = params->ith * ROWS; row < w->ne[1]; row = ggml_threadpool_chunk_add(params->threadpool, 1) * ROWS) {
-            multiply(*params, op, at, row, std::min(row + ROWS, w->ne[1]), acts, own, rows.data());
+        thread_local std::vector<const void *> inputs;
+        thread_local std::vector<float *> out;
+        inputs.clear();
+        out.clear();
+        for (int64_t t = 0; t < x->ne[1]; t++) {
+            inputs.push_back(acts + t*at.act_size);
+            out.push_back(reinterpret_cast<float *>(static_cast<char *>(op->data) + t*op->nb[1]));
+        }
+        for (int64_t row = params->ith * n_rows; row < w->ne[1]; row = ggml_threadpool_chunk_add(params->threadpool, 1) * n_rows) {
+            moe_edge_tiles(w->type, w->data, w->ne[0], row, std::min(row + n_rows, w->ne[1]), inputs.data(), inputs.size(),
+                out.data(), own);
         }
         return true;
-    }
-
-    // Rows [row0, row1) of the weights, as one expert that every token was routed to.
-    void multiply(ggml_compute_params params, const ggml_tensor * op, const layout & at, int64_t row0, int64_t row1, char * acts,
-                  char * own, const int32_t * rows) const {
-        ggml_tensor w = *op->src[0], x = *op->src[1], part = *op;
-        char * plain = own + at.plain_at;
-        kernels.restore(static_cast<const char *>(w.data) + row0 * w.nb[1], w.ne[0], row1 - row0, plain);
-        w.data  = plain;
-        w.extra = nullptr;
-        w.ne[1] = part.ne[0] = row1 - row0;
-        x.ne[2] = part.ne[2] = x.ne[1];
-        x.ne[1] = part.ne[1] = 1;
-        x.nb[2]    = x.nb[1];
-        part.nb[2] = part.nb[1];
-        part.src[0] = &w;
-        part.src[1] = &x;
-        part.data   = static_cast<float *>(op->data) + row0;
-        params.ith   = 0;
-        params.nth   = 1;
-        params.wdata = acts;
-        const bool done = ggml_compute_forward_mul_mat_id_tiled(&params, &part, 0, x.ne[2], rows, own);
-        GGML_ASSERT(done);
     }
 
     ggml::cpu::tensor_traits & upstream;
@@ -123,12 +104,12 @@ class dense_traits : public ggml::cpu::tensor_traits {
 
 }  // namespace
 
-void moe_edge_restore_for_prompts(ggml_tensor * tensor) {
+void moe_edge_tiles_for_prompts(ggml_tensor * tensor) {
     if (!tensor->buffer || tensor->buffer->buft != ggml_backend_cpu_repack_buffer_type() || !tensor->extra || ggml_n_dims(tensor) != 2) {
         return;
     }
     const auto * kernels = moe_edge_kernels_of(tensor->type, tensor->ne[0], tensor->ne[1]);
-    if (!kernels || moe_edge_restores_from(*kernels) == INT64_MAX) {
+    if (!kernels || moe_edge_tiles_from(*kernels) == INT64_MAX) {
         return;
     }
     // upstream has one object for each type and layout, for ever

@@ -30,84 +30,18 @@ namespace {
 
 constexpr int64_t ROWS = 8;  // interleaved with each other
 
-#if defined(__x86_64__)
-// Eight scales and eight minimums of six bits each in 12 bytes. Q4_K has them so for the parts of one row; interleaved,
-// for one part of eight rows.
-void unpack_six_bits(const uint8_t * q, uint8_t * scales, uint8_t * mins) {
-    for (int i = 0; i < 4; i++) {
-        scales[i]     = q[i] & 63;
-        mins[i]       = q[i + 4] & 63;
-        scales[i + 4] = (q[i + 8] & 15) | (q[i] >> 6 << 4);
-        mins[i + 4]   = (q[i + 8] >> 4) | (q[i + 4] >> 6 << 4);
-    }
-}
-
-void pack_six_bits(const uint8_t * scales, const uint8_t * mins, uint8_t * q) {
-    for (int i = 0; i < 4; i++) {
-        q[i]     = scales[i] | (scales[i + 4] >> 4 << 6);
-        q[i + 4] = mins[i] | (mins[i + 4] >> 4 << 6);
-        q[i + 8] = (scales[i + 4] & 15) | (mins[i + 4] & 15) << 4;
-    }
-}
-
-// Scales and minimums of one block of eight rows, to[r*stride] being row r's.
-void restore_scales(const block_q4_Kx8 & in, block_q4_K * to, int64_t stride) {
-    uint8_t scales[ROWS][ROWS], mins[ROWS][ROWS];  // [part][row]
-    for (int part = 0; part < ROWS; part++) {
-        unpack_six_bits(in.scales + 12*part, scales[part], mins[part]);
-    }
-    for (int r = 0; r < ROWS; r++) {
-        uint8_t of_row[2][ROWS];
-        for (int part = 0; part < ROWS; part++) {
-            of_row[0][part] = scales[part][r];
-            of_row[1][part] = mins[part][r];
-        }
-        pack_six_bits(of_row[0], of_row[1], to[r*stride].scales);
-    }
-}
-
-void restore_scales(const block_q2_Kx8 & in, block_q2_K * to, int64_t stride) {
-    for (int r = 0; r < ROWS; r++) {
-        for (int i = 0; i < QK_K/16; i += 2) {  // pairs of a scale and a minimum, for two parts of a row
-            memcpy(to[r*stride].scales + i, in.scales + i*ROWS + 2*r, 2);
-        }
-    }
-}
-
-// Rows become plain again.
-template <typename INTERLEAVED, typename PLAIN>
-void restore(const void * weights, int64_t n_in, int64_t n_rows, void * rows) {
-    const int64_t n_blocks = n_in / QK_K;
-    const auto * in = static_cast<const INTERLEAVED *>(weights);
-    for (int64_t row = 0; row < n_rows; row += ROWS) {
-        auto * out = static_cast<PLAIN *>(rows) + row * n_blocks;
-        for (int64_t b = 0; b < n_blocks; b++, in++) {
-            restore_scales(*in, out + b, n_blocks);
-            for (int r = 0; r < ROWS; r++) {
-                auto & to = out[r*n_blocks + b];
-                to.data.data.d    = in->d[r];
-                to.data.data.dmin = in->dmin[r];
-                for (size_t i = 0; i < sizeof(to.qs); i += 8) {
-                    memcpy(to.qs + i, in->qs + i*ROWS + 8*r, 8);
-                }
-            }
-        }
-    }
-}
-#endif
-
 const std::vector<moe_edge_kernels> KERNELS = {
 #if defined(__x86_64__)
     { GGML_TYPE_Q4_0, ggml_gemv_q4_0_8x8_q8_0, ggml_gemm_q4_0_8x8_q8_0, ggml_quantize_mat_q8_0_4x8,
-      ggml::cpu::repack::repack<block_q4_0, 8, 8>, nullptr, 0 },
+      ggml::cpu::repack::repack<block_q4_0, 8, 8>, 0 },
     { GGML_TYPE_Q4_K, ggml_gemv_q4_K_8x8_q8_K, ggml_gemm_q4_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8,
-      ggml::cpu::repack::repack<block_q4_K, 8, 8>, restore<block_q4_Kx8, block_q4_K>, 32 },
+      ggml::cpu::repack::repack<block_q4_K, 8, 8>, 8 },
     { GGML_TYPE_Q2_K, ggml_gemv_q2_K_8x8_q8_K, ggml_gemm_q2_K_8x8_q8_K, ggml_quantize_mat_q8_K_4x8,
-      ggml::cpu::repack::repack<block_q2_K, 8, 8>, restore<block_q2_Kx8, block_q2_K>, 16 },
+      ggml::cpu::repack::repack<block_q2_K, 8, 8>, 10 },
     { GGML_TYPE_IQ4_NL, ggml_gemv_iq4_nl_8x8_q8_0, ggml_gemm_iq4_nl_8x8_q8_0, ggml_quantize_mat_q8_0_4x8,
-      ggml::cpu::repack::repack<block_iq4_nl, 8, 8>, nullptr, 0 },
+      ggml::cpu::repack::repack<block_iq4_nl, 8, 8>, 0 },
     { GGML_TYPE_MXFP4, ggml_gemv_mxfp4_8x8_q8_0, ggml_gemm_mxfp4_8x8_q8_0, ggml_quantize_mat_q8_0_4x8,
-      ggml::cpu::repack::repack<block_mxfp4, 8, 8>, nullptr, 0 },
+      ggml::cpu::repack::repack<block_mxfp4, 8, 8>, 0 },
 #endif
 };
 
@@ -154,10 +88,10 @@ const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t
     return nullptr;
 }
 
-int64_t moe_edge_restores_from(const moe_edge_kernels & kernels) {
+int64_t moe_edge_tiles_from(const moe_edge_kernels & kernels) {
     // asked in every op, and the same for ever
     static const bool tiles = ggml_cpu_has_avx512_vnni() && upstream_tiles(GGML_TYPE_Q4_K) && upstream_tiles(GGML_TYPE_Q2_K);
-    return kernels.restore && tiles ? kernels.restores_from : INT64_MAX;
+    return kernels.tiles_from > 0 && tiles ? kernels.tiles_from : INT64_MAX;
 }
 
 void moe_edge_interleave(const moe_edge_kernels & kernels, int64_t n_in, int64_t n_out, void * data) {

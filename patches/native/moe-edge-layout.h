@@ -17,16 +17,21 @@ struct moe_edge_kernels {
     product gemm;  // a multiple of four, by fours interleaved
     void (*quantize)(const float * x, void * acts, int64_t n_in);  // four rows at x, one behind the other, interleaved
     int (*interleave)(ggml_tensor * to, const void * rows, size_t size);
-    void (*restore)(const void * weights, int64_t n_in, int64_t n_rows, void * rows);  // plain again; or null
-    int64_t restores_from;  // so many rows of activations are worth it
+    int64_t tiles_from;  // so many rows of activations are faster by tiles; 0: never
 };
 
 // Those for a matrix of n_out rows of n_in numbers; null where this CPU or this shape has none, or where they
 // gain nothing. Never where upstream's repacked buffer type would keep the matrix plain.
 const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t n_out);
 
-// From so many rows of activations on, upstream's tiled kernel over restored rows is faster on this CPU.
-int64_t moe_edge_restores_from(const moe_edge_kernels & kernels);
+// From so many rows of activations on, upstream's tiles are faster on this CPU; they want block_q8_K.
+int64_t moe_edge_tiles_from(const moe_edge_kernels & kernels);
+
+// out[a][r]: n_acts activations of n_in numbers times the rows [first, last) of a matrix, multiples of 8. The workspace
+// has moe_edge_tiles_size() bytes, aligned to 64.
+void   moe_edge_tiles(int32_t type, const void * weights, int64_t n_in, int64_t first, int64_t last, const void * const * acts,
+                      int64_t n_acts, float * const * out, void * workspace);
+size_t moe_edge_tiles_size();
 
 // Changes the layout of a plain matrix in place.
 void moe_edge_interleave(const moe_edge_kernels & kernels, int64_t n_in, int64_t n_out, void * matrix);

@@ -156,7 +156,7 @@ void attach(const llama_model & model, size_t n_placeholders) {
         moe_edge_attached.by_router[layer.router] = &layer;
     }
     for (const auto & [name, tensor] : model.tensors_by_name) {
-        moe_edge_restore_for_prompts(tensor);
+        moe_edge_tiles_for_prompts(tensor);
     }
     moe_edge_attached.models[&model] = std::move(hook);
     if (store->device) {

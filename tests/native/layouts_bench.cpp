@@ -25,7 +25,6 @@ namespace {
 constexpr int64_t N_IN      = 2048;
 constexpr int64_t N_OUT     = 768;
 constexpr int64_t ROW_BLOCK = 16;  // as in the CPU executor
-constexpr int64_t RESTORED  = 64;  // rows at once, as there
 constexpr size_t  IN_TURN   = 96u << 20;
 
 const ggml_type TYPES[] = { GGML_TYPE_Q4_0, GGML_TYPE_Q4_K, GGML_TYPE_IQ4_NL, GGML_TYPE_MXFP4, GGML_TYPE_Q2_K };
@@ -116,7 +115,7 @@ void measure(ggml_type type, int rounds) {
     }
     printf("%-7s changing the layout: %.0f us a MiB\n", name, repack_us * 1048576 / bytes);
     printf("%-7s %5s %10s %8s %8s %16s %9s   (us; over plain)\n", "", "rows", "plain", "gemv", "gemm",
-           "gemm, quantizing", "restored");
+           "gemm, quantizing", "tiles");
 
     for (const int64_t rows : { 1, 2, 4, 8, 16, 32, 64, 128, 256 }) {
         std::vector<float> inputs(N_IN * rows);
@@ -152,21 +151,25 @@ void measure(ggml_type type, int rounds) {
             }
             gemv(w, whole);
         };
-        std::vector<char> rows_again(RESTORED * ggml_row_size(type, N_IN));
-        const auto restored = [&](char * w) {
-            for (int64_t row = 0; row < N_OUT; row += RESTORED) {
-                l->restore(w + row * ggml_row_size(type, N_IN), N_IN, RESTORED, rows_again.data());
-                plain(type, rows_again.data(), RESTORED, acts.data(), x, out.data() + row, scratch, pairs);
-            }
+        std::vector<char> workspace(moe_edge_tiles_size() + 64);
+        void * aligned = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(workspace.data()) + 63) / 64 * 64);
+        std::vector<const void *> inputs_at;
+        std::vector<float *> out_at;
+        for (int64_t r = 0; r < rows; r++) {
+            inputs_at.push_back(acts.data() + r*act_size);
+            out_at.push_back(out.data() + r*N_OUT);
+        }
+        const auto tiles = [&](char * w) {
+            moe_edge_tiles(type, w, N_IN, 0, N_OUT, inputs_at.data(), rows, out_at.data(), aligned);
         };
         const std::function<void(int)> ways[] = {
             [&](int i) { plain(type, flat + i*bytes, N_OUT, acts.data(), x, out.data(), scratch, pairs); },
             [&](int i) { gemv(packed + i*bytes, 0); },
             [&](int i) { gemm(packed + i*bytes); },
             [&](int i) { quantize(); gemm(packed + i*bytes); },
-            [&](int i) { restored(packed + i*bytes); },
+            [&](int i) { tiles(packed + i*bytes); },
         };
-        const int n_ways = l->restore && rows >= 8 ? 5 : 4;  // fewer rows are not the tiled kernel's
+        const int n_ways = l->tiles_from > 0 && rows >= 4 ? 5 : 4;
         double least[5];
         std::fill(least, least + 5, std::numeric_limits<double>::max());
         int at = 0;

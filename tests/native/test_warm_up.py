@@ -17,6 +17,12 @@ POLICIES = (
     {"policy": "dynaexq", "expert_ram": 2_200_000, "update_steps": 1},
     {"policy": "context", "expert_ram": 2_200_000},
 )
+# tiers that steps compute in: asked for, or there from the start
+TIERS = (
+    ({"policy": "dymoe", "retention": 0.5, "expert_ram": 700_000}, {0, 1}),
+    ({"policy": "dymoe", "retention": 0.5, "low_tier": "skip", "expert_ram": 500_000}, {0}),
+    *((settings, {0, 1}) for settings in POLICIES[1:]),
+)
 
 
 @pytest.mark.parametrize("settings", POLICIES, ids=lambda each: each["policy"])
@@ -34,9 +40,35 @@ def test_a_warm_up_leaves_nothing_behind(
                 stats = engine.store.stats()
                 assert not any(stats.requests) and not any(map(sum, stats.routed))
                 assert not engine.store.take_counts().any()
-                # one expert a layer is what it reads
+                # one expert of each layer is what it reads in a tier
                 assert (engine.store.resident() < 255).any()
             rows.append(engine.eval([5, 6, 7, 8], 0))
             engine.store.check()
     if settings["policy"] == "lru":  # others compute with what is there by now
         np.testing.assert_array_equal(rows[0], rows[1])
+
+
+@pytest.mark.parametrize(("settings", "tiers"), TIERS)
+def test_a_warm_up_computes_in_each_tier(
+    library: Library,
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, object],
+    tiers: set[int],
+) -> None:
+    """A GPU's kernels for each type take memory when they are first launched."""
+    config = Config.build(
+        model=tiny_model("qwen3moe", "q4_k", "q2_k"), ctx=64, ubatch=16, threads=1, **settings
+    )
+    with Engine.open(config) as engine:
+        forget = engine.store.reset_stats
+        found: set[int] = set()
+
+        def look() -> None:
+            for phase in engine.store.stats().computed:
+                found.update(tier for tier, n in enumerate(phase) if n)
+            forget()
+
+        monkeypatch.setattr(engine.store, "reset_stats", look)
+        engine._loaded.warm_up()
+        assert found == tiers

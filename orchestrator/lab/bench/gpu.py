@@ -14,7 +14,7 @@ from orchestrator.config import MISSES, Config
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.files import write_whole
 from orchestrator.footprint import device_shape, kernel_bytes
-from orchestrator.lab.bench.ablation import COLD, paper_rows
+from orchestrator.lab.bench.ablation import COLD, MIXED_AHEAD, paper_rows
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import ONE_TIER, Case, global_lru, policies
 from orchestrator.lab.bench.gpu_goals import add_bounds, add_ratios, gpu_goals, streamed
@@ -25,11 +25,13 @@ from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import Result, case_row
 from orchestrator.lab.table import Table
+from orchestrator.load import SPARE_BYTES
 from orchestrator.settings import again, setting
 
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"
 UPSTREAM_ON_GPU, MANAGED_ON_GPU = "upstream, all on GPU", "lru, all on GPU"
 LRU_WAYS = tuple(how for how in MISSES if how != "auto")
+PROBE_TOKENS = 4  # behind a prompt, to see what kernels for single tokens take
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,9 @@ class GpuLoop(Loop[GpuOptions]):
         job = super().job(case, number)
         job.device = self.options.device
         if case.role == "probe":
-            job.parts, job.warm = [], False
+            tokens = min(self.options.prompt_tokens, self.options.n_ctx - PROBE_TOKENS)
+            job.parts = [prompt(tokens), settle(PROBE_TOKENS, self.options.max_seconds)]
+            job.warm = False
         return job
 
     def measure(self, case: Case, number: int) -> Result:
@@ -169,11 +173,19 @@ class GpuLoop(Loop[GpuOptions]):
         digest = hashlib.sha256(f"{case.key} {self.job(case, number).to_json()}".encode())
         return self.options.keep / f"case-{digest.hexdigest()[:20]}.json"
 
-    def measure_room(self, gpu: int) -> None:
-        """Loads the model twice, without experts, to see what it takes. Raises MoeEdgeError."""
-        n = self.model.n_layers
-        managed = Case("room", "engine", None, "probe", {"policy": "lru", "force_managed": True})
-        upstream = Case("room", "upstream", None, "probe", {"gpu": gpu, "cpu_moe": n})
+    def measure_room(self, gpu: int | None) -> None:
+        """Computes a prompt and some tokens with each engine and few experts on the GPU, to see
+        what it takes beside them. A kernel takes memory when it is first launched, so ours gets
+        the row with most of them: two precisions and look-ahead, with the largest share; and
+        upstream one layer's experts. gpu: its number, None for main memory in the place of one,
+        where what is taken is estimated. Raises MoeEdgeError."""
+        options, model = self.options, self.model
+        rows = {case.name: case for case in paper_rows(1.0, options.retention, "on")}
+        slots = int(max(options.caps) * model.tier_bytes[0])
+        settings = rows[MIXED_AHEAD].settings | {"expert_ram": slots}
+        managed = Case("room", "engine", None, "probe", settings)
+        on_cpu = {"gpu": gpu or 0, "cpu_moe": model.n_layers - 1}
+        upstream = Case("room", "upstream", None, "probe", on_cpu)
         self.note("what the model takes beside its experts")
         memory = []
         for case in (managed, upstream):
@@ -182,13 +194,17 @@ class GpuLoop(Loop[GpuOptions]):
                 raise MoeEdgeError(f"{self.high}: {found['error']}")
             memory.append(found["memory"])
         layers = tuple(
-            sum(tiers[0].expert_bytes * self.model.n_expert for tiers in kinds if tiers[0])
-            for kinds in self.model.slices
+            sum(tiers[0].expert_bytes * model.n_expert for tiers in kinds if tiers[0])
+            for kinds in model.slices
         )
-        options = self.options
         config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
-        kernels = kernel_bytes(self.model, config, options.n_ctx, memory[0]["flash"])
-        self.room = Room(memory[0]["fixed"], memory[1]["llama"] + kernels, layers)
+        kernels = kernel_bytes(model, config, options.n_ctx, memory[0]["flash"])
+        ours, theirs = memory[0]["fixed"], memory[1]["llama"] + kernels
+        if gpu is not None:  # our plan refuses what is less than its estimate
+            experts = memory[0]["planned"] - ours
+            ours = max(ours, memory[0]["used"] - experts) + SPARE_BYTES
+            theirs = max(theirs, memory[1]["used"]) + SPARE_BYTES - layers[-1]
+        self.room = Room(ours, theirs, layers)
 
     def bandwidth(self, number: int) -> disk.Bandwidth:
         self.copies.append(ask_device(self.options.device)["copies"])
@@ -225,7 +241,7 @@ class Gpu(Benchmark[GpuLoop]):
         gpu = ask_device(options.device)
         loop = GpuLoop.prepare(options, note)
         loop.gpu = gpu
-        loop.measure_room(gpu["index"] or 0)
+        loop.measure_room(gpu["index"])
         return loop
 
     def cases(self, loop: GpuLoop) -> list[Case]:

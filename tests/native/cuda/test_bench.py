@@ -14,9 +14,14 @@ from .conftest import HERE, Device
 CASES = {gpu.MANAGED_ON_GPU, MIXED_AHEAD}
 
 
-def test_bench(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upstream beside ours, both within what the GPU was said to have; nothing is timed here."""
+@pytest.mark.parametrize("kernels", [0, 4 << 20])
+def test_bench(device: Device, monkeypatch: pytest.MonkeyPatch, kernels: int) -> None:
+    """Upstream beside ours, both within what the GPU was said to have; nothing is timed here.
+    kernels: what each takes of the emulated device. With 4 MiB, one takes more than all experts."""
+    if kernels and not device.emulated:
+        pytest.skip("kernels of a chosen size are at hand in the emulation only")
     if device.emulated:
+        monkeypatch.setenv("MOE_EMU_MODULE", str(kernels))
         path = [str(HERE / "site"), os.environ.get("PYTHONPATH", "")]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         monkeypatch.setenv("MOE_EDGE_TEST_BACKEND", str(device.library))

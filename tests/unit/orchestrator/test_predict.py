@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from orchestrator.predict import (
 )
 from orchestrator.predictor import Predictor, spare_bytes
 from orchestrator.products import Attention, Product, Small, Timer
-from orchestrator.speeds import FILE, OWN, Speeds
+from orchestrator.speeds import FILE, OWN, UPSTREAM, Speeds, model_costs
 
 LAYERS, EXPERTS, USED = 3, 8, 2
 DISK = Reading(1e6, latency_s=1e-3)
@@ -259,6 +260,31 @@ def test_a_cap_holds_for_measuring_too(
     monkeypatch.setattr(speeds_module, "Timer", None)
     with Speeds(bindings, 1) as speeds, pytest.raises(TypeError):
         speeds.seconds(product)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ratios"),
+    [(FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))],
+)
+def test_dense_weights_are_repacked_with_the_experts(
+    model: Path, layout: str, ratios: tuple[float, ...]
+) -> None:
+    """On a machine that is played, where repacked rows are slow for many activations: slots' own
+    layout takes tiles, from 8 on, and upstream's does not."""
+
+    class Played:
+        def seconds(self, what: Product | Small | Attention) -> float:
+            if not isinstance(what, Product):
+                return 1e-9
+            if what.repacked:
+                return 2.0 if what.rows < 8 else 6.0
+            return 4.0 if what.routed else 8.0
+
+    library = SimpleNamespace(interleaves=lambda *_: True)
+    played = SimpleNamespace(library=lambda: library)
+    with ExpertModel.open(model) as opened:
+        found = model_costs(Played(), played, opened, (0,), layout)  # type: ignore[arg-type]
+    assert found.dense_s[:3] / found.dense_s[0] == pytest.approx(np.array(ratios) / ratios[0])
 
 
 def test_a_damaged_file_of_speeds_is_measured_again(bindings: Bindings) -> None:

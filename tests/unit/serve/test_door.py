@@ -91,6 +91,20 @@ def test_pages_of_other_origins_may_not_ask_unless_they_are_let_in() -> None:
     assert ask(open_app, CHAT, MESSAGE, origin="https://other.example").status == 403
 
 
+def test_a_page_that_is_let_in_may_send_the_fields_of_its_sdk() -> None:
+    # A browser asks before: those of openai's for JavaScript, and those of Anthropic's.
+    for fields in ("authorization,content-type,x-stainless-arch", "anthropic-version,x-api-key"):
+        app = app_with(cors_origin="*", api_key="k")
+        asked = {"origin": "https://page.example", "access_control_request_headers": fields}
+        preflight = ask(app, CHAT, method="OPTIONS", **asked)
+        assert preflight.status == 204
+        assert preflight.headers["access-control-allow-headers"] == fields
+        refused = ask(
+            app_with(cors_origin="https://other.example"), CHAT, method="OPTIONS", **asked
+        )
+        assert refused.status == 403 and "access-control-allow-headers" not in refused.headers
+
+
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [

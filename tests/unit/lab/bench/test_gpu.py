@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from orchestrator.errors import ConfigError
+from orchestrator.lab.bench import gpu
 from orchestrator.lab.bench.ablation import BASELINE, CACHE, MIXED_AHEAD, SKIP_AHEAD
 from orchestrator.lab.bench.gpu import (
     MANAGED_ON_GPU,
@@ -14,6 +16,7 @@ from orchestrator.lab.bench.gpu import (
     UPSTREAM_CPU,
     UPSTREAM_ON_GPU,
     Gpu,
+    GpuLoop,
     GpuOptions,
     Room,
     gpu_cases,
@@ -25,8 +28,9 @@ from orchestrator.lab.bench.gpu_goals import (
     gpu_goals,
     streamed,
 )
+from orchestrator.load import SPARE_BYTES
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 ROOM = Room(ours=2 * GIB, theirs=GIB, layers=(GIB,) * 8)
 
 
@@ -36,6 +40,38 @@ def test_upstream_keeps_what_does_not_fit_on_the_cpu():
     assert [ROOM.cpu_moe(share) for share in (0.01, 0.25, 0.5, 0.99)] == [7, 5, 3, 0]
     larger = Room(ours=GIB, theirs=3 * GIB, layers=(GIB,) * 8)
     assert (larger.vram_bytes(0.1), larger.cpu_moe(0.1)) == (3 * GIB + int(0.8 * GIB), 8)
+
+
+@pytest.mark.parametrize("kernels", [0, 300 * MIB])
+def test_what_kernels_take_is_room(monkeypatch, tmp_path, kernels):
+    """Whatever the rows launch takes of both engines' memory is measured with theirs, and is not
+    taken from the experts' share. The plan refuses less than its estimate, so that counts where
+    kernels take less."""
+    options = GpuOptions(caps=(0.25, 0.5), prompt_tokens=8)
+    pieces = [SimpleNamespace(expert_bytes=GIB // 8)]
+    model = SimpleNamespace(n_layers=4, n_expert=8, tier_bytes=(4 * GIB,), slices=[[pieces]] * 4)
+    file = tmp_path / "model.gguf"
+    file.touch()
+    loop = GpuLoop(options, file, file, model, lambda _: None)
+    asked = []
+
+    def measure(case, _number):
+        asked.append(case.settings)
+        if case.system == "engine":
+            slots = case.settings["expert_ram"]
+            memory = {"fixed": 600 * MIB, "planned": 600 * MIB + slots, "flash": True}
+            return {"memory": memory | {"used": 500 * MIB + slots + kernels}}
+        on_gpu = (model.n_layers - case.settings["cpu_moe"]) * GIB
+        return {"memory": {"llama": 400 * MIB + on_gpu, "used": 450 * MIB + on_gpu + kernels}}
+
+    monkeypatch.setattr(loop, "measure", measure)
+    monkeypatch.setattr(gpu, "kernel_bytes", lambda *_: 64 * MIB)
+    loop.measure_room(1)
+    ours, theirs = (500, 450) if kernels else (600, 464)
+    assert loop.room.ours == ours * MIB + kernels + SPARE_BYTES
+    assert loop.room.theirs == theirs * MIB + kernels + SPARE_BYTES
+    assert loop.room.vram_bytes(0.5) == loop.room.ours + 2 * GIB
+    assert asked[0]["low_tier"] and asked[0]["prefetch"] == "on" and asked[1]["gpu"] == 1
 
 
 def test_cases_of_each_share():

@@ -1,0 +1,163 @@
+// Products of many activations with rows in the CPU's own layout. Upstream's microkernel computes 16 of each at once, from
+// numbers of a byte; here a window of both is brought to that form, straight from the interleaved rows.
+
+#include "moe-edge-layout.h"
+
+#include "ggml-cpu-impl.h"
+#include "ggml-impl.h"
+#include "repack.h"
+#include "simd-mappings.h"
+#include "tiled/tiled-kernel.h"
+#include "tiled/tiled.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace {
+
+constexpr int ROWS  = 8;                // interleaved with each other
+constexpr int PIECE = 8;                // bytes of a row that lie together
+constexpr int CACHE_LINE = 64;
+constexpr int HALF  = TILED_TILE_K / 8; // bytes that hold the low and the high parts of numbers so far apart
+
+template <typename INTERLEAVED> void unpack_factors(const INTERLEAVED & in, tiled_tile_src0 & to, int row) {
+    for (int r = 0; r < ROWS; r++) {
+        to.d[row + r]    = GGML_CPU_FP16_TO_FP32(in.d[r]);
+        to.dmin[row + r] = GGML_CPU_FP16_TO_FP32(in.dmin[r]);
+    }
+}
+
+// One block of eight rows: numbers, scales and minimums go to the window's rows from `row` on.
+void unpack(const block_q4_Kx8 & in, tiled_tile_src0 & to, int row) {
+    constexpr int PARTS = TILED_TILE_K / 32;
+    for (int part = 0; part < PARTS; part++) {  // of six bits each, in 12 bytes for eight rows
+        const uint8_t * q = in.scales + 12*part;
+        for (int r = 0; r < ROWS / 2; r++) {
+            const int low = (row + r) * PARTS + part, high = low + ROWS / 2 * PARTS;
+            to.scales[low]  = q[r] & 63;
+            to.mins[low]    = q[r + 4] & 63;
+            to.scales[high] = (q[r + 8] & 15) | (q[r] >> 6 << 4);
+            to.mins[high]   = (q[r + 8] >> 4) | (q[r + 4] >> 6 << 4);
+        }
+    }
+    for (int r = 0; r < ROWS; r++) {
+        uint8_t * numbers = to.q + (row + r) * TILED_TILE_K;
+        for (int quarter = 0; quarter < 4; quarter++) {
+            uint8_t bytes[HALF];
+            for (int i = 0; i < HALF; i += PIECE) {
+                memcpy(bytes + i, in.qs + (quarter*HALF + i) * ROWS + r*PIECE, PIECE);
+            }
+            uint8_t * out = numbers + 2*HALF*quarter;
+            tiled_unpk_nib4(bytes, out, out + HALF);
+        }
+    }
+}
+
+void unpack(const block_q2_Kx8 & in, tiled_tile_src0 & to, int row) {
+    constexpr int PARTS = TILED_TILE_K / 16;
+    for (int r = 0; r < ROWS; r++) {
+        for (int part = 0; part < PARTS; part++) {  // two of a row lie together
+            const uint8_t both = in.scales[part / 2 * 2*ROWS + 2*r + part % 2];
+            to.scales[(row + r) * PARTS + part] = both & 15;
+            to.mins[(row + r) * PARTS + part]   = both >> 4;
+        }
+        uint8_t * numbers = to.q + (row + r) * TILED_TILE_K;
+        for (int half = 0; half < 2; half++) {
+            uint8_t bytes[HALF];
+            for (int i = 0; i < HALF; i += PIECE) {
+                memcpy(bytes + i, in.qs + (half*HALF + i) * ROWS + r*PIECE, PIECE);
+            }
+            uint8_t * out = numbers + 4*HALF*half;
+            tiled_unpk_2bit<0>(bytes, out);
+            tiled_unpk_2bit<2>(bytes, out + HALF);
+            tiled_unpk_2bit<4>(bytes, out + 2*HALF);
+            tiled_unpk_2bit<6>(bytes, out + 3*HALF);
+        }
+    }
+}
+
+// One block of each activation; a microtile that is not full gets zeros.
+void fill(const void * const * acts, int n_acts, int64_t block, tiled_tile_src1 & to) {
+    for (int a = 0; a < n_acts; a++) {
+        const block_q8_K & x = static_cast<const block_q8_K *>(acts[a])[block];
+        memcpy(to.q + a*TILED_TILE_K, x.qs, TILED_TILE_K);
+        to.d[a] = x.d;
+        for (int i = 0; i < TILED_TILE_K / 16; i++) {
+            to.bsums[i*TILED_TILE_ROWS + a] = x.bsums[i];
+        }
+    }
+    for (int a = n_acts; a % TILED_MICRO != 0; a++) {
+        memset(to.q + a*TILED_TILE_K, 0, TILED_TILE_K);
+        to.d[a] = 0;
+        for (int i = 0; i < TILED_TILE_K / 16; i++) {
+            to.bsums[i*TILED_TILE_ROWS + a] = 0;
+        }
+    }
+}
+
+// Blocks of a window lie far apart, where no processor expects the next one.
+template <typename INTERLEAVED> void ask_for(const INTERLEAVED & block) {
+    for (size_t i = 0; i < sizeof(block); i += CACHE_LINE) {
+        __builtin_prefetch(reinterpret_cast<const char *>(&block) + i, 0, 2);
+    }
+}
+
+// out[a][i]: by blocks, since the sums of one activation lie far apart.
+void store(const float * sums, int n_rows, int n_acts, float * const * out, int64_t row0) {
+    for (int i0 = 0; i0 < n_rows; i0 += TILED_MICRO) {
+        const int n = std::min(TILED_MICRO, n_rows - i0);
+        for (int a = 0; a < n_acts; a++) {
+            for (int i = 0; i < n; i++) {
+                out[a][row0 + i0 + i] = sums[(i0 + i) * TILED_TILE_ROWS + a];
+            }
+        }
+    }
+}
+
+template <typename INTERLEAVED, int PART>
+void multiply(const void * weights, int64_t n_in, int64_t first, int64_t last, const void * const * acts, int64_t n_acts,
+              float * const * out, tiled_ws & ws) {
+    const int64_t n_blocks = n_in / TILED_TILE_K;
+    for (int64_t row0 = first; row0 < last; row0 += TILED_TILE_ROWS) {
+        const int n_w = std::min<int64_t>(TILED_TILE_ROWS, last - row0);
+        const auto * in = static_cast<const INTERLEAVED *>(weights) + row0 / ROWS * n_blocks;
+        for (int64_t act0 = 0; act0 < n_acts; act0 += TILED_TILE_ROWS) {
+            const int n_a = std::min<int64_t>(TILED_TILE_ROWS, n_acts - act0);
+            for (int row = 0; row < GGML_PAD(n_w, TILED_MICRO); row++) {
+                memset(ws.acc + row*TILED_TILE_ROWS, 0, sizeof(float) * GGML_PAD(n_a, TILED_MICRO));
+            }
+            for (int64_t block = 0; block < n_blocks; block++) {
+                for (int row = 0; row < n_w; row += ROWS) {
+                    const auto & eight = in[row / ROWS * n_blocks + block];
+                    unpack_factors(eight, ws.src0, row);
+                    unpack(eight, ws.src0, row);
+                }
+                fill(acts + act0, n_a, block, ws.src1);
+                for (int a = 0; a < n_a; a += TILED_MICRO) {
+                    tiled_repack_src1(&ws.src1, a, 1, false);
+                    for (int row = 0; row < n_w; row += TILED_MICRO) {
+                        for (int r = row; a == 0 && block + 1 < n_blocks && r < std::min(row + TILED_MICRO, n_w); r += ROWS) {
+                            ask_for(in[r / ROWS * n_blocks + block + 1]);
+                        }
+                        tiled_run_microtile<PART, true, 0, false>(ws.src0, ws.src1, row, a, 1, 0, ws.acc, TILED_TILE_ROWS);
+                    }
+                }
+            }
+            store(ws.acc, n_w, n_a, out + act0, row0);
+        }
+    }
+}
+
+}  // namespace
+
+size_t moe_edge_tiles_size() { return sizeof(tiled_ws); }
+
+void moe_edge_tiles(int32_t type, const void * weights, int64_t n_in, int64_t first, int64_t last, const void * const * acts,
+                    int64_t n_acts, float * const * out, void * workspace) {
+    auto & ws = *static_cast<tiled_ws *>(workspace);
+    switch (type) {
+        case GGML_TYPE_Q4_K: return multiply<block_q4_Kx8, 32>(weights, n_in, first, last, acts, n_acts, out, ws);
+        case GGML_TYPE_Q2_K: return multiply<block_q2_Kx8, 16>(weights, n_in, first, last, acts, n_acts, out, ws);
+        default: GGML_ABORT("no tiles for this type");
+    }
+}
