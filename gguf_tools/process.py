@@ -35,28 +35,27 @@ def default_threads() -> int:
     return max(1, min(allowed, physical) if allowed > 4 else allowed)
 
 
-class OtherWork:
-    """What other programs take of the cores that this process may use, from here on. What a
-    machine's owner takes of a virtual one counts as theirs, where the system tells it."""
+class Disturbance:
+    """How much other programs keep this process from its cores, from here on."""
 
     def __init__(self) -> None:
-        self._start = _work_s()
+        self._start, self._waited_s = perf_counter(), _waited_s()
 
-    def cores(self) -> float:
-        """How many of these cores were busy with something else, the mean since the start."""
-        now, busy, own = (end - start for end, start in zip(_work_s(), self._start, strict=True))
-        return max(0.0, busy - own) / now if now > 0 else 0.0
+    def share(self) -> float:
+        """Of the time since then, what threads of this process were ready to run and had no core,
+        added up; 0 where the system does not tell, as on others than Linux."""
+        took = perf_counter() - self._start
+        return max(0.0, _waited_s() - self._waited_s) / took if took > 0 else 0.0
 
 
-def _work_s() -> tuple[float, float, float]:
-    """Seconds: of a clock, of work on the usable cores, and of this process' own work."""
-    cores = psutil.cpu_times(percpu=True)
-    if hasattr(os, "sched_getaffinity"):
-        cores = [cores[at] for at in os.sched_getaffinity(0) if at < len(cores)]
-    kinds = ("user", "nice", "system", "irq", "softirq", "steal")
-    busy = sum(getattr(core, kind, 0.0) for core in cores for kind in kinds)
-    own = os.times()
-    return perf_counter(), busy, own.user + own.system
+def _waited_s(tasks: Path = Path("/proc/self/task")) -> float:
+    total = 0
+    for task in tasks.glob("*/schedstat"):
+        try:
+            total += int(task.read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            continue  # a thread that is gone, or a kernel that does not count
+    return total / 1e9
 
 
 def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
-from gguf_tools.process import OtherWork, default_threads, processor_name
+from gguf_tools.process import Disturbance, processor_name
 from orchestrator.files import read_object, user_folder, write_whole
 from orchestrator.llama import Bindings
 from orchestrator.predict import ROWS, Costs
@@ -27,8 +28,9 @@ FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
 
 _FORMAT = "moe-edge speed"
 _LARGEST_BYTES = 16 << 20
-# The machine is quiet while other programs take less of the cores that compute.
-_QUIET_SHARE = 0.1
+# The machine is quiet while threads wait for a core for less than this share of the time. Other
+# timings are repeated, so often each and all together.
+_QUIET_SHARE, _TRIES, _REPEATS = 0.1, 3, 30
 # From so many rows on, slots in the CPU's own layout may be multiplied by tiles, as plain rows are:
 # the least number of patches/native/moe-edge-layout.cpp. With fewer than the second one, rows go
 # one by one.
@@ -56,9 +58,9 @@ class Speeds:
         self._fresh = fresh
         self._kept = self._read()
         self._used: dict[str, float] = {}
-        self._measured: dict[str, float] = {}
+        self._measured: dict[str, tuple[float, bool]] = {}  # and whether the machine was quiet
+        self._repeats = _REPEATS
         self._timer: Timer | None = None
-        self._others = OtherWork()
 
     @cached_property
     def _path(self) -> Path:
@@ -80,39 +82,43 @@ class Speeds:
         if key not in self._used:
             known = None if self._fresh else self._kept.least(key)
             if known is None or self._kept.is_due(key):
-                found = self._timed(what)
-                self._measured[key] = found
-                known = found if known is None else min(found, known)
+                self._measured[key] = found = self._timed(what)
+                known = found[0] if known is None else min(found[0], known)
             self._used[key] = known
         return self._used[key]
 
-    def _timed(self, what: Product | Small | Attention) -> float:
-        if self._timer is None:
-            self._timer = Timer(self._bindings.api._lib, self._threads, self._pool_bytes)
-            self._others = OtherWork()
-        return self._timer.seconds(what)
+    def _timed(self, what: Product | Small | Attention) -> tuple[float, bool]:
+        """The least seconds of some timings, and whether one was on a quiet machine, which ends
+        it."""
+        timer = self._timer = self._timer or Timer(
+            self._bindings.api._lib, self._threads, self._pool_bytes
+        )
+        least = math.inf
+        for _ in range(_TRIES):
+            others = Disturbance()
+            least = min(least, timer.seconds(what))
+            if others.share() < _QUIET_SHARE:
+                return least, True
+            if self._repeats <= 0:
+                break
+            self._repeats -= 1
+        return least, False
 
     @property
     def disturbed(self) -> bool:
         """Whether something that was asked for was timed beside other programs alone, as far as
         the system tells."""
-        now = set(self._measured) if self._quiet else set()
+        now = {key for key, (_, quiet) in self._measured.items() if quiet}
         before = set() if self._fresh else set(filter(self._kept.was_quiet, self._used))
         return not self._used.keys() <= now | before
-
-    @property
-    def _quiet(self) -> bool:
-        """Whether other programs have left alone the cores that compute, since the first timing."""
-        spare = max(0, default_threads() - self._threads)
-        return self._others.cores() < spare + _QUIET_SHARE * self._threads
 
     def close(self) -> None:
         """Keeps what was measured, where the user cache can be written."""
         if self._timer is not None:
             self._timer.close()
         if self._measured and self._pool_bytes >= POOL_BYTES:
-            kept, quiet = self._read(), self._quiet
-            for key, seconds in self._measured.items():
+            kept = self._read()
+            for key, (seconds, quiet) in self._measured.items():
                 kept.add(key, seconds, quiet)
             with suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -227,7 +227,7 @@ def test_products_are_timed(bindings: Bindings) -> None:
 
 
 def test_what_was_measured_is_kept(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Speeds, "_quiet", True)
+    monkeypatch.setattr(speeds_module.Disturbance, "share", lambda self: 0.0)
     product = Product(GGMLType.Q4_K, 256, 64, 1)
     with Speeds(bindings, 1) as speeds:
         found = speeds.seconds(product)

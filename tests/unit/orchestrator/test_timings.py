@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from gguf_tools.file.layout import GGMLType
-from gguf_tools.process import OtherWork
 from orchestrator import speeds as speeds_module
 from orchestrator.products import Attention, Product, Small
 from orchestrator.speeds import Speeds
@@ -78,17 +77,17 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         self.seconds_of_all, self.now, self.others, self.asked = 1.0, DAY, 0.0, 0
+        monkeypatch.setattr(speeds_module, "_REPEATS", 0)
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         monkeypatch.setattr(speeds_module, "Timer", lambda *_: self)
         monkeypatch.setattr(speeds_module, "time", lambda: self.now)
-        monkeypatch.setattr(speeds_module, "OtherWork", lambda: self)
-        monkeypatch.setattr(speeds_module, "default_threads", lambda: 2)
+        monkeypatch.setattr(speeds_module, "Disturbance", lambda: self)
 
     def seconds(self, what: Product | Small | Attention) -> float:
         self.asked += 1
         return self.seconds_of_all
 
-    def cores(self) -> float:
+    def share(self) -> float:
         return self.others
 
     def close(self) -> None:
@@ -140,17 +139,6 @@ def test_a_moment_nobody_saw_to_be_disturbed_does_not_stay(
     assert session(machine, 1.0, APART_S) == (1.0, False) and machine.asked == 3
 
 
-def test_fewer_threads_leave_a_core_to_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    machine = Machine(monkeypatch, tmp_path)
-    machine.others = 0.9
-    for threads, disturbed in ((1, False), (2, True)):
-        with Speeds(Bindings(), threads) as speeds:  # type: ignore[arg-type]
-            speeds.seconds(WHAT)
-            assert speeds.disturbed == disturbed
-
-
 def test_a_file_of_the_form_before_is_measured_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -162,12 +150,36 @@ def test_a_file_of_the_form_before_is_measured_again(
     assert session(machine, 2.0, 0) == (2.0, False)
 
 
-def test_other_work_is_told_from_ones_own() -> None:
-    others = OtherWork()
-    loop = "import time\nend = time.process_time() + 0.6\nwhile time.process_time() < end: pass"
-    subprocess.run([sys.executable, "-c", loop], check=True)
-    seen = others.cores()
-    assert seen > 0.05
-    mine = OtherWork()
-    sum(range(3_000_000))
-    assert mine.cores() < 64
+def test_what_keeps_this_process_from_its_cores_is_told() -> None:
+    """Two processes on one core: one of them waits while the other runs."""
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("the kernel does not count how long threads wait for a core")
+    code = (
+        "import os, time; from gguf_tools.process import Disturbance\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "if os.fork() == 0:\n"
+        "    end = time.perf_counter() + 0.6\n"
+        "    while time.perf_counter() < end: pass\n"
+        "    os._exit(0)\n"
+        "others, end = Disturbance(), time.perf_counter() + 0.5\n"
+        "while time.perf_counter() < end: pass\n"
+        "print(others.share()); os.wait()"
+    )
+    run = [sys.executable, "-c", code]
+    found = subprocess.run(run, check=True, capture_output=True, text=True).stdout
+    assert float(found) > 0.2
+
+
+def test_a_timing_that_others_disturbed_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Twice something ran beside the first of two products: it is timed until nothing does. Then
+    nothing is left for the second one."""
+    machine = Machine(monkeypatch, tmp_path)
+    monkeypatch.setattr(speeds_module, "_REPEATS", 2)
+    found, beside = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
+    monkeypatch.setattr(machine, "seconds", lambda what: found.pop(0))
+    monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
+    with Speeds(Bindings(), 2) as speeds:  # type: ignore[arg-type]
+        assert speeds.seconds(WHAT) == 1.0 and not speeds.disturbed
+        assert speeds.seconds(WHAT._replace(rows=4)) == 7.0 and speeds.disturbed
