@@ -49,8 +49,8 @@ class Room:
     @property
     def given(self) -> str:
         """The cap that binds, for a message."""
-        what = self.option if self.asked == self.cap else self.free
-        return f"{what} {format_size(self.cap)}"
+        size = format_size(self.cap)
+        return f"{self.option} {size}" if self.asked == self.cap else f"{self.free} {size},"
 
 
 def room_of(

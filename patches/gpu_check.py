@@ -31,7 +31,7 @@ from patches.upstream import REPO, BuildError, say, write_atomic
 REPORT = Path("gpu-report.md")
 TAIL = 12_000  # characters of a step's output in the report
 TRIES = 2  # a step that was cut off so often is left aside: it may be what ends the machine
-COLLECT_SECONDS = 300
+COLLECT_SECONDS = 300.0
 # The emulated GPU computes on the CPU. Its limit is for what hangs, as a GPU's is.
 EMULATED_TIMES = 10
 LIBRARY = "library, environment and tests' tools for this GPU"
@@ -204,21 +204,27 @@ def _steps(
 
 
 def find_tests(python: Path, folder: Path, emulated: bool) -> list[Step]:
-    """Each test for a GPU as a step. One failed step says why none could be found.
+    """Each test for a GPU as a step. Where none could be found in time, one step that fails says
+    why.
     Raises BuildError where there is no environment that could run them."""
     if not python.exists():
         raise BuildError(f"{python} is not there: run `make build`, or `make gpu-check` as a whole")
     marks = ("-k", "emulated") if emulated else ("-m", "gpu")
     pytest = (str(python), "-m", "pytest")
-    collect = (*pytest, "--collect-only", "-q", *marks, "tests/native/cuda")
-    done = subprocess.run(
-        collect, capture_output=True, text=True, timeout=COLLECT_SECONDS, cwd=REPO
-    )
-    names = re.findall(r"^(tests/\S+::\S.*)$", done.stdout, re.MULTILINE)
+    collect: tuple[str, ...] = (*pytest, "--collect-only", "-q", *marks, "tests/native/cuda")
+    times = EMULATED_TIMES if emulated else 1
+    limit_s = times * COLLECT_SECONDS
+    try:
+        done = subprocess.run(collect, capture_output=True, text=True, timeout=limit_s, cwd=REPO)
+        found, said = done.stdout, done.stdout + done.stderr
+    except subprocess.TimeoutExpired:
+        found, said = "", f"the tests were not listed within {limit_s:g} s"
+        collect = (str(python), "-c", f"raise SystemExit({said!r})")
+    names = re.findall(r"^(tests/\S+::\S.*)$", found, re.MULTILINE)
     if not names:
-        say((done.stdout + done.stderr)[-2000:])
-        return [Step("device", "tests for a GPU are found", collect, COLLECT_SECONDS)]
-    steps, times = [], EMULATED_TIMES if emulated else 1
+        say(said[-2000:])
+        return [Step("device", "tests for a GPU are found", collect, limit_s)]
+    steps = []
     for name in names:
         part = part_of(name)
         results = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.xml"

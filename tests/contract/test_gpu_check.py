@@ -70,6 +70,20 @@ def test_without_an_environment_one_sentence_says_what_to_run(tmp_path: Path) ->
         gpu_check.find_tests(tmp_path / "python", tmp_path, emulated=True)
 
 
+def test_tests_that_are_not_listed_in_time_are_a_failed_step(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What hangs while pytest looks for tests ends with a sentence in the report."""
+    python = folder.path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && exec sleep 30\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(gpu_check, "COLLECT_SECONDS", 0.2)
+    steps = gpu_check.find_tests(python, folder.path, emulated=False)
+    assert [step.part for step in steps] == ["device"]
+    assert check(folder, *steps) == 1
+    assert "the tests were not listed within 0.2 s" in folder.report.read_text()
+
+
 def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
     """What was done is in the report, is not done again, and the next call goes on behind it."""
     ran, report = tmp_path / "ran", tmp_path / "report.md"

@@ -101,4 +101,5 @@ def test_a_card_that_is_too_small(
     options = {**POLICIES["lru"], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
     options.pop("expert_ram")
     said = engine(device.library, 0, **options, device="cuda0", vram=1 << 34)["error"]
-    assert "is too little" in said and "smallest" in said and len(said.splitlines()) == 1
+    assert said.startswith("free memory of cuda0, 8 MiB, is too little: the smallest --vram")
+    assert len(said.splitlines()) == 1
