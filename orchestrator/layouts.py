@@ -11,9 +11,9 @@ from orchestrator.config import Config
 from orchestrator.native import Library, StoreSpec
 from orchestrator.plan import MemoryPlan
 
-# Changing the layout takes the processor as long as the layout saves in twenty uses of an expert,
-# in ninety of Q4_K, in some 140 of Q2_K. Where experts come and go and a share s of them has slots,
-# one is used 1 / (1 - s) times before it goes, and oftener where some are used more than others.
+# Changing the layout takes the processor as long as the layout saves in five to twenty uses of an
+# expert. Where experts come and go and a share s of them has slots, one is used 1 / (1 - s) times
+# before it goes, and oftener where some are used more than others.
 RESIDENT_SHARE = 0.99
 
 
