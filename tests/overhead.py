@@ -8,7 +8,8 @@ process keeps the pages and the cores that it once got.
 
 Beside each time stands what the kernel counted: how often a compute thread gave up its core
 (it sleeps at a barrier, or waits for the next step), how long it was ready without one, and the
-processor time of the whole process.
+processor time of the whole process. Sleeping makes a token longer, and comes and goes by itself
+on both sides: so a line through the pairs also says what serving takes where both sleep alike.
 """
 
 from __future__ import annotations
@@ -202,6 +203,31 @@ def summary(name: str, by_start: list[list[float]]) -> str:
     return f"{name}: median {middle:.4f}, 95 % interval {low:.4f} to {high:.4f}"
 
 
+def at_equal_sleeping(pairs: list[tuple[Turn, Turn]]) -> str:
+    """Of (server, chat): the ratio of their times where both sleep as often, by the line of its
+    logarithm over the difference in sleeps, and how much more often the server sleeps."""
+    more = [a.slept - b.slept for a, b in pairs]
+    logs = [math.log(a.seconds / b.seconds) for a, b in pairs]
+    rng = random.Random(1)
+    middles, lines = [], []
+    for _ in range(4000):
+        chosen = rng.choices(range(len(pairs)), k=len(pairs))
+        x = [more[at] for at in chosen]
+        middles.append(statistics.mean(x))
+        if len(set(x)) > 1:
+            line = statistics.linear_regression(x, [logs[at] for at in chosen])
+            lines.append(math.exp(line.intercept))
+    ratio = math.exp(statistics.linear_regression(more, logs).intercept)
+    (low, high), (least, most) = (
+        (each[len(each) // 40], each[-len(each) // 40]) for each in (sorted(lines), sorted(middles))
+    )
+    return (
+        f"where both sleep alike: {ratio:.4f}, 95 % interval {low:.4f} to {high:.4f};"
+        f" the server sleeps {statistics.mean(more):.0f} times a token more,"
+        f" {least:.0f} to {most:.0f}"
+    )
+
+
 def busy_s() -> float:
     """Processor time of all processes, and what other machines took of this one."""
     t = psutil.cpu_times()
@@ -276,3 +302,6 @@ def report(starts: list[tuple[Side, Side, list[bool]]]) -> None:
     print(summary("processor time", [[a.cpu_ms / b.cpu_ms for a, b in each] for each in pairs]))
     ratios = [[a.seconds / b.seconds for a, b in each] for each in pairs]
     print(summary(f"server's time over the chat's, {sum(map(len, ratios))} pairs", ratios))
+    flat = [pair for each in pairs for pair in each]
+    if len({a.slept - b.slept for a, b in flat}) > 1:
+        print(at_equal_sleeping(flat))

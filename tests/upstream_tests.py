@@ -18,6 +18,7 @@ import collections
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -169,6 +170,7 @@ class Runs:
         self._tests = upstream_tests()
         self._folder = folder
         (folder / "no_downloads.py").write_text(PLUGIN)
+        shutil.copy(self._tests / "conftest.py", folder)  # ends the server of each test
         server = folder / "llama-server"
         script = f'exec "{sys.executable}" "{Path(__file__).resolve()}" "$@"'
         server.write_text(f"#!/bin/sh\nMOE_EDGE_AS_LLAMA_SERVER=1 {script}\n")

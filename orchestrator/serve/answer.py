@@ -163,8 +163,9 @@ class Answer:
                 if status == NOT_SUPPORTED:
                     raise Refusal(400, message_of(text))
                 shared = shared or self._gate.running > 1
-                if status == 200 and has_costs(text, is_stream):
-                    text = with_costs(text, {**costs(), "shared_steps": shared}, is_stream)
+                if status == 200 and has_costs(text, is_stream, self._route):
+                    ours = {**costs(), "shared_steps": shared}
+                    text = with_costs(text, ours, is_stream, self._route)
                 await self._send(out, status, is_stream, text)
             if out.status is None:
                 await out.begin(request.status, JSON)

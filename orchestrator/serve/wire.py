@@ -31,6 +31,9 @@ EVENT_END = b"\n\n"
 ANTHROPIC = "/v1/messages"
 # Its event with what an answer came to, which llama.cpp sends without `timings`.
 _SUMMARY = "message_delta"
+# Paths whose whole answers llama.cpp gives no `timings`. Elsewhere an answer has none where its
+# client wants other fields alone (`response_fields`).
+_WITHOUT_TIMINGS = (ANTHROPIC, "/v1/responses")
 
 
 class Refusal(Exception):
@@ -111,16 +114,18 @@ def error_event(route: str, error: bytes) -> bytes:
     return head + b"data: " + error + b"\n\n"
 
 
-def has_costs(part: bytes, is_stream: bool) -> bool:
-    """Whether costs belong into a part of an answer: a whole one, or a stream's account."""
-    return not is_stream or b'"timings"' in part or _SUMMARY.encode() in part
+def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
+    """Whether costs belong into a part of an answer: its account, or all of one that has none."""
+    if not is_stream and route in _WITHOUT_TIMINGS:
+        return True
+    return b'"timings"' in part or _SUMMARY.encode() in part
 
 
-def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool) -> bytes:
+def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool, route: str) -> bytes:
     """A part of an answer, with the costs beside llama.cpp's own figures in `timings`, or alone
-    there where it has none."""
+    there where it never has any."""
     if not is_stream:
-        return _add(part, costs, everywhere=True)
+        return _add(part, costs, everywhere=route in _WITHOUT_TIMINGS)
     lines = part.split(b"\n")
     mark = b"data: "
     return b"\n".join(

@@ -53,7 +53,7 @@ def test_answers_without_figures_of_llama_cpps_have_ours() -> None:
                 FakeRequest(200, False, [b'{"output": []}']),
                 FakeRequest(200, False, [b'{"content": []}']),
                 FakeRequest(200, True, [b"event: message_start\ndata: {}\n\n", summary]),
-                FakeRequest(200, False, [b'[{"timings": {"predicted_n": 1}}, {}]']),
+                FakeRequest(200, False, [b'[{"timings": {"predicted_n": 1}}, {"timings": {}}]']),
             )
         ),
         quiet,
@@ -68,6 +68,13 @@ def test_answers_without_figures_of_llama_cpps_have_ours() -> None:
     several = ask(app, "/completion", {"prompt": ["a", "b"]}).json()
     assert [each["timings"]["hit_rate"] for each in several] == [0.5, 0.5]
     assert several[0]["timings"]["predicted_n"] == 1
+
+
+def test_who_wants_some_fields_alone_gets_no_others() -> None:
+    request = FakeRequest(200, False, [b'{"content": "timings"}'])
+    app = application(state_with(FakeBackend(request)), quiet)
+    wanted = {"prompt": "a", "response_fields": ["content"]}
+    assert ask(app, "/completion", wanted).json() == {"content": "timings"}
 
 
 @pytest.mark.parametrize("data", [ASK, STREAM])
