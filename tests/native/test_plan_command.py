@@ -48,7 +48,9 @@ class Takes:
 
 
 class Predicts:
-    """In the place of orchestrator.predictor.Predictor, which measures."""
+    """In the place of orchestrator.predictor.Predictor, which measures; beside other programs."""
+
+    disturbed = True
 
     def __init__(self, bindings: Any, config: Config, model: ExpertModel, reading: Any) -> None:
         assert reading.bytes_per_s == 1e9
@@ -86,7 +88,9 @@ def test_the_frontier_is_printed_and_drawn(model: Path, tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "`chat` and `serve` take dymoe" in shown.stdout
     assert "KL is not known" in shown.stderr and "calibrate" in shown.stderr
+    assert "Other programs kept the processor busy" in shown.stdout
     found = json.loads(run(*asked, "--json").stdout)
+    assert found["disturbed"] is True
     names = {each["policy"] for each in found["candidates"]}
     assert names == {"lru", "dymoe", "dynaexq", "firm", "mixed"}
     more = json.loads(run(*asked[:2], "--expert-ram", "3MiB", "--device", "cpu", "--json").stdout)
