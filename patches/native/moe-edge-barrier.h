@@ -23,10 +23,11 @@
 #define MOE_EDGE_SPIN_NS    300000LL  // longer than a policy takes to decide about a layer
 #define MOE_EDGE_SPIN_ROUND 32        // looks at the other threads between two at the clock
 
-// A thread shares its core where it was ready for this long without one, and for this part of the time.
-// Our own threads that read take less.
-#define MOE_EDGE_DELAY_NS   500000LL
+// A thread shares its core where it was ready without one for this part of the time. That is asked about
+// so long a time at least: a thread that something small put off its core for a millisecond, as happens on
+// every idle machine, does not share it. Another process that computes takes a whole time slice.
 #define MOE_EDGE_DELAY_PART 8
+#define MOE_EDGE_LOOK_NS    20000000LL
 
 // How long nobody spins: a time slice at first, and twice as long each time, as long as it goes on.
 #define MOE_EDGE_SHARED_NS      4000000LL
@@ -70,25 +71,33 @@ static inline long long moe_edge_delay_ns(void) {
     return sscanf(text, "%*s %lld", &delay_ns) == 1 ? delay_ns : -1;
 }
 
+// Whether this thread shares its core: it has been ready without one for delay_ns in all, now.
+static inline void moe_edge_barrier_judge(long long now, long long delay_ns) {
+    const long long delay = delay_ns - moe_edge_late.delay_ns, time = now - moe_edge_late.at_ns;
+    const int shared = delay * MOE_EDGE_DELAY_PART >= (time > MOE_EDGE_LOOK_NS ? time : MOE_EDGE_LOOK_NS);
+    if (shared || time > MOE_EDGE_LOOK_NS) {
+        moe_edge_late.delay_ns = delay_ns;
+        moe_edge_late.at_ns    = now;
+    }
+    if (!shared) {
+        return;
+    }
+    const long long until = atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed);
+    const long long held  = atomic_load_explicit(&moe_edge_shared_ns, memory_order_relaxed);
+    long long more = now - until > MOE_EDGE_FORGET_NS ? MOE_EDGE_SHARED_NS : 2*held;
+    more = more > MOE_EDGE_MOST_SHARED_NS ? MOE_EDGE_MOST_SHARED_NS : more;
+    atomic_store_explicit(&moe_edge_shared_ns, more, memory_order_relaxed);
+    atomic_store_explicit(&moe_edge_shared_until, now + more, memory_order_relaxed);
+}
+
 // The thread that came last has kept others waiting: was it because somebody else had its core?
 static inline void moe_edge_barrier_late(void) {
     const long long now   = moe_edge_barrier_ns();
     const long long until = atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed);
     const long long held  = atomic_load_explicit(&moe_edge_shared_ns, memory_order_relaxed);
-    if (now < until - held/2) {
-        return;  // that nobody spins has only begun
+    if (now >= until - held/2) {  // else that nobody spins has only begun
+        moe_edge_barrier_judge(now, moe_edge_delay_ns());
     }
-    const long long delay_ns = moe_edge_delay_ns();
-    const long long delay = delay_ns - moe_edge_late.delay_ns, time = now - moe_edge_late.at_ns;
-    moe_edge_late.delay_ns = delay_ns;
-    moe_edge_late.at_ns    = now;
-    if (delay < MOE_EDGE_DELAY_NS || delay * MOE_EDGE_DELAY_PART < time) {
-        return;
-    }
-    long long more = now - until > MOE_EDGE_FORGET_NS ? MOE_EDGE_SHARED_NS : 2*held;
-    more = more > MOE_EDGE_MOST_SHARED_NS ? MOE_EDGE_MOST_SHARED_NS : more;
-    atomic_store_explicit(&moe_edge_shared_ns, more, memory_order_relaxed);
-    atomic_store_explicit(&moe_edge_shared_until, now + more, memory_order_relaxed);
 }
 
 // One of n_threads arrives. arrived counts them and is 0 between barriers; passed counts finished

@@ -8,6 +8,7 @@
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { THREADS = 4, ROUNDS = 3000 };
 
@@ -115,7 +116,43 @@ static void share_a_core(void) {
     }
 }
 
+// What a thread that keeps others waiting sees on machines that are played: it is put off its core for
+// off_us in each round_us, and looks that often. Returns for which part of 4 s nobody spins.
+static double asleep(long long off_us, long long round_us, long long look_us) {
+    atomic_store(&moe_edge_shared_until, 0);
+    atomic_store(&moe_edge_shared_ns, 0);
+    memset(&moe_edge_late, 0, sizeof(moe_edge_late));
+    const long long begin_us = 10000000;
+    long long asleep_us = 0, delay_us = 0;
+    for (long long us = begin_us; us < begin_us + 4000000; us += look_us) {
+        const long long in_round = (us - begin_us) % round_us;
+        if (in_round < look_us) {
+            us += off_us;
+            delay_us += off_us;
+        }
+        const long long until = atomic_load(&moe_edge_shared_until);
+        if (1000*us >= until) {
+            moe_edge_barrier_judge(1000*us, 1000*delay_us);
+        }
+        asleep_us += 1000*us < atomic_load(&moe_edge_shared_until) ? look_us : 0;
+    }
+    return asleep_us / 4e6;
+}
+
+static void judge(void) {
+    // Small things take a core for a millisecond in thirteen, whether threads spin or sleep, and so
+    // look seldom or at each barrier.
+    if (asleep(1000, 13000, 50) > 0.02 || asleep(1000, 13000, 5000) > 0.02) {
+        die("a machine on which nobody else computes is taken for a shared one");
+    }
+    // Another process takes its half in time slices.
+    if (asleep(3000, 6000, 50) < 0.4 || asleep(3000, 6000, 1000) < 0.4) {
+        die("a machine that is shared is not seen");
+    }
+}
+
 int main(void) {
+    judge();
     pthread_t threads[THREADS];
     // the count of barriers wraps around on the way
     atomic_store(&passed, (0x7fffffff - ROUNDS) & ~1);
