@@ -39,6 +39,8 @@ async function slowed(answer, signal) {
       for (const event of events) {
         do if (!signal.aborted) await pause();
         while (window.held && event.includes('"timings"') && !signal.aborted);
+        // As of a real one, nothing comes of what arrived before it was stopped.
+        if (signal.aborted) return to.error(signal.reason);
         to.enqueue(event + "\\n\\n");
       }
     } })).pipeThrough(new TextEncoderStream()), response);
