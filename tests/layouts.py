@@ -3,9 +3,9 @@
     python tests/layouts.py [--library FOLDER] [--rounds 12]
 
 It measures upstream's plain kernels, its repacked gemv and gemm, its tiles over interleaved rows,
-and how long changing the layout takes, for each type that upstream repacks
-on x86. --library: the folder of another build of ours, for instance one without AVX-512
-(tests/best_flags.py says how to make one).
+and how long changing the layout takes, for each type that upstream repacks on x86. --library: the
+folder of another build of ours, for instance one without AVX-512 (tests/best_flags.py says how to
+make one).
 """
 
 from __future__ import annotations

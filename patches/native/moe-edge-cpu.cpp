@@ -20,8 +20,6 @@ namespace {
 constexpr size_t  ALIGN      = 64;
 constexpr int64_t ROW_CHUNK  = 64;  // weight rows of one unit of work
 constexpr int64_t ROW_BLOCK  = 16;  // weight rows and activation columns kept in L1 together
-constexpr int64_t TILE_ROWS  = 256; // and of one by tiles, where there are many
-constexpr int64_t TILE_UNITS = 8;   // of these for each thread
 constexpr int64_t GEMM_ROWS  = 512; // weight rows of one unit of work where activations are interleaved for it
 constexpr int64_t GEMM_ACTS  = 16;  // and those activations
 constexpr int64_t GEMM_LEAST = 4;   // that are interleaved with each other
@@ -315,7 +313,7 @@ class mul_mat_id {
         thread_local std::vector<portions> rest;
         rest.clear();
         int64_t n_units = 0;
-        const bool many = shared->n_ready * w->ne[1] >= TILE_ROWS * TILE_UNITS * params->nth;
+        const int64_t tile_rows = moe_edge_tiles_rows(shared->n_ready * w->ne[1], params->nth);
         for (int32_t i = 0; i < shared->n_ready; i++) {
             const auto & r = ready[i];
             if (!r.data) {
@@ -329,7 +327,7 @@ class mul_mat_id {
             const int32_t n_acts = first[r.expert + 1] - first[r.expert];
             const bool tiles = kernels && has_tiles(*kernels, n_acts);
             const bool gemm = kernels && at.gemm_size > 0 && n_acts >= GEMM_LEAST && !tiles;
-            portions p = { &r, kernels, n_units, gemm ? GEMM_ROWS : tiles && many ? TILE_ROWS : ROW_CHUNK, 0,
+            portions p = { &r, kernels, n_units, gemm ? GEMM_ROWS : tiles ? tile_rows : ROW_CHUNK, 0,
                 gemm ? (int32_t) GEMM_ACTS : n_acts, tiles, !gemm && !tiles };
             p.chunks = (w->ne[1] + p.rows - 1) / p.rows;
             n_units += p.chunks * ((n_acts + p.acts - 1) / p.acts);

@@ -20,8 +20,6 @@
 namespace {
 
 constexpr size_t ALIGN = 64;
-constexpr int64_t MOST_ROWS = 256, LEAST_ROWS = 64;  // of weights that a thread multiplies at once
-constexpr int64_t UNITS = 4;                         // of these for each thread
 
 size_t padded(size_t n) { return (n + ALIGN - 1) / ALIGN * ALIGN; }
 
@@ -74,10 +72,7 @@ class dense_traits : public ggml::cpu::tensor_traits {
             from_float(reinterpret_cast<const float *>(static_cast<const char *>(x->data) + t*x->nb[1]), acts + t*at.act_size,
                        x->ne[0]);
         }
-        int64_t n_rows = MOST_ROWS;
-        while (n_rows > LEAST_ROWS && w->ne[1] < n_rows * UNITS * params->nth) {
-            n_rows /= 2;
-        }
+        const int64_t n_rows = moe_edge_tiles_rows(w->ne[1], params->nth);
         if (params->ith == 0) {
             ggml_threadpool_chunk_set(params->threadpool, params->nth);
         }

@@ -26,7 +26,7 @@ template <> int repack<block_mxfp4, 8, 8>(ggml_tensor *, const void *, size_t);
 
 namespace {
 
-constexpr int64_t ROWS = 8;  // interleaved with each other
+constexpr int64_t ROWS = MOE_EDGE_ROWS;
 
 #if defined(__x86_64__)
 // Eight scales and eight minimums of six bits each in 12 bytes. Q4_K has them so for the parts of one row; interleaved,

@@ -7,6 +7,8 @@
 
 struct ggml_tensor;
 
+constexpr int MOE_EDGE_ROWS = 8;  // interleaved with each other
+
 // Upstream's kernels for the layout of one type. gemv and gemm write nr rows of nc numbers each to out, whose rows
 // are `stride` numbers apart: the products of nr rows of activations with nc rows of weights, nc a multiple of 8.
 struct moe_edge_kernels {
@@ -32,6 +34,10 @@ int64_t moe_edge_tiles_from(const moe_edge_kernels & kernels);
 void   moe_edge_tiles(int32_t type, const void * weights, int64_t n_in, int64_t first, int64_t last, const void * const * acts,
                       int64_t n_acts, float * const * out, void * workspace);
 size_t moe_edge_tiles_size();
+
+// Of n_rows rows of weights, so many for a thread at once: many, which share what is made of the activations, but some
+// parts for each thread.
+int64_t moe_edge_tiles_rows(int64_t n_rows, int n_threads);
 
 // Changes the layout of a plain matrix in place.
 void moe_edge_interleave(const moe_edge_kernels & kernels, int64_t n_in, int64_t n_out, void * matrix);

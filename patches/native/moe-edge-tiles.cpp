@@ -8,17 +8,18 @@
 #include "repack.h"
 #include "simd-mappings.h"
 #include "tiled/tiled-kernel.h"
-#include "tiled/tiled.h"
 
 #include <algorithm>
 #include <cstring>
 
 namespace {
 
-constexpr int ROWS  = 8;                // interleaved with each other
-constexpr int PIECE = 8;                // bytes of a row that lie together
+constexpr int ROWS       = MOE_EDGE_ROWS;
+constexpr int PIECE      = 8;   // bytes of a row that lie together
+constexpr int BYTES      = 32;  // of a row whose low and high parts are numbers so far apart
 constexpr int CACHE_LINE = 64;
-constexpr int HALF  = TILED_TILE_K / 8; // bytes that hold the low and the high parts of numbers so far apart
+constexpr int64_t LEAST_ROWS = 64;  // for a thread at once
+constexpr int64_t UNITS      = 4;   // of these for each thread
 
 template <typename INTERLEAVED> void unpack_factors(const INTERLEAVED & in, tiled_tile_src0 & to, int row) {
     for (int r = 0; r < ROWS; r++) {
@@ -27,10 +28,18 @@ template <typename INTERLEAVED> void unpack_factors(const INTERLEAVED & in, tile
     }
 }
 
+// BYTES bytes of row r, from its byte `at` on.
+void gather(const uint8_t * qs, int r, int at, uint8_t * bytes) {
+    for (int i = 0; i < BYTES; i += PIECE) {
+        memcpy(bytes + i, qs + (at + i) * ROWS + r*PIECE, PIECE);
+    }
+}
+
 // One block of eight rows: numbers, scales and minimums go to the window's rows from `row` on.
 void unpack(const block_q4_Kx8 & in, tiled_tile_src0 & to, int row) {
     constexpr int PARTS = TILED_TILE_K / 32;
-    for (int part = 0; part < PARTS; part++) {  // of six bits each, in 12 bytes for eight rows
+    // Of six bits each, in 12 bytes for eight rows; by way of arrays of bytes, eight activations take an eighth longer.
+    for (int part = 0; part < PARTS; part++) {
         const uint8_t * q = in.scales + 12*part;
         for (int r = 0; r < ROWS / 2; r++) {
             const int low = (row + r) * PARTS + part, high = low + ROWS / 2 * PARTS;
@@ -41,14 +50,10 @@ void unpack(const block_q4_Kx8 & in, tiled_tile_src0 & to, int row) {
         }
     }
     for (int r = 0; r < ROWS; r++) {
-        uint8_t * numbers = to.q + (row + r) * TILED_TILE_K;
-        for (int quarter = 0; quarter < 4; quarter++) {
-            uint8_t bytes[HALF];
-            for (int i = 0; i < HALF; i += PIECE) {
-                memcpy(bytes + i, in.qs + (quarter*HALF + i) * ROWS + r*PIECE, PIECE);
-            }
-            uint8_t * out = numbers + 2*HALF*quarter;
-            tiled_unpk_nib4(bytes, out, out + HALF);
+        for (int at = 0; at < TILED_TILE_K / 2; at += BYTES) {
+            uint8_t bytes[BYTES], * out = to.q + (row + r) * TILED_TILE_K + 2*at;
+            gather(in.qs, r, at, bytes);
+            tiled_unpk_nib4(bytes, out, out + BYTES);
         }
     }
 }
@@ -61,17 +66,13 @@ void unpack(const block_q2_Kx8 & in, tiled_tile_src0 & to, int row) {
             to.scales[(row + r) * PARTS + part] = both & 15;
             to.mins[(row + r) * PARTS + part]   = both >> 4;
         }
-        uint8_t * numbers = to.q + (row + r) * TILED_TILE_K;
-        for (int half = 0; half < 2; half++) {
-            uint8_t bytes[HALF];
-            for (int i = 0; i < HALF; i += PIECE) {
-                memcpy(bytes + i, in.qs + (half*HALF + i) * ROWS + r*PIECE, PIECE);
-            }
-            uint8_t * out = numbers + 4*HALF*half;
+        for (int at = 0; at < TILED_TILE_K / 4; at += BYTES) {
+            uint8_t bytes[BYTES], * out = to.q + (row + r) * TILED_TILE_K + 4*at;
+            gather(in.qs, r, at, bytes);
             tiled_unpk_2bit<0>(bytes, out);
-            tiled_unpk_2bit<2>(bytes, out + HALF);
-            tiled_unpk_2bit<4>(bytes, out + 2*HALF);
-            tiled_unpk_2bit<6>(bytes, out + 3*HALF);
+            tiled_unpk_2bit<2>(bytes, out + BYTES);
+            tiled_unpk_2bit<4>(bytes, out + 2*BYTES);
+            tiled_unpk_2bit<6>(bytes, out + 3*BYTES);
         }
     }
 }
@@ -136,8 +137,10 @@ void multiply(const void * weights, int64_t n_in, int64_t first, int64_t last, c
                 for (int a = 0; a < n_a; a += TILED_MICRO) {
                     tiled_repack_src1(&ws.src1, a, 1, false);
                     for (int row = 0; row < n_w; row += TILED_MICRO) {
-                        for (int r = row; a == 0 && block + 1 < n_blocks && r < std::min(row + TILED_MICRO, n_w); r += ROWS) {
-                            ask_for(in[r / ROWS * n_blocks + block + 1]);
+                        if (a == 0 && block + 1 < n_blocks) {
+                            for (int r = row; r < std::min(row + TILED_MICRO, n_w); r += ROWS) {
+                                ask_for(in[r / ROWS * n_blocks + block + 1]);
+                            }
                         }
                         tiled_run_microtile<PART, true, 0, false>(ws.src0, ws.src1, row, a, 1, 0, ws.acc, TILED_TILE_ROWS);
                     }
@@ -151,6 +154,14 @@ void multiply(const void * weights, int64_t n_in, int64_t first, int64_t last, c
 }  // namespace
 
 size_t moe_edge_tiles_size() { return sizeof(tiled_ws); }
+
+int64_t moe_edge_tiles_rows(int64_t n_rows, int n_threads) {
+    int64_t rows = TILED_TILE_ROWS;
+    while (rows > LEAST_ROWS && n_rows < rows * UNITS * n_threads) {
+        rows /= 2;
+    }
+    return rows;
+}
 
 void moe_edge_tiles(int32_t type, const void * weights, int64_t n_in, int64_t first, int64_t last, const void * const * acts,
                     int64_t n_acts, float * const * out, void * workspace) {
