@@ -9,7 +9,8 @@ otherwise: how many of its cores were busy is shown.
 
 Linux shares cores among terminals (autogroups, or a service's cgroups) first, and then among the
 threads of each. So the last row says what a fair share of the cores allows: the better of all
-threads and of one, whose idle step is measured in each round, too.
+threads at once and of one, whose step is measured in each round, too. That one has a core of its
+own and all others are busy, since cores that are threads of one core slow each other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from paired import HERE, Side
 # Threads of each load that want a core, terminal by terminal.
 LOADS = {"idle": (), "one loop": (1,), "two loops": (1, 1), "compiler -j4": (4,)}
 STEPS = 60
-ALONE = "one thread"
+# What the side with one thread meets, and nobody else.
+ALONE, OTHERS = "one thread", "others busy"
 # A translation unit that keeps a compiler busy for longer than a block takes.
 SOURCE = "#include <map>\n#include <regex>\n" + "".join(
     f"struct t{i} {{ std::map<int, std::regex> m; int f() {{ return m.size(); }} }};\n"
@@ -51,6 +53,7 @@ def load(name: str) -> Iterator[None]:
         commands = {
             "one loop": [loop],
             "two loops": [loop] * 2,
+            OTHERS: [loop] * ((os.cpu_count() or 1) - 1),
             "compiler -j4": [["sh", "-c", f"({compiler})&" * 4 + "wait"]],
         }
         running = [
@@ -82,7 +85,8 @@ def fair_share(load: tuple[int, ...], cores: int) -> float:
 
 def bound_ms(idle: float, alone: float, share: float, cores: int) -> float:
     """The least milliseconds of a token with such a share of the cores, where nobody waits for a
-    thread that is off its core. idle: with a thread for each core; alone: with one thread."""
+    thread that is off its core. idle: with a thread for each core; alone: with one thread, while
+    all other cores are busy."""
     return min(idle * cores / min(cores, share), alone / min(1.0, share))
 
 
@@ -114,9 +118,9 @@ def main() -> None:
     for side in sides.values():
         side.run(STEPS, 0)
     for number in range(asked.rounds):
-        for name in LOADS:
+        for name in (*LOADS, OTHERS):
             for which, side in sides.items():
-                if which == ALONE and name != "idle":
+                if (which == ALONE) != (name == OTHERS):
                     continue
                 with load(name):
                     before, start = busy_s(), time.perf_counter()
@@ -137,12 +141,13 @@ def main() -> None:
         print(f"{which:22}" + "".join(f"{cell:>18}" for cell in cells))
 
     median = {key: statistics.median(values) for key, values in ms.items()}
-    for which in sides:
-        show(which, {name: median[which, name] for name in LOADS if (which, name) in median})
+    for which in [each for each in sides if each != ALONE]:
+        show(which, {name: median[which, name] for name in LOADS})
     cores, idle = os.cpu_count() or 1, median["ours managed", "idle"]
-    alone = median[ALONE, "idle"]
+    alone = median[ALONE, OTHERS]
     shares = {name: fair_share(load, cores) for name, load in LOADS.items()}
     show("fair share", {name: bound_ms(idle, alone, each, cores) for name, each in shares.items()})
+    print(f"one thread, all other cores busy: {alone:.1f} ms")
 
 
 if __name__ == "__main__":
