@@ -80,7 +80,8 @@ std::string moe_edge_store::check() {
         if (c.slotless() && (c.background || c.copied || c.arrived() || (!host && (!c.ahead || c.started > 0)))) {
             return format("layer %d, %s, expert %d: its load has no slot", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
         }
-        if (c.background && (c.loading == NO_TIER || c.tier == NO_TIER)) {
+        const bool absent = c.tier == NO_TIER && has_kind(layer_of(i), kind_of(i));
+        if ((c.background && c.loading == NO_TIER) || (absent && in_transition(i))) {
             return format("layer %d, %s, expert %d: in transition from nothing or to nothing", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
         }
         if (c.queued() != (c.loading != NO_TIER && queue_of(c).count(read_key(i)) > 0)) {

@@ -462,7 +462,7 @@ int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool passing, const uint
     };
     const auto oldest = [&](bool of_passing) {
         return first([&](const moe_edge_slot & s, const moe_edge_cell & c) {
-            return s.passing == of_passing && !c.pinned() && !c.background && !(list && c.predicted >= *list);
+            return s.passing == of_passing && !c.pinned() && !(list && c.predicted >= *list) && !in_transition(s.cell);
         });
     };
     int32_t slot = -1;
@@ -480,7 +480,7 @@ int32_t moe_edge_store::take_slot(moe_edge_pool & pool, bool passing, const uint
             return take_slot(pool, passing, list);
         }
         if (slot < 0 && !list && pool.mixed) {
-            slot = first([](const moe_edge_slot &, const moe_edge_cell & c) { return c.pinned() && !c.satisfied() && !c.background; });
+            slot = first([&](const moe_edge_slot & s, const moe_edge_cell & c) { return c.pinned() && !c.satisfied() && !in_transition(s.cell); });
         }
         if (slot < 0) {
             return -1;

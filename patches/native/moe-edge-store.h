@@ -2,8 +2,9 @@
 //
 // Every (layer, kind, expert) is one cell. A cell holds at most one complete tier; while
 // another tier is being read, the old one stays valid until the new one is published.
-// Rules of the mixed-precision cache (DyMoE 4.4.2): one format per expert; a request
-// better than what is resident is a miss and promotes; a request that is worse reuses.
+// Rules of the mixed-precision cache (DyMoE 4.4.2), each about a cell: one format; a request
+// better than what is resident is a miss and promotes; a request that is worse reuses. Cells are
+// evicted one by one, so a worse request may meet what is left of an expert beside what is read.
 //
 // All fields are guarded by one mutex. Weight bytes are read without it: a slot is
 // either being filled by one I/O thread, or complete and pinned by the op that reads it.
@@ -321,6 +322,7 @@ struct moe_edge_store {
     void    prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n);
     void    cancel_stale(int32_t layer);
     bool    transits(const moe_edge_prefetch_item & t);
+    bool    in_transition(int32_t cell) const;
     bool    admit(const moe_edge_prefetch_item & t);
     bool    conclude(const moe_edge_prefetch_item & t);
     bool    revoke(const moe_edge_pool & pool);

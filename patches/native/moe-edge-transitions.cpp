@@ -9,6 +9,17 @@ bool moe_edge_store::transits(const moe_edge_prefetch_item & t) {
         [&](const moe_edge_prefetch_item & other) { return other.layer == t.layer && other.expert == t.expert; });
 }
 
+// Whether a matrix of this one's expert is on its way to another version. Until that comes all of them
+// stay, those that are in that version already included.
+bool moe_edge_store::in_transition(int32_t cell) const {
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        if (cells[cell_index(layer_of(cell), k, expert_of(cell))].background) {
+            return true;
+        }
+    }
+    return false;
+}
+
 // Starts a transition if every matrix has a free slot to go to.
 bool moe_edge_store::admit(const moe_edge_prefetch_item & t) {
     if (exact_tiers || transits(t)) {
@@ -88,8 +99,13 @@ bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
 // matrices keep their old version, which may then be evicted. False if there is none. A part that
 // is being read gives its slot back when it is done.
 bool moe_edge_store::revoke(const moe_edge_pool & pool) {
-    const auto held = std::find_if(pool.slots.begin(), pool.slots.end(),
-        [this](const moe_edge_slot & s) { return s.cell >= 0 && cells[s.cell].background; });
+    const auto held = std::find_if(pool.slots.begin(), pool.slots.end(), [this](const moe_edge_slot & s) {
+        if (s.cell < 0 || !in_transition(s.cell)) {
+            return false;
+        }
+        const auto & c = cells[s.cell];
+        return c.background || !c.pinned() || !c.satisfied();  // else its slot stays anyway
+    });
     if (held == pool.slots.end()) {
         return false;
     }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from gguf_tools.file.layout import GATE
+from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.errors import NativeError
-from orchestrator.events import Phase
+from orchestrator.events import ABSENT, Phase
 from orchestrator.native import Library
 
 from .conftest import DEVICES
@@ -23,6 +23,7 @@ from .transition_driver import (
     LOW,
     N_EXPERT,
     N_LAYERS,
+    US,
     Driver,
     ExpertFile,
 )
@@ -48,11 +49,12 @@ def driver(expert_file: ExpertFile, library: Library, device: str | None) -> Ite
     made.store.close()
 
 
-def step(driver: Driver, layer: int = 0) -> dict[int, set[int]]:
+def step(
+    driver: Driver, layer: int = 0, experts: Sequence[int] = range(N_EXPERT)
+) -> dict[int, set[int]]:
     driver.store.begin_step(Phase.DECODE)
-    everyone = list(range(N_EXPERT))
-    driver.apply(layer, everyone)
-    return driver.use(layer, everyone)
+    driver.apply(layer, list(experts))
+    return driver.use(layer, list(experts))
 
 
 def test_a_swap(driver: Driver) -> None:
@@ -261,3 +263,35 @@ def test_a_token_that_wants_better_than_a_demotion_brings(
             assert store.transition([(0, 0, LOW)]) == 1
             driver.arrive()
             assert step(driver)[0] == {LOW}
+
+
+def test_an_expert_of_two_versions(expert_file: ExpertFile, library: Library) -> None:
+    """Tiers share slots, and an aborted step has evicted one matrix of a high expert. A token that
+    asks for low gets that one in low, beside what is left. In transition to high, that one alone
+    moves, and yet nothing of the expert is evicted."""
+    driver = Driver(expert_file, library, slots=(4,), pools=(0, 0), simulated=True)
+    with driver.store as store:
+        assert driver.clock is not None
+        store.warm([(0, 0, LOW), (0, 1, LOW)])
+        assert store.transition([(0, 0, HIGH)]) == 1
+        driver.clock.advance(50 * US)
+        for expert, tier in ((0, HIGH), (1, LOW)):  # 0 is what was used longest ago
+            store.begin_step(Phase.DECODE)
+            assert driver.use(0, [expert]) == {expert: {tier}}
+        driver.prefetch([(1, 0, LOW), (1, 1, LOW)], DOWN)  # no slot of that kind is free now
+        driver.clock.advance(50 * US)
+        store.begin_step(Phase.DECODE)
+        driver.apply(1, [2, 3])
+        store.begin_step(Phase.DECODE)  # before it has read a down
+        driver.clock.advance(50 * US)
+        assert store.resident()[0, 0] == ABSENT
+        assert driver.use_matrices(0, [0]) == {0: {GATE: HIGH, UP: HIGH, DOWN: LOW}}
+
+        assert store.transition([(0, 0, HIGH)]) == 1
+        evictions = store.stats().evictions
+        driver.prefetch([(1, 0, LOW), (1, 1, LOW), (1, 4, LOW), (0, 4, LOW)], GATE)
+        driver.clock.advance(50 * US)
+        assert store.stats().evictions == evictions + 3  # and the fourth one has no slot
+        assert driver.state(0, 0) == (LOW, HIGH, True)
+        store.check()
+        assert step(driver, experts=[0]) == {0: {HIGH}}

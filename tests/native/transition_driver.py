@@ -6,14 +6,15 @@ from __future__ import annotations
 import ctypes
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gguf_tools.file.layout import BLOCK, DOWN, GATE, UP, GGMLType, pad
-from orchestrator.native import Library, Slices, Store, StoreSpec
-from orchestrator.native.abi import VISIT_CB
+from orchestrator.native import Library, Simulation, Slices, Store, StoreSpec
+from orchestrator.native.abi import VISIT_CB, CPrefetch
 
 N_LAYERS, N_EXPERT, KINDS = 2, 5, (UP, GATE, DOWN)
 # By tier; q4_k, q2_k, q3_k, iq2_xs and iq1_s by number only: nothing computes.
@@ -21,6 +22,7 @@ EXPERT_BYTES, TYPES = (20000, 9000, 8000, 6000, 5000), (12, 10, 11, 17, 19)
 HOST_BYTES = 4 << 20  # behind a device: more than all slices take
 HIGH, LOW = 0, 1
 HELD = 1  # byte per second: after one part, nothing arrives
+US = 1000  # nanoseconds of virtual time
 HANG_S = 600
 
 
@@ -51,7 +53,11 @@ class ExpertFile:
         return self.offset[layer, kind, tier] + self.expert_bytes[tier] * expert
 
     def spec(
-        self, slots: tuple[int, ...], device: str | None, pools: tuple[int, ...] | None = None
+        self,
+        slots: tuple[int, ...],
+        device: str | None,
+        pools: tuple[int, ...] | None = None,
+        simulated: bool = False,
     ) -> StoreSpec:
         """Pools that both layers share, of each kind as many as there are slots, which says how
         many each has. pools: which of them holds each tier; None: each tier has its own."""
@@ -96,11 +102,13 @@ class ExpertFile:
             n_io_threads=3,
             device=device,
             host_bytes=HOST_BYTES,
+            simulated=simulated,
         )
 
 
 class Driver:
-    """A store, and the part of the graph."""
+    """A store, and the part of the graph. simulated: its reads move no bytes and take virtual
+    time, a microsecond for a low slice, so that the same calls always meet the same reads."""
 
     def __init__(
         self,
@@ -109,10 +117,14 @@ class Driver:
         slots: tuple[int, ...],
         device: str | None = None,
         pools: tuple[int, ...] | None = None,
+        simulated: bool = False,
     ) -> None:
         self.file = file
-        self.store = Store.create(library, file.spec(slots, device, pools))
+        self.store = Store.create(library, file.spec(slots, device, pools, simulated))
         self.store.set_route(None, file.tiers[-1])
+        self.clock = Simulation(self.store) if simulated else None
+        if self.clock is not None:
+            self.clock.set_speed(file.expert_bytes[LOW] * 10**6, 0)
 
     def warm(self, high: set[tuple[int, int]]) -> None:
         self.store.warm(
@@ -130,10 +142,21 @@ class Driver:
             self.store.library.apply(self.store.handle, layer, ids, None, None, len(experts)) == 0
         )
 
+    def prefetch(self, wanted: Sequence[tuple[int, int, int]], kind: int) -> None:
+        """One kind of each (layer, expert, tier), ahead of who asks for it."""
+        items = (CPrefetch * len(wanted))(*[(*each, 1 << kind, 0) for each in wanted])
+        self.store.library.prefetch(self.store.handle, items, len(wanted))
+
     def use(self, layer: int, experts: list[int]) -> dict[int, set[int]]:
         """The tiers in which the matrices of each expert came; every byte is checked."""
+        seen = self.use_matrices(layer, experts)
+        return {expert: set(tiers.values()) for expert, tiers in seen.items()}
+
+    def use_matrices(self, layer: int, experts: list[int]) -> dict[int, dict[int, int]]:
+        """The tier in which each matrix of each expert came, once; by expert and kind. Every byte
+        is checked, where there are any."""
         ids = (ctypes.c_int32 * len(experts))(*experts)
-        seen: dict[int, set[int]] = {expert: set() for expert in experts}
+        seen: dict[int, dict[int, int]] = {expert: {} for expert in experts}
         wrong: list[str] = []
         for kind in KINDS:
 
@@ -146,15 +169,21 @@ class Driver:
                 _user: Any,
                 kind: int = kind,
             ) -> None:
-                seen[expert].add(tier)
+                name = f"layer {layer}, kind {kind}, tier {tier}, expert {expert}"
+                if kind in seen[expert]:
+                    wrong.append(f"{name}: twice")
+                seen[expert][kind] = tier
+                if self.clock is not None:
+                    return
                 if ctypes.string_at(data, size) != self.file.slice(layer, kind, tier, expert):
-                    wrong.append(f"layer {layer}, kind {kind}, tier {tier}, expert {expert}")
+                    wrong.append(f"{name}: other bytes")
 
             done = self.store.library.use(
                 self.store.handle, layer, kind, ids, len(experts), VISIT_CB(visit), None
             )
             assert done == 0, self.store.library.error(self.store.handle)
         assert not wrong
+        assert all(len(tiers) == len(KINDS) for tiers in seen.values()), seen
         return seen
 
     def reading(self) -> np.ndarray:
@@ -176,4 +205,7 @@ class Driver:
         end = time.monotonic() + HANG_S
         while self.reading().any():
             assert time.monotonic() < end, "a transition does not arrive"
-            time.sleep(0.0005)
+            if self.clock is not None:
+                self.clock.advance(US)
+            else:
+                time.sleep(0.0005)
