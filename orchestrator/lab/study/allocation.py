@@ -15,6 +15,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator import losses, profile
 from orchestrator.eval import arithmetic
+from orchestrator.eval.arithmetic import Estimate
 from orchestrator.eval.compare import Reference, ReferencePart
 from orchestrator.eval.report import share_with_error, with_error
 from orchestrator.eval.run import pair
@@ -120,7 +121,7 @@ class AllocationStudy(Study[Found]):
             Column("less by the plan", "gain", share_with_error),
             Column("expected", "expected", percent(1, " %")),
             Column("at most", "possible", percent(1, " %")),
-            Column("of that", "reached", percent(0, " %")),
+            Column("of that", "reached", lambda each: share_with_error(each, digits=0)),
             Column("by unevenness", "uneven", percent(1, " %")),
             Column("experts", "experts", _counts, left=True),
         )
@@ -249,7 +250,7 @@ def _row(
         foreseen = {
             "expected": 1 - lost(weighted, tiers) / alone,
             "possible": possible,
-            "reached": gain.value / possible if possible > 0 else None,
+            "reached": _of(possible, gain),
             "uneven": 1 - 1 / unevenness(weighted[..., tier]),
         }
     return {
@@ -264,6 +265,12 @@ def _row(
         "gain": pair(gain),
         "experts": {name: int((tiers == at).sum()) for at, name in enumerate(shape.tiers)},
     }
+
+
+def _of(possible: float, gain: Estimate) -> list[float | None] | None:
+    """A gain and its standard error as parts of what is possible: a short text tells less of small
+    gains than they are. None where nothing is possible."""
+    return pair(Estimate(gain.value / possible, gain.error / possible)) if possible > 0 else None
 
 
 def _planned(part: Part, n_bytes: int, against: ReferencePart) -> tuple[Score, np.ndarray, int]:
