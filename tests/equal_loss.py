@@ -2,7 +2,7 @@
 
     python tests/equal_loss.py MODEL.gguf --text TEXT [--tokens 1000] [--share 0.67]
         [--bandwidth 1.25GB] [--compute-ms 0.94] [--low skip,q2_k]
-        [--skip-present 0.1]
+        [--skip-present 0]
 
 For each share of critical experts, dymoe decides token by token in virtual time, and its KL from
 the high precision is measured. Then the loss that floor is allowed is halved until its own measured
@@ -104,8 +104,8 @@ class Setting:
     def spent(self, against: Reference, allowed: float) -> Run:
         """floor with a loss that is allowed, each measured once."""
         if allowed not in self._spent:
-            ours = {"policy": "floor", "skip_present": self._skip_present}
-            self._spent[allowed] = self.run(against, max_loss=allowed, **ours)
+            ours = {} if self._skip_present is None else {"skip_present": self._skip_present}
+            self._spent[allowed] = self.run(against, policy="floor", max_loss=allowed, **ours)
         return self._spent[allowed]
 
     def as_close(self, against: Reference, kl: float) -> tuple[float, Run]:
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.67, help="of the experts, in slots")
     parser.add_argument("--bandwidth", default="1.25GB", help="reads in bytes a second")
     parser.add_argument("--compute-ms", type=float, default=0.94, help="a token without waits")
-    parser.add_argument("--skip-present", type=float, default=0.0, help="the setting of floor")
+    parser.add_argument("--skip-present", type=float, help="the setting of floor")
     parser.add_argument("--retention", default=",".join(map(str, SHARES)))
     asked = parser.parse_args()
     setting = Setting(asked)

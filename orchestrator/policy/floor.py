@@ -33,6 +33,8 @@ _CARRIED_TOKENS = 16
 _GAIN = 0.1
 # Of the first price: so many of a token's experts are taken to be missing.
 _FIRST_MISSING = 0.3
+# The least square of a gate weight for which an expert in memory is looked at.
+_LEAST_SQUARE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ class FloorSettings(LookAhead):
         hidden=True,
     )
     skip_present: float = setting(
-        0.0,
-        "What skipping an expert in memory saves, as a share of what a missing one does.",
+        0.002,
+        "What skipping an expert in memory saves, as a share of what a missing one does: so little "
+        "that missing ones come first. 0: what is in memory is always used.",
         within=(0.0, 1.0),
         hidden=True,
     )
@@ -83,14 +86,16 @@ class FloorSettings(LookAhead):
 
 class Floor(Policy):
     """An answer's experts that are in memory high are used high. Of those that are missing, some
-    are skipped, or computed with a low copy, as long as the loss that the user allows lasts.
+    are skipped, or computed with a low copy, as long as the loss that the user allows lasts. What
+    lasts beyond all of these is spent on experts in memory, whose computing it saves.
 
     What that costs a token is foreseen (orchestrator.estimate). Of all ways to save reading, those
     with the least loss a byte come first, up to a price, in nats a byte, that is the same in all
     layers: at equal prices nothing is gained by moving loss from one expert to another. The price
-    rises while tokens lose less than allowed, and falls while they lose more. Besides, a token has
-    at most what is allowed for the layers up to this one (the cosine schedule), and what the tokens
-    of its sequence before it left. `keep_top` experts of each token are never lowered.
+    rises while tokens lose less than allowed, and falls while they lose more or little is left.
+    Besides, a token has at most what is allowed for the layers up to this one (the cosine
+    schedule), and what the tokens of its sequence before it left. `keep_top` experts of each token
+    are never lowered.
 
     What was skipped or lowered, and is again a few tokens later, is read behind, after all else,
     within --transition-rate. Look-ahead loads what is not predicted to be skipped, by the price and
@@ -100,7 +105,7 @@ class Floor(Policy):
     name = "floor"
     summary = (
         "The user says what an answer may lose, and experts that are missing are skipped or "
-        "computed low where that saves most reading. What is in memory is used as it is."
+        "computed low where that saves most reading. What is in memory is skipped last."
     )
     Settings = FloorSettings
     most_tiers = 2
@@ -120,6 +125,7 @@ class Floor(Policy):
         super().__init__(shape, settings, rules)
         self.settings = self.settings.settled()
         self._estimate: KlEstimate | None = None
+        self._dearest = math.inf
         self._costs: list[LayerCosts] = []
         self._high_bytes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
         self._accounts: dict[int, Account] = {}
@@ -131,9 +137,10 @@ class Floor(Policy):
         self._asks_ahead = False
         self._behind = ReadBehind(shape, self.transition_rate)
         self._step, self._tokens, self._spent = -1, 0, 0.0
-        self._routed = self._missing = self._lowered = 0
+        self._routed = self._missing = self._lowered = self._missing_before = 0
         self._keep_top = self.settings.keep_top
-        self._skips_present = self.settings.skip_present > 0
+        # From which price on experts in memory are at stake.
+        self._present_price = math.inf
         self._reads_behind = self.settings.read_behind
         self.settings_changed()
 
@@ -161,6 +168,9 @@ class Floor(Policy):
     def set_estimate(self, estimate: KlEstimate) -> None:
         self._estimate = estimate
         self._costs = layer_costs(self.shape, estimate, self.settings.skip_present)
+        self._dearest = max(each.dearest for each in self._costs)
+        if self.settings.skip_present:
+            self._present_price = _LEAST_SQUARE * min(each.least_present for each in self._costs)
 
     def settings_changed(self) -> None:
         """Deals the budget out by depth, and begins with a price at which it would be spent if all
@@ -219,6 +229,7 @@ class Floor(Policy):
     def _begin(self, event: RouteEvent) -> None:
         """A step's first layer. What a failed step spent is forgotten."""
         self._step = event.step
+        self._missing_before = self._missing
         for account in self._running:
             account.spent = 0.0
         names = event.sequences_array.tolist()
@@ -232,7 +243,8 @@ class Floor(Policy):
         missing = [at for at, expert in enumerate(ids) if resident[expert]]
         self._routed += len(ids)
         self._missing += len(missing)
-        at_stake: Sequence[int] = range(len(ids)) if self._skips_present else missing
+        every = self._price > self._present_price
+        at_stake: Sequence[int] = range(len(ids)) if every else missing
         lowered: dict[int, int] = {}
         if at_stake:
             costs, kept = self._costs[layer], gate_order(weights)[: self._keep_top]
@@ -256,10 +268,11 @@ class Floor(Policy):
         rows, gates = event.ids_array.tolist(), event.weights_array.tolist()
         claims: dict[int, list[tuple[Account, float]]] = {}
         kept: set[int] = set()
+        every = self._price > self._present_price
         for account, ids, weights in zip(accounts, rows, gates, strict=True):
             for place, at in enumerate(gate_order(weights)):
                 expert = ids[at]
-                if resident[expert] or self._skips_present:
+                if resident[expert] or every:
                     claims.setdefault(expert, []).append((account, weights[at] ** 2))
                     if place < self._keep_top:
                         kept.add(expert)
@@ -337,9 +350,15 @@ class Floor(Policy):
         for account in running:
             kept = account.left + budget - account.spent
             account.left, account.spent = min(kept, _CARRIED_TOKENS * budget), 0.0
-        if running and budget:
+        # A step in which nothing was missing says nothing of the price.
+        if running and budget and self._missing > self._missing_before:
             off = 1 - spent / (budget * len(running))
-            self._price *= math.exp(_GAIN * max(-1.0, off))
+            # A price that is too high spends what is allowed as well: in the first layers that ask
+            # for it, until nothing is left. So the price keeps a half of what may be carried.
+            left = sum(account.left for account in running) / len(running)
+            off += left / (_CARRIED_TOKENS * budget) - 0.5
+            # Where all that is missing is lowered it would rise without end.
+            self._price = min(self._price * math.exp(_GAIN * max(-1.0, off)), self._dearest)
         self._running = []
         self._tokens += report.n_tokens
         self._spent += spent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,18 @@ class LayerCosts:
     high_bytes: int
     low_bytes: int
     present_bytes: float
+
+    @property
+    def dearest(self) -> float:
+        """No way costs a token more, in nats a byte: above it a price changes nothing."""
+        saved = (self.high_bytes, self.low_bytes, self.present_bytes)
+        return max(self.skip) / min(each for each in saved if each)
+
+    @property
+    def least_present(self) -> float:
+        """What skipping an expert in memory with a gate weight of 1 costs at least, in nats a byte;
+        infinite where that saves nothing."""
+        return min(self.skip) / self.present_bytes if self.present_bytes else math.inf
 
     def ways(self, expert: int, square: float, resident: int) -> Sequence[Way]:
         """What may be done with an expert. square: the sum of its squared gate weights over the

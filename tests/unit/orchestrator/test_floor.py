@@ -36,6 +36,7 @@ def made(shape: ModelShape = ONE, nats: Any = None, price: float = 1.0, **settin
         "loss_schedule": "flat",
         "prefetch": "off",
         "keep_top": 0,
+        "skip_present": 0.0,
         **settings,
     }
     policy = Floor(shape, Floor.Settings(**chosen))
@@ -203,13 +204,14 @@ def test_each_sequence_has_its_own_budget() -> None:
 
 
 def test_the_price_follows_what_is_spent() -> None:
-    policy, poor = made(max_loss=1.0), made(max_loss=3 * 0.051)
+    price = 0.05 / ONE.expert_slot_bytes(0, 0)
+    policy, poor = made(max_loss=1.0, price=price), made(max_loss=3 * 0.051, price=price)
     for each in (policy, poor):
         decided(each, make())
     poor._accounts[0].spent = 10.0
     for each in (policy, poor):
         each.step_done(report())
-    assert policy._price > 1.0 > poor._price == pytest.approx(np.exp(-0.1))
+    assert policy._price > price > poor._price == pytest.approx(price * np.exp(-0.1))
 
 
 def test_it_loads_ahead_what_it_would_not_skip() -> None:
@@ -351,3 +353,55 @@ def test_a_single_token_is_decided_as_several_are(seed: int, shape: ModelShape) 
     assert [one[name] for name in ("loss", "missing", "lowered")] == [
         other[name] for name in ("loss", "missing", "lowered")
     ]
+
+
+def played(policy: Floor, n_steps: int, n_here: int, first: int = 0) -> None:
+    """Tokens whose gates and residency are random, n_here of an eighth of the experts in memory."""
+    rng = np.random.default_rng(1)
+    for step in range(first, first + n_steps):
+        for layer in range(ONE.n_layers):
+            gates = np.sort(rng.dirichlet(np.ones(K)))[::-1]
+            event = make(layer, step, [rng.permutation(8)[:K]], [gates])
+            decided(policy, event, here=rng.permutation(8)[:n_here].tolist())
+        policy.step_done(report())
+
+
+def test_a_price_that_is_too_high_comes_down_though_no_more_is_spent_than_allowed() -> None:
+    """At a price at which all would be skipped, each token spends what there is on the first layers
+    that ask for it."""
+    policy = made(max_loss=0.05, price=1.0, keep_top=1)
+    played(policy, 300, 4)
+    usual = made(max_loss=0.05, price=1e-3 / ONE.expert_slot_bytes(0, 0), keep_top=1)
+    played(usual, 300, 4)
+    assert policy.report()["loss"] == pytest.approx(0.05, rel=0.05)
+    assert policy._price == pytest.approx(usual._price, rel=0.2)
+
+
+def test_the_price_rises_no_higher_than_the_dearest_choice() -> None:
+    policy = made(max_loss=5.0)
+    played(policy, 300, 4)
+    assert policy._price == pytest.approx(1 / ONE.expert_slot_bytes(0, 0))
+    assert policy.report()["lowered"] == policy.report()["missing"]
+
+
+def test_while_nothing_is_missing_nothing_is_learned_of_the_price() -> None:
+    price = 0.05 / ONE.expert_slot_bytes(0, 0)
+    policy = made(max_loss=5.0, price=price, skip_present=Floor.Settings().skip_present)
+    played(policy, 300, 8)
+    assert policy._price == price and policy.report()["lowered"] == 0
+
+
+def test_what_missing_experts_leave_is_spent_on_those_in_memory() -> None:
+    """Half of what is chosen is missing. As long as that takes all that is allowed, what is in
+    memory is used."""
+    found = []
+    for max_loss in (0.01, 0.05, 0.6):
+        policy = made(max_loss=max_loss, keep_top=1, skip_present=Floor.Settings().skip_present)
+        policy._price = 1e-3 / ONE.expert_slot_bytes(0, 0)
+        played(policy, 400, 4)
+        assert policy.report()["loss"] <= max_loss
+        alone = made(max_loss=max_loss, keep_top=1)
+        alone._price = 1e-3 / ONE.expert_slot_bytes(0, 0)
+        played(alone, 400, 4)
+        found.append(policy.report()["lowered"] - alone.report()["lowered"])
+    assert found[0] == found[1] == 0 < 0.05 < found[2]
