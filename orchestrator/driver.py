@@ -192,7 +192,7 @@ class Driver(PlainDriver):
             resident, target = self.store.states() if states is None else states
         if self.meter is not None:
             if self.meter.costs and not self.asks(step.phase):
-                if wanted or self.meter.fresh:  # else experts are where the policy saw them
+                if wanted or self.meter.fresh:  # what moves counts where it was last seen
                     held = self.store.resident() if resident is None else resident
                     self.meter.holds(np.minimum(held, policy.default_tier))
                 self.meter.counted(self.store.take_counts() if counts is None else counts)

@@ -11,9 +11,9 @@ from orchestrator.config import Config
 from orchestrator.native import Library, StoreSpec
 from orchestrator.plan import MemoryPlan
 
-# Changing the layout takes the processor as long as the layout saves in five to twenty uses of an
-# expert. Where experts come and go and a share s of them has slots, one is used 1 / (1 - s) times
-# before it goes, and oftener where some are used more than others.
+# A token that needs an expert waits until it is laid out, too, and so streaming is slower with the
+# CPU's layout even for types whose layout pays after one use (EXPERIMENTS, "Where the CPU's own
+# layout pays").
 RESIDENT_SHARE = 0.99
 
 

@@ -184,10 +184,8 @@ class Loader:
             def time(plan: MemoryPlan, asked: Config) -> Prediction:
                 return self._spending(predictor.of_plan(plan, asked), plan)
 
-            estimate, why_not = self._estimate(names)
-            yield Knowledge(
-                plan, time, predictor.uses, estimate, why_not, lambda: predictor.disturbed
-            )
+            estimate, why = self._estimate(names)
+            yield Knowledge(plan, time, predictor.uses, estimate, why, lambda: predictor.disturbed)
 
     def _spending(self, found: Prediction, plan: MemoryPlan) -> Prediction:
         """With what a policy that foresees its loss skips."""

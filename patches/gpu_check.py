@@ -205,8 +205,7 @@ def _steps(
 
 def find_tests(python: Path, folder: Path, emulated: bool) -> list[Step]:
     """Each test for a GPU as a step. Where none could be found in time, one step that fails says
-    why.
-    Raises BuildError where there is no environment that could run them."""
+    why. Raises BuildError where there is no environment that could run them."""
     if not python.exists():
         raise BuildError(f"{python} is not there: run `make build`, or `make gpu-check` as a whole")
     marks = ("-k", "emulated") if emulated else ("-m", "gpu")
@@ -220,6 +219,7 @@ def find_tests(python: Path, folder: Path, emulated: bool) -> list[Step]:
     except subprocess.TimeoutExpired:
         found, said = "", f"the tests were not listed within {limit_s:g} s"
         collect = (str(python), "-c", f"raise SystemExit({said!r})")
+        limit_s = PARTS["device"][0]
     names = re.findall(r"^(tests/\S+::\S.*)$", found, re.MULTILINE)
     if not names:
         say(said[-2000:])

@@ -237,7 +237,8 @@ def interrupt(
     for index in range(times):
         for _ in range(DRAWS):
             share = (index + random.random()) / times
-            found = command.run(share * whole.took_s, repo, number)
+            after_s = share * whole.took_s
+            found = command.run(after_s, repo, number)
             complaint = command.complaint(whole, found, number)
             if found.status == 0 and command.lasts_s is None:
                 # The machine may be quicker than it was.
@@ -248,7 +249,7 @@ def interrupt(
                 break
         ends[f"status {found.status}"] += 1
         if complaint:
-            wrong.append(f"at {share:.3f} of {whole.took_s:.2f} s: {complaint}")
+            wrong.append(f"{after_s:.2f} s behind its begin: {complaint}")
     return ends, wrong
 
 

@@ -64,7 +64,7 @@ NO_SLOTS = "no /slots"
 NO_IMAGES = "no images: 400 with a sentence"
 NO_TOOLS = "no tool of the server runs"
 CORS = "--cors-origin is one origin or *; a page of another one gets 403"
-CORS_FIELDS = "only the methods and header fields that are used; no cookies"
+CORS_FIELDS = "a preflight names what was asked for, not *; no cookies"
 NO_ROUTER = "no router, and no stream that is taken up again"
 BY_NAME = "--chat-template is a file, not a name of llama.cpp's"
 

@@ -302,15 +302,16 @@ class Floor(Policy):
         scale = sum(event.weights.tolist()) / max(sum(scores), 1e-30)
         least, skip, account = self._price * costs.high_bytes, costs.skip, self._running[0]
         left = account.left + self._allowed[layer] - account.spent
-        asked = []
-        for place in reversed(range(len(ids))):  # the highest gate, which costs most, comes last
-            expert = ids[place]
-            cost = (scores[place] * scale) ** 2 * skip[expert]
-            if place < keep_top or resident[expert] == 0 or cost > least or cost > left:
-                asked.append(expert)
-            else:
-                left -= cost
-        asked.reverse()
+        bills = [
+            (score * scale) ** 2 * skip[expert] for expert, score in zip(ids, scores, strict=True)
+        ]
+        skipped = set()
+        for place in sorted(range(len(ids)), key=bills.__getitem__):
+            bill = bills[place]
+            if place >= keep_top and resident[ids[place]] and bill <= least and bill <= left:
+                skipped.add(place)
+                left -= bill
+        asked = [expert for place, expert in enumerate(ids) if place not in skipped]
         out.prefetch_all(layer, asked, 0)
         self._prediction.expect(layer, asked)
 

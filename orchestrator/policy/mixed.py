@@ -203,7 +203,7 @@ class Mixed(Learning):
             self._count(report)
             return ()
         resident, target = report.resident, report.target
-        self._unseen_us = report.us
+        self._unseen_us = report.us  # so that each step that takes as long has a look
         if self._count(report):
             self._exchange((resident == target) & (resident == self._wanted))
             self._no_moves = None

@@ -23,9 +23,9 @@
 #define MOE_EDGE_SPIN_NS    300000LL  // longer than a policy takes to decide about a layer
 #define MOE_EDGE_SPIN_ROUND 32        // looks at the other threads between two at the clock
 
-// A thread shares its core where it was ready without one for this part of the time. That is asked about
-// so long a time at least: a thread that something small put off its core for a millisecond, as happens on
-// every idle machine, does not share it. Another process that computes takes a whole time slice.
+// A thread shares its core where it was ready without one for this part of a time, and a shorter time than
+// MOE_EDGE_LOOK_NS counts as that one. So a thread that something small put off its core for a millisecond, as
+// happens on every idle machine, does not share it. Another process that computes takes a whole time slice.
 #define MOE_EDGE_DELAY_PART 8
 #define MOE_EDGE_LOOK_NS    20000000LL
 
@@ -37,7 +37,7 @@
 static atomic_llong moe_edge_shared_until;  // until when nobody spins
 static atomic_llong moe_edge_shared_ns;     // for how long, the last time
 
-// What this thread saw when it last was late.
+// What this thread saw where the time began over which it is asked.
 static _Thread_local struct {
     int       file;  // its statistics of the kernel's; 0: not opened yet, -1: there are none
     long long at_ns;

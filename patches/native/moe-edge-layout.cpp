@@ -29,17 +29,6 @@ namespace {
 constexpr int64_t ROWS = MOE_EDGE_ROWS;
 
 #if defined(__x86_64__)
-// Eight scales and eight minimums of six bits each in 12 bytes. Q4_K has them so for the parts of one row; interleaved,
-// for one part of eight rows.
-void unpack_six_bits(const uint8_t * q, uint8_t * scales, uint8_t * mins) {
-    for (int i = 0; i < 4; i++) {
-        scales[i]     = q[i] & 63;
-        mins[i]       = q[i + 4] & 63;
-        scales[i + 4] = (q[i + 8] & 15) | (q[i] >> 6 << 4);
-        mins[i + 4]   = (q[i + 8] >> 4) | (q[i + 4] >> 6 << 4);
-    }
-}
-
 void pack_six_bits(const uint8_t * scales, const uint8_t * mins, uint8_t * q) {
     for (int i = 0; i < 4; i++) {
         q[i]     = scales[i] | (scales[i + 4] >> 4 << 6);
@@ -52,7 +41,7 @@ void pack_six_bits(const uint8_t * scales, const uint8_t * mins, uint8_t * q) {
 void interleave_scales(const block_q4_K * in, int64_t stride, block_q4_Kx8 & to) {
     uint8_t scales[ROWS][ROWS], mins[ROWS][ROWS];  // [row][part]
     for (int r = 0; r < ROWS; r++) {
-        unpack_six_bits(in[r*stride].scales, scales[r], mins[r]);
+        moe_edge_unpack_six_bits(in[r*stride].scales, scales[r], mins[r], 1);
     }
     for (int part = 0; part < ROWS; part++) {
         uint8_t of_part[2][ROWS];
@@ -128,7 +117,7 @@ bool upstream_repacks(int32_t type, int64_t n_in, int64_t n_out) {
     return t.extra != nullptr;
 }
 
-// Whether upstream's tiled kernel multiplies with this type; the environment can turn it off.
+// Whether upstream has tiles of this type on this CPU; the environment can turn them off.
 bool upstream_tiles(int32_t type) {
     const int64_t n_in = ggml_blck_size((ggml_type) type);
     ggml_tensor w = matrix(type, n_in, ROWS, nullptr), x = matrix(GGML_TYPE_F32, n_in, 1, nullptr);

@@ -9,6 +9,18 @@ struct ggml_tensor;
 
 constexpr int MOE_EDGE_ROWS = 8;  // interleaved with each other
 
+// Eight scales and eight minimums of six bits each in 12 bytes. Q4_K has them so for the parts of one row; interleaved,
+// for one part of eight rows. Written are scales[i*stride] and mins[i*stride].
+template <typename NUMBER> inline void moe_edge_unpack_six_bits(const uint8_t * q, NUMBER * scales, NUMBER * mins, int stride) {
+    for (int i = 0; i < 4; i++) {
+        const int high = (i + 4) * stride;
+        scales[i*stride] = q[i] & 63;
+        mins[i*stride]   = q[i + 4] & 63;
+        scales[high]     = (q[i + 8] & 15) | (q[i] >> 6 << 4);
+        mins[high]       = (q[i + 8] >> 4) | (q[i + 4] >> 6 << 4);
+    }
+}
+
 // Upstream's kernels for the layout of one type. gemv and gemm write nr rows of nc numbers each to out, whose rows
 // are `stride` numbers apart: the products of nr rows of activations with nc rows of weights, nc a multiple of 8.
 struct moe_edge_kernels {

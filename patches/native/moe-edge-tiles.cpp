@@ -38,16 +38,8 @@ void gather(const uint8_t * qs, int r, int at, uint8_t * bytes) {
 // One block of eight rows: numbers, scales and minimums go to the window's rows from `row` on.
 void unpack(const block_q4_Kx8 & in, tiled_tile_src0 & to, int row) {
     constexpr int PARTS = TILED_TILE_K / 32;
-    // Of six bits each, in 12 bytes for eight rows; by way of arrays of bytes, eight activations take an eighth longer.
     for (int part = 0; part < PARTS; part++) {
-        const uint8_t * q = in.scales + 12*part;
-        for (int r = 0; r < ROWS / 2; r++) {
-            const int low = (row + r) * PARTS + part, high = low + ROWS / 2 * PARTS;
-            to.scales[low]  = q[r] & 63;
-            to.mins[low]    = q[r + 4] & 63;
-            to.scales[high] = (q[r + 8] & 15) | (q[r] >> 6 << 4);
-            to.mins[high]   = (q[r + 8] >> 4) | (q[r + 4] >> 6 << 4);
-        }
+        moe_edge_unpack_six_bits(in.scales + 12*part, to.scales + row*PARTS + part, to.mins + row*PARTS + part, PARTS);
     }
     for (int r = 0; r < ROWS; r++) {
         for (int at = 0; at < TILED_TILE_K / 2; at += BYTES) {

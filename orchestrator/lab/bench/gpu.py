@@ -191,7 +191,7 @@ class GpuLoop(Loop[GpuOptions]):
         for case in (managed, upstream):
             found = self.measure(case, 0)
             if "error" in found:
-                raise MoeEdgeError(f"{self.high}: {found['error']}")
+                raise MoeEdgeError(f"{self.high}: {found['error']}; or give smaller --caps")
             memory.append(found["memory"])
         layers = tuple(
             sum(tiers[0].expert_bytes * model.n_expert for tiers in kinds if tiers[0])

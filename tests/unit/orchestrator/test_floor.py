@@ -355,6 +355,23 @@ def test_a_single_token_is_decided_as_several_are(seed: int, shape: ModelShape) 
     ]
 
 
+@pytest.mark.parametrize("kind", [Floor, General])
+def test_look_ahead_skips_what_costs_least_first(kind: type[Floor]) -> None:
+    """The expert with the lowest gate costs most, and is what the budget has nothing left for."""
+    settings = {"max_loss": 3 * 0.175, "loss_schedule": "flat", "prefetch": "on", "keep_top": 0}
+    policy = kind(ONE, Floor.Settings(**settings))
+    policy.plan(2 * ONE.all_slot_bytes())
+    nats = np.zeros((ONE.n_layers, ONE.n_expert, 2))
+    nats[..., 1] = 1.0
+    nats[:, 6, 1] = 10.0
+    policy.set_estimate(KlEstimate(ONE.tiers[0], nats, np.ones(nats.shape[:2])))
+    policy._price = 1.0
+    scores = np.array([0.4, 0.3, 0.3, 0.2])
+    event = make(ahead=([1, 3, 4, 6], scores))
+    _, out = decided(policy, event, here=IDS)
+    assert [expert for _, expert, *_ in prefetches(out)] == [6]
+
+
 def played(policy: Floor, n_steps: int, n_here: int, first: int = 0) -> None:
     """Tokens whose gates and residency are random, n_here of an eighth of the experts in memory."""
     rng = np.random.default_rng(1)
