@@ -358,8 +358,8 @@ def test_a_single_token_is_decided_as_several_are(seed: int, shape: ModelShape) 
 @pytest.mark.parametrize("kind", [Floor, General])
 def test_look_ahead_skips_what_costs_least_first(kind: type[Floor]) -> None:
     """The expert with the lowest gate costs most, and is what the budget has nothing left for."""
-    settings = {"max_loss": 3 * 0.175, "loss_schedule": "flat", "prefetch": "on", "keep_top": 0}
-    policy = kind(ONE, Floor.Settings(**settings))
+    settings = {"max_loss": 3 * 0.175, "loss_schedule": "flat", "keep_top": 0, "skip_present": 0.0}
+    policy = kind(ONE, Floor.Settings(prefetch="on", **settings))
     policy.plan(2 * ONE.all_slot_bytes())
     nats = np.zeros((ONE.n_layers, ONE.n_expert, 2))
     nats[..., 1] = 1.0
