@@ -5,16 +5,18 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import statistics
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from itertools import cycle
+from contextlib import contextmanager, suppress
+from itertools import accumulate, cycle
 from pathlib import Path
 from threading import Lock
-from time import perf_counter
+from time import perf_counter, process_time, sleep
 from typing import NamedTuple
 
 from gguf_tools import interrupts
 from gguf_tools.experts import ExpertModel
+from gguf_tools.experts.slices import Slice
 from gguf_tools.file.layout import COMPUTE_ORDER, IO_BLOCK_BYTES, pad
 from gguf_tools.workers import in_order, workers
 
@@ -22,15 +24,20 @@ from gguf_tools.workers import in_order, workers
 PART_BYTES = 512 * 2**10
 # What each thread reads into: more than a core's own caches hold.
 _SLOTS_BYTES = 8 * 2**20
+# Experts that are read alone, so long one behind the other as a token computes between two layers.
+_ALONE, _PAUSE_S, _ALONE_S = 16, 0.002, 0.25
 
 
 class Bandwidth(NamedTuple):
     """bytes_per_s of `direct` (O_DIRECT) or buffered reads of slice_bytes on average, which are
-    parts of experts where these are large."""
+    parts of experts where these are large. core_s_per_byte: what it took of a core. latency_s: how
+    much longer than at that speed an expert takes that is read alone."""
 
     bytes_per_s: float
     direct: bool
     slice_bytes: int
+    core_s_per_byte: float = 0.0
+    latency_s: float = 1e-4
 
 
 class _Read(NamedTuple):
@@ -54,12 +61,16 @@ def _missed(model: ExpertModel, tier: int, rng: random.Random) -> Iterator[_Read
     for layer in cycle(model.slices):
         experts = rng.sample(range(model.n_expert), model.n_expert_used)
         for kind in COMPUTE_ORDER:
-            piece = layer[kind][tier]
-            if piece is None:
-                continue
             for expert in experts:
-                start = piece.offset + expert * piece.expert_bytes
-                yield from _parts(model.files[piece.file_index], start, piece.expert_bytes)
+                yield from _matrix(model, layer[kind][tier], expert)
+
+
+def _matrix(model: ExpertModel, piece: Slice | None, expert: int) -> list[_Read]:
+    """The reads of one expert's matrix, none where the layer has none of the kind."""
+    if piece is None:
+        return []
+    start = piece.offset + expert * piece.expert_bytes
+    return _parts(model.files[piece.file_index], start, piece.expert_bytes)
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:
@@ -89,10 +100,7 @@ def read_bandwidth(
 
     def work(index: int, in_time: Callable[[], bool]) -> int:
         total = at = 0
-        with mmap.mmap(-1, _SLOTS_BYTES) as memory, memoryview(memory) as view:
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with suppress(OSError):  # a kernel without them
-                    memory.madvise(mmap.MADV_HUGEPAGE)
+        with _slots() as view:
             while in_time():
                 with lock:
                     read = next(queue)
@@ -105,11 +113,56 @@ def read_bandwidth(
         return total
 
     try:
+        busy_s = process_time()
         speed = bytes_per_s(work, threads, seconds)
+        core_s = process_time() - busy_s
+        opened = {path: fd for path, (fd, _) in files.items()}
+        latency_s = _latency_s(model, tier, opened, threads, speed, seed)
     finally:
         for fd, _ in files.values():
             os.close(fd)
-    return Bandwidth(speed, direct, sum(read_lengths) // max(1, len(read_lengths)))
+    total = sum(read_lengths)
+    mean = total // max(1, len(read_lengths))
+    return Bandwidth(speed, direct, mean, core_s / max(1, total), latency_s)
+
+
+def _latency_s(
+    model: ExpertModel, tier: int, files: dict[Path, int], threads: int, speed: float, seed: int
+) -> float:
+    """As of Bandwidth: the median of some experts. One alone has too few parts to keep a disk busy,
+    which has gone to rest before."""
+    rng, late, end = random.Random(seed), list[float](), perf_counter() + _ALONE_S
+
+    with workers(threads) as pool, _slots() as view:
+
+        def one(at: int, read: _Read) -> int:
+            first = at % max(1, _SLOTS_BYTES - read.length)
+            with view[first : first + read.length] as slot:
+                return os.preadv(files[read.path], [slot], read.offset)
+
+        while len(late) < _ALONE and (not late or perf_counter() < end):
+            layer, expert = rng.choice(model.slices), rng.randrange(model.n_expert)
+            reads = [
+                read for kind in COMPUTE_ORDER for read in _matrix(model, layer[kind][tier], expert)
+            ]
+            starts = accumulate((read.length for read in reads), initial=0)
+            sleep(_PAUSE_S)
+            asked = perf_counter()
+            total = sum(in_order(pool, lambda each: one(*each), zip(starts, reads, strict=False)))
+            late.append(perf_counter() - asked - total / speed)
+    return max(0.0, statistics.median(late))
+
+
+@contextmanager
+def _slots() -> Iterator[memoryview]:
+    """Memory as the store's slots: of huge pages, where the system has them. Shared memory, which
+    is what mmap gives unless it is told, has none."""
+    private = mmap.mmap(-1, _SLOTS_BYTES, flags=mmap.MAP_PRIVATE)
+    with private as memory, memoryview(memory) as view:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        yield view
 
 
 def bytes_per_s(

@@ -22,8 +22,8 @@ from orchestrator.llama import Bindings
 from orchestrator.native import Bandwidths, measure_device
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy import PLAIN, known_policies
-from orchestrator.predict import Prediction, Reading
-from orchestrator.predictor import Predictor, spare_bytes
+from orchestrator.predict import Prediction
+from orchestrator.predictor import Predictor, reading_of, spare_bytes
 from orchestrator.timings import DISTURBED
 
 # Tokens of the prompts that are predicted, and of the context behind which a token is.
@@ -117,7 +117,7 @@ def examine(config: Config) -> Health:
         expected: tuple[Expected, ...] = ()
         profiled = disturbed = False
         if gpu is None and plan is not None:
-            reading = Reading(disk.bytes_per_s)
+            reading = reading_of(disk, config)
             with Predictor(bindings, config, model, reading, fresh=True) as predictor:
                 expected = expected_of(predictor, config, model, machine, plan)
                 profiled, disturbed = predictor.profiled, predictor.disturbed

@@ -41,8 +41,8 @@ from orchestrator.native import (
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS, Policy
 from orchestrator.policy.base import Transition
-from orchestrator.predict import Prediction, Reading
-from orchestrator.predictor import Predictor
+from orchestrator.predict import Prediction
+from orchestrator.predictor import Predictor, reading_of
 from orchestrator.probe import Probe
 from orchestrator.profile import HotnessKeeper, TunedKeeper, UsageKeeper
 from orchestrator.sequences import Sequences
@@ -171,7 +171,7 @@ class Loader:
             raise ConfigError(
                 "plans are predicted for the CPU alone: give --device cpu, or name a --policy"
             )
-        reading = Reading(read_bandwidth(self._model, threads=config.io_threads).bytes_per_s)
+        reading = reading_of(read_bandwidth(self._model, threads=config.io_threads), config)
         names = [tier.name for tier in self._model.tiers]
         with (
             Probe(self.bindings, config) as probe,

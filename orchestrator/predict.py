@@ -7,15 +7,15 @@ of a binomial distribution. What is there is computed while the missing ones are
 
 d: the layer's dense weights and small operations. E: its k experts, in their tiers and layout.
 R(m) = m * bytes / bandwidth + latency, 0 without misses; behind the last read the last matrix of an
-expert is computed. f: the share of the misses that were foreseen a layer ahead, 0 without a
-look-ahead. A part of a prompt is the same with as many rows for each expert as its tokens bring;
-it reads each expert that it uses and that is not there.
+expert is computed. What is read while threads compute takes a core from one of them besides. f: the
+share of the misses that were foreseen a layer ahead, 0 without a look-ahead, and in the first
+layer. A part of a prompt is the same with as many rows for each expert as its tokens bring; it
+reads each expert that it uses and that is not there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,14 +55,24 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The disk: bytes per second with several reads under way, and seconds until a first byte."""
+    """The disk: bytes per second with several reads under way, and seconds until a first byte.
+    core_s_per_byte: what reading takes of a core on which a thread computes meanwhile; the others
+    wait for that one at the next barrier."""
 
     bytes_per_s: float
     latency_s: float = 1e-4
+    core_s_per_byte: float = 0.0
 
     def seconds(self, n_bytes: float) -> float:
         """Of so many bytes that are asked for together; 0 for none."""
         return n_bytes / self.bytes_per_s + self.latency_s if n_bytes > 0 else 0.0
+
+    def disturbs_s(self, n_bytes: float, waited_s: float) -> float:
+        """By how much reading so many bytes delays what is computed beside it. While threads wait
+        for a read, which they do for waited_s, it takes nothing from them."""
+        seconds = self.seconds(n_bytes)
+        beside = max(0.0, 1.0 - waited_s / seconds) if seconds else 0.0
+        return beside * n_bytes * self.core_s_per_byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +83,8 @@ class Residency:
     float64 [n_layers, n_expert, n_tiers], the shares of those uses that are computed in each tier;
     what is missing to 1 is skipped. present: [n_layers, n_expert], the share of those uses that
     finds the expert in memory. scanned: of what a prompt uses, the share that its first part finds
-    there, and each part after it. loaded: it is there before the first token. foreseen: f above.
+    there, and each part after it. loaded: it is there before the first token. foreseen: f above, in
+    the layers behind the first one.
     """
 
     uses: np.ndarray
@@ -142,6 +153,10 @@ class Prediction:
         moved = float((missing * self.costs.expert_bytes[layer]).sum())
         return float(asked.sum()), n, moved / n if n else 0.0
 
+    def _unforeseen(self, layer: int) -> float:
+        """1 - f. Nobody asks for the first layer's experts before its own router has chosen."""
+        return 1.0 - self.residency.foreseen if layer else 1.0
+
     def _layer_s(self, layer: int, dense_s: float) -> float:
         known = self.residency
         asked = known.uses[layer, :, None] * known.mix[layer]
@@ -151,9 +166,11 @@ class Prediction:
         tail, seconds = experts / (3 * n), self.reading.seconds
         total = 0.0
         for m, chance in enumerate(_binomial(n, min(1.0, n_missed / max(n_asked, 1e-300)))):
-            late = seconds((1.0 - known.foreseen) * m * each)
+            late = seconds(self._unforeseen(layer) * m * each)
             there = max(experts, late + tail if late else 0.0)
-            total += chance * max(dense_s + there, seconds(m * each))
+            took = max(dense_s + there, seconds(m * each))
+            delay = self.reading.disturbs_s(m * each, took - dense_s - experts)
+            total += chance * (took + delay)
         return total
 
     def _part_s(self, n_tokens: int, done: int, found: float, last: bool) -> float:
@@ -172,8 +189,9 @@ class Prediction:
                 for tier, curve in enumerate(costs.expert_s[layer])
             )
             read = (1.0 - found) * float((used * costs.expert_bytes[layer]).sum())
-            late = self.reading.seconds((1.0 - known.foreseen) * read)
-            total += max(dense + max(experts, late), self.reading.seconds(read))
+            late = self.reading.seconds(self._unforeseen(layer) * read)
+            took = max(dense + max(experts, late), self.reading.seconds(read))
+            total += took + self.reading.disturbs_s(read, took - dense - experts)
         return total
 
 
@@ -222,19 +240,18 @@ def cached(
     shape: ModelShape,
     slots: SlotPlan,
     uses: np.ndarray,
-    shares: Sequence[float],
+    mix: np.ndarray,
     foreseen: float = 0.0,
 ) -> Residency:
     """Experts that come and go in least-recently-used order in the slots of a plan.
 
-    shares: of the uses, in each tier in use; what is left to 1 is skipped. foreseen: of misses, as
-    in Residency. Uses are taken as
+    mix, foreseen: as in Residency. Uses are taken as
     independent of each other, so an expert is in its group's slots where it was used within the
     last t tokens, 1 - (1 - p)^t, with the t for which as many are there as there are slots (Che,
     Tung and Wang 2002). A lower tier's use finds a better copy as well.
     """
-    rates = uses[:, :, None] * np.asarray(shares)
-    found, mix = np.zeros_like(rates), np.broadcast_to(np.asarray(shares), rates.shape)
+    rates = uses[:, :, None] * mix
+    found = np.zeros_like(rates)
     scans, weights = [], []
     held: dict[int, list[tuple[int, int, int]]] = {}
     for key, index in slots.group_of.items():

@@ -8,8 +8,9 @@ from copy import deepcopy
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads
+from gguf_tools.process import default_threads, usable_cores
 from orchestrator.config import Config
+from orchestrator.disk import Bandwidth
 from orchestrator.errors import ProfileError
 from orchestrator.footprint import process_bytes
 from orchestrator.hardware import probe
@@ -54,6 +55,14 @@ def known_uses(config: Config, model: ExpertModel) -> np.ndarray | None:
         except (ProfileError, OSError):
             counts = None
     return None if counts is None else chances(counts, model.n_expert_used)
+
+
+def reading_of(disk: Bandwidth, config: Config, bytes_per_s: float | None = None) -> Reading:
+    """A disk that was measured. Reading takes a core from computing where there are no more cores
+    than threads that compute. bytes_per_s: a speed of another moment."""
+    computing = config.threads or default_threads()
+    taken = disk.core_s_per_byte if computing >= usable_cores() else 0.0
+    return Reading(bytes_per_s or disk.bytes_per_s, disk.latency_s, taken)
 
 
 class Predictor:
@@ -146,4 +155,4 @@ def expected(plan: MemoryPlan, uses: np.ndarray) -> Residency:
             tiers[layer, expert] = tier
         return resident(tiers, uses, len(shape.tiers))
     foreseen = FORESEEN if policy.n_ahead else 0.0
-    return cached(shape, plan.slots, uses, policy.asked_shares(), foreseen)
+    return cached(shape, plan.slots, uses, policy.asked_mix(uses), foreseen)

@@ -12,18 +12,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gguf_tools.file.layout import GGMLType, row_bytes
+from gguf_tools.process import Disturbance
 from orchestrator.errors import NativeError
 
 # Weights of one timing, together: more than the caches of a processor hold.
 POOL_BYTES = 96 * 2**20
 _MOST_MATRICES = 256
 # A timing is of so many runs at least, or of as many as fit the longer time. What is short runs for
-# the shorter time, which outlasts what interrupts it. Nine of ten runs may have been interrupted.
+# the shorter time, which outlasts what interrupts it.
 _RUNS, _LEAST_SECONDS, _SECONDS = 7, 0.02, 0.1
+# The machine is quiet while threads wait for a core for less than this share of the time.
+QUIET_SHARE = 0.1
 # Experts that a token uses in one timing, and nodes of a chain.
 _USED, _CHAIN = 8, 64
+# Layers whose keys and values one timing goes through, where it is of one query.
+_MOST_LAYERS = 48
 # Every byte of weights and inputs: an ordinary number in each type.
 _FILL = 0x3C
+_F16_BYTES = 2
 _SUCCESS = 0
 
 
@@ -57,7 +63,8 @@ class Small(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Rows of queries over cells of keys and values in 16 bits: one layer's attention."""
+    """Rows of queries over cells of keys and values in 16 bits: one layer's attention. They lie as
+    in llama.cpp's cache, all heads of a cell side by side."""
 
     n_head: int
     n_head_kv: int
@@ -89,6 +96,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_free": (None, [_P]),
     "ggml_new_tensor_2d": (_P, [_P, _I, _L, _L]),
     "ggml_new_tensor_3d": (_P, [_P, _I, _L, _L, _L]),
+    "ggml_view_3d": (_P, [_P, _P, _L, _L, _L, _S, _S, _S]),
     "ggml_mul_mat": (_P, [_P, _P, _P]),
     "ggml_mul_mat_id": (_P, [_P, _P, _P, _P]),
     "ggml_rms_norm": (_P, [_P, _P, _F]),
@@ -203,16 +211,27 @@ class Timer:
             return self._time(context, ops[1:])
 
     def _attention(self, what: Attention) -> float:
+        """Of one query in each of several layers, between which a token's weights have gone through
+        all caches: so many that no cache holds their keys and values."""
+        lengths = what.key_length, what.value_length
+        layer_bytes = what.cells * what.n_head_kv * sum(lengths) * _F16_BYTES
+        n = max(2, min(_MOST_LAYERS, self._pool_bytes // layer_bytes)) if what.rows == 1 else 1
         with ExitStack() as stack:
             context = self._context(stack)
             q = self.new_tensor_3d(context, GGMLType.F32, what.key_length, what.rows, what.n_head)
-            k, v = (
-                self.new_tensor_3d(context, GGMLType.F16, length, what.cells, what.n_head_kv)
-                for length in (what.key_length, what.value_length)
-            )
-            op = self.flash_attn_ext(context, q, k, v, None, 0.1, 0.0, 0.0)
+            ops = []
+            for _ in range(n):
+                k, v = (self._cached(context, length, what) for length in lengths)
+                ops.append(self.flash_attn_ext(context, q, k, v, None, 0.1, 0.0, 0.0))
             self._allocate(stack, context)
-            return self._time(context, [op])
+            return self._time(context, ops)
+
+    def _cached(self, context: int, length: int, what: Attention) -> int:
+        """Keys or values of so many numbers: a view of them by heads."""
+        head, n = length * _F16_BYTES, what.n_head_kv
+        whole = self.new_tensor_2d(context, GGMLType.F16, length * n, what.cells)
+        found: int = self.view_3d(context, whole, length, what.cells, n, n * head, head, 0)
+        return found
 
     def _context(self, stack: ExitStack) -> int:
         context: int = self.init(_InitParams(_CONTEXT_BYTES, None, True))
@@ -234,20 +253,23 @@ class Timer:
         self.backend_buffer_clear(buffer, _FILL)
 
     def _time(self, context: int, ops: list[int]) -> float:
-        """Seconds of one of these operations, which are one graph: a tenth of the
-        runs took less."""
+        """Seconds of one of these operations, which are one graph. A half of the runs took less, as
+        of tokens; on a machine that is not quiet a tenth, since nine of ten runs may have been
+        interrupted there."""
         graph = self.new_graph(context)
         for op in ops:
             self.build_forward_expand(graph, op)
         if self.backend_graph_compute(self._backend, graph) != _SUCCESS:
             raise NativeError("ggml cannot compute what is to be timed")
         times: list[float] = []
+        others = Disturbance()
         now = begin = perf_counter()
         while now < begin + (_LEAST_SECONDS if len(times) >= _RUNS else _SECONDS):
             self.backend_graph_compute(self._backend, graph)
             start, now = now, perf_counter()
             times.append(now - start)
-        return sorted(times)[len(times) // 10] / len(ops)
+        below = 2 if others.share() < QUIET_SHARE else 10
+        return sorted(times)[len(times) // below] / len(ops)
 
     if TYPE_CHECKING:
 

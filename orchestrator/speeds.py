@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -19,18 +20,21 @@ from gguf_tools.process import Disturbance, processor_name
 from orchestrator.files import read_object, user_folder, write_whole
 from orchestrator.llama import Bindings
 from orchestrator.predict import ROWS, Costs
-from orchestrator.products import POOL_BYTES, Attention, Product, Small, Timer
+from orchestrator.products import POOL_BYTES, QUIET_SHARE, Attention, Product, Small, Timer
 from orchestrator.timings import Timings
 
 # In which layout experts are computed: as in the file; in slots in the CPU's own layout; as
 # upstream repacks them, where it multiplies them row by row.
 FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
 
-_FORMAT = "moe-edge speed"
+# The second form: timings are what half of the runs took, with keys and values that no cache holds.
+_FORMAT = "moe-edge speed 2"
 _LARGEST_BYTES = 16 << 20
-# The machine is quiet while threads wait for a core for less than this share of the time. Other
-# timings are repeated, so often each and all together.
-_QUIET_SHARE, _TRIES, _REPEATS = 0.1, 3, 30
+# Timings on a machine that is not quiet are repeated, so often each and all together.
+_TRIES, _REPEATS = 3, 30
+# So often what a token of an answer takes is timed in turns: this machine's speed changes within
+# seconds, and a token goes through all of them.
+_ROUNDS = 3
 # From so many rows on, slots in the CPU's own layout may be multiplied by tiles, as plain rows are:
 # the least number of patches/native/moe-edge-layout.cpp. With fewer than the second one, rows go
 # one by one.
@@ -58,7 +62,9 @@ class Speeds:
         self._fresh = fresh
         self._kept = self._read()
         self._used: dict[str, float] = {}
-        self._measured: dict[str, tuple[float, bool]] = {}  # and whether the machine was quiet
+        # Of each round, and whether the machine was quiet.
+        self._measured: dict[str, list[tuple[float, bool]]] = {}
+        self._once: dict[str, Product | Small | Attention] = {}  # of a token, timed in one round
         self._repeats = _REPEATS
         self._timer: Timer | None = None
 
@@ -77,28 +83,48 @@ class Speeds:
         return Timings(time())
 
     def seconds(self, what: Product | Small | Attention) -> float:
-        """As Timer.seconds, at most once for each. Raises NativeError."""
+        """As Timer.seconds, at most once for each but for `again`. Raises NativeError."""
         key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
         if key not in self._used:
             known = None if self._fresh else self._kept.least(key)
             if known is None or self._kept.is_due(key):
-                self._measured[key] = found = self._timed(what)
-                known = found[0] if known is None else min(found[0], known)
+                self._measured[key] = [self._timed(what)]
+                if what.rows == 1:
+                    self._once[key] = what
+                known = self._standing(key)
             self._used[key] = known
         return self._used[key]
 
+    def again(self) -> bool:
+        """Times in further rounds what was timed since the last call and is of one token of an
+        answer. Returns whether there was any. Raises NativeError."""
+        once, self._once = self._once, {}
+        for _ in range(_ROUNDS - 1):
+            for key, what in once.items():
+                self._measured[key].append(self._timed(what))
+        self._used |= {key: self._standing(key) for key in once}
+        return bool(once)
+
+    def _standing(self, key: str) -> float:
+        """What stands for something that was timed: the least of its moments, of which the present
+        one counts by the middle of its rounds."""
+        known = None if self._fresh else self._kept.least(key)
+        now, _ = _middle(self._measured[key])
+        return now if known is None else min(now, known)
+
     def _timed(self, what: Product | Small | Attention) -> tuple[float, bool]:
-        """The least seconds of some timings, and whether one was on a quiet machine, which ends
-        it."""
+        """(seconds, whether the machine was quiet) of the first timing on a quiet machine, or of
+        the least of some others."""
         timer = self._timer = self._timer or Timer(
             self._bindings.api._lib, self._threads, self._pool_bytes
         )
         least = math.inf
         for _ in range(_TRIES):
             others = Disturbance()
-            least = min(least, timer.seconds(what))
-            if others.share() < _QUIET_SHARE:
-                return least, True
+            found = timer.seconds(what)
+            if others.share() < QUIET_SHARE:
+                return found, True
+            least = min(least, found)
             if self._repeats <= 0:
                 break
             self._repeats -= 1
@@ -108,7 +134,7 @@ class Speeds:
     def disturbed(self) -> bool:
         """Whether something that was asked for was timed beside other programs alone, as far as
         the system tells."""
-        now = {key for key, (_, quiet) in self._measured.items() if quiet}
+        now = {key for key, rounds in self._measured.items() if _middle(rounds)[1]}
         before = set() if self._fresh else set(filter(self._kept.was_quiet, self._used))
         return not self._used.keys() <= now | before
 
@@ -118,13 +144,13 @@ class Speeds:
             self._timer.close()
         if self._measured and self._pool_bytes >= POOL_BYTES:
             kept = self._read()
-            for key, (seconds, quiet) in self._measured.items():
-                kept.add(key, seconds, quiet)
+            for key, rounds in self._measured.items():
+                kept.add(key, *_middle(rounds))
             with suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 text = json.dumps({"format": _FORMAT, "timings": kept.as_dict()})
                 write_whole(self._path, text)
-        self._measured, self._timer = {}, None
+        self._measured, self._once, self._timer = {}, {}, None
 
     def __enter__(self) -> Speeds:
         return self
@@ -133,12 +159,29 @@ class Speeds:
         self.close()
 
 
+def _middle(rounds: list[tuple[float, bool]]) -> tuple[float, bool]:
+    """(seconds, quiet): the middle of the rounds on a quiet machine, where there are any, or else
+    the least of all."""
+    quiet = [seconds for seconds, was_quiet in rounds if was_quiet]
+    if quiet:
+        return statistics.median(quiet), True
+    return min(seconds for seconds, _ in rounds), False
+
+
 def model_costs(
     speeds: Speeds, bindings: Bindings, model: ExpertModel, tiers: tuple[int, ...], layout: str
 ) -> Costs:
     """What the parts of a model take here, with its experts in these tiers of the file and in one
     layout: FILE, OWN or UPSTREAM. Measures what is not known yet, for some seconds. Raises
     NativeError."""
+    found = _costs(speeds, bindings, model, tiers, layout)
+    return _costs(speeds, bindings, model, tiers, layout) if speeds.again() else found
+
+
+def _costs(
+    speeds: Speeds, bindings: Bindings, model: ExpertModel, tiers: tuple[int, ...], layout: str
+) -> Costs:
+    """As model_costs, with each thing timed once."""
     interleaves = bindings.library().interleaves
 
     def product(info: Product) -> float:

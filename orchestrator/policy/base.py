@@ -267,9 +267,12 @@ class Policy:
         raise NotImplementedError
 
     def asked_shares(self) -> Sequence[float]:
-        """The shares of an answer's experts that are asked for in each tier in use, as far as the
-        plan says; what is left to 1 is skipped. After plan."""
+        """Of an answer's experts, the shares asked for in each tier, else skipped. After plan."""
         return (1.0, *[0.0] * (len(self.shape.tiers) - 1))
+
+    def asked_mix(self, uses: np.ndarray) -> np.ndarray:
+        """asked_shares, of each expert's uses [n_layers, n_expert] by itself: [.., n_tiers]."""
+        return np.broadcast_to(self.asked_shares(), (*uses.shape, len(self.shape.tiers)))
 
     def start(self) -> Sequence[Transition]:
         """What to load before the first token; after plan."""
@@ -277,12 +280,10 @@ class Policy:
 
     def likely(self, resident: np.ndarray, used: np.ndarray) -> Sequence[Transition]:
         """Experts to read into free slots while nothing is asked for, the likeliest first: those
-        that are absent, by the share of its layer's uses that each had. Where all are in memory,
-        none.
+        that are absent, by the share of its layer's uses that each had; none where all are there.
 
         resident: uint8 [n_layers, n_expert] as of StepReport. used: how often tokens used each
-        expert, not negative, [n_layers, n_expert]; experts that nobody used come last, layer by
-        layer.
+        expert, not negative, [n_layers, n_expert]; where nobody did, they come last, by layers.
         """
         if self.all_resident:
             return ()
@@ -387,8 +388,7 @@ def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
         return counts(high)
     for _ in range(64):
         middle = (low + high) / 2
-        fits = cost(counts(middle)) <= budget_bytes
-        low, high = (middle, high) if fits else (low, middle)
+        low, high = (middle, high) if cost(counts(middle)) <= budget_bytes else (low, middle)
     units, waiting = counts(low), [i for i, share in enumerate(shares) if share.weight > 0]
     rest = budget_bytes - cost(units)
     while waiting := [

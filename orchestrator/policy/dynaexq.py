@@ -166,6 +166,13 @@ class DynaExq(Learning):
         hot = float(self.capacity.mean()) / self.shape.n_expert
         return hot, 1.0 - hot
 
+    def asked_mix(self, uses: np.ndarray) -> np.ndarray:
+        """The hot set high, the others low: a token uses the hot ones more than their number
+        says."""
+        rank = np.argsort(np.argsort(-uses, axis=1, kind="stable"), axis=1)
+        hot = rank < self.capacity[:, None]
+        return np.stack([hot, ~hot], axis=2).astype(np.float64)
+
     def start(self) -> list[Transition]:
         """What to load before the first token: each expert in one version, the n_l hottest high
         (the first ones without a hotness); while caching, as many low copies as fit."""

@@ -15,8 +15,7 @@ from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.rows import Result
 from orchestrator.llama import Bindings
 from orchestrator.plan import plan_memory
-from orchestrator.predict import Reading
-from orchestrator.predictor import Predictor
+from orchestrator.predictor import Predictor, reading_of
 
 _KEY = "predicted_"
 
@@ -40,9 +39,8 @@ def predict(loop: Loop[Any], case: Case, number: int, measured: Measured) -> Non
     )
     plan = plan_memory(config, loop.model, probe())
     behind = options.prompt_tokens + options.warmup + options.tokens // 2
-    with Predictor(
-        Bindings.load(), config, loop.model, Reading(speed), uses, fresh=True
-    ) as predictor:
+    reading = reading_of(measured.bandwidths[-1], config, speed)
+    with Predictor(Bindings.load(), config, loop.model, reading, uses, fresh=True) as predictor:
         found = predictor.of_plan(plan)
         result |= {
             f"{_KEY}tpot_ms": 1e3 * found.token_s(behind),

@@ -1,14 +1,20 @@
 """The probe of the disk, which reads as the store does."""
 
+import os
 import random
 import re
+import time
 from itertools import islice, pairwise
 from pathlib import Path
+
+import numpy as np
+import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, UP
-from orchestrator import disk
+from orchestrator import disk, predictor
+from orchestrator.config import Config
 
 NATIVE = Path(__file__).resolve().parents[3] / "patches" / "native"
 
@@ -49,6 +55,58 @@ def test_the_order_is_that_of_missed_experts(tmp_path):
 
     kinds = [kind for kind in (GATE, UP, DOWN) for _ in range(model.n_expert_used)]
     assert [where(read) for read in reads] == [(at, kind) for at in (0, 1) for kind in kinds]
+
+
+def test_it_reads_into_memory_that_may_have_huge_pages(tmp_path, monkeypatch):
+    """Shared memory has none on most systems, and small pages halve the speed of a fast disk."""
+    maps, read, kinds = Path("/proc/self/maps"), os.preadv, set()
+    if not maps.exists():
+        pytest.skip("this system does not say what memory is shared")
+
+    def preadv(fd, buffers, offset):
+        at = np.frombuffer(buffers[0], np.uint8).ctypes.data
+        for line in maps.read_text().splitlines():
+            first, _, last = line.split()[0].partition("-")
+            if int(first, 16) <= at < int(last, 16):
+                kinds.add(line.split()[1])
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
+    disk.read_bandwidth(model, threads=1, seconds=0)
+    assert kinds == {"rw-p"}
+
+
+def test_what_reading_takes_of_a_core(tmp_path, monkeypatch):
+    model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
+    busy = iter([5.0, 7.0])
+    monkeypatch.setattr(disk, "process_time", lambda: next(busy))
+    found = disk.read_bandwidth(model, threads=1, seconds=0)
+    assert found.core_s_per_byte == pytest.approx(2.0 / found.slice_bytes)  # of one read
+    for threads, taken in ((None, found.core_s_per_byte), (1, 0.0)):
+        monkeypatch.setattr(predictor, "usable_cores", lambda: 2)
+        monkeypatch.setattr(predictor, "default_threads", lambda: 2)
+        config = Config.build(model=tmp_path / "m.gguf", threads=threads)
+        assert predictor.reading_of(found, config).core_s_per_byte == taken
+        assert predictor.reading_of(found, config).bytes_per_s == found.bytes_per_s
+        assert predictor.reading_of(found, config, 1e9).bytes_per_s == 1e9
+
+
+def test_an_expert_that_is_read_alone_takes_longer(tmp_path, monkeypatch):
+    """A disk of 1 GB/s where each read takes 20 ms beside that, and four run at once."""
+    model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
+    read = os.preadv
+
+    def preadv(*args):
+        time.sleep(0.02)
+        return read(*args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(disk, "bytes_per_s", lambda *_: 1e9)
+    found = disk.read_bandwidth(model, threads=4, seconds=0)
+    assert 0.015 < found.latency_s < 1
+    reading = predictor.reading_of(found, Config.build(model=tmp_path / "m.gguf"))
+    assert reading.latency_s == found.latency_s
 
 
 def test_read_bandwidth_measures_such_reads(tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
+from orchestrator import products as products_module
 from orchestrator import speeds as speeds_module
 from orchestrator.config import Config
 from orchestrator.events import SKIP
@@ -19,6 +22,7 @@ from orchestrator.hardware import Machine
 from orchestrator.llama import Bindings
 from orchestrator.plan import plan_memory
 from orchestrator.policy.base import ModelShape, SlotGroup, SlotPlan
+from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.predict import (
     ROWS,
     Costs,
@@ -87,9 +91,29 @@ def test_what_is_foreseen_hides_behind_the_dense_weights_as_well() -> None:
     disk = Reading(4e5, latency_s=0.0)
     late = Prediction(costs(), missing(1.0), disk, 512)
     early = Prediction(costs(), missing(1.0, foreseen=1.0), disk, 512)
-    # 25 ms of reading: beside 10 of dense weights and 20 of experts
-    assert late.token_s() == pytest.approx(LAYERS * (0.010 + 0.025 + 0.020 / 6) + 0.004)
-    assert early.token_s() == pytest.approx(LAYERS * 0.030 + 0.004)
+    # 25 ms of reading, 10 of dense weights, 20 of experts; the first layer is not foreseen
+    waits = 0.010 + 0.025 + 0.020 / 6
+    assert late.token_s() == pytest.approx(LAYERS * waits + 0.004)
+    assert early.token_s() == pytest.approx(waits + (LAYERS - 1) * 0.030 + 0.004)
+
+
+def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait() -> None:
+    """5 ms of reading an expert, and 4 of a core."""
+
+    def took(bytes_per_s: float, foreseen: float = 0.0) -> float:
+        disk = Reading(bytes_per_s, latency_s=0.0, core_s_per_byte=0.004 / 5000)
+        free = Reading(bytes_per_s, latency_s=0.0)
+        there = missing(1.0, foreseen)
+        one, other = (Prediction(costs(), there, each, 64) for each in (disk, free))
+        assert disk.disturbs_s(0, 0.0) == 0.0
+        assert other.compute_s() == one.compute_s()
+        assert one.prompt_s(64) > other.prompt_s(64)
+        return (one.token_s() - other.token_s()) / LAYERS
+
+    assert took(1e6) == pytest.approx(0.008)  # of 2 experts, all of it beside 20 ms of computing
+    tail = 0.020 / 6
+    assert took(1e5) == pytest.approx(0.008 * (0.020 - tail) / 0.100)  # for 20 of 100 ms
+    assert took(2.5e5, 1.0) > took(2.5e5)  # what is foreseen is read beside more
 
 
 def test_a_prompt_reads_each_expert_once_a_part() -> None:
@@ -189,12 +213,32 @@ def test_chances_sum_to_the_experts_of_a_token_and_none_is_certain_twice() -> No
 def test_two_tiers_in_slots_of_their_own() -> None:
     shape = ModelShape(4, 2, ("high", "low"), (({0: 100}, {0: 50}),))
     slots = SlotPlan((SlotGroup(100, 4), SlotGroup(50, 1)), {(0, 0, 0): 0, (0, 0, 1): 1})
-    there = cached(shape, slots, uniform_uses(1, 4, 2), (0.75, 0.25))
+    mix = np.tile([0.75, 0.25], (1, 4, 1))
+    there = cached(shape, slots, uniform_uses(1, 4, 2), mix)
     assert there.mix[0, 0] == pytest.approx([0.75, 0.25])
     assert there.hit_rate == pytest.approx(1.0)  # what is there in high answers low as well
     fewer = SlotPlan((SlotGroup(100, 2), SlotGroup(50, 4)), slots.group_of)
-    there = cached(shape, fewer, uniform_uses(1, 4, 2), (0.75, 0.25))
+    there = cached(shape, fewer, uniform_uses(1, 4, 2), mix)
     assert there.hit_rate == pytest.approx(0.75 * 0.5 + 0.25, abs=1e-6)
+
+
+def test_hot_experts_that_stay_high_are_not_missed() -> None:
+    """One is in a high slot for good; the others share too few low ones."""
+    shape = ModelShape(8, 2, ("high", "low"), (({0: 100}, {0: 50}),))
+    policy = DynaExq(shape)
+    policy.plan(350)
+    assert policy.caching and policy.capacity.tolist() == [1] and policy.cached.tolist() == [5]
+    uses = chances(np.array([[1.0, 30.0, 1.0, 1.0, 1.0, 40.0, 1.0, 1.0]]), 2)
+    mix = policy.asked_mix(uses)
+    assert mix[0, :, 0].tolist() == [0, 0, 0, 0, 0, 1, 0, 0] and (mix.sum(axis=2) == 1).all()
+    slots = SlotPlan((SlotGroup(100, 1), SlotGroup(50, 5)), {(0, 0, 0): 0, (0, 0, 1): 1})
+    there = cached(shape, slots, uses, mix)
+    assert there.present[0, 5] == 1.0
+    rest = np.delete(uses[0], 5)
+    found = (2 - rest.sum() + (rest * recently_used(rest, 5)).sum()) / 2
+    assert there.hit_rate == pytest.approx(found)
+    alike = cached(shape, slots, uses, np.tile(policy.asked_shares(), (1, 8, 1)))
+    assert alike.hit_rate < there.hit_rate - 0.05
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +268,51 @@ def test_products_are_timed(bindings: Bindings) -> None:
         if bindings.library().interleaves(GGMLType.Q4_K, 512, 256):
             repacked = Product(GGMLType.Q4_K, 512, 256, 1, repacked=True, routed=True)
             assert 0 < timer.seconds(repacked) < 1
+
+
+def test_attention_reads_a_cache_that_is_not_in_the_processors(bindings: Bindings) -> None:
+    """As in llama.cpp: a cell's heads lie side by side, and a token goes through all layers."""
+    keys: list[int] = []
+    steps: list[tuple[int, ...]] = []
+    with Timer(bindings.api._lib, 1, pool_bytes=8 << 20) as timer:
+        attend, view = timer.flash_attn_ext, timer.view_3d
+
+        def attended(*args: Any) -> int:
+            keys.extend(args[2:4])
+            return attend(*args)
+
+        def viewed(*args: Any) -> int:
+            steps.append(args[2:])
+            return view(*args)
+
+        vars(timer).update(flash_attn_ext=attended, view_3d=viewed)
+        assert 0 < timer.seconds(Attention(4, 2, 64, 64, 1, 512)) < 1
+        layer_bytes = 512 * 2 * (64 + 64) * 2
+        assert len(set(keys)) == len(keys) == 2 * min(48, (8 << 20) // layer_bytes)
+        assert set(steps) == {(64, 512, 2, 2 * 64 * 2, 64 * 2, 0)}
+        keys.clear()
+        timer.seconds(Attention(4, 2, 64, 64, 64, 512))
+        assert len(keys) == 2  # many queries reuse what they read
+
+
+@pytest.mark.parametrize(("others", "expected"), [(0.0, 3e-3), (0.5, 1e-3)])
+def test_half_of_the_runs_or_what_nobody_interrupted(
+    bindings: Bindings, monkeypatch: pytest.MonkeyPatch, others: float, expected: float
+) -> None:
+    """Runs of 1, 3 and 9 ms in turn. Nine of ten may be slow for others' sake, where there are
+    others."""
+    runs, now = itertools.cycle([1e-3, 3e-3, 9e-3]), 0.0
+    monkeypatch.setattr(products_module, "perf_counter", lambda: now)
+    monkeypatch.setattr(products_module.Disturbance, "share", lambda self: others)
+
+    def compute(*_: object) -> int:
+        nonlocal now
+        now += next(runs)
+        return 0
+
+    with Timer(bindings.api._lib, 1) as timer:
+        vars(timer).update(backend_graph_compute=compute)
+        assert timer.seconds(Product(GGMLType.Q4_K, 256, 64, 4)) == pytest.approx(expected / 2)
 
 
 def test_what_was_measured_is_kept(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +368,9 @@ def test_dense_weights_are_repacked_with_the_experts(
             if what.repacked:
                 return 2.0 if what.rows < 8 else 6.0
             return 4.0 if what.routed else 8.0
+
+        def again(self) -> bool:
+            return False
 
     library = SimpleNamespace(interleaves=lambda *_: True)
     played = SimpleNamespace(library=lambda: library)

@@ -170,6 +170,28 @@ def test_what_keeps_this_process_from_its_cores_is_told() -> None:
     assert float(found) > 0.2
 
 
+def test_what_a_token_takes_is_timed_in_rounds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The middle of three quiet rounds stands; prompts, whose products take long, have one."""
+    machine = Machine(monkeypatch, tmp_path)
+    many, small = WHAT._replace(rows=4), Small(64, 1)
+    found = {WHAT: [4.0, 1.0, 2.0], small: [6.0, 7.0, 0.5], many: [3.0]}
+    beside = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    monkeypatch.setattr(machine, "seconds", lambda what: found[what].pop(0))
+    monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
+    with Speeds(Bindings(), 2) as speeds:  # type: ignore[arg-type]
+        assert [speeds.seconds(each) for each in (WHAT, many, small)] == [4.0, 3.0, 6.0]
+        assert speeds.again() and not any(found.values())
+        # 0.5 was not timed on a quiet machine
+        assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
+        assert not speeds.again() and not speeds.disturbed
+    machine.now += 5
+    with Speeds(Bindings(), 2) as speeds:  # type: ignore[arg-type]
+        assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
+        assert not speeds.again()
+
+
 def test_a_timing_that_others_disturbed_is_repeated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
