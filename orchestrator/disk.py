@@ -133,7 +133,7 @@ def _latency_s(
     which has gone to rest before."""
     rng, late, end = random.Random(seed), list[float](), perf_counter() + _ALONE_S
 
-    with workers(threads) as pool, _slots() as view:
+    with _slots() as view, workers(threads) as pool:  # which ends before its memory does
 
         def one(at: int, read: _Read) -> int:
             first = at % max(1, _SLOTS_BYTES - read.length)

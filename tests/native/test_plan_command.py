@@ -17,6 +17,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator import load, losses
 from orchestrator.cli import cli
 from orchestrator.config import Config
+from orchestrator.disk import Bandwidth
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.plan import MemoryPlan
@@ -70,7 +71,7 @@ class Predicts:
 @pytest.fixture
 def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(load, "Predictor", Predicts)
-    speed = SimpleNamespace(bytes_per_s=1e9)
+    speed = Bandwidth(1e9, True, 4096)
     monkeypatch.setattr(load, "spending", lambda *_: 5.0)
     monkeypatch.setattr(load, "read_bandwidth", lambda *_, **__: speed)
     yield tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
