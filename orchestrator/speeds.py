@@ -16,7 +16,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
-from gguf_tools.process import Disturbance, processor_name
+from gguf_tools.process import Disturbance, processor_name, usable_cores
 from orchestrator.files import read_object, user_folder, write_whole
 from orchestrator.llama import Bindings
 from orchestrator.predict import ROWS, Costs
@@ -30,7 +30,7 @@ FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
 # The second form: timings are what half of the runs took, with keys and values that no cache holds.
 _FORMAT = "moe-edge speed 2"
 _LARGEST_BYTES = 16 << 20
-# Timings on a machine that is not quiet are repeated, so often each and all together.
+# A timing during which threads waited for a core is tried again: so often, and all together.
 _TRIES, _REPEATS = 3, 30
 # So often what a token of an answer takes is timed in turns: this machine's speed changes within
 # seconds, and a token goes through all of them.
@@ -87,7 +87,8 @@ class Speeds:
         key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
         if key not in self._used:
             known = None if self._fresh else self._kept.least(key)
-            if known is None or self._kept.is_due(key):
+            may_keep = self._pool_bytes >= POOL_BYTES
+            if known is None or (may_keep and self._kept.is_due(key)):
                 self._measured[key] = [self._timed(what)]
                 if what.rows == 1:
                     self._once[key] = what
@@ -122,7 +123,8 @@ class Speeds:
         for _ in range(_TRIES):
             others = Disturbance()
             found = timer.seconds(what)
-            if others.share() < QUIET_SHARE:
+            # With more threads than cores they wait for each other.
+            if self._threads > usable_cores() or others.share() < QUIET_SHARE:
                 return found, True
             least = min(least, found)
             if self._repeats <= 0:

@@ -19,7 +19,8 @@ DISTURBED = (
 AGREE = 1.2
 # What is timed again sooner is the same moment.
 APART_S = 600.0
-# Nothing is timed at more moments than that, until timings of that age are dropped.
+# So many moments are kept, and after as many quiet ones nothing is timed until timings of that age
+# are dropped.
 MOST_MOMENTS = 6
 OLD_S = 30 * 86400.0
 
@@ -66,11 +67,13 @@ class Timings:
         """Whether to time it now: there is nothing of a quiet machine, or nothing that agrees with
         it, and then the last timing is some time ago."""
         kept = self._of.get(key, [])
-        least = min((each.seconds for each in kept), default=0.0)
+        another = not kept or self._now - kept[-1].at >= APART_S
+        quiet = sum(each.quiet for each in kept)
+        if not quiet:
+            return another or len(kept) < MOST_MOMENTS
+        least = min(each.seconds for each in kept)
         agreeing = sum(each.quiet and each.seconds <= AGREE * least for each in kept)
-        if agreeing > 1 or len(kept) >= MOST_MOMENTS:
-            return False
-        return not self.was_quiet(key) or self._now - kept[-1].at >= APART_S
+        return another and agreeing < 2 and quiet < MOST_MOMENTS
 
     def was_quiet(self, key: str) -> bool:
         """Whether any of its timings is of a quiet machine."""
@@ -84,6 +87,9 @@ class Timings:
             kept.append(min(last, last._replace(seconds=seconds, quiet=quiet)))
         else:
             kept.append(Timing(seconds, self._now, quiet))
+        if len(kept) > MOST_MOMENTS:
+            # The present one stays, which says when it was timed last.
+            kept.remove(max(kept[:-1], key=lambda each: (not each.quiet, each.seconds)))
 
 
 def _read(seconds: object, at: object, quiet: object) -> Timing:

@@ -49,10 +49,22 @@ def test_timings_that_never_agree_come_to_an_end() -> None:
     for moment in range(MOST_MOMENTS):
         timings = kept(*found, now=DAY + moment * APART_S)
         assert timings.is_due("x")
-        timings.add("x", 2.0**-moment, moment % 2 == 0)
+        timings.add("x", 2.0**-moment, True)
         found = timings.as_dict()["x"]
     assert len(found) == MOST_MOMENTS
     assert not kept(*found, now=DAY + MOST_MOMENTS * APART_S).is_due("x")
+
+
+def test_of_many_moments_the_slowest_disturbed_one_is_dropped() -> None:
+    early = 10 * DAY - 100 * APART_S
+    moments = [(1.0 + at, early + at * APART_S, at == 5) for at in range(MOST_MOMENTS)]
+    timings = kept(*moments)
+    timings.add("x", 9.0, False)
+    left = timings.as_dict()["x"]
+    assert [each.seconds for each in left] == [1.0, 2.0, 3.0, 4.0, 6.0, 9.0]
+    timings = kept(*moments, now=early + 5 * APART_S)
+    timings.add("x", 0.5, False)
+    assert len(timings.as_dict()["x"]) == MOST_MOMENTS
 
 
 def test_a_machine_that_got_slower_is_believed_in_time() -> None:
@@ -109,12 +121,12 @@ WHAT = Product(GGMLType.Q4_K, 256, 64, 1)
 
 
 def session(
-    machine: Machine, seconds: float, after_s: float, others: float = 0.0
+    machine: Machine, seconds: float, after_s: float, others: float = 0.0, **settings: int
 ) -> tuple[float, bool]:
     """(what stands, whether it was disturbed) of a use of this machine."""
     machine.seconds_of_all, machine.others = seconds, others
     machine.now += after_s
-    with Speeds(Bindings(), 2) as speeds:  # type: ignore[arg-type]
+    with Speeds(Bindings(), **{"threads": 1} | settings) as speeds:  # type: ignore[arg-type]
         return speeds.seconds(WHAT), speeds.disturbed
 
 
@@ -127,6 +139,38 @@ def test_a_disturbed_moment_does_not_stay(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert session(machine, 8.0, APART_S, others=1.0) == (1.0, False)
     assert session(machine, 1.1, APART_S) == (1.0, False) and machine.asked == 4
     assert session(machine, 9.0, DAY) == (1.0, False) and machine.asked == 4
+
+
+def test_disturbed_moments_go_on_until_there_is_a_quiet_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """However many there were; of the same moment, no more than a few."""
+    machine = Machine(monkeypatch, tmp_path)
+    for number in range(2 * MOST_MOMENTS):
+        assert session(machine, 10.0 + number, APART_S, others=1.0) == (10.0, True)
+    assert session(machine, 10.0, 5, others=1.0) == (10.0, True)
+    assert machine.asked == 2 * MOST_MOMENTS
+    assert session(machine, 1.0, APART_S) == (1.0, False)
+    assert session(machine, 1.0, APART_S) == (1.0, False)
+    assert session(machine, 1.0, DAY) == (1.0, False)
+    assert machine.asked == 2 * MOST_MOMENTS + 2
+
+
+def test_what_is_known_is_not_timed_with_few_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They lie in caches, and would be too fast."""
+    machine = Machine(monkeypatch, tmp_path)
+    session(machine, 5.0, 0)
+    assert session(machine, 1.0, DAY, pool_bytes=1 << 20) == (5.0, False)
+    assert machine.asked == 1
+
+
+def test_threads_without_a_core_of_their_own_are_no_disturbance(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Machine(monkeypatch, tmp_path)
+    assert session(machine, 5.0, 0, others=1.0, threads=10_000) == (5.0, False)
 
 
 def test_a_moment_nobody_saw_to_be_disturbed_does_not_stay(
