@@ -53,7 +53,8 @@ def build_server(upstream: Upstream, llama_cpp: Path, sdist: Path | None = None)
         say("building llama.cpp's server (once, some minutes)")
         root = sync_tree(fetch_sdist(upstream, sdist), upstream)
         source = root / upstream.source
-        flags = ("CMAKE_BUILD_TYPE=Release", f"UPSTREAM={source}", f"LIBRARIES={llama_cpp / 'lib'}")
+        folders = (f"UPSTREAM={source}", f"LIBRARIES={llama_cpp / 'lib'}", f"OURS={SOURCES}")
+        flags = ("CMAKE_BUILD_TYPE=Release", *folders)
         plan = build.Plan(upstream, tools, flags, False, "", False, "", key="")
         build.compile_tree(plan, SOURCES, None, lock, (TARGET,))
         if library_path(upstream, llama_cpp, cache_dir()) != path:

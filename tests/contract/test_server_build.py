@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from patches import server
+from patches import build, server
 from patches.upstream import BuildError, read_upstream
 
 
@@ -37,6 +38,31 @@ def test_the_path_follows_what_is_compiled(tmp_path: Path, monkeypatch: pytest.M
         file.write("\n")
     others.append(server.library_path(upstream, package, tmp_path))
     assert len({first, *others}) == 4
+
+
+def test_two_checkouts_of_one_environment_compile_in_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cmake refuses a folder that was configured for another checkout."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    package = package_with(tmp_path / "llama_cpp", "a")
+    compiled: list[tuple[Path, Path]] = []
+
+    def compile_tree(plan: build.Plan, source: Path, *_: object) -> None:
+        compiled.append((plan.build_dir, source))
+        raise BuildError("stopped")
+
+    monkeypatch.setattr(build, "compile_tree", compile_tree)
+    monkeypatch.setattr(server, "fetch_sdist", lambda *_: tmp_path)
+    monkeypatch.setattr(server, "sync_tree", lambda *_: tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(server.SOURCES, other)
+    for sources in (server.SOURCES, other):
+        monkeypatch.setattr(server, "SOURCES", sources)
+        with pytest.raises(BuildError, match="stopped"):
+            server.build_server(read_upstream(), package)
+    (one, _), (another, source) = compiled
+    assert source == other and one != another
 
 
 def test_a_stock_package_has_no_server(tmp_path: Path) -> None:
