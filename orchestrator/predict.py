@@ -3,9 +3,11 @@
 A token goes through the layers one after the other. Of a layer's k experts m miss, with the chances
 of a binomial distribution. What is there is computed while the missing ones are read:
 
-    T = output + cells * attention + sum of E[ max(d + max(E, R((1 - f) m) + E / 3k), R(m)) ]
+    T = step + output + cells * attention
+        + sum of a + E[ max(d + max(E, R((1 - f) m) + E / 3k), R(m)) ]
 
-d: the layer's dense weights and small operations. E: its k experts, in their tiers and layout.
+step: what lies between two tokens. a: what a policy takes to decide, 0 where none is asked. d: the
+layer's dense weights and small operations. E: its k experts, in their tiers and layout.
 R(m) = m * bytes / bandwidth + latency, 0 without misses; behind the last read the last matrix of an
 expert is computed. What is read while threads compute takes a core from one of them besides. f: the
 share of the misses that were foreseen a layer ahead, 0 without a look-ahead, and in the first
@@ -39,7 +41,8 @@ class Costs:
     int64 [n_layers, n_tiers], what reading it moves. dense_s: float64 [len(ROWS)], all other
     weights and the small operations with so many tokens, but for output_s, the product with the
     vocabulary for one token. attention_s: all layers, for one token and one cell of the cache,
-    alone and among many tokens.
+    alone and among many tokens. step_s: what a step takes besides: its batch, the choice of a
+    token, the text. asked_s: what a policy takes that is asked about a layer.
     """
 
     expert_s: np.ndarray
@@ -47,6 +50,8 @@ class Costs:
     dense_s: np.ndarray
     output_s: float
     attention_s: tuple[float, float]
+    step_s: float = 0.0
+    asked_s: float = 0.0
 
     @property
     def n_layers(self) -> int:
@@ -103,13 +108,14 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a plan takes. Make one of costs, what is resident, the disk, and the tokens of a prompt
-    that are computed at once."""
+    """What a plan takes. Make one of costs, what is resident, the disk, the tokens of a prompt that
+    are computed at once, and whether a policy is asked about each layer of a token."""
 
     costs: Costs
     residency: Residency
     reading: Reading
     n_ubatch: int
+    asked: bool = False
 
     @property
     def hit_rate(self) -> float:
@@ -126,7 +132,8 @@ class Prediction:
         costs = self.costs
         dense = float(costs.dense_s[0]) / costs.n_layers
         layers = sum(self._layer_s(layer, dense) for layer in range(costs.n_layers))
-        return layers + costs.output_s + cells * costs.attention_s[0]
+        asked = costs.n_layers * costs.asked_s if self.asked else 0.0
+        return costs.step_s + asked + layers + costs.output_s + cells * costs.attention_s[0]
 
     def compute_s(self, cells: int = 0) -> float:
         """The same where everything is in memory."""

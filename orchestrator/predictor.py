@@ -17,6 +17,7 @@ from orchestrator.hardware import probe
 from orchestrator.layouts import wants_own_layout
 from orchestrator.llama import Bindings
 from orchestrator.plan import MemoryPlan
+from orchestrator.policy.base import Callback
 from orchestrator.predict import (
     FORESEEN,
     Costs,
@@ -109,7 +110,8 @@ class Predictor:
         else:
             layout = OWN if wants_own_layout(config, plan) else FILE
             there = expected(plan, self.uses)
-        return self._prediction(plan.tiers, layout, there, plan.n_ubatch)
+        asked = plan.policy is not None and plan.policy.callback is Callback.ALWAYS
+        return self._prediction(plan.tiers, layout, there, plan.n_ubatch, asked)
 
     def of_tiers(self, tiers: np.ndarray, n_ubatch: int, layout: str = OWN) -> Prediction:
         """Of every expert in memory in a tier of the file of its own, [n_layers, n_expert], in a
@@ -121,9 +123,14 @@ class Predictor:
         return self._prediction(used, layout, there, n_ubatch)
 
     def _prediction(
-        self, tiers: tuple[int, ...], layout: str, there: Residency, n_ubatch: int
+        self,
+        tiers: tuple[int, ...],
+        layout: str,
+        there: Residency,
+        n_ubatch: int,
+        asked: bool = False,
     ) -> Prediction:
-        return Prediction(self.costs(tiers, layout), there, self._reading, n_ubatch)
+        return Prediction(self.costs(tiers, layout), there, self._reading, n_ubatch, asked)
 
     @property
     def disturbed(self) -> bool:

@@ -337,12 +337,9 @@ class Context(Policy):
         tiers = wanted[layers, experts]
         up = tiers < resident[layers, experts]
         order = np.lexsort((-self._scores[layers, experts], up))
-        tracker = pools.track(resident, target)
-        moves = [
-            (int(layers[at]), int(experts[at]), int(tiers[at]))
-            for at in order
-            if tracker.try_reserve(int(layers[at]), int(tiers[at]))
-        ]
+        moves = pools.track(resident, target).admitted(
+            (int(layers[at]), int(experts[at]), int(tiers[at])) for at in order
+        )
         self._moved += len(moves)
         return moves
 

@@ -86,8 +86,7 @@ def moves(
     tracker = pools.track(resident, target)
 
     def admitted(tiers: np.ndarray, some: list[int]) -> list[Transition]:
-        wanting = ((int(layers[at]), int(experts[at]), int(tiers[at])) for at in some)
-        return [move for move in wanting if tracker.try_reserve(move[0], move[2])]
+        return tracker.admitted((int(layers[at]), int(experts[at]), int(tiers[at])) for at in some)
 
     found = admitted(goals, order)
     if found or (resident != target).any():

@@ -11,8 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.events import ABSENT
-from orchestrator.policy.base import ModelShape, Share, SlotGroup, SlotPlan, divide
+from orchestrator.policy.base import (
+    ModelShape,
+    Share,
+    SlotGroup,
+    SlotPlan,
+    Transition,
+    divide,
+)
 from orchestrator.settings import RATE, Settings, setting
 
 HIGH, LOW = 0, 1
@@ -34,13 +40,17 @@ class ExpertState(IntEnum):
     DEMOTING = 4
 
 
+# [resident, target], either of them tier 0, tier 1, or absent.
+_STATES = np.zeros((3, 3), np.uint8)
+_STATES[0] = ExpertState.HI, ExpertState.DEMOTING, ExpertState.DEMOTING
+_STATES[1] = ExpertState.PROMOTING, ExpertState.LO, ExpertState.DEMOTING
+
+
 def expert_states(resident: np.ndarray, target: np.ndarray) -> np.ndarray:
     """The ExpertState of each expert, uint8 [n_layers, n_expert], from StepReport.resident and
     target; one that is complete and not published yet counts as under way."""
-    still = np.where(resident == 0, ExpertState.HI, ExpertState.LO)
-    moving = np.where(target < resident, ExpertState.PROMOTING, ExpertState.DEMOTING)
-    there = np.where(target == resident, still, moving)
-    return np.where(resident == ABSENT, ExpertState.ABSENT, there).astype(np.uint8)
+    found: np.ndarray = _STATES[np.minimum(resident, 2), np.minimum(target, 2)]
+    return found
 
 
 @dataclass(slots=True)
@@ -111,8 +121,16 @@ class Tracker:
     """Free slots of each pool at one moment (DynaExq's BudgetTracker). What is given back shows in
     the states that the next one is made from."""
 
-    def __init__(self, free: list[np.ndarray], pool_of: list[np.ndarray]) -> None:
+    def __init__(self, free: list[list[int]], pool_of: list[np.ndarray]) -> None:
+        """free[tier][pool], and pool_of[tier][layer]. Tiers that share their pools share a list."""
         self._free, self._pool_of = free, pool_of
+        lists = {id(each): each for each in free}.values()
+        self._left = sum(max(0, n) for each in lists for n in each)
+
+    @property
+    def full(self) -> bool:
+        """Whether no pool has a slot."""
+        return self._left == 0
 
     def try_reserve(self, layer: int, tier: int) -> bool:
         """A slot for one expert; False, and nothing changes, where there is none."""
@@ -120,7 +138,18 @@ class Tracker:
         if self._free[tier][pool] < 1:
             return False
         self._free[tier][pool] -= 1
+        self._left -= 1
         return True
+
+    def admitted(self, wanting: Iterable[Transition]) -> list[Transition]:
+        """Those of some moves that get a slot, the first ones first."""
+        found: list[Transition] = []
+        for move in wanting:
+            if self.full:
+                break
+            if self.try_reserve(move[0], move[2]):
+                found.append(move)
+        return found
 
 
 class Pools:
@@ -142,11 +171,11 @@ class Pools:
 
     def free(self, held: Iterable[np.ndarray]) -> Tracker:
         """held[i] [n_layers]: slots of pools[i] that the layer has taken."""
-        by_tier: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        by_tier: dict[int, tuple[list[int], np.ndarray]] = {}
         for tiers, slots, pool_of, taken in zip(
             self._tiers, self._slots, self._pool_of, held, strict=True
         ):
-            free = slots - np.bincount(pool_of, taken, len(slots)).astype(np.int64)
+            free = (slots - np.bincount(pool_of, taken, len(slots)).astype(np.int64)).tolist()
             by_tier.update(dict.fromkeys(tiers, (free, pool_of)))
         ordered = [by_tier[tier] for tier in sorted(by_tier)]
         return Tracker([free for free, _ in ordered], [pool_of for _, pool_of in ordered])

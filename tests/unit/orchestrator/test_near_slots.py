@@ -171,7 +171,7 @@ def test_better_slots_are_freed_first_and_the_most_important_experts_move_first(
     resident = placed(policy)
     prefill(policy, rng, 1, resident)
     told(policy, Phase.PREFILL, resident, resident, starts=(0,))
-    everywhere = SimpleNamespace(try_reserve=lambda *_: True)
+    everywhere = SimpleNamespace(admitted=list)
     policy._pools = SimpleNamespace(track=lambda *_: everywhere)
     moves = policy.before_answer(resident, resident)
     assert moves is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,14 @@ def test_a_token_with_everything_in_memory_is_the_sum_of_its_parts() -> None:
     assert found.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
     assert found.token_s(100) - found.token_s() == pytest.approx(100 * 1e-5)
     assert (found.hit_rate, found.read_bytes) == (1.0, 0.0)
+
+
+def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked_about() -> None:
+    besides = replace(costs(), step_s=0.5, asked_s=0.25)
+    alone = Prediction(costs(), all_there(), DISK, 512).token_s()
+    unasked = Prediction(besides, all_there(), DISK, 512)
+    assert unasked.token_s() == pytest.approx(alone + 0.5)
+    assert replace(unasked, asked=True).token_s() == pytest.approx(alone + 0.5 + LAYERS * 0.25)
 
 
 def test_reads_hide_behind_what_is_there_and_no_more() -> None:
