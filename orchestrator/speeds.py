@@ -46,9 +46,12 @@ _NODES = 32
 # 0.6 us, 0.33 to 0.46 of Qwen3-30B's and OLMoE's shapes, whose takes 2), and a policy that decides
 # about a layer (26 to 34 us there).
 _STEP_NODES, _ASKED_NODES = 200, 16
+# The choice of a token, in operations over the vocabulary: two at 50,000 and 150,000 tokens.
+_CHOICE_NODES = 2
 # The matrix that stands for all dense ones of a type.
 _DENSE_ROWS = 4096
 _CELLS = 512
+_OUTPUTS = "output.weight", "token_embd.weight"
 
 
 class Speeds:
@@ -213,16 +216,9 @@ def _costs(
                 expert_bytes[layer, at] += piece.expert_bytes
                 expert_s[layer, at] += [product(Product(piece.type, *shape, n)) for n in ROWS]
     dense_s, output_s = _dense_seconds(speeds, bindings, model, layout)
-    small_s = speeds.seconds(Small(model.hparams.embedding_length, 1))
-    return Costs(
-        expert_s,
-        expert_bytes,
-        dense_s,
-        output_s,
-        _attention_seconds(speeds, model),
-        step_s=_STEP_NODES * small_s,
-        asked_s=_ASKED_NODES * small_s,
-    )
+    step_s, asked_s = _besides_seconds(speeds, model)
+    attention_s = _attention_seconds(speeds, model)
+    return Costs(expert_s, expert_bytes, dense_s, output_s, attention_s, step_s, asked_s)
 
 
 def _dense_seconds(
@@ -232,8 +228,9 @@ def _dense_seconds(
     are repacked where experts are not as in the file."""
     interleaves = bindings.library().interleaves
     tensors = _dense_matrices(model)
-    output = tensors.pop("output.weight", None) or tensors.pop("token_embd.weight", None)
-    tensors.pop("token_embd.weight", None)
+    output = _output_matrix(tensors)
+    for name in _OUTPUTS:
+        tensors.pop(name, None)
     largest: dict[int, TensorInfo] = {}
     for info in (*tensors.values(), *([output] if output else ())):
         known = largest.get(info.type)
@@ -258,6 +255,11 @@ def _dense_seconds(
     return np.array(dense) + nodes * small, seconds(output, 1) if output else 0.0
 
 
+def _output_matrix(tensors: dict[str, TensorInfo]) -> TensorInfo | None:
+    """The product with the vocabulary, which some models share with the embeddings."""
+    return next(filter(None, map(tensors.get, _OUTPUTS)), None)
+
+
 def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
     """All matrices but the experts', of the model proper, by name; a second file repeats them."""
     found: dict[str, TensorInfo] = {}
@@ -268,6 +270,14 @@ def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
             if len(info.shape) == 2 and proper and parse_expert_name(info.name) is None:
                 found.setdefault(info.name, info)
     return found
+
+
+def _besides_seconds(speeds: Speeds, model: ExpertModel) -> tuple[float, float]:
+    """(step_s, asked_s) of Costs."""
+    small = speeds.seconds(Small(model.hparams.embedding_length, 1))
+    output = _output_matrix(_dense_matrices(model))
+    choice = speeds.seconds(Small(output.shape[1], 1)) if output else 0.0
+    return _STEP_NODES * small + _CHOICE_NODES * choice, _ASKED_NODES * small
 
 
 def _attention_seconds(speeds: Speeds, model: ExpertModel) -> tuple[float, float]:
