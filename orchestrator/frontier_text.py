@@ -81,9 +81,11 @@ def draw(found: Frontier, title: str, path: Path) -> None:
             axes.annotate(
                 f"{each.name} {'/'.join(each.tiers)}",
                 (1e3 * each.token_s, each.kl or 0.0),
-                xytext=(6, 6),
+                xytext=(5, 5),
                 textcoords="offset points",
                 fontsize=8,
+                rotation=30,  # neighbours often lose alike
+                rotation_mode="anchor",
             )
         axes.step(
             [1e3 * each.token_s for each in edge],
