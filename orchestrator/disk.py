@@ -24,6 +24,9 @@ from gguf_tools.workers import in_order, workers
 PART_BYTES = 512 * 2**10
 # What each thread reads into: more than a core's own caches hold.
 _SLOTS_BYTES = 8 * 2**20
+# So often the speed is measured, one time behind the other; of a disk that rests for a moment the
+# others say more.
+_ROUNDS = 3
 # Experts that are read alone, so long one behind the other as a token computes between two layers.
 _ALONE, _PAUSE_S, _ALONE_S = 16, 0.002, 0.25
 
@@ -114,7 +117,8 @@ def read_bandwidth(
 
     try:
         busy_s = process_time()
-        speed = bytes_per_s(work, threads, seconds)
+        each_s = seconds / _ROUNDS
+        speed = statistics.median(bytes_per_s(work, threads, each_s) for _ in range(_ROUNDS))
         core_s = process_time() - busy_s
         opened = {path: fd for path, (fd, _) in files.items()}
         latency_s = _latency_s(model, tier, opened, threads, speed, seed)

@@ -82,7 +82,7 @@ def test_what_reading_takes_of_a_core(tmp_path, monkeypatch):
     busy = iter([5.0, 7.0])
     monkeypatch.setattr(disk, "process_time", lambda: next(busy))
     found = disk.read_bandwidth(model, threads=1, seconds=0)
-    assert found.core_s_per_byte == pytest.approx(2.0 / found.slice_bytes)  # of one read
+    assert found.core_s_per_byte == pytest.approx(2.0 / (3 * found.slice_bytes))  # of three reads
     for threads, taken in ((None, found.core_s_per_byte), (1, 0.0)):
         monkeypatch.setattr(predictor, "usable_cores", lambda: 2)
         monkeypatch.setattr(predictor, "default_threads", lambda: 2)
@@ -90,6 +90,13 @@ def test_what_reading_takes_of_a_core(tmp_path, monkeypatch):
         assert predictor.reading_of(found, config).core_s_per_byte == taken
         assert predictor.reading_of(found, config).bytes_per_s == found.bytes_per_s
         assert predictor.reading_of(found, config, 1e9).bytes_per_s == 1e9
+
+
+def test_a_disk_that_rests_for_a_moment_is_not_slow(tmp_path, monkeypatch):
+    model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
+    rounds = iter([1.0e9, 0.1e9, 1.2e9])
+    monkeypatch.setattr(disk, "bytes_per_s", lambda *_: next(rounds))
+    assert disk.read_bandwidth(model, threads=1, seconds=0).bytes_per_s == 1.0e9
 
 
 def test_an_expert_that_is_read_alone_takes_longer(tmp_path, monkeypatch):
