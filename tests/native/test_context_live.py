@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ PROMPTS = (
     "<|im_start|>user\ntell me a story about a bear<|im_end|>\n<|im_start|>assistant\n",
     "<|im_start|>user\nwhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
 )
+PLACED_S = 60.0
 ANSWER = "Once upon a time a kind bear lived by the sea, and one day it found a big basket. " * 3
 
 
@@ -41,6 +43,13 @@ def converse(engine: Engine) -> None:
             engine.eval([token], len(prompt) + at)
 
 
+def until_placed(engine: Engine, policy: Context) -> None:
+    """One token again and again: a disk that rests for a moment outlasts an answer."""
+    end = monotonic() + PLACED_S
+    while policy._wanted is not None and monotonic() < end:
+        engine.eval([engine.tokenize("day")[0]], 60)
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_it_places_every_expert_and_no_token_waits(exact: bool) -> None:
     """Also where studies ask for decisions that do not depend on what is in memory."""
@@ -48,6 +57,7 @@ def test_it_places_every_expert_and_no_token_waits(exact: bool) -> None:
         policy, store = engine.policy, engine.store
         assert isinstance(policy, Context)
         converse(engine)
+        until_placed(engine, policy)
         stats = store.stats()
         assert list(stats.hits) == list(stats.requests)
         assert list(stats.demand_bytes) == list(stats.wait_us) == [0, 0]

@@ -13,7 +13,7 @@ from orchestrator.policy.base import Transition
 from orchestrator.policy.versions import HIGH, LOW, ExpertState, Tracker, expert_states
 
 
-@pytest.mark.parametrize("resident, target", product((HIGH, LOW, ABSENT), repeat=2))
+@pytest.mark.parametrize("resident, target", list(product((HIGH, LOW, ABSENT), repeat=2)))
 def test_the_state_of_an_expert(resident: int, target: int) -> None:
     found = expert_states(np.full((1, 2), resident, np.uint8), np.full((1, 2), target, np.uint8))
     if resident == ABSENT:
