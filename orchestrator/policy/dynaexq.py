@@ -34,7 +34,7 @@ from orchestrator.policy.versions import (
 )
 from orchestrator.settings import setting
 
-# As numbers: each step compares with them often, and looking up a member takes ten times as long.
+# As numbers: each step compares with them often, and to look up a member is a call of Python.
 HIGH_STATE, LOW_STATE = int(ExpertState.HI), int(ExpertState.LO)
 UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING)))
 
