@@ -106,11 +106,11 @@ class Predictor:
             repacks = config.use_extra_bufts is not False
             layout = UPSTREAM if repacks else FILE
             tiers = np.zeros(self.uses.shape, np.int64)
-            there = resident(tiers, self.uses, 1)
+            there, asked = resident(tiers, self.uses, 1), False
         else:
             layout = OWN if wants_own_layout(config, plan) else FILE
             there = expected(plan, self.uses)
-        asked = plan.policy is not None and plan.policy.callback is Callback.ALWAYS
+            asked = plan.policy.callback is Callback.ALWAYS
         return self._prediction(plan.tiers, layout, there, plan.n_ubatch, asked)
 
     def of_tiers(self, tiers: np.ndarray, n_ubatch: int, layout: str = OWN) -> Prediction:

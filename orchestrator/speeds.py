@@ -18,6 +18,7 @@ from gguf_tools.file.layout import layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
 from gguf_tools.process import Disturbance, processor_name, usable_cores
 from orchestrator.files import read_object, user_folder, write_whole
+from orchestrator.footprint import vocabulary_size
 from orchestrator.llama import Bindings
 from orchestrator.predict import ROWS, Costs
 from orchestrator.products import POOL_BYTES, QUIET_SHARE, Attention, Product, Small, Timer
@@ -51,7 +52,6 @@ _CHOICE_NODES = 2
 # The matrix that stands for all dense ones of a type.
 _DENSE_ROWS = 4096
 _CELLS = 512
-_OUTPUTS = "output.weight", "token_embd.weight"
 
 
 class Speeds:
@@ -228,9 +228,8 @@ def _dense_seconds(
     are repacked where experts are not as in the file."""
     interleaves = bindings.library().interleaves
     tensors = _dense_matrices(model)
-    output = _output_matrix(tensors)
-    for name in _OUTPUTS:
-        tensors.pop(name, None)
+    output = tensors.pop("output.weight", None) or tensors.pop("token_embd.weight", None)
+    tensors.pop("token_embd.weight", None)
     largest: dict[int, TensorInfo] = {}
     for info in (*tensors.values(), *([output] if output else ())):
         known = largest.get(info.type)
@@ -255,11 +254,6 @@ def _dense_seconds(
     return np.array(dense) + nodes * small, seconds(output, 1) if output else 0.0
 
 
-def _output_matrix(tensors: dict[str, TensorInfo]) -> TensorInfo | None:
-    """The product with the vocabulary, which some models share with the embeddings."""
-    return next(filter(None, map(tensors.get, _OUTPUTS)), None)
-
-
 def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
     """All matrices but the experts', of the model proper, by name; a second file repeats them."""
     found: dict[str, TensorInfo] = {}
@@ -275,8 +269,7 @@ def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
 def _besides_seconds(speeds: Speeds, model: ExpertModel) -> tuple[float, float]:
     """(step_s, asked_s) of Costs."""
     small = speeds.seconds(Small(model.hparams.embedding_length, 1))
-    output = _output_matrix(_dense_matrices(model))
-    choice = speeds.seconds(Small(output.shape[1], 1)) if output else 0.0
+    choice = speeds.seconds(Small(max(1, vocabulary_size(model)), 1))
     return _STEP_NODES * small + _CHOICE_NODES * choice, _ASKED_NODES * small
 
 

@@ -124,13 +124,11 @@ class Tracker:
     def __init__(self, free: list[list[int]], pool_of: list[np.ndarray]) -> None:
         """free[tier][pool], and pool_of[tier][layer]. Tiers that share their pools share a list."""
         self._free, self._pool_of = free, pool_of
-        lists = {id(each): each for each in free}.values()
-        self._left = sum(max(0, n) for each in lists for n in each)
 
     @property
     def full(self) -> bool:
         """Whether no pool has a slot."""
-        return self._left == 0
+        return all(n < 1 for pools in self._free for n in pools)
 
     def try_reserve(self, layer: int, tier: int) -> bool:
         """A slot for one expert; False, and nothing changes, where there is none."""
@@ -138,7 +136,6 @@ class Tracker:
         if self._free[tier][pool] < 1:
             return False
         self._free[tier][pool] -= 1
-        self._left -= 1
         return True
 
     def admitted(self, wanting: Iterable[Transition]) -> list[Transition]:

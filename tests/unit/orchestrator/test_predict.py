@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from orchestrator import products as products_module
 from orchestrator import speeds as speeds_module
 from orchestrator.config import Config
 from orchestrator.events import SKIP
+from orchestrator.footprint import vocabulary_size
 from orchestrator.hardware import Machine
 from orchestrator.llama import Bindings
 from orchestrator.plan import plan_memory
@@ -388,6 +389,15 @@ def test_dense_weights_are_repacked_with_the_experts(
     assert found.dense_s[:3] / found.dense_s[0] == pytest.approx(np.array(ratios) / ratios[0])
 
 
+def test_a_step_and_a_decision_count_as_small_operations(model: Path) -> None:
+    """On a machine that is played, where each number of an operation takes a second."""
+    played = SimpleNamespace(seconds=lambda what: float(what.n * what.rows))
+    with ExpertModel.open(model) as opened:
+        width, words = opened.hparams.embedding_length, vocabulary_size(opened)
+        found = speeds_module._besides_seconds(cast(Speeds, played), opened)
+    assert found == (200 * width + 2 * words, 16 * width) and words > 1
+
+
 def test_a_damaged_file_of_speeds_is_measured_again(bindings: Bindings) -> None:
     product = Product(GGMLType.Q4_K, 256, 64, 1)
     with Speeds(bindings, 1) as speeds:
@@ -423,6 +433,7 @@ def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
                 expert_ram=opened.tier_bytes[0] // 2,
             )
             assert skipping.read_bytes < half.read_bytes
+            assert skipping.asked and not half.asked
             plain = predicted(policy="plain", force_managed=False)
             assert plain.hit_rate == 1.0 and plain.token_s() > 0
             mixed = predicted(policy="dynaexq", low_tier="q2_k")

@@ -46,3 +46,4 @@ def test_moves_get_slots_in_their_order_until_none_is_left() -> None:
 def test_a_pool_with_more_than_its_slots_takes_none_from_another() -> None:
     tracker = Tracker([[-1, 1]], [np.array([0, 1])])
     assert tracker.admitted([(0, 0, 0), (1, 0, 0), (1, 1, 0)]) == [(1, 0, 0)]
+    assert tracker.full
