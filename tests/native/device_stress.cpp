@@ -271,6 +271,18 @@ bool run_op(moe_edge_store * store, table_device & device, const expert_file & f
     return true;
 }
 
+// Whatever is resident starts to its other tier, as far as slots are free there: how many did.
+int32_t exchange_resident(moe_edge_store * store) {
+    std::vector<uint8_t> resident(LAYERS * EXPERTS), target(LAYERS * EXPERTS);
+    moe_edge_get_states(store, resident.data(), target.data());
+    int32_t n = 0;
+    for (int32_t i = 0; i < LAYERS * EXPERTS; i++) {
+        const moe_edge_prefetch_item other = { (int16_t) (i / EXPERTS), (int16_t) (i % EXPERTS), (uint8_t) (resident[i] == 0), 0, 0 };
+        n += resident[i] < TIERS && moe_edge_transition(store, &other, 1);
+    }
+    return n;
+}
+
 // Random steps over slots too few for them: swaps by requests, by prefetches and by transitions,
 // skips, and steps that are cut off.
 // near: the lower tier has its slots in the host's memory.
@@ -284,11 +296,13 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
     for (int32_t step = 0; step < steps; step++) {
         moe_edge_begin_step(store, random() % 4 == 0 ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE);
         const int32_t layer = random() % LAYERS;
+        // In some stretches nobody asks for the lower tier: its slots get free, and transitions find room.
+        const bool upper_only = step / 32 % 4 == 3;
         std::vector<int32_t> ids;
         std::vector<uint8_t> tiers, passing;
         for (int32_t e = 0; e < EXPERTS; e++) {
             if (random() % 3 == 0) {
-                const uint8_t choice[] = { 0, 1, 1, MOE_EDGE_SKIP };
+                const uint8_t low = upper_only ? 0 : 1, choice[] = { 0, low, low, MOE_EDGE_SKIP };
                 ids.push_back(e);
                 tiers.push_back(choice[random() % 4]);
                 passing.push_back(random() % 4 == 0);
@@ -300,10 +314,12 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
         for (auto & item : items) {
             const bool here = !ids.empty() && random() % 2 == 0;
             item = { (int16_t) (here ? layer : random() % LAYERS), (int16_t) (here ? ids[random() % ids.size()] : random() % EXPERTS),
-                (uint8_t) (random() % TIERS), 0, (int16_t) (random() % 2) };
+                (uint8_t) (upper_only ? 0 : random() % TIERS), 0, (int16_t) (random() % 2) };
         }
         if (random() % 2 == 0) {
             moe_edge_prefetch(store, items, 6);
+        } else if (upper_only) {
+            transitions += exchange_resident(store);
         } else {
             transitions += moe_edge_transition(store, items, 3);
         }
@@ -334,10 +350,22 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
         die(std::to_string(count.wrong) + " wrong rows of " + std::to_string(count.rows));
     }
     const uint64_t host_hits = s.host_hits[0] + s.host_hits[1];
-    if (count.rows == 0 || skipped == 0 || cut == 0 || (slots_hi > 1 && transitions == 0) || host_hits == 0 || s.evictions == 0 || s.promotions == 0 ||
-        s.prefetch_used == 0 || s.prefetch_cancelled == 0 || s.prefetch_wasted == 0 ||
-        s.copy_wait_us[0] + s.copy_wait_us[1] != 0 || s.slot_bytes_peak > s.budget_bytes) {
-        die("a situation did not come up, or the host waited for a copy");
+    const struct { const char * what; bool came; } situations[] = {
+        { "a row", count.rows > 0 }, { "a skip", skipped > 0 }, { "a step cut off", cut > 0 },
+        { "a transition", transitions > 0 }, { "an expert from the host tier", host_more == 0 || host_hits > 0 },
+        { "an eviction", s.evictions > 0 }, { "a promotion", s.promotions > 0 }, { "a prefetch that is used", s.prefetch_used > 0 },
+        { "a prefetch taken back", s.prefetch_cancelled > 0 }, { "a prefetch in vain", s.prefetch_wasted > 0 },
+    };
+    for (const auto & situation : situations) {
+        if (!situation.came) {
+            die(std::string(situation.what) + " did not come up");
+        }
+    }
+    if (s.copy_wait_us[0] + s.copy_wait_us[1] != 0) {
+        die("the host waited for a copy");
+    }
+    if (s.slot_bytes_peak > s.budget_bytes) {
+        die("slots took more than their budget");
     }
     const uint64_t in_place = s.in_place[0] + s.in_place[1], host_computed = s.host_computed[0] + s.host_computed[1];
     const bool some = in_place > 0 && s.in_place_bytes[0] + s.in_place_bytes[1] > in_place;
