@@ -69,10 +69,12 @@ void multiply_row(int n, float * out, size_t, const void * weights, size_t, cons
     std::unique_lock<std::mutex> lock(mutex);
     threads.insert(std::this_thread::get_id());
     came.notify_all();
-    // the clock of the system: the steady one is played
-    const auto end = std::chrono::system_clock::now() + std::chrono::seconds(30);
-    if (!came.wait_until(lock, end, [] { return threads.size() >= play.threads_wanted; })) {
-        die("too few threads take part", threads.size());
+    // By the clock of the system, since the steady one is played. In pieces, of which a program that was stopped has few.
+    for (int left = 3000; threads.size() < play.threads_wanted; left--) {
+        if (left == 0) {
+            die("too few threads take part", threads.size());
+        }
+        came.wait_until(lock, std::chrono::system_clock::now() + std::chrono::milliseconds(20));
     }
     if (asleep) {
         asleep = false;
