@@ -26,7 +26,8 @@ SLOT_BYTES = tuple((n + 2 * 4096) // 4096 * 4096 for n in EXPERT_BYTES)
 DEVICE_SLOT_BYTES = tuple(
     pad(n, BLOCK[GGMLType(each)].bytes) for n, each in zip(EXPERT_BYTES, TYPES, strict=True)
 )
-STUCK_S = 20.0
+# As long as an op may take, in sleeps: a program that was stopped for a while had none of them.
+STUCK_SLEEPS, SLEEP_S = 3000, 0.2
 
 
 class ExpertFile:
@@ -125,15 +126,24 @@ class Driver:
             if ggml != TYPES[in_file] or ctypes.string_at(data, n_bytes) != expected:
                 wrong.append(f"expert {expert} has other bytes than those of tier {tier}")
 
-        stuck = threading.Timer(STUCK_S, self.store.cancel, (True,))
-        stuck.start()
+        done = threading.Event()
+
+        def watch() -> None:
+            for _ in range(STUCK_SLEEPS):
+                if done.wait(SLEEP_S):
+                    return
+            self.store.cancel(True)
+
+        watching = threading.Thread(target=watch)
+        watching.start()
         array = (ctypes.c_int32 * len(experts))(*experts)
         try:
             status = self.native.use(
                 self.store.handle, layer, kind, array, len(experts), VISIT_CB(visit), None
             )
         finally:
-            stuck.cancel()
+            done.set()
+            watching.join()
         assert not wrong, wrong
         return visits if status == 0 else None
 

@@ -17,6 +17,7 @@ from orchestrator.replay import read_trace, write_trace
 from orchestrator.replay.record import Disk, Recorder
 
 from .replayed import replayed_exactly
+from .transition_driver import HANG_S
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -25,7 +26,6 @@ PROMPTS = (
     "<|im_start|>user\ntell me a story about a bear<|im_end|>\n<|im_start|>assistant\n",
     "<|im_start|>user\nwhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
 )
-PLACED_S = 60.0
 ANSWER = "Once upon a time a kind bear lived by the sea, and one day it found a big basket. " * 3
 
 
@@ -45,8 +45,9 @@ def converse(engine: Engine) -> None:
 
 def until_placed(engine: Engine, policy: Context) -> None:
     """One token again and again: a disk that rests for a moment outlasts an answer."""
-    end = monotonic() + PLACED_S
-    while policy._wanted is not None and monotonic() < end:
+    end = monotonic() + HANG_S
+    while policy._wanted is not None:
+        assert monotonic() < end, "the experts are never placed"
         engine.eval([engine.tokenize("day")[0]], 60)
 
 
@@ -81,8 +82,10 @@ def test_it_places_every_expert_and_no_token_waits(exact: bool) -> None:
 def test_its_replay_is_exact(tmp_path: Path, options: dict[str, object]) -> None:
     """Hits, mix and moves on the recorded clock, also where a prompt comes in parts."""
     with Engine.open(build(**options)) as engine:
+        assert isinstance(engine.policy, Context)
         with Recorder(engine) as recorder:
             converse(engine)
+            until_placed(engine, engine.policy)
         trace, stats = recorder.trace(Disk(10**9, 50)), engine.store.stats()
         learned = engine.policy.hotness
     assert learned is not None and len(np.unique(trace.arrays["published"][:, 3])) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from orchestrator.replay.report import set_up_for
 from orchestrator.replay.simulate import Compute, Transport, simulate
 
 from .replayed import replayed_exactly
+from .transition_driver import HANG_S
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -76,6 +78,14 @@ def policy_of(engine: Engine) -> Context:
     return engine.policy
 
 
+def until_placed(engine: Engine) -> None:
+    """One token again and again, as long as a slow disk takes."""
+    end, at = monotonic() + HANG_S, engine.n_cached
+    while policy_of(engine)._wanted is not None:
+        assert monotonic() < end, "the experts are never placed"
+        engine.eval([1], at)
+
+
 def test_a_loss_table_is_found_and_used(five: Path, tmp_path: Path) -> None:
     beside = losses.default_path(five)
     with Engine.open(build(five)) as engine:
@@ -113,6 +123,7 @@ def test_moves_read_what_changed_and_nothing_waits(five: Path, placement: str) -
         policy, store = policy_of(engine), engine.store
         model = engine.model
         converse(engine, 0)
+        until_placed(engine)
         for number in (1, 0):
             before, read = store.resident(), store.stats().transition_bytes
             told = policy.report()["changed_bytes"]
@@ -120,8 +131,7 @@ def test_moves_read_what_changed_and_nothing_waits(five: Path, placement: str) -
             at_once = store.stats().transition_bytes - read
             for token in ANSWER[1:]:
                 engine.eval([token], engine.n_cached)
-            while policy._wanted is not None:  # a slow disk
-                engine.eval([1], engine.n_cached)
+            until_placed(engine)
             after, stats = store.resident(), store.stats()
             changed = np.argwhere(before != after).tolist()
             owed = sum(
@@ -147,6 +157,7 @@ def test_moves_read_what_changed_and_nothing_waits(five: Path, placement: str) -
 def converse_twice(engine: Engine) -> None:
     for number in (0, 1):
         converse(engine, number)
+        until_placed(engine)
 
 
 def recorded(
@@ -201,6 +212,7 @@ def test_its_replay_knows_sequences_and_kept_tokens(
         engine.eval(PROMPTS[0][:9], engine.n_cached)
         for token in ANSWER[:30]:
             engine.eval([token], engine.n_cached)
+        until_placed(engine)
         policy = policy_of(engine)
         known.extend([policy.use.counts, policy.use.gates, policy.use.past])
 

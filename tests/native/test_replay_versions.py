@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from orchestrator.replay import ReplayOptions, Trace, read_trace, render, replay
 from orchestrator.replay.record import Disk, Recorder, record_text
 from orchestrator.replay.report import set_up_for
 from orchestrator.replay.simulate import Compute, Transport, simulate
+
+from .transition_driver import HANG_S
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -48,11 +51,26 @@ def evaluate(engine: Engine) -> None:
             engine.eval([token], len(prompt) + i)
 
 
+def go_on(engine: Engine) -> None:
+    """One token again and again: a slow disk outlasts an answer, and so does a hot set's time on a
+    fast machine."""
+    assert isinstance(engine.policy, DynaExq)
+    end, at = monotonic() + HANG_S, engine.n_cached
+    wanted_s, took_s = 3e-3 * (engine.policy.settings.update_ms or 0), 0.0
+    caching = "caching" in engine.mode
+    while took_s < wanted_s or not (caching or engine.store.stats().experts_promoted):
+        start = monotonic()
+        assert start < end, "no expert was promoted"
+        engine.eval([ANSWER[0]], at)
+        took_s += monotonic() - start
+
+
 def recorded(config: Config) -> tuple[Trace, CStats, np.ndarray]:
     """The trace, the real store's counters, and what was learned."""
     with Engine.open(config) as engine:
         with Recorder(engine) as recorder:
             evaluate(engine)
+            go_on(engine)
         assert isinstance(engine.policy, DynaExq)
         return recorder.trace(Disk(10**9, 50)), engine.store.stats(), engine.policy.hotness
 
