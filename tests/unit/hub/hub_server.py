@@ -207,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
         rest = data[start:]
         if self.state.slow is not None and len(data) >= LARGE:
             self.write(rest[: len(rest) // 2])
-            self.state.slow.wait(60)
+            self.state.slow.wait(600)
             rest = rest[len(rest) // 2 :]
         self.write(rest)
 
