@@ -33,7 +33,8 @@ REPO = Path(__file__).resolve().parents[1]
 HANG_S = 300
 # A machine that stands still for longer than this is not what a command took.
 STILL_S = 1.0
-# How often a moment is drawn again where the command was through before it, or as good as.
+# How often a moment is drawn again where the command was through before it, or as good as, or where
+# it was not yet there to handle a signal.
 DRAWS = 5
 # An interrupt in the last part of a run may find the work done.
 THROUGH = 0.7
@@ -264,12 +265,13 @@ def interrupt(
             after_s = share * whole.took_s
             found = command.run(after_s, repo, number)
             complaint = command.complaint(whole, found, number)
-            if found.status == 0 and command.lasts_s is None:
+            is_early = found.status == -number
+            is_through = found.status == 0 and command.lasts_s is None
+            if is_through:
                 # The machine may be quicker than it was.
                 whole = whole._replace(took_s=found.took_s)
-            elif found.reached:
-                break
-            if complaint or (found.reached and share >= THROUGH):
+            is_hit = found.reached and not is_early and (share >= THROUGH or not is_through)
+            if complaint or is_hit:
                 break
         ends[f"status {found.status}"] += 1
         if complaint:
