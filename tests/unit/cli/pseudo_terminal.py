@@ -67,8 +67,9 @@ class Terminal:
             if re.search(pattern, new):
                 self._seen = len(self.raw)
                 return new
-            ready, _, _ = select.select([self._master], [], [], deadline - time.monotonic())
-            assert ready, f"waited for {pattern!r}, got {new!r}"
+            left_s = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self._master], [], [], left_s)
+            assert ready and left_s, f"waited for {pattern!r}, got {new[-2000:]!r}"
             try:
                 data = os.read(self._master, 65536)
             except OSError:  # the other end is closed
