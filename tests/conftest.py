@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 from real_cache import REAL_CACHE
 
 from patches import probe
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 # ggml's threads are OpenMP's, which spin while they wait: on cores that others use, too, that takes
 # several times the time of the work. Read when the library is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# How long an example takes says something of the machine alone. All else stays, CI's own choice of
+# examples among it.
+settings.register_profile(
+    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("patient")
 
 # A runner started in the background ignores Ctrl-C, and what it starts inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

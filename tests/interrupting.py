@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -32,7 +33,8 @@ REPO = Path(__file__).resolve().parents[1]
 HANG_S = 300
 # A machine that stands still for longer than this is not what a command took.
 STILL_S = 1.0
-# How often a moment is drawn again where the command was through before it, or as good as.
+# How often a moment is drawn again where the command was through before it, or as good as, or where
+# it was not yet there to handle a signal.
 DRAWS = 5
 # An interrupt in the last part of a run may find the work done.
 THROUGH = 0.7
@@ -73,16 +75,17 @@ CLOCK = Clock()
 
 
 class Result(NamedTuple):
-    """How a run ended. took_s: from its begin; after_s: from the signal; reached: whether it still
-    ran then."""
+    """How a run ended. took_s: from its begin; reached: whether it still ran at the signal; done:
+    which share of the time that it computed was over then. A process that stands still computes
+    nothing, so the share is that of its work on a machine that halts, too."""
 
     status: int
     out: str
     err: str
     files: dict[str, bytes]
     took_s: float
-    after_s: float
     reached: bool
+    done: float
 
 
 @dataclass(frozen=True)
@@ -129,26 +132,30 @@ class Command:
                 text=True,
             ) as process,
         ):
+            before_s = _children_s()
             os.close(writer)
             with os.fdopen(reader, "rb") as begun:
                 begun.read()
-            start_s = sent_s = CLOCK.now_s()
+            start_s, at_start_s = CLOCK.now_s(), _computed_s(process.pid)
             reached = False
             try:
                 if after_s is not None:
                     time.sleep(after_s)
-                    sent_s = CLOCK.now_s()
                     reached = process.poll() is None
                     process.send_signal(number)
+                    at_signal_s = _computed_s(process.pid)
                 out, err = _wait(process)
             finally:
                 process.kill()
-        end_s = CLOCK.now_s()
+        took_s, in_all_s = CLOCK.now_s() - start_s, _children_s() - before_s
         left = _processes_of(process.pid)
         if left:
             err += f"Left: processes {left}"
         status = process.returncode
-        return Result(status, out, err, self._files(), end_s - start_s, end_s - sent_s, reached)
+        done = 1.0
+        if reached and at_start_s is not None and at_signal_s is not None:
+            done = (at_signal_s - at_start_s) / max(0.01, in_all_s - at_start_s)
+        return Result(status, out, err, self._files(), took_s, reached, done)
 
     def _empty_folder(self) -> None:
         for path in sorted(self.folder.rglob("*"), reverse=True):
@@ -173,8 +180,7 @@ class Command:
             return f"it leaves {left}" if left else ""
         if found.status != 0:
             return f"status {found.status}: {found.err.strip()[-300:]}"
-        # Of its own time: a busy machine is now fast, now slow.
-        if 1 - found.after_s / found.took_s < THROUGH:
+        if found.done < THROUGH:
             return "it goes on to the end"
         if self.exact and (
             _same(found.out) != _same(whole.out) or found.files.keys() != whole.files.keys()
@@ -199,15 +205,34 @@ def _same(text: str) -> str:
     return _MEASURED.sub("", text)
 
 
+def _children_s() -> float:
+    """Seconds that children of this process which have ended computed, with their own."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _computed_s(session: int) -> float | None:
+    """Seconds that the processes of a session have computed until now, with those that they waited
+    for; None where they are gone."""
+    ticks = [sum(map(int, fields[11:15])) for fields in _stats_of(session).values()]
+    return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
+
+
 def _processes_of(session: int) -> list[int]:
-    found = []
+    """Those that run still."""
+    return [pid for pid, fields in _stats_of(session).items() if fields[0] != "Z"]
+
+
+def _stats_of(session: int) -> dict[int, list[str]]:
+    """What the kernel says of each process of a session, behind its name."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(path.parent.name))
+        if int(fields[3]) == session:
+            found[int(path.parent.name)] = fields
     return found
 
 
@@ -240,12 +265,13 @@ def interrupt(
             after_s = share * whole.took_s
             found = command.run(after_s, repo, number)
             complaint = command.complaint(whole, found, number)
-            if found.status == 0 and command.lasts_s is None:
+            is_early = found.status == -number
+            is_through = found.status == 0 and command.lasts_s is None
+            if is_through:
                 # The machine may be quicker than it was.
                 whole = whole._replace(took_s=found.took_s)
-            elif found.reached:
-                break
-            if complaint or (found.reached and share >= THROUGH):
+            is_hit = found.reached and not is_early and (share >= THROUGH or not is_through)
+            if complaint or is_hit:
                 break
         ends[f"status {found.status}"] += 1
         if complaint:

@@ -22,15 +22,17 @@ from patches.upstream import REPO, BuildError, read_upstream
 TEST = "tests/native/cuda/test_kernels.py::test_random_swaps[gpu]"
 
 # A call with 30 steps in the place of what it would run; each says at its very end that it ran.
+# Those behind a number wait for ever, so that a call is still at work when it is killed.
 CALL = """
 import sys
 from pathlib import Path
 from patches import gpu_check, probe
-ran, report = Path(sys.argv[1]), Path(sys.argv[2])
+ran, report, most = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 gpu_check.TRIES = 1000
 def steps(*_):
     for i in range(30):
-        line = f"sleep 0.04; echo said {i}; echo {i} >> {ran}"
+        line = f"while [ {i} -ge {most} ]; do sleep 0.01; done; "
+        line += f"sleep 0.04; echo said {i}; echo {i} >> {ran}"
         yield gpu_check.Step("engine", f"step {i}", ("sh", "-c", line), 60.0)
 gpu_check._steps = steps
 probe.find_gpu = lambda: (True, "one")
@@ -88,15 +90,15 @@ def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
     """What was done is in the report, is not done again, and the next call goes on behind it."""
     ran, report = tmp_path / "ran", tmp_path / "report.md"
     ran.touch()
-    command = [sys.executable, "-c", CALL, str(ran), str(report)]
+    call = [sys.executable, "-c", CALL, str(ran), str(report)]
     chance, kills, known = random.Random(7), 0, 0
     while kills < 10:
+        some = [*call, str(min(known + 3, 29))]
         process = subprocess.Popen(
-            command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            some, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         time.sleep(chance.uniform(0.1, 0.5))
-        if process.poll() is not None:
-            break  # all was done: the rest of the kills would hit nothing
+        assert process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.wait()
         kills += 1
@@ -105,7 +107,7 @@ def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
         known = len(kept)
         if report.exists():
             assert sum(f"| {name} | passed |" in report.read_text() for name in kept) >= known - 1
-    assert kills >= 3
+    command = [*call, "30"]
     assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 0
     assert {each.outcome for each in Folder(report).outcomes()} == {"passed"}
     text = report.read_text()
@@ -134,20 +136,32 @@ def shell(name: str, line: str, limit_s: float = 60.0) -> Step:
     return Step("engine", name, ("sh", "-c", line), limit_s)
 
 
-def test_a_hang_and_a_crash_end_their_step_alone(folder: Folder) -> None:
+def test_a_hang_and_a_crash_end_their_step_alone(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What hangs is ended with all that it started."""
-    alive = folder.path / "alive"
-    hang = shell("hang", f"echo begun; (while :; do date > {alive}; sleep 0.02; done) & wait", 1.0)
+    alive, wait = folder.path / "alive", subprocess.Popen.wait
+    hang = shell("hang", f"echo begun; (while :; do date > {alive}; sleep 0.02; done) & wait", 0.2)
+
+    def wait_once_it_hangs(process: subprocess.Popen[bytes], limit_s: float | None = None) -> int:
+        while limit_s == hang.limit_s and not alive.exists():
+            time.sleep(0.01)
+        return wait(process, limit_s)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_once_it_hangs)
     crash, fine = shell("crash", "kill -SEGV $$"), shell("fine", "echo good")
     assert check(folder, hang, crash, fine) == 1
     a, b, c = folder.outcomes()
     assert [each.outcome for each in (b, a, c)].count("failed") == 2
     found = {each.name: each for each in (a, b, c)}
-    assert found["hang"].reason == "it took longer than 1 s" and "begun" in found["hang"].output
+    assert found["hang"].reason == "it took longer than 0.2 s" and "begun" in found["hang"].output
     assert found["crash"].reason == "signal 11 (SIGSEGV)"
     assert found["fine"].outcome == "passed"
-    alive.unlink(missing_ok=True)
-    time.sleep(0.2)
+    for _ in range(20):  # what is killed may still do the call of the system that it is in
+        alive.unlink(missing_ok=True)
+        time.sleep(0.2)
+        if not alive.exists():
+            break
     assert not alive.exists()
 
 

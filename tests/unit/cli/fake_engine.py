@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,7 +59,8 @@ def mark(event: str) -> None:
 
 
 class FakeEngine:
-    """Answers "hello", "loud", "long", "fail", "silence", "slow" and echoes all else."""
+    """Answers "hello", "loud", "long", "fail", "silence", "slow" and echoes all else. What is
+    called endless goes on until it is stopped: a model, an answer, the reading of a prompt."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -91,6 +93,10 @@ class FakeEngine:
         for step in range(5):
             if config.model.name == "slow.gguf":
                 time.sleep(0.2)
+            while config.model.name == "endless.gguf":
+                time.sleep(0.05)
+                if progress:
+                    progress(0.5)
             if progress:
                 progress(step / 4)
         return cls(config)
@@ -120,19 +126,19 @@ class FakeEngine:
         self._cancelled = False
         self.seen.append(self._rendered)
         self.samplings.append(sampling)
-        finish, count = "end", 0
+        finish, n_pieces = "end", 0
         try:
             for piece in self._pieces(self.seen[-1][-1]["content"], on_prefill):
                 if self._cancelled:
                     finish = "cancelled"
                     break
-                if count == max_tokens:
+                if n_pieces == max_tokens:
                     finish = "length"
                     break
-                count += 1
+                n_pieces += 1
                 yield piece
         finally:
-            self.last_stats = replace(STATS, tokens=count, mode=self.mode, finish=finish)
+            self.last_stats = replace(STATS, tokens=n_pieces, mode=self.mode, finish=finish)
 
     def _pieces(self, prompt, on_prefill):
         if prompt == "hello":
@@ -148,11 +154,16 @@ class FakeEngine:
             yield from WORDS
         elif prompt == "silence":
             return
-        elif prompt == "long":
-            mark("long")
-            for number in range(500):
+        elif prompt in ("long", "endless"):
+            mark(prompt)
+            for number in range(500) if prompt == "long" else count():
                 time.sleep(0.02)
                 yield f"{number} "
+        elif prompt == "endless prompt":
+            while not self._cancelled:
+                time.sleep(0.05)
+                on_prefill(500, 1000)
+            yield "read"
         elif prompt == "slow":
             for done in range(0, 1001, 100):
                 time.sleep(0.1)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import fake_engine
 
@@ -66,14 +67,28 @@ class Terminal:
             if re.search(pattern, new):
                 self._seen = len(self.raw)
                 return new
-            ready, _, _ = select.select([self._master], [], [], deadline - time.monotonic())
-            assert ready, f"waited for {pattern!r}, got {new!r}"
+            left_s = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self._master], [], [], left_s)
+            assert ready and left_s, f"waited for {pattern!r}, got {new[-2000:]!r}"
             try:
                 data = os.read(self._master, 65536)
             except OSError:  # the other end is closed
                 data = b""
             assert data, f"it ended before {pattern!r}: {new!r}"
             self.raw += data.decode()
+
+    def until_it_reads(self) -> None:
+        """Waits until the process waits for keys. CPython forgets Ctrl-C until the next key where
+        it comes a moment before."""
+        process, deadline = Path(f"/proc/{self._process.pid}"), time.monotonic() + TIMEOUT_S
+        looks = 0
+        while looks < 3:
+            time.sleep(0.05)
+            is_asleep = (process / "stat").read_text().rpartition(") ")[2].startswith("S")
+            where = (process / "wchan").read_text()  # nothing or 0 where the kernel keeps it
+            in_select = where in ("", "0") or "poll" in where or "select" in where
+            looks = looks + 1 if is_asleep and in_select else 0
+            assert time.monotonic() < deadline, f"it never waits for keys: {where}"
 
     def ask(self, line: str) -> str:
         """Type a line, and wait for the next prompt."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import fake_engine
 
 FAKE = [sys.executable, fake_engine.__file__]
-
+ENDLESS = ("-m", "x.gguf", "-p", "endless")
 
 HANG_S = 600  # only what hangs takes so long
 
@@ -66,25 +66,24 @@ def test_ctrl_c_while_python_loads_shows_nothing(tmp_path):
 
 
 def test_ctrl_c_in_one_shot_exits_130(tmp_path):
-    status, stdout, stderr = interrupted(tmp_path / "log", "long", "-m", "x.gguf", "-p", "long")
+    status, stdout, stderr = interrupted(tmp_path / "log", "endless", *ENDLESS)
     assert (status, stderr) == (130, b"")
     assert stdout.endswith(b"\n")
-    assert b"499" not in stdout
 
 
 def test_ctrl_c_with_json_prints_no_object(tmp_path):
-    args = ("-m", "x.gguf", "-p", "long", "--json")
-    assert interrupted(tmp_path / "log", "long", *args) == (130, b"", b"")
+    args = (*ENDLESS, "--json")
+    assert interrupted(tmp_path / "log", "endless", *args) == (130, b"", b"")
 
 
 def test_ctrl_c_while_loading_exits_130(tmp_path):
-    args = ("-m", "slow.gguf", "-p", "hello")
+    args = ("-m", "endless.gguf", "-p", "hello")
     assert interrupted(tmp_path / "log", "open", *args) == (130, b"", b"")
 
 
 def test_a_closed_pipe_ends_it_quietly():
     with subprocess.Popen(
-        [*FAKE, "chat", "-m", "x.gguf", "-p", "long"],
+        [*FAKE, "chat", *ENDLESS],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 
 import fake_engine
 from pseudo_terminal import CTRL_C, CTRL_D, ESCAPES, PROMPT, UP, Terminal
@@ -30,7 +29,7 @@ def test_ctrl_d_leaves(start):
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_session(start, tmp_path):
     terminal = start()
-    terminal.send("long\n")
+    terminal.send("endless\n")
     terminal.wait("5 6 7")
     terminal.send(CTRL_C)
     stopped = terminal.wait(PROMPT)
@@ -41,23 +40,21 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(start, tmp_path):
     messages = [json.loads(line) for line in (tmp_path / "talk.jsonl").open()]
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     assert messages[1]["content"].startswith("0 1 2 3 4 5 6 7")
-    assert "499" not in messages[1]["content"]
 
 
 def test_ctrl_c_at_the_prompt_says_how_to_leave(start):
     terminal = start()
     for typed in ("", "", "half a li"):
-        # CPython notices the signal only once it waits for keys, a moment after the prompt.
-        time.sleep(0.3)
         terminal.send(typed)
         terminal.wait(typed)
+        terminal.until_it_reads()
         terminal.send(CTRL_C)
         assert "/quit or Ctrl-D leaves" in terminal.wait(PROMPT)
     assert "Hi there!" in terminal.ask("hello")
 
 
 def test_ctrl_c_while_loading_leaves(tmp_path):
-    with Terminal("-m", "slow.gguf", home=tmp_path) as terminal:
+    with Terminal("-m", "endless.gguf", home=tmp_path) as terminal:
         terminal.wait(r"Loading \[#+-*\] +\d+ %")
         terminal.send(CTRL_C)
         assert terminal.finish() == 130
@@ -75,7 +72,7 @@ def test_bars_appear_and_go(start):
 
 def test_ctrl_c_during_prefill(start):
     terminal = start()
-    terminal.send("slow\n")
+    terminal.send("endless prompt\n")
     terminal.wait("Reading 1000 tokens")
     terminal.send(CTRL_C)
     assert "stopped" in terminal.wait(PROMPT)
@@ -202,7 +199,7 @@ def test_a_message_of_several_lines(start):
     assert "<first\n/second\nthird>" in terminal.ask('third"""')
     terminal.send('"""first\n')
     terminal.wait(r"\. \Z")
-    time.sleep(0.3)  # as above
+    terminal.until_it_reads()
     terminal.send(CTRL_C)
     assert "leaves" in terminal.wait(PROMPT)
     assert "<again>" in terminal.ask("again")

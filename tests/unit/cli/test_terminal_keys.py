@@ -48,7 +48,7 @@ def test_keys_typed_ahead_wait_for_the_prompt(start):
 
 def test_ctrl_c_forgets_what_was_typed_ahead(start):
     terminal = start()
-    terminal.send("long\n")
+    terminal.send("endless\n")
     terminal.wait("5 6 7")
     terminal.send("hello\n" + CTRL_C)
     terminal.wait("stopped.*\n(.*\n)*> $")

@@ -12,7 +12,8 @@ import pytest
 from gguf_tools import children, interrupts
 from gguf_tools.children import child
 
-ASLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+HANG_S = 600  # only what hangs takes so long
+ASLEEP = [sys.executable, "-c", f"import time; time.sleep({2 * HANG_S})"]
 
 
 def test_one_that_still_runs_is_killed() -> None:
@@ -31,7 +32,7 @@ def test_what_it_has_started_goes_with_it() -> None:
         assert process.stdout is not None
         started = psutil.Process(int(process.stdout.readline()))
         assert started.status() != psutil.STATUS_ZOMBIE
-    gone, _ = psutil.wait_procs([started], timeout=10)
+    gone, _ = psutil.wait_procs([started], timeout=HANG_S)
     assert gone
 
 

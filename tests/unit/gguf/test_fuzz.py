@@ -20,7 +20,7 @@ def cases(n):
         max_examples=n,
         deadline=None,
         derandomize=True,
-        suppress_health_check=[HealthCheck.function_scoped_fixture],
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
 
 

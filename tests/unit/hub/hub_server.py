@@ -45,10 +45,19 @@ class Hub:
     faults: dict[str, Fault] = field(default_factory=dict)
     seen: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)
     slow: threading.Event | None = None  # set: data stops half way until it is
-    sent: int = 0
     status: int = 0
     heads: int | None = None  # so many HEAD requests are answered, then 503
     corrupt: bool = False
+
+    def __post_init__(self) -> None:
+        # Held while a thread writes and counts what it wrote.
+        self.counting, self.counted = threading.Lock(), 0
+
+    @property
+    def sent(self) -> int:
+        """Bytes of data that clients got. Who has all of them finds them counted."""
+        with self.counting:
+            return self.counted
 
     def start(self) -> None:
         hub = self
@@ -207,14 +216,15 @@ class _Handler(BaseHTTPRequestHandler):
         rest = data[start:]
         if self.state.slow is not None and len(data) >= LARGE:
             self.write(rest[: len(rest) // 2])
-            self.state.slow.wait(60)
+            self.state.slow.wait(600)
             rest = rest[len(rest) // 2 :]
         self.write(rest)
 
     def write(self, data: bytes) -> None:
-        try:
-            self.wfile.write(data)
-            self.wfile.flush()
-            self.state.sent += len(data)
-        except OSError:
-            self.close_connection = True
+        with self.state.counting:
+            try:
+                self.wfile.write(data)
+                self.wfile.flush()
+                self.state.counted += len(data)
+            except OSError:
+                self.close_connection = True

@@ -20,7 +20,7 @@ from orchestrator.policy.base import ModelShape
 from orchestrator.profile import UsageKeeper, cached_path
 
 WANTED = [(0, expert, 0) for expert in range(50)]
-SECONDS = 10  # until a test gives up on a thread
+SECONDS = 600  # until a test gives up on a thread
 
 
 class SlowStore:

@@ -266,18 +266,22 @@ def bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bindings:
 
 def test_products_are_timed(bindings: Bindings) -> None:
     with Timer(bindings.api._lib, 1) as timer:
+
+        def seconds(what: Product | Small | Attention) -> float:
+            """The least of some: a machine may stand still while one is timed."""
+            return min(timer.seconds(what) for _ in range(3))
+
         for routed in (False, True):
             one, many = (
-                timer.seconds(Product(GGMLType.Q4_K, 512, 256, rows, routed=routed))
-                for rows in (1, 256)
+                seconds(Product(GGMLType.Q4_K, 512, 256, rows, routed=routed)) for rows in (1, 256)
             )
             assert 0 < one < many < 1
-        assert timer.seconds(Small(256, 1)) < timer.seconds(Small(256, 256))
-        short, long = (timer.seconds(Attention(4, 2, 64, 64, 1, n)) for n in (256, 4096))
+        assert seconds(Small(256, 1)) < seconds(Small(256, 256))
+        short, long = (seconds(Attention(4, 2, 64, 64, 1, n)) for n in (256, 4096))
         assert 0 < short < long
         if bindings.library().interleaves(GGMLType.Q4_K, 512, 256):
             repacked = Product(GGMLType.Q4_K, 512, 256, 1, repacked=True, routed=True)
-            assert 0 < timer.seconds(repacked) < 1
+            assert 0 < seconds(repacked) < 1
 
 
 def test_attention_reads_a_cache_that_is_not_in_the_processors(bindings: Bindings) -> None:
@@ -296,7 +300,7 @@ def test_attention_reads_a_cache_that_is_not_in_the_processors(bindings: Binding
             return view(*args)
 
         vars(timer).update(flash_attn_ext=attended, view_3d=viewed)
-        assert 0 < timer.seconds(Attention(4, 2, 64, 64, 1, 512)) < 1
+        assert timer.seconds(Attention(4, 2, 64, 64, 1, 512)) > 0
         layer_bytes = 512 * 2 * (64 + 64) * 2
         assert len(set(keys)) == len(keys) == 2 * min(48, (8 << 20) // layer_bytes)
         assert set(steps) == {(64, 512, 2, 2 * 64 * 2, 64 * 2, 0)}
@@ -406,7 +410,7 @@ def test_a_damaged_file_of_speeds_is_measured_again(bindings: Bindings) -> None:
     for text in ("{", '{"format": "moe-edge speed", "seconds": {"x": -1.0}}', "[]"):
         path.write_text(text)
         with Speeds(bindings, 1) as speeds:
-            assert 0 < speeds.seconds(product) < 1
+            assert speeds.seconds(product) > 0
 
 
 def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:

@@ -61,10 +61,14 @@ def test_nothing_is_timed_where_nobody_asks(
 def test_real_products_are_timed(library: Library) -> None:
     """A larger one takes longer, in any type; threads that sleep take time to wake."""
     for quant in (GGMLType.Q4_K, GGMLType.Q2_K, GGMLType.Q8_0, GGMLType.F16):
-        small = measure_product(library, quant, (256, 64), 1)
-        large = measure_product(library, quant, (2048, 2048), 1)
-        assert small is not None and large is not None
-        assert 0 < small.each_us < large.each_us and min(small.wake_us, large.wake_us) >= 0
+        # Each several times: a machine may stand still while one is timed.
+        small, large = (
+            [measure_product(library, quant, shape, 1) for _ in range(3)]
+            for shape in ((256, 64), (2048, 2048))
+        )
+        found = [each for each in small + large if each is not None]
+        assert len(found) == 6 and all(each.wake_us >= 0 for each in found)
+        assert 0 < min(each.each_us for each in found[:3]) < min(each.each_us for each in found[3:])
     for quant, shape in ((GGMLType.Q4_K, (100, 8)), (-1, (256, 8)), (GGMLType.Q8_1, (256, 8))):
         assert measure_product(library, quant, shape, 1) is None
     assert measure_product(library, GGMLType.Q4_K, (256, 8), 0) is None

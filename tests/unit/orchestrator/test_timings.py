@@ -195,23 +195,27 @@ def test_a_file_of_the_form_before_is_measured_again(
 
 
 def test_what_keeps_this_process_from_its_cores_is_told() -> None:
-    """Two processes on one core: one of them waits while the other runs."""
+    """Two processes on one core: one of them waits while the other runs. Both may be stopped at
+    any moment, so it is asked again until it tells."""
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("the kernel does not count how long threads wait for a core")
     code = (
-        "import os, time; from gguf_tools.process import Disturbance\n"
+        "import os, signal, time; from gguf_tools.process import Disturbance\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "if os.fork() == 0:\n"
-        "    end = time.perf_counter() + 0.6\n"
-        "    while time.perf_counter() < end: pass\n"
-        "    os._exit(0)\n"
-        "others, end = Disturbance(), time.perf_counter() + 0.5\n"
-        "while time.perf_counter() < end: pass\n"
-        "print(others.share()); os.wait()"
+        "other = os.fork()\n"
+        "while other == 0: pass\n"
+        "give_up = time.monotonic() + 60\n"
+        "share = 0.0\n"
+        "while share < 0.2 and time.monotonic() < give_up:\n"
+        "    others, busy_s = Disturbance(), time.process_time() + 0.2\n"
+        "    while time.process_time() < busy_s: pass\n"
+        "    share = others.share()\n"
+        "os.kill(other, signal.SIGKILL)\n"
+        "print(share)"
     )
     run = [sys.executable, "-c", code]
     found = subprocess.run(run, check=True, capture_output=True, text=True).stdout
-    assert float(found) > 0.2
+    assert float(found) >= 0.2
 
 
 def test_what_a_token_takes_is_timed_in_rounds(

@@ -1,19 +1,14 @@
-"""Writes kept conversations into a folder without an end: a test kills it."""
+"""Conversations to keep, and a writer of twelve of them, which a test kills."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-from orchestrator.prompts.folder import PromptFolder  # noqa: E402
-from orchestrator.prompts.shelf import Copy  # noqa: E402
-from orchestrator.states import Mark  # noqa: E402
+from orchestrator.prompts.folder import PromptFolder
+from orchestrator.prompts.shelf import Copy
+from orchestrator.states import Mark
 
 KEY = "a key"
 TURNS = 6
@@ -30,9 +25,8 @@ def state_of(tokens: np.ndarray) -> np.ndarray:
     return seed.integers(0, 256, 300_000, dtype=np.uint8)
 
 
-if __name__ == "__main__":
-    folder = PromptFolder(Path(sys.argv[1]), 1 << 21)
-    print("ready", flush=True)
-    while True:
-        for number in range(12):
-            folder.save_copy(made(number % 2, number // 2 % TURNS))
+def write(path: Path) -> None:
+    """The turns of two conversations, one after the other, where two have room."""
+    folder = PromptFolder(path, 1 << 21)
+    for number in range(2 * TURNS):
+        folder.save_copy(made(number % 2, number // 2))

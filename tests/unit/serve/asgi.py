@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event
@@ -15,6 +15,9 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.serve.app import State
 from orchestrator.serve.settings import ServeSettings
+
+# Only what hangs takes so long.
+HANG_S = 120.0
 
 
 @dataclass
@@ -51,6 +54,15 @@ class Client:
 
     def leave(self) -> None:
         self._gone.set()
+
+    async def heard(self, enough: Callable[[list[bytes]], object]) -> None:
+        """Waits until the parts of the answer are enough."""
+
+        async def come() -> None:
+            while not enough(self.reply.parts):
+                await asyncio.sleep(0.001)
+
+        await asyncio.wait_for(come(), HANG_S)
 
     async def run(self) -> Reply:
         await self._app(self._scope, self._receive, self._send)

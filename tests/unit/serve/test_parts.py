@@ -13,18 +13,50 @@ from typing import Any
 import pytest
 
 from orchestrator.serve import parts as module
-from orchestrator.serve.parts import REST_S, Parts
+from orchestrator.serve.parts import FAST, Parts
 
 N = 20_000
+# Only what hangs takes so long. A rest that is not cut short takes ten times as long.
+HANG_S = 120.0
+LONG_S = 10 * HANG_S
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop whose clock a test puts forward: nothing depends on how fast it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._skipped_s, self._rests, self._changed = 0.0, 0, threading.Condition()
+
+    def time(self) -> float:
+        return super().time() + self._skipped_s
+
+    def call_at(self, when: float, *args: Any, **context: Any) -> asyncio.TimerHandle:
+        timer = super().call_at(when, *args, **context)
+        with self._changed:
+            self._rests += when > self.time() + HANG_S
+            self._changed.notify_all()
+        return timer
+
+    def until_rest(self, number: int) -> None:
+        """In another thread: until somebody began to wait for a long moment that often."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._rests >= number, HANG_S), "nobody rests"
+
+    def skip(self) -> None:
+        """In another thread: what rests since before this call has its end."""
+        self._skipped_s += 2 * LONG_S
+        self.call_soon_threadsafe(lambda: None)
 
 
 class Made:
     """A request as the native one: who takes nothing is told of what comes next, once."""
 
-    def __init__(self, make: Callable[[Made], None]) -> None:
-        self._make, self._lock = make, threading.Lock()
+    def __init__(self, make: Callable[[Made], None], loop: Loop) -> None:
+        self._make, self._changed = make, threading.Condition()
         self._come, self._awaited, self._ready = b"", False, -1
         self._ended = False
+        self.loop = loop
         self.told = 0
         self.cancelled = threading.Event()
 
@@ -33,12 +65,12 @@ class Made:
         try:
             self._make(self)
         finally:
-            with self._lock:
+            with self._changed:
                 self._ended = True
             os.write(ready, b"\0")
 
     def put(self, text: bytes) -> None:
-        with self._lock:
+        with self._changed:
             self._come += text
             if self._awaited:
                 self._awaited = False
@@ -46,37 +78,53 @@ class Made:
                 os.write(self._ready, b"\0")
 
     def take(self) -> tuple[bytes, bool]:
-        with self._lock:
+        with self._changed:
             text, self._come = self._come, b""
             self._awaited = not text
+            self._changed.notify_all()
             return text, self._ended
+
+    def until_taken(self) -> None:
+        """In the thread that makes: until nothing is left of what was put."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._come, HANG_S), "nobody takes it"
+
+    def until_awaited(self) -> None:
+        """In the thread that makes: until somebody found nothing and waits to be told."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._awaited, HANG_S), "nobody waits"
 
     def cancel(self) -> None:
         self.cancelled.set()
 
 
-def through(make: Callable[[Made], None], use: Callable[[Parts], Any]) -> tuple[Any, Made]:
+def through(make: Callable[[Made], None], use: Callable[[Parts, Made], Any]) -> tuple[Any, Made]:
     """What a coroutine makes of the parts of such a request, and the request."""
-    request = Made(make)
+    loop = Loop()
+    request = Made(make, loop)
 
     async def run() -> Any:
         with ThreadPoolExecutor(1) as workers:
             parts = Parts(request, workers)  # type: ignore[arg-type]
             try:
-                return await use(parts)
+                return await use(parts, request)
             finally:
                 await parts.close()
 
-    return asyncio.run(run()), request
+    try:
+        return loop.run_until_complete(run()), request
+    finally:
+        loop.close()
 
 
-async def all_of(parts: Parts) -> list[bytes]:
+async def all_of(parts: Parts, _request: Made) -> list[bytes]:
+    """Those that are not empty. Where nobody wakes it, the thread that makes them gives up."""
     found, is_all = [], False
     while not is_all:
-        come = await parts.next(20)
-        assert come is not None, f"a wake-up is lost behind {len(found)} parts"
+        come = await parts.next(None)
+        assert come is not None
         text, is_all = come
-        found.append(text)
+        found += [text] if text else []
     return found
 
 
@@ -89,84 +137,83 @@ def test_all_of_it_arrives_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
             request.put(b"%d\n" % number)
             if number % 64 == 0:
                 time.sleep(1e-5)  # so that the loop waits now and then
+        request.until_taken()  # its end would wake it as well
 
     found, _ = through(make, all_of)
     assert [int(line) for line in b"".join(found).splitlines()] == list(range(N))
 
 
-def test_fast_parts_go_together_and_slow_ones_at_once() -> None:
-    def fast(request: Made) -> None:
-        for _ in range(100):
-            request.put(b"a")
-            time.sleep(REST_S / 10)
-
-    found, request = through(fast, all_of)
-    assert b"".join(found) == b"a" * 100
-    assert len(found) < 40 and request.told < 10
-
-    def slow(request: Made) -> None:
-        for _ in range(5):
-            time.sleep(2 * REST_S)
-            request.put(b"a")
-
-    found, request = through(slow, all_of)
-    assert [text for text in found if text] == [b"a"] * 5
-    assert request.told == 5
-
-
-def test_parts_that_become_slow_do_not_wait_for_each_other() -> None:
-    times: list[float] = []
+def test_fast_parts_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones go alone. What comes then waits until the rest is over, or all has come."""
+    monkeypatch.setattr(module, "REST_S", LONG_S)
 
     def make(request: Made) -> None:
-        for _ in range(4):
+        for _ in range(FAST):
             request.put(b"a")
-            time.sleep(REST_S / 4)
-        for _ in range(3):
-            time.sleep(3 * REST_S)
-            times.append(time.monotonic())
+            request.until_taken()
+        request.loop.until_rest(1)
+        for _ in range(50):
             request.put(b"b")
+        request.loop.skip()
+        request.until_taken()
+        for _ in range(50):
+            request.put(b"c")
 
-    async def use(parts: Parts) -> list[float]:
-        seen: list[float] = []
-        is_all = False
-        while not is_all:
-            come = await parts.next(20)
-            assert come is not None
-            text, is_all = come
-            seen += [time.monotonic()] * text.count(b"b")
-        return seen
+    found, request = through(make, all_of)
+    assert found == [b"a"] * FAST + [b"b" * 50, b"c" * 50]
+    assert request.told <= FAST
 
-    seen, _ = through(make, use)
-    assert len(seen) == 3
-    assert seen[2] - times[2] < REST_S / 2  # the first one may have waited
+
+def test_slow_parts_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that come slowly from the beginning, and those that were fast before."""
+    monkeypatch.setattr(module, "REST_S", LONG_S)
+
+    def make(request: Made) -> None:
+        def put_slowly(text: bytes) -> None:
+            request.until_awaited()
+            request.loop.skip()
+            request.put(text)
+            request.until_taken()
+
+        for _ in range(5):
+            put_slowly(b"a")
+        for _ in range(FAST):
+            request.put(b"b")
+            request.until_taken()
+        request.loop.until_rest(1)
+        request.loop.skip()  # a part that came now might have waited
+        for _ in range(3):
+            put_slowly(b"c")
+
+    found, request = through(make, all_of)
+    assert found == [b"a"] * 5 + [b"b"] * FAST + [b"c"] * 3
+    assert request.told >= 8
 
 
 def test_the_end_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REST_S", 5.0)
-    ended: list[float] = []
+    monkeypatch.setattr(module, "REST_S", LONG_S)
 
     def make(request: Made) -> None:
-        for _ in range(8):
+        for _ in range(FAST):
             request.put(b"a")
-            time.sleep(0.02)
-        ended.append(time.monotonic())
+            request.until_taken()
+        request.loop.until_rest(1)
+        request.put(b"b")
 
-    async def use(parts: Parts) -> float:
-        await all_of(parts)
-        return time.monotonic()
+    async def use(parts: Parts, request: Made) -> list[bytes]:
+        return await asyncio.wait_for(all_of(parts, request), HANG_S)
 
-    at, _ = through(make, use)
-    assert at - ended[0] < 1
+    assert through(make, use)[0] == [b"a"] * FAST + [b"b"]
 
 
 def test_what_does_not_come_in_time_is_said() -> None:
     go = threading.Event()
 
     def make(request: Made) -> None:
-        go.wait(20)
+        go.wait(HANG_S)
         request.put(b"a")
 
-    async def use(parts: Parts) -> list[Any]:
+    async def use(parts: Parts, _request: Made) -> list[Any]:
         said = [await parts.next(0.01), await parts.next(0.01)]
         go.set()
         return [*said, (await parts.next(None) or (b"", True))[0]]
@@ -178,10 +225,10 @@ def test_who_is_cancelled_waits_no_more() -> None:
     """The work ends, and what comes afterwards wakes nobody; no error is left in the loop."""
 
     def make(request: Made) -> None:
-        request.cancelled.wait(20)
+        request.cancelled.wait(HANG_S)
         request.put(b"late")
 
-    async def use(parts: Parts) -> list[object]:
+    async def use(parts: Parts, _request: Made) -> list[object]:
         errors: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _loop, what: errors.append(what))
         waiting = asyncio.create_task(parts.next(None))
