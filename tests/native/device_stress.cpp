@@ -367,7 +367,7 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
     const uint64_t host_hits = s.host_hits[0] + s.host_hits[1];
     const struct { const char * what; bool came; } situations[] = {
         { "a row", count.rows > 0 }, { "a skip", skipped > 0 }, { "a step cut off", cut > 0 },
-        { "a transition", transitions > 0 }, { "an expert from the host tier", host_more == 0 || host_hits > 0 },
+        { "a transition", transitions > 0 }, { "an expert from the host tier", host_hits > 0 },
         { "an eviction", s.evictions > 0 }, { "a promotion", s.promotions > 0 }, { "a prefetch that is used", s.prefetch_used > 0 },
         { "a prefetch taken back", s.prefetch_cancelled > 0 }, { "a prefetch in vain", s.prefetch_wasted > 0 },
     };

@@ -206,7 +206,7 @@ def test_what_keeps_this_process_from_its_cores_is_told() -> None:
         "while other == 0: pass\n"
         "give_up = time.monotonic() + 60\n"
         "share = 0.0\n"
-        "while share < 0.2 and time.monotonic() < give_up:\n"
+        "while share <= 0.2 and time.monotonic() < give_up:\n"
         "    others, busy_s = Disturbance(), time.process_time() + 0.2\n"
         "    while time.process_time() < busy_s: pass\n"
         "    share = others.share()\n"
@@ -215,7 +215,7 @@ def test_what_keeps_this_process_from_its_cores_is_told() -> None:
     )
     run = [sys.executable, "-c", code]
     found = subprocess.run(run, check=True, capture_output=True, text=True).stdout
-    assert float(found) >= 0.2
+    assert float(found) > 0.2
 
 
 def test_what_a_token_takes_is_timed_in_rounds(
