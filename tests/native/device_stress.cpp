@@ -8,6 +8,7 @@
 
 #include "moe-edge-host-device.h"
 #include "moe-edge-store.h"
+#include "stress.h"
 
 #include <atomic>
 #include <cstdio>
@@ -18,7 +19,6 @@
 #include <numeric>
 #include <random>
 
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -34,10 +34,8 @@ uint64_t undirected_bytes = 0;
 
 }  // namespace
 
-// The store's reads come by here, since a program's own functions go before those of libraries. The sanitizer's is the
-// next one: it has to see what is written.
+// The store's reads come by here, since a program's own functions go before those of libraries.
 extern "C" ssize_t pread(int fd, void * to, size_t bytes, off_t at) {
-    static const auto next = reinterpret_cast<ssize_t (*)(int, void *, size_t, off_t)>(dlsym(RTLD_NEXT, "pread"));
     for (bool first = true; at >= held_first && at < held_last; first = false) {
         n_held += first;
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -47,7 +45,7 @@ extern "C" ssize_t pread(int fd, void * to, size_t bytes, off_t at) {
         errno = EFAULT;
         return -1;
     }
-    return next(fd, to, bytes, at);
+    return next_pread(fd, to, bytes, at);
 }
 
 namespace {
@@ -56,24 +54,6 @@ constexpr int32_t  LAYERS = 3, EXPERTS = 8, USED = 3, TIERS = 2;
 constexpr uint64_t BYTES[TIERS] = { 14400, 8400 };  // whole blocks, as slices of a model are
 constexpr int32_t  TYPES[TIERS] = { 12, 10 };       // Q4_K, Q2_K by number: nothing is computed
 const int32_t      KINDS[] = { MOE_EDGE_GATE, MOE_EDGE_UP, MOE_EDGE_DOWN };  // in the graph's order
-
-[[noreturn]] void die(const std::string & sentence) {
-    fprintf(stderr, "device_stress: %s\n", sentence.c_str());
-    exit(1);
-}
-
-// How long a situation may take to come up: two minutes of sleep at least. They are counted, since a program that was
-// stopped for a while had none of them.
-struct patience {
-    int left = 60000;
-
-    void wait(const std::string & for_what) {
-        if (left-- == 0) {
-            die("a situation did not come up: " + for_what);
-        }
-        std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    }
-};
 
 uint64_t slice_seed(int32_t layer, int32_t kind, int32_t tier, int32_t expert) {
     return ((((uint64_t) layer * 4 + kind) * 4 + tier) * 64 + expert) * 1000003;

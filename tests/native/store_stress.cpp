@@ -11,6 +11,7 @@
 
 #include "moe-edge-host-device.h"
 #include "moe-edge.h"
+#include "stress.h"
 
 #include <algorithm>
 #include <array>
@@ -27,7 +28,6 @@
 #include <thread>
 #include <vector>
 
-#include <dlfcn.h>
 #include <unistd.h>
 
 namespace {
@@ -40,18 +40,16 @@ std::atomic<int64_t> held_bytes { 0 };  // that came
 
 }  // namespace
 
-// The store's reads come by here, since a program's own functions go before those of libraries. The sanitizer's is the
-// next one: it has to see what is written.
+// The store's reads come by here, since a program's own functions go before those of libraries.
 extern "C" ssize_t pread(int fd, void * to, size_t bytes, off_t at) {
-    static const auto next = reinterpret_cast<ssize_t (*)(int, void *, size_t, off_t)>(dlsym(RTLD_NEXT, "pread"));
     if (at < held_first || at >= held_last) {
-        return next(fd, to, bytes, at);
+        return next_pread(fd, to, bytes, at);
     }
     n_held++;
     while (held) {
         usleep(200);
     }
-    const ssize_t n = next(fd, to, bytes, at);
+    const ssize_t n = next_pread(fd, to, bytes, at);
     held_bytes += n;
     return n;
 }
@@ -67,24 +65,6 @@ constexpr int32_t TYPE_Q4_K = 12;
 constexpr int32_t TYPE_Q2_K = 10;
 std::unique_ptr<moe_edge_host_device> device;  // null: slots in host memory
 const int32_t KINDS[] = { MOE_EDGE_UP, MOE_EDGE_GATE, MOE_EDGE_DOWN };
-
-[[noreturn]] void die(const std::string & sentence) {
-    fprintf(stderr, "store_stress: %s\n", sentence.c_str());
-    exit(1);
-}
-
-// How long a situation may take to come up: two minutes of sleep at least. They are counted, since a program that was
-// stopped for a while had none of them.
-struct patience {
-    int left = 12000;
-
-    void wait(const std::string & for_what) {
-        if (left-- == 0) {
-            die("a situation did not come up: " + for_what);
-        }
-        usleep(10000);
-    }
-};
 
 // The byte on disk; differs between neighbouring slices at nearly every position.
 unsigned char byte_at(int32_t layer, int32_t kind, int32_t tier, int32_t expert, uint64_t i) {
