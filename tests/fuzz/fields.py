@@ -1,0 +1,488 @@
+"""Requests with random fields on every route of a running server:
+
+    python tests/fuzz/fields.py [--model M] [--seconds 3600] [--seed 0] [--key] [--stops 50]
+
+The fields are upstream's own declarations (`server-schema.cpp`) and those of the published
+description (`/openapi.json`), each with values of its declared type, at its bounds, and of other
+types. Some clients leave early, some read nothing. A finding is an end of the process, a status of
+500, one above it without a sentence in an error object, a traceback in the log, memory above the
+cap, a sequence that is not free at the end, or an end that takes longer than two seconds. Exits 1
+where there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import re
+import socket
+import sys
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+
+HERE = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(HERE), str(HERE / "tests")]
+
+from served import DEMO, HANG_S, Served, serving
+
+from orchestrator.serve.openapi import PATHS, SCHEMAS
+from patches.upstream import cache_dir
+
+CAP = 300 << 20
+OPTIONS = ("--ram", str(CAP), "--parallel", "4", "--ctx", "512")
+KEY = "a key"
+MOST_END_S = 2.0
+MOST_HELD = 12
+# A request of these passes by itself, so that what is changed in it is what is tried.
+MESSAGES = [{"role": "user", "content": "One two"}]
+SOUND: dict[str, dict[str, Any]] = {
+    "ChatRequest": {"messages": MESSAGES, "max_tokens": 4},
+    "CompletionRequest": {"prompt": "One two", "max_tokens": 4},
+    "ResponsesRequest": {"input": "One two", "max_output_tokens": 4},
+    "MessagesRequest": {"messages": MESSAGES, "max_tokens": 4},
+    "CountRequest": {"messages": MESSAGES},
+    "InfillRequest": {"input_prefix": "One", "input_suffix": "three", "n_predict": 4},
+    "TokenizeRequest": {"content": "One two"},
+    "DetokenizeRequest": {"tokens": [1, 2, 3]},
+    "TemplateRequest": {"messages": MESSAGES},
+}
+NUMBERS = (0, 1, -1, 2, 5, 20, 21, 64, 10**5, 2**31 - 1, 2**31, 2**32, 2**63, -(2**31), -(2**63))
+FLOATS = (0.0, 0.5, 1.0, -0.5, 1e-30, 1e9, 1e308, -1e308)
+WORDS = (
+    "",
+    "a",
+    "One",
+    "\ud800",
+    "\x00\x1b[31m\r\n",
+    "\u202e\U0001f600" * 40,
+    "(" * 20_000,
+    "(.*)*(.*)*q~",
+    "^(a|a)*$",
+    "word " * 3_000,
+    'root ::= "a" | "b"',
+    "root ::= root",
+    "root ::= [a-z]{1,100000}",
+    "root ::= " + "(" * 300 + '"a"' + ")" * 300,
+    'root ::= ("a"?){5000}',
+    "edkypmxt",
+)
+
+
+# Nests deeper than Python writes JSON; put into the text in the end.
+DEEP = "<deep>"
+
+
+def nested(depth: int) -> Any:
+    made: Any = 1
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+def schemas(rng: random.Random) -> Any:
+    """JSON schemas that a converter to a grammar has to bear."""
+    many = {f"p{n}": {"type": "string"} for n in range(rng.choice((3, 40, 2_000)))}
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(rng.choice((2, 60, 200))):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    return rng.choice(
+        (
+            {},
+            {"type": "object", "properties": many},
+            {"type": "object", "properties": many, "required": list(many)},
+            deep,
+            {
+                "type": "string",
+                "pattern": rng.choice(("^a+$", "^(a|b)*c$", "^((((a*)*)*)*)*$", "[", "^")),
+            },
+            {"type": "string", "minLength": 1, "maxLength": rng.choice((5, 10**5, 2**31))},
+            {"type": "array", "items": {"type": "integer"}, "minItems": 10**6, "maxItems": 10**7},
+            {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+            {"$ref": "#/definitions/a", "definitions": {"a": {"$ref": "#/definitions/a"}}},
+            {"$ref": "http://127.0.0.1:1/x"},
+            {"$ref": "file:///etc/passwd"},
+            {"anyOf": [{"const": n} for n in range(rng.choice((3, 3_000)))]},
+            {"enum": ["x" * 500] * rng.choice((3, 300))},
+            {"allOf": [{"type": "object"}, {"type": "string"}]},
+            {"type": ["null", "odd"]},
+        )
+    )
+
+
+def anything(rng: random.Random) -> Any:
+    """A value of any JSON type, most of them short."""
+    kind = rng.randrange(12)
+    if kind < 2:
+        return rng.choice((None, True, False))
+    if kind < 4:
+        return rng.choice(NUMBERS)
+    if kind < 5:
+        return rng.choice(FLOATS)
+    if kind < 7:
+        return rng.choice(WORDS)
+    if kind < 8:
+        return schemas(rng)
+    if kind < 9:
+        return [anything(rng) for _ in range(rng.choice((0, 1, 3)))]
+    if kind < 10:
+        return {rng.choice(WORDS[:6]): anything(rng) for _ in range(rng.choice((0, 1, 3)))}
+    if kind < 11:
+        return rng.choice((nested(3), nested(100), nested(300), DEEP))
+    return [rng.choice((1, "a", [1, -1], {"a": 1}))] * rng.choice((10, 1_000, 50_000))
+
+
+def of_kind(rng: random.Random, kind: str) -> Any:
+    """A value of a type that upstream declares: bool, num, str, nested or json."""
+    if kind == "bool":
+        return rng.random() < 0.5
+    if kind == "num":
+        return rng.choice(NUMBERS if rng.random() < 0.6 else FLOATS)
+    if kind == "str":
+        return rng.choice(WORDS)
+    if kind == "nested":
+        return {"include_usage": rng.random() < 0.5}
+    return anything(rng)
+
+
+# Fields whose values have a form of their own.
+FORMS: dict[str, Any] = {
+    "logit_bias": lambda rng: rng.choice(
+        (
+            [[rng.randrange(300), rng.choice((-100, 5.5, False))] for _ in range(5)],
+            {str(n): 1 for n in range(rng.choice((3, 50_000)))},
+            {"word": -1, "1": False},
+            [["word " * 200, 1]] * rng.choice((3, 3_000)),
+        )
+    ),
+    "json_schema": schemas,
+    "grammar": lambda rng: rng.choice(WORDS),
+    "response_format": lambda rng: {
+        "type": rng.choice(("json_object", "json_schema", "text", "odd")),
+        "json_schema": {"name": "a", "schema": schemas(rng)},
+    },
+    "tools": lambda rng: [
+        {
+            "type": "function",
+            "name": f"f{n}",
+            "function": {"name": f"f{n}", "parameters": schemas(rng)},
+            "input_schema": schemas(rng),
+            "parameters": schemas(rng),
+        }
+        for n in range(rng.choice((1, 2, 60)))
+    ],
+    "tool_choice": lambda rng: rng.choice(
+        (
+            "auto",
+            "required",
+            "none",
+            {"type": "function", "function": {"name": "f0"}},
+            {"type": "any"},
+        )
+    ),
+    "stop": lambda rng: rng.choice(
+        (["a"], ["", "e", "\ud800"], ["x" * 20] * 4_000, " ", [1, None])
+    ),
+    "samplers": lambda rng: rng.choice((["top_k", "odd"], "kfypmxt", ["temperature"] * 3_000)),
+    "messages": lambda rng: [
+        {
+            "role": rng.choice(("user", "assistant", "system", "tool", "odd", 5)),
+            "content": rng.choice(
+                (rng.choice(WORDS), None, [{"type": "text", "text": rng.choice(WORDS)}])
+            ),
+        }
+        for _ in range(rng.choice((0, 1, 3, 400)))
+    ],
+    "prompt": lambda rng: rng.choice(
+        (
+            ["One", "two"],
+            [[1, 2], [3]],
+            [1, 2, 3],
+            ["One"] * 40,
+            [-1, 2**31],
+            {"a": 1},
+            rng.choice(WORDS),
+        )
+    ),
+    "n": lambda rng: rng.choice((1, 2, 4, 5, -1)),
+    "stream": lambda rng: rng.random() < 0.7,
+}
+
+
+def declared() -> dict[str, str]:
+    """Each field that upstream's server declares, and its kind."""
+    found: dict[str, str] = {}
+    for source in sorted(
+        cache_dir().glob("source/*/vendor/llama.cpp/tools/server/server-schema.cpp")
+    ):
+        for kind, name, rest in re.findall(
+            r'new field_(\w+)\("([^"]+)"(.*?);', source.read_text(), re.DOTALL
+        ):
+            found[name] = kind
+            found |= dict.fromkeys(re.findall(r'add_alias\("([^"]+)"', rest), kind)
+    assert len(found) > 50, "upstream's server is not unpacked: run `make serve` once"
+    return found
+
+
+class Requests:
+    """Random requests to every path of the description."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._declared = declared()
+        self._paths: list[tuple[str, str, str]] = []
+        for path, methods in PATHS.items():
+            for method, operation in methods.items():
+                body = operation.get("requestBody")
+                name = (
+                    body["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
+                    if body
+                    else ""
+                )
+                self._paths += [(method.upper(), path, name)] * (4 if name else 1)
+
+    def next(self) -> tuple[str, str, bytes]:
+        """(method, path, body)."""
+        rng = self._rng
+        method, path, name = rng.choice(self._paths)
+        if not name:
+            return method, path, b""
+        if rng.random() < 0.02:
+            return (
+                method,
+                path,
+                rng.choice((b"", b"[1]", b"{", b"\xff", b'{"a": NaN}', b"[" * 50_000)),
+            )
+        data: dict[str, Any] = {**SOUND[name]}
+        own = list(SCHEMAS[name]["properties"])
+        for _ in range(rng.choice((1, 1, 2, 3, 6))):
+            field = rng.choice(own if rng.random() < 0.4 else list(self._declared))
+            if rng.random() < 0.2:
+                field = rng.choice(list(FORMS))
+            kind = rng.random()
+            if kind < 0.2:
+                data[field] = anything(rng)
+            elif field in FORMS:
+                data[field] = FORMS[field](rng)
+            else:
+                data[field] = of_kind(rng, self._declared.get(field, "json"))
+        text = json.dumps(data).replace(json.dumps(DEEP), "[" * 20_000 + "]" * 20_000)
+        return method, path, text.encode()
+
+
+class Fuzz:
+    """Clients at once, and what came of their requests."""
+
+    def __init__(self, served: Served, seed: int, key: bool) -> None:
+        self.served, self.seed, self.key = served, seed, key
+        self.statuses: Counter[int | str] = Counter()
+        self.findings: list[str] = []
+        self.is_over = False
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._held: list[socket.socket] = []
+        self._asked: dict[int, str] = {}
+
+    def start(self, clients: int) -> None:
+        self._threads = [
+            threading.Thread(target=self._client, args=(number,), daemon=True)
+            for number in range(clients)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(HANG_S)
+
+    def close(self) -> None:
+        """Lets go of the connections that nothing is read from."""
+        for sock in self._held:
+            sock.close()
+
+    def _client(self, number: int) -> None:
+        requests, rng = Requests(self.seed + number), random.Random(number)
+        while not self._ended.is_set() and self.served.process.poll() is None:
+            method, path, body = requests.next()
+            self._asked[number] = f"{path} {body[:1500]!r}"
+            try:
+                status = self._ask(rng, method, path, body)
+            except (OSError, ValueError) as error:
+                status = type(error).__name__
+            self.statuses[status] += 1
+            with contextlib.suppress(OSError):
+                self._watch()
+
+    def _watch(self) -> None:
+        """Notes what was asked when the process first had more than the cap."""
+        peak = peak_bytes(self.served.process.pid)
+        if peak > CAP and not self.is_over:
+            self.is_over = True
+            self.findings.append(f"peak {peak} bytes of {CAP} in {self.asked()}")
+
+    def asked(self) -> str:
+        """What each client asked last."""
+        return "\n    ".join(["", *self._asked.values()])
+
+    def _ask(self, rng: random.Random, method: str, path: str, body: bytes) -> int | str:
+        where = urlsplit(self.served.url)
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        if self.key:
+            key = rng.choice((KEY,) * 9 + ("wrong",))
+            head += rng.choice((f"x-api-key: {key}\r\n", f"Authorization: Bearer {key}\r\n"))
+        if method == "POST":
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        with socket.create_connection(
+            (where.hostname or "", where.port or 0), timeout=HANG_S
+        ) as sock:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(head.encode() + b"\r\n" + body)
+            chance = rng.random()
+            if chance < 0.05:
+                return "left"
+            if chance < 0.1:
+                sock.recv(1)
+                return "left"
+            if chance < 0.11 and len(self._held) < MOST_HELD:
+                self._held.append(sock.dup())
+                return "held"
+            if chance < 0.15:
+                self._ended.wait(rng.random())
+            said = bytearray()
+            while part := sock.recv(1 << 16):
+                said += part
+        return self._judge(path, body, bytes(said))
+
+    def _judge(self, path: str, body: bytes, said: bytes) -> int | str:
+        found = re.match(rb"HTTP/1\.1 (\d+)", said)
+        if not found:
+            return "closed"
+        status, text = int(found[1]), said.partition(b"\r\n\r\n")[2]
+        if status >= 500 and status != 501 and not re.search(rb'"message": ?"[^"]{8,400}"', text):
+            self.findings.append(f"{path} {status} {text[:200]!r} to {body[:1500]!r}")
+        if status == 500:
+            self.findings.append(f"{path} 500 {text[:300]!r} to {body[:1500]!r}")
+        return status
+
+
+def peak_bytes(pid: int) -> int:
+    """The most resident memory that a process ever had."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) << 10 if found else 0  # it has ended
+
+
+def plain(served: Served, text: str, key: bool) -> int:
+    """The status of a plain completion."""
+    from http.client import HTTPConnection
+
+    where = urlsplit(served.url)
+    connection = HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
+    head = {"Content-Type": "application/json", **({"x-api-key": KEY} if key else {})}
+    with contextlib.closing(connection):
+        body = json.dumps({"prompt": text, "max_tokens": 8, "ignore_eos": True})
+        connection.request("POST", "/v1/completions", body, head)
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
+
+
+def log_findings(said: str) -> list[str]:
+    """What a log must not have."""
+    found = [line for line in said.splitlines() if "Traceback" in line or "\x1b" in line]
+    return [f"the log: {line[:300]!r}" for line in found]
+
+
+def fuzz(
+    cache: Path, model: Path, seconds: float, seed: int, key: bool, clients: int = 6
+) -> list[str]:
+    """The findings of one server. It has to answer four at once at the end, and to end in time."""
+    options = (*OPTIONS, *(("--api-key", KEY) if key else ()))
+    with serving(cache, "-m", str(model), *options) as served:
+        run = Fuzz(served, seed, key)
+        run.start(clients)
+        end = monotonic() + seconds
+        while monotonic() < end and served.process.poll() is None:
+            threading.Event().wait(min(5.0, max(0.0, end - monotonic())))
+        run.stop()
+        findings = run.findings
+        if served.process.poll() is not None:
+            status, said = served.end()
+            return [*findings, f"it ended with {status} in {run.asked()}: {said[-1500:]}"]
+        statuses: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: statuses.append(plain(served, "Spain", key)))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if statuses != [200] * 4:
+            findings.append(f"four plain requests at the end got {statuses}")
+        peak = peak_bytes(served.process.pid)
+        start = perf_counter()
+        status, said = served.end()
+        took = perf_counter() - start
+        run.close()
+        if status or took > MOST_END_S:
+            findings.append(f"SIGTERM: status {status} after {took:.2f} s")
+        findings += log_findings(said)
+    asked = sum(run.statuses.values())
+    print(
+        f"{asked} requests, {dict(run.statuses)}, peak {peak / 2**20:.1f} MiB of {CAP >> 20}",
+        flush=True,
+    )
+    return findings
+
+
+def stops(cache: Path, model: Path, times: int, seed: int, key: bool) -> list[str]:
+    """SIGTERM at random moments of such requests: each end is clean and in time."""
+    rng, findings, longest = random.Random(seed), [], 0.0
+    options = (*OPTIONS, *(("--api-key", KEY) if key else ()))
+    for number in range(times):
+        with serving(cache, "-m", str(model), *options) as served:
+            run = Fuzz(served, seed + 100 * number, key)
+            run.start(6)
+            threading.Event().wait(rng.uniform(0.0, 6.0))
+            start = perf_counter()
+            status, said = served.end()
+            took = perf_counter() - start
+            run.stop()
+            run.close()
+            longest = max(longest, took)
+            if status or took > MOST_END_S:
+                findings.append(f"stop {number}: status {status} after {took:.2f} s: {said[-800:]}")
+            findings += [*run.findings, *log_findings(said)]
+    print(f"the longest of {times} ends: {longest:.2f} s", flush=True)
+    return findings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--key", action="store_true", help="the server asks for a key")
+    parser.add_argument("--stops", type=int, default=0, help="SIGTERM at so many moments instead")
+    asked = parser.parse_args()
+    model = asked.model.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        if asked.stops:
+            findings = stops(Path(folder), model, asked.stops, asked.seed, asked.key)
+        else:
+            findings = fuzz(Path(folder), model, asked.seconds, asked.seed, asked.key)
+    for finding in findings:
+        print("FINDING", finding, flush=True)
+    print(f"{len(findings)} findings")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
