@@ -127,6 +127,11 @@ def test_top_gates_are_kept() -> None:
     assert set(decided(made(keep_top=2), shuffled)[0]) == {5, 7}
 
 
+def test_unless_asked_the_top_gate_alone_is_kept() -> None:
+    kept = Floor.Settings().keep_top
+    assert set(decided(made(keep_top=kept), make())[0]) == {2, 7, 0}
+
+
 def test_nothing_is_skipped_above_the_price() -> None:
     expert_bytes = ONE.expert_slot_bytes(0, 0)
     assert set(decided(made(price=0.05 / expert_bytes), make())[0]) == {0, 7}

@@ -15,7 +15,7 @@ from gguf_tools.units import format_size
 from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
-from orchestrator.footprint import scratch_bytes
+from orchestrator.footprint import look_ahead_bytes, process_bytes, scratch_bytes, step_tokens
 from orchestrator.hardware import Machine
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.settings import parse_size
@@ -257,6 +257,32 @@ def test_logits_of_all_tokens_need_more_scratch(models: dict[str, ExpertModel]) 
     one, every = plan_for(model), plan_for(model, logits_all=True)
     n_vocab = len(model.metadata["tokenizer.ggml.tokens"])
     assert every.scratch_bytes - one.scratch_bytes >= 511 * n_vocab * 4
+
+
+def test_copies_of_routers_are_scratch_of_a_policy_that_is_asked(
+    models: dict[str, ExpertModel],
+) -> None:
+    model = models["one"]
+    asked, never = (plan_for(model, policy=name).scratch_bytes for name in ("firm", "lru"))
+    assert asked - never == look_ahead_bytes(model) > 0
+
+
+def test_a_process_beside_a_gpu_is_larger(models: dict[str, ExpertModel]) -> None:
+    """By what its driver keeps there, which nobody measured to the byte."""
+    model = models["one"]
+    config = Config.build(model=model.path)
+    beside = process_bytes(model, config, on_gpu=True) - process_bytes(model, config)
+    assert 2**23 <= beside <= 2**26
+
+
+@pytest.mark.parametrize(
+    ("ubatch", "n_ctx", "tokens"), [(None, 8192, 512), (None, 100, 100), (64, 8192, 64)]
+)
+def test_a_step_has_what_was_asked_for_or_the_least_size(
+    models: dict[str, ExpertModel], ubatch: int | None, n_ctx: int, tokens: int
+) -> None:
+    config = Config.build(model=models["one"].path, ubatch=ubatch)
+    assert step_tokens(config, n_ctx) == tokens
 
 
 def test_a_vocabulary_that_is_no_list(models: dict[str, ExpertModel], tmp_path: Path) -> None:

@@ -43,6 +43,12 @@ def test_an_answer_at_once_has_the_costs_too() -> None:
     assert reply.json()["timings"]["hit_rate"] == 0.5
 
 
+def test_letters_stay_as_they_are_beside_the_costs() -> None:
+    request = FakeRequest(200, False, ['{"content": "fjord ø", "timings": {}}'.encode()])
+    reply = ask(application(state_with(FakeBackend(request)), quiet), CHAT, ASK)
+    assert '"fjord ø"'.encode() in reply.body and b"hit_rate" in reply.body
+
+
 def test_answers_without_figures_of_llama_cpps_have_ours() -> None:
     summary = (
         b'event: message_delta\ndata: {"type": "message_delta", "usage": {}}\n\n'

@@ -264,6 +264,7 @@ def test_attacks_get_one_clear_status(served: Served, name: str) -> None:
     said = raw(served, data.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
     assert status in said.split(b"\r\n")[0], said[:200]
     assert b"root:" not in said
+    assert b"\nserver:" not in said.lower()  # which would name uvicorn to whoever attacks
     assert json.loads(get(served, "/health"))["status"] == "ok"
 
 
