@@ -93,9 +93,10 @@ class Health:
         }
 
 
-def examine(config: Config) -> Health:
-    """Measures this machine for a few seconds. Raises MoeEdgeError for a model that cannot be
-    read, OSError for a disk that fails."""
+def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) -> Health:
+    """Measures this machine for a few seconds. begins gets what is being measured.
+
+    Raises MoeEdgeError for a model that cannot be read, OSError for a disk that fails."""
     bindings = Bindings.load()
     threads = config.threads or default_threads()
     note = ""
@@ -111,12 +112,15 @@ def examine(config: Config) -> Health:
     with ExpertModel.open(config.model, config.low) as model:
         machine = probe(planned_device(bindings, gpu, model, config.kv))
         plan, plan_note = _try_plan(config, model, machine)
+        begins("Measuring the disk")
         disk = read_bandwidth(model, threads=config.io_threads)
+        begins("Measuring the memory")
         memory_speed = memory_bandwidth(threads, spare_bytes(config, model))
         expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)
         expected: tuple[Expected, ...] = ()
         profiled = disturbed = False
         if gpu is None and plan is not None:
+            begins("Measuring the processor")
             reading = reading_of(disk, config)
             with Predictor(bindings, config, model, reading, fresh=True) as predictor:
                 expected = expected_of(predictor, config, model, machine, plan)

@@ -34,7 +34,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_machine_without_a_gpu(model: Path) -> None:
     pytest.importorskip("llama_cpp.llama_cpp")
-    health = examine(Config.build(model=model, device="cpu", threads=1))
+    said: list[str] = []
+    health = examine(Config.build(model=model, device="cpu", threads=1), said.append)
+    assert said == [f"Measuring the {what}" for what in ("disk", "memory", "processor")]
     assert health.gpu is None and health.copies is None
     assert health.memory_speed > 0 and health.disk.bytes_per_s > 0
     text = render(health)
