@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from gguf_tools.units import format_size
 from orchestrator.files import user_folder
-from orchestrator.wrapping import WordWrap
+from orchestrator.wrapping import WordWrap, folded
 
 BAR_CELLS = 24
 # A bar that would be gone before it can be read only flickers.
@@ -121,9 +121,10 @@ class Console:
             return None
 
     def note(self, text: str) -> None:
-        """Write a dim line for the person at the terminal."""
+        """Write a dim line for the person at the terminal, which breaks between words where the
+        terminal is narrower."""
         self.end_bar()
-        self.notes.write(self._style("2", strip_controls(text)) + "\n")
+        self.notes.write(self._style("2", _fit(strip_controls(text), self.notes)) + "\n")
         self.notes.flush()
 
     def fields(self, fields: list[str]) -> None:
@@ -143,7 +144,7 @@ class Console:
     def error(self, text: str) -> None:
         """Write one sentence about what went wrong to stderr."""
         self.end_bar()
-        sys.stderr.write(f"Error: {strip_controls(text)}\n")
+        sys.stderr.write(_fit(f"Error: {strip_controls(text)}", sys.stderr) + "\n")
         sys.stderr.flush()
 
     def load_bar(self, fraction: float) -> None:
@@ -323,6 +324,11 @@ def _time_of(passed_s: float, fraction: float | None) -> str:
     if left_s < 100:
         return f", {left_s:.0f} s left"
     return f", {left_s / 60:.0f} min left"
+
+
+def _fit(text: str, stream: TextIO) -> str:
+    """`text` in the lines of a terminal; as it is for anything else."""
+    return folded(text, shutil.get_terminal_size().columns) if _is_tty(stream) else text
 
 
 def _can_say(text: str, stream: TextIO) -> bool:
