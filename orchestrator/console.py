@@ -314,7 +314,7 @@ def progress_bar(label: str) -> Iterator[ProgressBar]:
 
 
 def _time_of(passed_s: float, fraction: float | None) -> str:
-    """", 3 min left", once enough has passed to tell; where it cannot be told, the seconds that
+    """ ", 3 min left", once enough has passed to tell; where it cannot be told, the seconds that
     have passed."""
     if fraction is None or fraction <= 0:
         return f", {passed_s:.0f} s" if passed_s >= BAR_TICK_S else ""

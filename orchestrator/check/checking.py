@@ -237,7 +237,8 @@ class _Check:
         used = run["used_bytes"] = run.get("device_bytes", run["peak_rss"])
         promised = run["promised_bytes"]
         if promised is not None and used > promised:
-            self._problem(f"{label}: took {used} bytes of memory, and {promised} were promised")
+            more = format_size(used - promised, up=True)
+            self._problem(f"{label}: took {format_size(used)} of memory, {more} above the promise")
         return run
 
     def _first_layer(
@@ -269,7 +270,7 @@ class _Check:
         needed = needed_bytes + own
         return (
             f"--ram {format_size(asked)} is too little: the smallest --ram that works "
-            f"is {needed} bytes ({format_size(needed)}: {format_size(needed_bytes)} for the model, "
+            f"is {format_size(needed, up=True)} ({format_size(needed_bytes)} for the model, "
             f"{format_size(own)} for the check beside it)"
         )
 

@@ -272,6 +272,7 @@ def test_what_was_forgotten_is_not_resumed(start, tmp_path):
         said = f"--resume: no conversation is kept in {tmp_path}"
         assert said in again.raw and "Hi there!" not in again.raw
 
+
 def test_the_model_cannot_control_the_terminal(start):
     terminal = start()
     before = len(terminal.raw)
