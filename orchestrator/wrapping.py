@@ -1,4 +1,4 @@
-"""Breaking text between words, where a line of the terminal ends: one that is streamed, and notes."""
+"""Breaking text between words where a line of the terminal ends: a stream of it, and notes."""
 
 from __future__ import annotations
 
