@@ -65,3 +65,5 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
     click.echo(strip_controls(render(found, best)))
     if known.estimate is None:
         click.echo(strip_controls(f"KL is not known: {known.why_not}"), err=True)
+    if loader.note:
+        click.echo(strip_controls(loader.note), err=True)

@@ -45,8 +45,6 @@ class Engine:
     ) -> None:
         self.model = model
         self.last_stats: GenerationStats | None = None
-        if progress is not None:
-            progress(0.0)  # a plan may be chosen first, for which this machine is measured
         self._loader = Loader(config, model)
         self.config = config = self._loader.settled(config)
         limit, folder = config.prompt_cache_limit, config.prompt_cache

@@ -234,7 +234,8 @@ class _Check:
             self.report["words"] = words
             self.problems += words["problems"]
             self.notes += words["notes"]
-        used = run["used_bytes"] = run.get("device_bytes", run["peak_rss"])
+        used = run["device_bytes" if "device_bytes" in run else "peak_rss"]
+        run["used_bytes"] = used
         promised = run["promised_bytes"]
         if promised is not None and used > promised:
             more = format_size(used - promised, up=True)

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from gguf_tools.experts import ExpertModel
 from orchestrator import load, losses
 from orchestrator.cli import cli
+from orchestrator.cli_options import open_engine
 from orchestrator.config import Config
 from orchestrator.console import Console
 from orchestrator.disk import Bandwidth
@@ -187,5 +188,5 @@ def test_what_takes_long_is_announced_before_it_begins(
     assert said == ["Measuring this machine"]
     said.clear()
     with pytest.raises(ConfigError, match="measured"):
-        Engine.open(Config.build(model=model, device="cpu", max_loss=0.1), said.append)
-    assert said == [0.0]
+        open_engine(Config.build(model=model, device="cpu", max_loss=0.1), Console())
+    assert said == ["Loading"]
