@@ -228,8 +228,10 @@ CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
         "used just now, and gone again,strong colour: used just now"
     )
     grey = tab.value("$('legend').children[3].querySelector('i').style.background")
-    assert grey == "rgb(128, 136, 144)" == tab.value("mixed(GONE, [255, 255, 255], 1)").replace(
-        ",", ", "
+    assert (
+        grey
+        == "rgb(128, 136, 144)"
+        == tab.value("mixed(GONE, [255, 255, 255], 1)").replace(",", ", ")
     )
     tab.value("drawn.length = 0; flow = [{ hits: 0.5, rate: 3 * 2 ** 20 }]; drawFlow()")
     for label in ("100 %", "50 %", "0 %", "3.0 MiB/s", "1.5 MiB/s", "60 s ago", "now"):
