@@ -79,6 +79,31 @@ def test_ctrl_c_during_prefill(start):
     assert "Hi there!" in terminal.ask("hello")
 
 
+def test_a_prompt_that_is_one_micro_batch_shows_that_it_is_read(start):
+    terminal = start()
+    terminal.send("one micro-batch\n")
+    terminal.wait(r"Reading 1000 tokens \[-+\]   0 %, 1 s")
+    terminal.send(CTRL_C)
+    assert "stopped" in terminal.wait(PROMPT)
+
+
+def test_a_narrow_terminal_breaks_between_words(start):
+    terminal = start(columns=40)
+    lines = terminal.greeting.splitlines()
+    assert lines[:2] == ["fake: 8 layers of 16 experts, 4 a token,", "  in q4_k q2_k"]
+    assert lines[2:4] == [
+        "managed: dymoe 4/2 (q4_k/q2_k) r=0.75,",
+        "  64 MiB of expert slots, direct I/O",
+    ]
+    terminal.ask("hello")
+    for command in ("/help", "/stats", "/set"):
+        said = terminal.ask(command)
+        assert max(map(len, said.splitlines())) <= 40, said
+        assert " ".join(said.split()).count("critical experts") == (command != "/stats")
+    wide = " ".join(start().ask("/help").split())
+    assert "/read FILE put a text file before the next message" in wide
+
+
 def test_the_arrow_key_brings_back_lines_of_earlier_sessions(start, tmp_path):
     terminal = start()
     terminal.ask("hello")
