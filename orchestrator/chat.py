@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf_tools import interrupts
-from orchestrator.chat_files import read_conversation
+from orchestrator.chat_files import goes_on, read_conversation, read_text
 from orchestrator.console import Console
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.policy import known_policies, owners, policy_settings
@@ -102,7 +102,6 @@ class Chat:
             "/quit": ("", "leave (so does Ctrl-D)", self._quit),
         }
         self._running = True
-        self._saved: set[Path] = set()
         self._file_text = ""
 
     def run(self) -> None:
@@ -225,18 +224,9 @@ class Chat:
         if not argument:
             self.console.error("/read needs a file name")
             return
-        path = Path(argument).expanduser()
-        n_ctx = self.session.engine.n_ctx
-        try:
-            if path.exists() and not path.is_file():
-                raise ConfigError(f"{path}: not a regular file")
-            if path.stat().st_size > _BYTES_PER_TOKEN * n_ctx:
-                raise ConfigError(f"{path}: too long for the context of {n_ctx} tokens (--ctx)")
-            self._file_text = path.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not a text in UTF-8, at byte {error.start}") from error
+        path, n_ctx = Path(argument).expanduser(), self.session.engine.n_ctx
+        too_long = f"too long for the context of {n_ctx} tokens (--ctx)"
+        self._file_text = read_text(path, _BYTES_PER_TOKEN * n_ctx, too_long)
         length = len(self._file_text)
         self.console.note(f"{length} characters of {path} stand before your next message.")
 
@@ -328,15 +318,14 @@ class Chat:
             self.console.error("/save needs a file name")
             return
         path = Path(argument).expanduser().absolute()
-        if path.exists() and path not in self._saved:
-            self.console.error(f"{path} exists: choose another name")
+        if path.exists() and not goes_on(self.session.messages, path):
+            self.console.error(f"{path} exists, and holds something else: choose another name")
             return
         try:
             self.session.save(path)
         except OSError as error:
             self.console.error(f"{path}: {error.strerror}")
             return
-        self._saved.add(path)
         self.console.note(f"{len(self.session.messages)} messages written to {path}")
 
     def _load(self, argument: str) -> None:

@@ -15,6 +15,8 @@ from orchestrator.files import write_whole
 Message = dict[str, str]
 
 _MOST_BYTES = 1 << 27
+# Of a file that is too long: enough to see that it is no text at all.
+_FIRST_BYTES = 1 << 16
 _WRONG = "this is no conversation that /save wrote"
 
 
@@ -43,6 +45,16 @@ def read_conversation(path: Path) -> list[Message]:
     return messages
 
 
+def goes_on(messages: Sequence[Message], path: Path) -> bool:
+    """Whether all that a file holds is the beginning of these messages, so that nothing is lost
+    where they take its place."""
+    try:
+        before = read_conversation(path)
+    except ConfigError:
+        return False
+    return list(messages[: len(before)]) == before
+
+
 def _message(data: object) -> Message:
     """Raises ValueError."""
     if not isinstance(data, dict) or data.keys() != {"role", "content"}:
@@ -69,8 +81,37 @@ class LastConversation:
         with suppress(OSError):
             write_conversation(self._path, messages)
 
+    def forget(self) -> None:
+        """Nobody goes on with what a user has dropped."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
     def read(self) -> list[Message]:
         """Raises ConfigError where there is none."""
         if not self._path.exists():
-            raise ConfigError(f"--resume: no conversation was kept in {self._path.parent} yet")
+            raise ConfigError(f"--resume: no conversation is kept in {self._path.parent}")
         return read_conversation(self._path)
+
+
+def read_text(path: Path, most_bytes: int, else_do: str) -> str:
+    """The text in a file of at most so many bytes, without white space around it. else_do: what is
+    said of a longer one. Raises ConfigError for what cannot be read, or is no text."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: not a regular file")
+        with open_file(path) as file:
+            is_longer = os.fstat(file.fileno()).st_size > most_bytes
+            data = file.read(_FIRST_BYTES if is_longer else -1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    # No text holds a zero, and nearly every other file has one near its beginning.
+    wrong = data.find(0)
+    if wrong < 0 and is_longer:
+        raise ConfigError(f"{path}: {else_do}")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        wrong = error.start
+    if wrong >= 0:
+        raise ConfigError(f"{path}: not a text in UTF-8, at byte {wrong}")
+    return text.strip()

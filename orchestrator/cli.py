@@ -5,6 +5,7 @@ A command is imported when it runs, and what it needs inside of it, so that --he
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import sys
@@ -81,6 +82,15 @@ class Commands(click.Group):
         where = COMMANDS[cmd_name]
         found: click.Command = getattr(import_module(f"orchestrator.{where.module}"), where.name)
         return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does it, with the nearest name where there is no such command."""
+        near = difflib.get_close_matches(args[0], COMMANDS, 1)
+        if near and args[0] not in COMMANDS and not ctx.resilient_parsing:
+            ctx.fail(f"No such command '{args[0]}': did you mean {near[0]}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, without importing one."""

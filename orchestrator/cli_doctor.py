@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from orchestrator.cli_options import make_config, model_options
-from orchestrator.console import strip_controls
+from orchestrator.console import Console, strip_controls
 
 
 @click.command()
@@ -18,5 +18,9 @@ def doctor(as_json: bool, **options: Any) -> None:
     """Measure this machine, and say how a model would run on it."""
     from orchestrator.doctor import examine, render
 
-    health = examine(make_config(options))
+    console = Console()
+    try:
+        health = examine(make_config(options), lambda what: console.bar(what, None))
+    finally:
+        console.end_bar()
     click.echo(json.dumps(health.as_dict()) if as_json else strip_controls(render(health)))

@@ -30,7 +30,15 @@ from orchestrator.lab.registry import load_study, studies_by_paper
     help='JSON lines {"question", "choices", "answer"}, answered by likelihood.',
 )
 @click.option("--kl", is_flag=True, help="Compare with the best tier of the file.")
-@click.option("--tokens", type=AT_LEAST_1, metavar="N", help="Use N tokens of the text at most.")
+@click.option(
+    "--max-tokens",
+    "tokens",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Use N tokens of the text at most.",
+)
+# What scripts may still call it.
+@click.option("--tokens", "as_before", type=AT_LEAST_1, hidden=True)
 @click.option("--window", type=int, metavar="N", help="Tokens of one context.  [default: 512]")
 @click.option(
     "--prompt-tokens",
@@ -96,6 +104,8 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     from orchestrator.eval import EvalOptions, render
     from orchestrator.eval import evaluate as run
 
+    as_before = options.pop("as_before")
+    options["tokens"] = options["tokens"] or as_before
     names = {field.name for field in fields(EvalOptions)}
     chosen = {name: options.pop(name) for name in names & options.keys()}
     if chosen["uniform"] is not None:

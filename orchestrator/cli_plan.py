@@ -11,7 +11,7 @@ import click
 from gguf_tools import interrupts
 from orchestrator.cli_files import FORCE, NEW_FILE
 from orchestrator.cli_options import make_config, model_options
-from orchestrator.console import strip_controls
+from orchestrator.console import progress_bar, strip_controls
 
 
 @click.command()
@@ -49,8 +49,10 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
         )
     with ExpertModel.open(config.model, config.low) as model:
         loader = Loader(config, model)
-        with loader.known(config) as known:
-            found = frontier(config, model, known)
+        with progress_bar("Measuring this machine") as measuring:
+            measuring(None)
+            with loader.known(config) as known:
+                found = frontier(config, model, known)
         best = model.tiers[0].name
     if picture is not None:
         draw(found, strip_controls(config.model.name), picture)
@@ -63,3 +65,5 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
     click.echo(strip_controls(render(found, best)))
     if known.estimate is None:
         click.echo(strip_controls(f"KL is not known: {known.why_not}"), err=True)
+    if loader.note:
+        click.echo(strip_controls(loader.note), err=True)

@@ -24,6 +24,7 @@ from orchestrator.cli_options import (
     size,
     together,
 )
+from orchestrator.config import check_policy
 from orchestrator.console import Console, strip_controls
 from orchestrator.errors import SettingError
 from orchestrator.lab.registry import REPLAY_STUDIES, load_replay_study
@@ -233,6 +234,7 @@ def replay(
         if name in chosen and declared.recorded
     }
     try:
+        check_policy(chosen.get("policy"))
         asked = ReplayOptions(**chosen, settings=settings)
     except SettingError as error:
         raise bad_option(error) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +237,7 @@ class Config(Settings):
                 settings[key] = Path(value)
         if settings.get("model") is None:
             raise ConfigError("the setting 'model' is missing")
+        check_policy(settings.get("policy"))
         if settings.get("exact"):
             settings |= _exact(settings)
         given = {k: v for k, v in settings.items() if k in others and v is not None}
@@ -269,6 +270,12 @@ class Config(Settings):
     def settings_of(self, policy: type[Policy]) -> Settings:
         """The settings of one policy: those given, the rest as it declares them."""
         return policy.Settings.of(self.of_policies)
+
+
+def check_policy(name: str | None) -> None:
+    """Raises SettingError for a name that no policy has; None is none."""
+    if name is not None:
+        replace(Config.declared()["policy"], choices=known_policies()).check(name)
 
 
 def _exact(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +17,14 @@ from typing import Any, TextIO
 
 from gguf_tools.units import format_size
 from orchestrator.files import user_folder
-from orchestrator.wrapping import WordWrap
+from orchestrator.wrapping import WordWrap, folded
 
 BAR_CELLS = 24
 # A bar that would be gone before it can be read only flickers.
 BAR_DELAY_S = 0.4
 BAR_INTERVAL_S = 0.1
+# A bar of which nothing new is heard goes on counting the seconds.
+BAR_TICK_S = 1.0
 ESTIMATE_AFTER_S = 3
 HISTORY_LINES = 1000
 
@@ -61,8 +64,12 @@ class Console:
         self._wrap = WordWrap(lambda: shutil.get_terminal_size().columns)
         self._between = " · " if _can_say("·", self.notes) else " | "
         self._history: Path | None = None
+        # A bar is drawn by whoever reports, and by a thread while nobody does.
+        self._lock = threading.RLock()
+        self._bar_ended = threading.Event()
         self._bar_shown = False
-        self._bar_label = ""
+        self._bar_label = self._bar_text = ""
+        self._bar_share: float | None = None
         self._bar_start_s = 0.0
         self._bar_next_s = 0.0
 
@@ -114,9 +121,10 @@ class Console:
             return None
 
     def note(self, text: str) -> None:
-        """Write a dim line for the person at the terminal."""
+        """Write a dim line for the person at the terminal, which breaks between words where the
+        terminal is narrower."""
         self.end_bar()
-        self.notes.write(self._style("2", strip_controls(text)) + "\n")
+        self.notes.write(self._style("2", _fit(strip_controls(text), self.notes)) + "\n")
         self.notes.flush()
 
     def fields(self, fields: list[str]) -> None:
@@ -136,7 +144,7 @@ class Console:
     def error(self, text: str) -> None:
         """Write one sentence about what went wrong to stderr."""
         self.end_bar()
-        sys.stderr.write(f"Error: {strip_controls(text)}\n")
+        sys.stderr.write(_fit(f"Error: {strip_controls(text)}", sys.stderr) + "\n")
         sys.stderr.flush()
 
     def load_bar(self, fraction: float) -> None:
@@ -147,27 +155,47 @@ class Console:
         """Show how many of the prompt's tokens are evaluated."""
         self.bar(f"Reading {total} tokens", done / total if total else 1.0)
 
-    def bar(self, label: str, fraction: float, total_bytes: int = 0) -> None:
-        """Show on a terminal how much of something is done, 0 to 1; end_bar takes it away.
+    def bar(self, label: str, fraction: float | None, total_bytes: int = 0) -> None:
+        """Show on a terminal what is being done and how much of it is, 0 to 1; None where that
+        cannot be told. It appears when it has gone on for a moment, and counts the seconds while
+        nothing new is reported; end_bar takes it away.
 
         The time left is shown once it can be told. total_bytes: of how many bytes; then they are
         shown as well.
         """
         if not self._bars:
             return
-        now = time.monotonic()
-        if label != self._bar_label:
-            self.end_bar()
-            self._bar_label, self._bar_start_s = label, now
+        with self._lock:
+            now = time.monotonic()
+            if label != self._bar_label:
+                self.end_bar()
+                self._bar_label, self._bar_start_s = label, now
+                self._bar_ended = threading.Event()
+                threading.Thread(target=self._tick, args=(self._bar_ended,), daemon=True).start()
+            self._bar_share, self._bar_text = fraction, label
+            if fraction is not None:
+                full = round(BAR_CELLS * min(max(fraction, 0.0), 1.0))
+                bar = "#" * full + "-" * (BAR_CELLS - full)
+                self._bar_text += f" [{bar}] {100 * fraction:3.0f} %"
+                if total_bytes:
+                    done = format_size(fraction * total_bytes)
+                    self._bar_text += f", {done} of {format_size(total_bytes)}"
+            self._draw_bar(now)
+
+    def _tick(self, ended: threading.Event) -> None:
+        """A thread's work: draws the bar until it has ended."""
+        wait_s = BAR_DELAY_S
+        while not ended.wait(wait_s):
+            with self._lock:
+                if not ended.is_set():
+                    self._draw_bar(time.monotonic())
+            wait_s = BAR_TICK_S
+
+    def _draw_bar(self, now: float) -> None:
         if now < max(self._bar_start_s + BAR_DELAY_S, self._bar_next_s):
             return
         self._bar_next_s = now + BAR_INTERVAL_S
-        full = round(BAR_CELLS * min(max(fraction, 0.0), 1.0))
-        bar = "#" * full + "-" * (BAR_CELLS - full)
-        text = f"{label} [{bar}] {100 * fraction:3.0f} %"
-        if total_bytes:
-            text += f", {format_size(fraction * total_bytes)} of {format_size(total_bytes)}"
-        text += _time_left(now - self._bar_start_s, fraction)
+        text = self._bar_text + _time_of(now - self._bar_start_s, self._bar_share)
         width = shutil.get_terminal_size().columns
         sys.stderr.write("\r\x1b[K" + self._style("2", text[: width - 1]))
         sys.stderr.flush()
@@ -175,11 +203,13 @@ class Console:
 
     def end_bar(self) -> None:
         """Remove the bar, if one is shown."""
-        self._bar_label = ""
-        if self._bar_shown:
-            self._bar_shown = False
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        with self._lock:
+            self._bar_ended.set()
+            self._bar_label = ""
+            if self._bar_shown:
+                self._bar_shown = False
+                sys.stderr.write("\r\x1b[K")
+                sys.stderr.flush()
 
     def ask(self, mark: str = ">") -> str | None:
         """The next line that the person types behind `mark`, None at the end of the input.
@@ -261,14 +291,15 @@ class Console:
 
 
 class ProgressBar:
-    """A bar that is fed a share, 0 to 1. total_bytes: of how many bytes, where that is known."""
+    """A bar that is fed a share, 0 to 1, or None. total_bytes: of how many bytes, where that is
+    known."""
 
     def __init__(self, console: Console, label: str) -> None:
         self.console = console
         self.label = label
         self.total_bytes = 0
 
-    def __call__(self, fraction: float) -> None:
+    def __call__(self, fraction: float | None) -> None:
         self.console.bar(self.label, fraction, self.total_bytes)
 
 
@@ -282,14 +313,22 @@ def progress_bar(label: str) -> Iterator[ProgressBar]:
         console.end_bar()
 
 
-def _time_left(passed_s: float, fraction: float) -> str:
-    """ ", 3 min left", once enough has passed to tell."""
-    if passed_s < ESTIMATE_AFTER_S or not 0 < fraction < 1:
+def _time_of(passed_s: float, fraction: float | None) -> str:
+    """ ", 3 min left", once enough has passed to tell; where it cannot be told, the seconds that
+    have passed."""
+    if fraction is None or fraction <= 0:
+        return f", {passed_s:.0f} s" if passed_s >= BAR_TICK_S else ""
+    if passed_s < ESTIMATE_AFTER_S or fraction >= 1:
         return ""
     left_s = passed_s * (1 - fraction) / fraction
     if left_s < 100:
         return f", {left_s:.0f} s left"
     return f", {left_s / 60:.0f} min left"
+
+
+def _fit(text: str, stream: TextIO) -> str:
+    """`text` in the lines of a terminal; as it is for anything else."""
+    return folded(text, shutil.get_terminal_size().columns) if _is_tty(stream) else text
 
 
 def _can_say(text: str, stream: TextIO) -> bool:

@@ -17,7 +17,7 @@ from orchestrator.accelerator import Accelerator, find_gpu, one_of_several, plan
 from orchestrator.config import Config
 from orchestrator.disk import Bandwidth, bytes_per_s, read_bandwidth
 from orchestrator.errors import MoeEdgeError
-from orchestrator.hardware import Machine, probe
+from orchestrator.hardware import Machine, more_than_there, probe
 from orchestrator.llama import Bindings
 from orchestrator.native import Bandwidths, measure_device
 from orchestrator.plan import MemoryPlan, plan_memory
@@ -51,8 +51,9 @@ class Expected(NamedTuple):
 class Health:
     """What was found. Speeds in bytes per second, sizes in bytes; expert_bytes: of an expert in the
     best precision. gpu_note: why there is no GPU, or that there are others; plan_note: why the
-    model would not start. expected: one for each policy that fits; profiled: by what earlier runs
-    used, and not as if all experts were alike; disturbed: while other programs ran."""
+    model would not start; ram_note: what is wrong with the cap on memory. expected: one for each
+    policy that fits; profiled: by what earlier runs used, and not as if all experts were alike;
+    disturbed: while other programs ran."""
 
     threads: int
     memory_bytes: int
@@ -67,6 +68,7 @@ class Health:
     copies: Bandwidths | None
     plan: MemoryPlan | None
     plan_note: str
+    ram_note: str
     expected: tuple[Expected, ...] = ()
     profiled: bool = False
     disturbed: bool = False
@@ -87,15 +89,17 @@ class Health:
             "copies": self.copies._asdict() if self.copies else None,
             "plan": _plan_line(self.plan) if self.plan else None,
             "plan_note": self.plan_note,
+            "ram_note": self.ram_note,
             "expected": [each._asdict() for each in self.expected],
             "profiled": self.profiled,
             "disturbed": self.disturbed,
         }
 
 
-def examine(config: Config) -> Health:
-    """Measures this machine for a few seconds. Raises MoeEdgeError for a model that cannot be
-    read, OSError for a disk that fails."""
+def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) -> Health:
+    """Measures this machine for a few seconds. begins gets what is being measured.
+
+    Raises MoeEdgeError for a model that cannot be read, OSError for a disk that fails."""
     bindings = Bindings.load()
     threads = config.threads or default_threads()
     note = ""
@@ -111,12 +115,15 @@ def examine(config: Config) -> Health:
     with ExpertModel.open(config.model, config.low) as model:
         machine = probe(planned_device(bindings, gpu, model, config.kv))
         plan, plan_note = _try_plan(config, model, machine)
+        begins("Measuring the disk")
         disk = read_bandwidth(model, threads=config.io_threads)
+        begins("Measuring the memory")
         memory_speed = memory_bandwidth(threads, spare_bytes(config, model))
         expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)
         expected: tuple[Expected, ...] = ()
         profiled = disturbed = False
         if gpu is None and plan is not None:
+            begins("Measuring the processor")
             reading = reading_of(disk, config)
             with Predictor(bindings, config, model, reading, fresh=True) as predictor:
                 expected = expected_of(predictor, config, model, machine, plan)
@@ -135,6 +142,7 @@ def examine(config: Config) -> Health:
         copies=measure_device(bindings.library(), gpu.info, threads) if gpu else None,
         plan=plan,
         plan_note=plan_note,
+        ram_note=more_than_there(config.ram, machine) or "",
         expected=expected,
         profiled=profiled,
         disturbed=disturbed,
@@ -201,6 +209,7 @@ def render(health: Health) -> str:
     lines = [
         f"CPU       {health.threads} threads; {health.system}",
         f"Memory    {size} free, {usable} usable; read at {_speed(health.memory_speed)}",
+        *([f"          {health.ram_note}"] if health.ram_note else []),
         f"Disk      {_speed(health.disk.bytes_per_s)}, {how} reads of about "
         f"{format_size(health.disk.slice_bytes)} from {health.model}",
     ]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from gguf_tools.process import private_bytes
+from gguf_tools.process import private_bytes, usable_cores
+from gguf_tools.units import format_size
 from orchestrator.footprint import PROCESS_BYTES
 
 _HEADROOM_SHARE = 0.1
@@ -105,3 +106,22 @@ def _read_limit(folder: Path, limit_name: str, usage_name: str) -> tuple[int, in
     prefix = "total_" if "total_inactive_file" in counters else ""
     droppable = sum(int(counters.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
     return int(limit), max(0, used - droppable)
+
+
+def too_many_threads(threads: int | None) -> str | None:
+    """A sentence for more compute threads than cores: they wait for each other at each product."""
+    cores = usable_cores()
+    if threads is None or threads <= cores:
+        return None
+    return (
+        f"--threads {threads} on {cores} core{'s' * (cores != 1)} is many times slower than "
+        f"--threads {cores}."
+    )
+
+
+def more_than_there(ram: int | None, machine: Machine) -> str | None:
+    """A sentence for a cap that is no cap: the plan takes what is there."""
+    if ram is None or ram <= machine.memory_bytes:
+        return None
+    free = format_size(machine.memory_bytes)
+    return f"--ram {format_size(ram)} is more than the {free} that are free: those are the cap."

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads, usable_cores
+from gguf_tools.process import default_threads
 from orchestrator import hardware
 from orchestrator.accelerator import (
     check_misses,
@@ -129,7 +129,8 @@ class Loader:
             self.hotness.note,
             self.losses.note,
             one_of_several(self.bindings, self.gpu),
-            too_many_threads(self._config.threads),
+            hardware.too_many_threads(self._config.threads),
+            hardware.more_than_there(self._config.ram, self._machine),
         )
         return " ".join(filter(None, notes)) or None
 
@@ -387,14 +388,3 @@ def _part_of(progress: Progress | None, begin: float, end: float) -> Progress | 
     if progress is None:
         return None
     return lambda done: progress(begin + (end - begin) * done)
-
-
-def too_many_threads(threads: int | None) -> str | None:
-    """A sentence for more compute threads than cores: they wait for each other at each product."""
-    cores = usable_cores()
-    if threads is None or threads <= cores:
-        return None
-    return (
-        f"--threads {threads} on {cores} core{'s' * (cores != 1)} is many times slower than "
-        f"--threads {cores}."
-    )

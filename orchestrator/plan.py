@@ -279,7 +279,7 @@ def _plan_memory(
         if not fits and config.policy == PLAIN and room.asked:
             raise BudgetError(
                 f"{room.given} is too little for the policy plain, which keeps everything "
-                f"in memory: it needs at least {needed} bytes ({format_size(needed)}); the "
+                f"in memory: it needs at least {format_size(needed, up=True)}; the "
                 f"other policies keep experts on disk",
                 needed,
             )
@@ -354,17 +354,17 @@ def _too_small(
         least = _least_slots(policy_class(BASELINE), shape)
         if least < slots:
             from_bytes = least if by_slots else usual_fixed + least
-            other = f"; --policy {BASELINE} works from {from_bytes} bytes"
+            other = f"; --policy {BASELINE} works from {format_size(from_bytes, up=True)}"
     if expert_ram is not None and by_slots:
         return BudgetError(
             f"--expert-ram {format_size(expert_ram)} is too small: the smallest that works "
-            f"with the policy {name} is {slots} bytes ({format_size(slots)}){other}",
+            f"with the policy {name} is {format_size(slots, up=True)}{other}",
             slots,
         )
     needed = room.fixed + slots
     return BudgetError(
         f"{room.given} is too little: the smallest {room.option} that works with the policy "
-        f"{name} is {needed} bytes ({format_size(needed)}: {format_size(room.fixed)} for dense "
+        f"{name} is {format_size(needed, up=True)} ({format_size(room.fixed)} for dense "
         f"weights, KV cache and scratch, {format_size(slots)} for the fewest experts; a smaller "
         f"--ctx needs less){other}",
         needed,

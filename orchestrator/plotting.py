@@ -17,7 +17,7 @@ def require_matplotlib(option: str) -> None:
     """Raises ConfigError where matplotlib is not installed; option: what asked for a plot."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            f"a plot needs matplotlib: run `pip install -e '.[plot]'`, or leave {option} away"
+            f"a plot needs matplotlib: run `pip install 'moe-edge[plot]'`, or leave {option} away"
         )
 
 

@@ -109,7 +109,7 @@ def host_bytes(
         needed = fixed + in_flight
         raise BudgetError(
             f"--ram {format_size(ram)} is too little beside a GPU: the smallest that works is "
-            f"{needed} bytes ({format_size(needed)})",
+            f"{format_size(needed, up=True)}",
             needed,
         )
     return min(ram - fixed, every + in_flight)

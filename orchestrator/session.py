@@ -65,7 +65,9 @@ class Session:
             self.sampling = replace(self.sampling, **{name: value})
 
     def reset(self) -> None:
-        """Forget everything but the system prompt."""
+        """Forget everything but the system prompt; --resume has nothing to go on with either."""
+        if self.keeper is not None:
+            self.keeper.forget()
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self.left_out = 0
 

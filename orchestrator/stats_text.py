@@ -73,7 +73,7 @@ def stats_table(stats: GenerationStats) -> str:
         elif isinstance(value, dict):
             text = ", ".join(f"{name} {_number(share)}" for name, share in value.items())
         elif "bytes" in key:
-            text = f"{value} ({format_size(value)})"
+            text = format_size(value)
         else:
             text = _number(value)
         rows.append((key, text))

@@ -1,12 +1,34 @@
-"""Breaking a streamed text between words, where a line of the terminal ends."""
+"""Breaking text between words where a line of the terminal ends: a stream of it, and notes."""
 
 from __future__ import annotations
 
+import re
+import textwrap
 import unicodedata
 from collections.abc import Callable
 
 _FENCE = "```"
 _TAB_COLUMNS = 8
+
+
+def folded(text: str, width: int) -> str:
+    """The lines of a note, none of them longer than `width` but for a single word. What goes on in
+    another line stands below its second column, as of a table, where that leaves it room."""
+    return "\n".join(_folded(line, width) for line in text.split("\n"))
+
+
+def _folded(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    table = re.match(r" *\S.*? {2,}", line)
+    indent = len(table[0]) if table and len(table[0]) <= width // 2 else 2
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 class WordWrap:

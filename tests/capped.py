@@ -31,6 +31,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from orchestrator.settings import parse_size
+
 REPO = Path(__file__).resolve().parents[1]
 ROOT = Path("/sys/fs/cgroup")
 LOOK_S = 0.005
@@ -55,7 +57,7 @@ TEMPLATE_TOKENS = 64
 ROOMY = 1 << 30
 # A command looks at what its cgroup has left, which the kernel's own takes some of.
 KERNEL = 8 << 20
-_LEAST = re.compile(r"the smallest (?:--ram )?that works[^;]*? is (\d+) bytes")
+_LEAST = re.compile(r"the smallest (?:--ram )?that works[^;]*? is ([\d.]+ \w+)")
 _START = "import sys; from orchestrator.__main__ import main; sys.argv[0] = 'moe-edge'; main()"
 
 
@@ -251,8 +253,8 @@ class Line(NamedTuple):
         if not self.has_ram:
             return self.run(ROOMY), ROOMY
         ram, found = 1, self._run(ROOMY, "--ram=1")
-        while (named := _LEAST.search(found.err + found.out)) and int(named[1]) > ram:
-            ram = int(named[1])
+        while (named := _LEAST.search(found.err + found.out)) and parse_size(named[1]) > ram:
+            ram = parse_size(named[1])
             found = self._run(ram + KERNEL, f"--ram={ram}")
         return found, ram
 

@@ -24,7 +24,9 @@ from gguf_tools.errors import CheckpointError, ConvertError
 from gguf_tools.file.layout import FLOAT_TYPES, GGMLType, ValueType
 from gguf_tools.file.writer import encode_value
 
-MISSING_LIBRARIES = "a conversion needs torch and transformers: run `pip install -e '.[convert]'`"
+MISSING_LIBRARIES = (
+    "a conversion needs torch and transformers: run `pip install 'moe-edge[convert]'`"
+)
 _LIBRARIES = ("torch", "transformers", "safetensors", "sentencepiece", "tokenizers")
 # Others on PyPI have the names of its modules, so sys.modules holds them only while they run.
 _OURS = ("conversion", "gguf")

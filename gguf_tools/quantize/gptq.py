@@ -47,7 +47,7 @@ def torch_module() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise QuantizeError("gptq needs torch: run `pip install -e '.[convert]'`") from error
+        raise QuantizeError("gptq needs torch: run `pip install 'moe-edge[convert]'`") from error
     return torch
 
 

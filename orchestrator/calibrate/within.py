@@ -155,7 +155,7 @@ class ObserverWithin(Observer):
 
 def _too_small(room: Room, needed: int) -> BudgetError:
     return BudgetError(
-        f"--ram {format_size(room.ram)} is too little: the smallest that works here is {needed}"
-        f" bytes ({format_size(needed)}), {format_size(room.own)} of them for {room.use}",
+        f"--ram {format_size(room.ram)} is too little: the smallest that works here is "
+        f"{format_size(needed, up=True)}, {format_size(room.own)} of them for {room.use}",
         needed,
     )

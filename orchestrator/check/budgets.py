@@ -98,10 +98,22 @@ def three_budgets(config: Config, path: Path, tier: str, machine: Machine) -> It
         whole = plan_memory(everything, model, machine).total_bytes
         low = least(BASELINE)
         yield Budget("the least", lossless(config, path, tier, BASELINE, low))
-        for name, policy in POLICIES.items():
-            if policy.lossless is None or name == BASELINE or policy.foresees:
-                continue
+        for name in half_way():
             cap = max(least(name), (low + whole) // 2)
             if allowed is None or cap <= allowed:
                 yield Budget("half way", lossless(config, path, tier, name, cap))
         yield Budget("everything", lossless(config, path, tier, BASELINE, max(low, whole)))
+
+
+def half_way() -> list[str]:
+    """The policies that are compared half way between the least and everything."""
+    return [
+        name
+        for name, policy in POLICIES.items()
+        if policy.lossless is not None and name != BASELINE and not policy.foresees
+    ]
+
+
+def most_budgets() -> int:
+    """How many three_budgets has, where the user's cap allows all of them."""
+    return len(half_way()) + 2

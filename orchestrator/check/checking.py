@@ -17,7 +17,13 @@ from gguf_tools.pack import export
 from gguf_tools.process import private_bytes, processor_name
 from gguf_tools.units import format_size
 from gguf_tools.verify import verify
-from orchestrator.check.budgets import PROMPT_TOKENS, machine_of, plain, three_budgets
+from orchestrator.check.budgets import (
+    PROMPT_TOKENS,
+    machine_of,
+    most_budgets,
+    plain,
+    three_budgets,
+)
 from orchestrator.check.compare import compare_rows, first_layer
 from orchestrator.check.job import Job, Result, run_job, settings_of
 from orchestrator.config import Config
@@ -25,7 +31,7 @@ from orchestrator.errors import GGUFError, MoeEdgeError
 from orchestrator.hardware import Machine
 from orchestrator.llama import Bindings
 
-Bar = Callable[[str, float], None]
+Bar = Callable[[str, float | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class Subject(NamedTuple):
 def examine(config: Config, options: CheckOptions, bar: Bar) -> dict[str, Any]:
     """The report, JSON-ready. problems are sentences, and ok says that there are none: the file
     is sound, every run gave llama.cpp's bits, and kept its promise. notes are no problems. bar
-    gets (what is being done, its share).
+    gets (what is being done, its share, or None where that is not known).
 
     Raises NativeError without the library, ConfigError for a device that is not here.
     """
@@ -83,6 +89,7 @@ class _Check:
             "tiers": [],
             "as_asked": None,
         }
+        self._n_runs = self._most_runs = 0
 
     def look_at_the_file(self) -> bool:
         """What the file says and holds; whether there is something to run."""
@@ -123,8 +130,11 @@ class _Check:
     def run(self) -> None:
         """Every precision that was asked for, and what a user would get."""
         self._keep_own_memory()
+        subjects = list(self._subjects())
+        managed = bool(self.report["managed"])
+        self._most_runs = len(subjects) * (1 + managed * most_budgets()) + managed
         with tempfile.TemporaryDirectory(prefix="moe-edge-check-") as folder:
-            for subject in self._subjects():
+            for subject in subjects:
                 self.report["tiers"].append(self._compare(subject, Path(folder)))
             if self.report["managed"]:
                 rows = str(Path(folder) / "rows")
@@ -161,7 +171,7 @@ class _Check:
         try:
             if subject.packed:
                 source = folder / "tier.gguf"
-                self.bar(f"Exporting {subject.tier}", 0.0)
+                self.bar(f"Exporting {subject.tier}", None)
                 export(subject.path, source, subject.tier)
             config = plain(self.config, source, self.machine)
         except MoeEdgeError as error:
@@ -212,7 +222,8 @@ class _Check:
 
     def _measure(self, label: str, job: Job) -> Result:
         """One process, and what is wrong with what it says: once for each sentence."""
-        self.bar(f"Running {label}", 0.0)
+        self._n_runs += 1
+        self.bar(f"Run {self._n_runs} of {self._most_runs}: {label}", None)
         run = run_job(job)
         if "error" in run:
             said = self._with_own_memory(run["error"], run.get("needed_bytes", 0))
@@ -223,10 +234,12 @@ class _Check:
             self.report["words"] = words
             self.problems += words["problems"]
             self.notes += words["notes"]
-        used = run["used_bytes"] = run.get("device_bytes", run["peak_rss"])
+        used = run["device_bytes" if "device_bytes" in run else "peak_rss"]
+        run["used_bytes"] = used
         promised = run["promised_bytes"]
         if promised is not None and used > promised:
-            self._problem(f"{label}: took {used} bytes of memory, and {promised} were promised")
+            more = format_size(used - promised, up=True)
+            self._problem(f"{label}: took {format_size(used)} of memory, {more} above the promise")
         return run
 
     def _first_layer(
@@ -241,7 +254,7 @@ class _Check:
         paths: list[Path] = []
         for each in (job, plain):
             path = folder / f"layers-{len(paths)}.npz"
-            self.bar("Looking for the layer", 0.5 * len(paths))
+            self.bar("Looking for the layer", None)
             run = run_job(Job(each.settings, str(path), each.n_prompt, each.n_decode, **tokens))
             if "error" in run:
                 self._problem(f"the layer cannot be found: {run['error']}")
@@ -258,7 +271,7 @@ class _Check:
         needed = needed_bytes + own
         return (
             f"--ram {format_size(asked)} is too little: the smallest --ram that works "
-            f"is {needed} bytes ({format_size(needed)}: {format_size(needed_bytes)} for the model, "
+            f"is {format_size(needed, up=True)} ({format_size(needed_bytes)} for the model, "
             f"{format_size(own)} for the check beside it)"
         )
 

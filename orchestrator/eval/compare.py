@@ -22,7 +22,7 @@ class Reference:
         if needed > free:
             raise ConfigError(
                 f"comparing {n_tokens} tokens with the best tier takes {format_size(needed)} in "
-                f"{folder}, where {format_size(free)} are free: lower --tokens"
+                f"{folder}, where {format_size(free)} are free: lower --max-tokens"
             )
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
         shape = (n_tokens, n_vocab)

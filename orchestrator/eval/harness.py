@@ -21,7 +21,9 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ImportError("lm_eval is missing: install it with `pip install -e '.[eval]'`") from error
+    raise ImportError(
+        "lm_eval is missing: install it with `pip install 'moe-edge[eval]'`"
+    ) from error
 
 from orchestrator.config import Config
 from orchestrator.engine import Engine, Sampling

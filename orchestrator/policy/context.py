@@ -211,7 +211,7 @@ class Context(Policy):
                     return pools.plan()
         raise BudgetError(
             f"{format_size(budget_bytes)} are too little for every expert in one precision: it "
-            f"needs {pools.total_bytes} bytes",
+            f"needs {format_size(pools.total_bytes, up=True)}",
             pools.total_bytes,
         )
 

@@ -147,7 +147,7 @@ class Mixed(Learning):
         if needed > budget_bytes:
             raise BudgetError(
                 f"{format_size(budget_bytes)} are too little for every expert in one precision: it "
-                f"needs {needed} bytes",
+                f"needs {format_size(needed, up=True)}",
                 needed,
             )
         spare = beyond = budget_bytes

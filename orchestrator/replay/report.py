@@ -221,7 +221,7 @@ def set_up_for(
         least = error.needed_bytes
         raise BudgetError(
             f"--expert-ram {format_size(expert_bytes)} is too small: the smallest that works with "
-            f"the policy {policy.name} is {least} bytes ({format_size(least)})",
+            f"the policy {policy.name} is {format_size(least, up=True)}",
             least,
         ) from None
     estimate = foreseen(trace, tiers, options.losses)

@@ -168,6 +168,7 @@ class Running:
 
     def _load(self) -> None:
         try:
+            self._progress(0.0)  # a plan may be chosen first, for which this machine is measured
             backend = Backend(self._config, self._settings, self._library, self._loaded_share)
         except Stopped:
             return

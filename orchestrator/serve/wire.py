@@ -7,6 +7,8 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from gguf_tools.units import format_size
+
 # Errors by their status, as OpenAI names them.
 KINDS = {
     400: "invalid_request_error",
@@ -54,7 +56,7 @@ def error_object(status: int, message: str, kind: str | None = None) -> dict[str
 async def read_body(request: Request, most_bytes: int) -> bytes:
     """The whole body. Raises Refusal for a longer one, before it is all here."""
     said = request.headers.get("content-length", "")
-    too_long = Refusal(413, f"the request is longer than --body-limit, {most_bytes} bytes")
+    too_long = Refusal(413, f"the request is longer than --body-limit, {format_size(most_bytes)}")
     if said.isascii() and said.isdigit() and int(said) > most_bytes:
         raise too_long
     body = bytearray()

@@ -272,4 +272,7 @@ def test_patches_need_the_standard_library_only() -> None:
         if name.startswith("patches"):
             for target in imports(path, set(SOURCES)):
                 top = target.split(".")[0]
-                assert top == "patches" or top in sys.stdlib_module_names, f"{name}: {target}"
+                # pip runs that one, where setuptools is.
+                is_there = name == "patches.backend" and top == "setuptools"
+                known = top == "patches" or top in sys.stdlib_module_names or is_there
+                assert known, f"{name}: {target}"

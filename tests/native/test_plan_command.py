@@ -16,7 +16,9 @@ from click.testing import CliRunner
 from gguf_tools.experts import ExpertModel
 from orchestrator import load, losses
 from orchestrator.cli import cli
+from orchestrator.cli_options import open_engine
 from orchestrator.config import Config
+from orchestrator.console import Console
 from orchestrator.disk import Bandwidth
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
@@ -168,3 +170,23 @@ def test_an_engine_takes_the_plan_of_its_loss(fitted: Path) -> None:
     assert times["floor"]["token_ms"] < 0.8 * lossless["token_ms"]
     assert times["floor"]["kl"] == 0.05 and times["floor"]["settings"]["max_loss"] <= 0.05
     assert sum(line.startswith("*") for line in shown.stdout.splitlines()) == 1
+
+
+def test_what_takes_long_is_announced_before_it_begins(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command, and an engine whose plan a loss chooses: both measure this machine first."""
+    said: list[object] = []
+
+    def measures(*_: object) -> None:
+        assert said
+        raise ConfigError("measured")
+
+    monkeypatch.setattr(load.Loader, "known", measures)
+    monkeypatch.setattr(Console, "bar", lambda _console, label, share, *_: said.append(label))
+    assert "measured" in run("-m", str(model), "--device", "cpu").stderr
+    assert said == ["Measuring this machine"]
+    said.clear()
+    with pytest.raises(ConfigError, match="measured"):
+        open_engine(Config.build(model=model, device="cpu", max_loss=0.1), Console())
+    assert said == ["Loading"]

@@ -45,7 +45,7 @@ def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
             named = f"the domain '{domain}'" if domain else "the text"
             raise ConfigError(
                 f"{named} is one window, which cannot be both measured for hotness and scored: "
-                f"raise --tokens or lower --window"
+                f"raise --max-tokens or lower --window"
             )
         # the last window is always scored, the first one never
         first = window is not most[domain] and (

@@ -76,7 +76,7 @@ class Study(Experiment[Subject, Found]):
         if subject.n_tokens < LEAST_TOKENS:
             raise ConfigError(
                 f"{options.text}: {subject.n_tokens} tokens are too few for a study, whose figures "
-                f"would be noise: {LEAST_TOKENS} are the least (a longer --text, or more --tokens)"
+                f"would be noise: {LEAST_TOKENS} are the least (a longer --text or --max-tokens)"
             )
         cost = subject.uniform_types.cost()
         if cost:

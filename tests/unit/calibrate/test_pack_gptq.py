@@ -208,7 +208,7 @@ def test_without_torch(no_torch: None, small: Path, text: Path, tmp_path: Path) 
         small, tmp_path / "out.gguf", "--tiers", "q8_0,q2_k", "--method", "gptq", "--calib", text
     )
     assert result.exit_code == 1
-    assert "gptq needs torch: run `pip install -e '.[convert]'`" in result.output
+    assert "gptq needs torch: run `pip install 'moe-edge[convert]'`" in result.output
     assert not list(tmp_path.glob("*out.gguf*"))
 
 

@@ -17,6 +17,7 @@ from orchestrator.calibrate.capture import WindowActivations
 from orchestrator.calibrate.within import Room
 from orchestrator.cli import cli
 from orchestrator.errors import BudgetError, MoeEdgeError
+from orchestrator.settings import parse_size
 
 TEXT = "Once upon a time an owl lived in an oak, and it was never at home. " * 40
 OWN = 1 << 20
@@ -108,9 +109,9 @@ def test_the_cap_that_is_named_works(model: Path, tmp_path: Path, command: str) 
         args = ["calibrate", str(model), "--types=q2_k", "--out", str(tmp_path / "c.json")]
     args += ["--calib", str(text), "--calib-tokens=512", "--threads=3"]
     refused = CliRunner().invoke(cli, [*args, "--ram=1"])
-    named = re.search(r"the smallest that works here is (\d+) bytes", refused.stderr)
+    named = re.search(r"the smallest that works here is ([\d.]+ \w+)", refused.stderr)
     assert named is not None, refused.stderr
-    less = CliRunner().invoke(cli, [*args, f"--ram={int(named[1]) - 1}"])
+    less = CliRunner().invoke(cli, [*args, f"--ram={parse_size(named[1]) * 9 // 10}"])
     assert named[0] in less.stderr
     done = CliRunner().invoke(cli, [*args, f"--ram={named[1]}"])
     assert done.exit_code == 0, done.stderr

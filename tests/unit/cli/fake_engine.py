@@ -164,6 +164,11 @@ class FakeEngine:
                 time.sleep(0.05)
                 on_prefill(500, 1000)
             yield "read"
+        elif prompt == "one micro-batch":
+            on_prefill(0, 1000)
+            while not self._cancelled:
+                time.sleep(0.05)
+            yield "read"
         elif prompt == "slow":
             for done in range(0, 1001, 100):
                 time.sleep(0.1)

@@ -25,11 +25,11 @@ TIMEOUT_S = 600.0  # only what hangs takes so long
 
 
 class Terminal:
-    """`moe-edge chat` with the fake engine on a pseudo-terminal of 100 columns."""
+    """`moe-edge chat` with the fake engine on a pseudo-terminal."""
 
-    def __init__(self, *args: str, home, stderr=None, **environment: str) -> None:
+    def __init__(self, *args: str, home, stderr=None, columns=100, **environment: str) -> None:
         self._master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         env = {**os.environ, "TERM": "xterm", "HOME": str(home), **environment}
         for name in ("NO_COLOR", "XDG_STATE_HOME", "COLUMNS", "LINES"):
             if name not in environment:

@@ -109,7 +109,7 @@ def test_a_plot_without_matplotlib_is_refused_before_measuring(monkeypatch, tmp_
     )
     result = run("bench", "ablation", "--out", str(tmp_path / "plots"))
     assert result.exit_code == 1
-    assert "pip install -e '.[plot]'" in result.stderr
+    assert "pip install 'moe-edge[plot]'" in result.stderr
     assert not (tmp_path / "plots").exists()
 
 

@@ -60,7 +60,7 @@ def test_anything_else_is_one_sentence(tmp_path: Path, name: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gone\.jsonl: No such file"):
         read_conversation(tmp_path / "gone.jsonl")
-    with pytest.raises(ConfigError, match="--resume: no conversation was kept"):
+    with pytest.raises(ConfigError, match="--resume: no conversation is kept"):
         LastConversation(tmp_path).read()
 
 

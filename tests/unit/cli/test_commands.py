@@ -68,6 +68,13 @@ RUNS = [
     (["-p", "x", "--retention", "nan"], None, 2, "", "'--retention': must be 0.0 to 1.0, not nan"),
     (["-p", "x", "--max-tokens", "0"], None, 2, "", "'--max-tokens': must be 1 to"),
     (["-p", "x", "--low", ""], None, 2, "", "'--low': the name is empty"),
+    (
+        ["-p", "x", "--policy", "lur"],
+        None,
+        2,
+        "",
+        "'--policy': must be lru, dymoe, dynaexq, firm, context, floor, mixed or plain, not 'lur'",
+    ),
     (["-p", "x", "--nonsense"], None, 2, "", "No such option"),
     (["extra"], None, 2, "", "unexpected extra argument"),
 ]
@@ -264,6 +271,15 @@ def test_help_lists_the_commands():
         assert run(command, "--help").exit_code == 0
     listed = result.stdout.partition("Commands:")[2]
     assert "...\n" not in listed  # as click ends a line that is too long
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"), [("chta", "did you mean chat?"), ("qqq", "No such command 'qqq'.")]
+)
+def test_a_command_that_is_none_gets_the_nearest_name(typed, hint):
+    result = run(typed, "-m", "x.gguf")
+    assert result.exit_code == 2
+    assert hint in result.stderr and ("mean" in result.stderr) == ("mean" in hint)
 
 
 def test_help_imports_nothing_heavy():

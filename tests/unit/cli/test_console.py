@@ -10,7 +10,10 @@ import pytest
 from fake_engine import HOSTILE
 
 from gguf_tools.progress import ProgressMeter
+from orchestrator import console
 from orchestrator.console import progress_bar, strip_controls
+
+HANG_S = 120.0
 
 
 def test_no_control_character_reaches_the_terminal():
@@ -49,3 +52,31 @@ def test_a_bar_of_bytes_shows_them_and_the_time_left(monkeypatch):
     assert " 38 %, 1.5 GiB of 4 GiB, 98 s left" in shown[1]
     assert "100 %, 4 GiB of 4 GiB\x1b[0m" in shown[2]
     assert len(shown) == 3
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"), [(None, "Measuring, "), (0.0, f"Measuring [{'-' * 24}]   0 %, ")]
+)
+def test_what_is_reported_once_is_shown_and_counts_the_seconds(monkeypatch, share, shown):
+    """The report comes before work that reports nothing more, as a process that measures."""
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(console, "BAR_TICK_S", 0.01)
+    end = time.monotonic() + HANG_S
+    with progress_bar("Measuring") as progress:
+        progress(share)
+        while f"{shown}1 s" not in screen.getvalue():
+            assert time.monotonic() < end, screen.getvalue()
+            time.sleep(0.01)
+    assert screen.getvalue().endswith("\r\x1b[K")
+
+
+def test_elsewhere_nothing_is_shown(monkeypatch):
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", pipe)
+    monkeypatch.setattr(console, "BAR_DELAY_S", 0.0)
+    with progress_bar("Measuring") as progress:
+        progress(None)
+        progress(0.5)
+    assert pipe.getvalue() == ""

@@ -135,7 +135,6 @@ REFUSED = [
     (["--profile", "hot.json"], ["--profile is for --policy dynaexq"]),
     (["--transition-rate", "0"], ["--transition-rate is for --policy dynaexq"]),
     (["--policy", "dynaexq", "--profile", "no/hot.json"], ["no/hot.json: there is no such folder"]),
-    (["--policy", "lur"], ["unknown policy 'lur'", "lru", "dymoe"]),
     (["--high-tier", "q5_k"], ["q5_k", *TIERS]),
     (["--low-tier", "q5_k"], ["q5_k", *TIERS]),
     (["--low", "nowhere.gguf"], ["nowhere.gguf"]),

@@ -52,4 +52,4 @@ def test_there_is_something_to_resume(model: Path, tmp_path: Path) -> None:
     assert code == 2
     assert "--prompt-cache DIR" in said
     code, _, said = chat(model, "--resume", "--prompt-cache", tmp_path, "-p", "x")
-    assert (code, said) == (1, f"Error: --resume: no conversation was kept in {tmp_path} yet\n")
+    assert (code, said) == (1, f"Error: --resume: no conversation is kept in {tmp_path}\n")

@@ -79,6 +79,31 @@ def test_ctrl_c_during_prefill(start):
     assert "Hi there!" in terminal.ask("hello")
 
 
+def test_a_prompt_that_is_one_micro_batch_shows_that_it_is_read(start):
+    terminal = start()
+    terminal.send("one micro-batch\n")
+    terminal.wait(r"Reading 1000 tokens \[-+\]   0 %, 1 s")
+    terminal.send(CTRL_C)
+    assert "stopped" in terminal.wait(PROMPT)
+
+
+def test_a_narrow_terminal_breaks_between_words(start):
+    terminal = start(columns=40)
+    lines = terminal.greeting.splitlines()
+    assert lines[:2] == ["fake: 8 layers of 16 experts, 4 a token,", "  in q4_k q2_k"]
+    assert lines[2:4] == [
+        "managed: dymoe 4/2 (q4_k/q2_k) r=0.75,",
+        "  64 MiB of expert slots, direct I/O",
+    ]
+    terminal.ask("hello")
+    for command in ("/help", "/stats", "/set"):
+        said = terminal.ask(command)
+        assert max(map(len, said.splitlines())) <= 40, said
+        assert " ".join(said.split()).count("critical experts") == (command != "/stats")
+    wide = " ".join(start().ask("/help").split())
+    assert "/read FILE put a text file before the next message" in wide
+
+
 def test_the_arrow_key_brings_back_lines_of_earlier_sessions(start, tmp_path):
     terminal = start()
     terminal.ask("hello")
@@ -216,8 +241,13 @@ def test_a_file_stands_before_one_message(start, tmp_path):
     assert "<what is it?>" in terminal.ask("what is it?")
     text.write_bytes(b"ab\xff")
     assert f"Error: {text}: not a text in UTF-8, at byte 2" in terminal.ask(f"/read {text}")
+    # Zeros are UTF-8, and no text; a long file of them is not to be cut to the context either.
+    for data in (b"ab\0", b"ab\0" * 10**6):
+        text.write_bytes(data)
+        assert f"Error: {text}: not a text in UTF-8, at byte 2" in terminal.ask(f"/read {text}")
     text.write_text("x" * 10**6)
     assert f"Error: {text}: too long for the context" in terminal.ask(f"/read {text}")
+    assert "<nothing was added>" in terminal.ask("nothing was added")
 
 
 def test_an_answer_is_given_once_more(start, tmp_path):
@@ -238,12 +268,34 @@ def test_save_replaces_only_its_own_file(start, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("mine")
     terminal.ask("hello")
-    assert "exists: choose another name" in terminal.ask(f"/save {other}")
+    wrong = "exists, and holds something else: choose another name"
+    assert wrong in terminal.ask(f"/save {other}")
     assert other.read_text() == "mine"
     assert "2 messages written" in terminal.ask("/save ~/talk.jsonl")
     terminal.ask("more")
     assert "4 messages written" in terminal.ask("/save ~/talk.jsonl")
     assert len((tmp_path / "talk.jsonl").read_text().splitlines()) == 4
+    # Another conversation does not take its place; the same one goes on in it, in a later run too.
+    terminal.ask("/reset")
+    terminal.ask("hello")
+    assert wrong in terminal.ask("/save ~/talk.jsonl")
+    assert len((tmp_path / "talk.jsonl").read_text().splitlines()) == 4
+    terminal.ask("/load ~/talk.jsonl")
+    terminal.ask("still more")
+    assert "6 messages written" in terminal.ask("/save ~/talk.jsonl")
+
+
+def test_what_was_forgotten_is_not_resumed(start, tmp_path):
+    terminal = start("-m", "x.gguf", "--prompt-cache", str(tmp_path))
+    terminal.ask("hello")
+    assert (tmp_path / "last.jsonl").exists()
+    terminal.ask("/reset")
+    terminal.send("/quit\n")
+    assert terminal.finish() == 0
+    with Terminal("--prompt-cache", str(tmp_path), "--resume", home=tmp_path) as again:
+        assert again.finish() == 1
+        said = f"--resume: no conversation is kept in {tmp_path}"
+        assert said in again.raw and "Hi there!" not in again.raw
 
 
 def test_the_model_cannot_control_the_terminal(start):

@@ -135,6 +135,7 @@ USAGE = [
     (["replay", "t.npz", "--io-threads", "0"], "is not in the range"),
     (["replay", "t.npz", "--bandwidth", "fast"], "'fast' is not a size"),
     (["replay", "t.npz", "--prefetch", "maybe"], "'--prefetch': must be auto, on or off"),
+    (["replay", "t.npz", "--policy", "lur"], "'--policy': must be lru, dymoe,"),
     (["replay", "t.npz", "--clock", "stopped"], "is not one of"),
     (["replay", "t.npz", "--transition-rate", "00"], "must be more than zero"),
 ]

@@ -128,8 +128,10 @@ def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model: Path, t
     assert not reused["exact_tiers"]
 
 
-def test_the_plain_path_has_no_store_to_report(model: Path, text: Path) -> None:
-    result = evaluate(model, "--text", str(text), "--tokens", "20", "--prefill")
+# The second one is what it was called, for scripts.
+@pytest.mark.parametrize("option", ["--max-tokens", "--tokens"])
+def test_the_plain_path_has_no_store_to_report(model: Path, text: Path, option: str) -> None:
+    result = evaluate(model, "--text", str(text), option, "20", "--prefill")
     assert result["usage"] is None and result["form"] == "prefill"
     assert result["text"]["tokens"] == 20 and "prefill_perplexity" not in result
 

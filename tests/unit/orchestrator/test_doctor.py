@@ -16,9 +16,8 @@ from orchestrator.config import Config
 from orchestrator.doctor import examine, misses_line, render
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import device_shape
-from orchestrator.hardware import Device, Machine
+from orchestrator.hardware import Device, Machine, more_than_there, too_many_threads
 from orchestrator.llama import Bindings
-from orchestrator.load import too_many_threads
 from orchestrator.native import Bandwidths
 from orchestrator.plan import plan_memory
 from orchestrator.timings import DISTURBED
@@ -34,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_machine_without_a_gpu(model: Path) -> None:
     pytest.importorskip("llama_cpp.llama_cpp")
-    health = examine(Config.build(model=model, device="cpu", threads=1))
+    said: list[str] = []
+    health = examine(Config.build(model=model, device="cpu", threads=1), said.append)
+    assert said == [f"Measuring the {what}" for what in ("disk", "memory", "processor")]
     assert health.gpu is None and health.copies is None
     assert health.memory_speed > 0 and health.disk.bytes_per_s > 0
     text = render(health)
@@ -47,6 +48,7 @@ def test_a_machine_without_a_gpu(model: Path) -> None:
 
 def test_what_does_not_fit_is_said_instead_of_a_plan(model: Path) -> None:
     pytest.importorskip("llama_cpp.llama_cpp")
+    assert "is more than" in render(examine(Config.build(model=model, device="cpu", ram=1 << 50)))
     health = examine(Config.build(model=model, device="cpu", ram=1 * MIB))
     assert health.plan is None
     assert "smallest --ram that works" in render(health)
@@ -131,6 +133,15 @@ def test_a_device_that_is_not_here(model: Path) -> None:
             continue
         with pytest.raises(ConfigError, match=f"--device {named}: "):
             Engine.open(Config.build(model=model, device=asked))
+
+
+def test_a_cap_above_what_there_is_is_said() -> None:
+    """The plan takes what is there; llama.cpp, too, runs with what it gets."""
+    machine = Machine(22 << 30)
+    for ram in (None, 1 << 30, 22 << 30):
+        assert more_than_there(ram, machine) is None
+    said = more_than_there(1 << 40, machine)
+    assert said == "--ram 1024 GiB is more than the 22 GiB that are free: those are the cap."
 
 
 def test_more_threads_than_cores_are_warned_of() -> None:

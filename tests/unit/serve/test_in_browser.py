@@ -171,6 +171,84 @@ def test_an_answer_can_be_stopped(browser: Browser, served: Served) -> None:
     assert complaints(tab) == []
 
 
+def loaded_anew(tab: Tab) -> None:
+    tab.value("window.before = true")
+    tab.call("Page.reload")
+    tab.until("!window.before && document.readyState === 'complete' && typeof seen !== 'undefined'")
+
+
+def test_a_page_that_is_loaded_anew_has_the_conversation(browser: Browser, served: Served) -> None:
+    tab = opened(browser, served, SLOWED)
+    tab.value("held = true")
+    asked(tab, STORY)
+    tab.until(f"running && {LAST % '.assistant'}.length > 20")
+    said = tab.value("half.text")
+    loaded_anew(tab)
+    # What came of the answer stays, as of one that was stopped, and the next question goes on.
+    assert tab.value("messages.map((each) => each.role).join()") == "user,assistant"
+    assert tab.value("messages[1].content").startswith(said)
+    assert tab.value(LAST % ".assistant").startswith(said.rstrip()) and STORY in tab.text()
+    assert "cut off" in tab.value(LAST % ".costs")
+    tab.value("$('text').value = 'a draft'")
+    loaded_anew(tab)
+    assert tab.value("$('text').value") == "a draft" and tab.value("messages.length") == 2
+    tab.value("$('text').value = ''")
+    asked(tab, QUESTION)
+    tab.until("!running && messages.length === 4")
+    loaded_anew(tab)
+    assert "Oslo" in tab.text() and tab.value("document.querySelectorAll('.costs').length") == 2
+    tab.value("$('anew').click()")
+    loaded_anew(tab)
+    assert tab.value("messages.length") == 0 and "Oslo" not in tab.text()
+    assert complaints(tab) == []
+
+
+def test_a_question_without_an_answer_comes_back(browser: Browser, served: Served) -> None:
+    tab = opened(browser, served, "if (isChat(path)) return new Promise(() => {});")
+    asked(tab, QUESTION)
+    tab.until("running !== null")
+    loaded_anew(tab)
+    assert tab.value("$('text').value") == QUESTION and tab.value("messages.length") == 0
+    assert tab.value("$('log').children.length") == 0
+
+
+def test_the_picture_says_what_its_colours_and_axes_are(tab: Tab) -> None:
+    tab.value(
+        """
+const plainly = CanvasRenderingContext2D.prototype.fillText;
+drawn = [];
+CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
+  drawn.push(text);
+  plainly.call(this, text, ...at);
+};
+"""
+    )
+    tab.until("seen !== null && seen.layers > 0 && $('legend').children.length > 0")
+    assert tab.value("[...$('legend').children].map((each) => each.innerText).join()").endswith(
+        "used just now, and gone again,strong colour: used just now"
+    )
+    grey = tab.value("$('legend').children[3].querySelector('i').style.background")
+    assert (
+        grey
+        == "rgb(128, 136, 144)"
+        == tab.value("mixed(GONE, [255, 255, 255], 1)").replace(",", ", ")
+    )
+    tab.value("drawn.length = 0; flow = [{ hits: 0.5, rate: 3 * 2 ** 20 }]; drawFlow()")
+    for label in ("100 %", "50 %", "0 %", "3.0 MiB/s", "1.5 MiB/s", "60 s ago", "now"):
+        assert label in tab.value("drawn"), label
+
+
+def test_where_no_expert_is_managed_the_page_says_what_to_do(
+    browser: Browser, served: Served
+) -> None:
+    fake = "if (path === '/experts') return Response.json({ layers: 0, mode: 'plain' });"
+    tab = opened(browser, served, fake)
+    tab.until("!$('plain').hidden && $('managed').hidden")
+    said = tab.value("document.querySelector('aside').innerText")
+    for words in ("Nothing to see", "plain path", "moe-edge serve --ram", "--policy lru"):
+        assert words in said
+
+
 def test_what_a_model_writes_is_text(browser: Browser, served: Served) -> None:
     fake = f"if (isChat(path)) return streamed({json.dumps(ATTACK)});"
     tab = opened(browser, served, fake)
@@ -247,9 +325,18 @@ def test_it_fits_a_telephone(tab: Tab, dark: bool) -> None:
     tab.shape(320, 640, dark)
     tab.until("seen !== null")
     assert tab.value("document.documentElement.scrollWidth") <= 320
-    for tag in ("text", "send", "stop", "anew", "experts"):
+    for tag in ("text", "send", "stop", "anew", "show"):
         assert 0 < tab.value(f"$('{tag}').getBoundingClientRect().right") <= 320, tag
-    # The picture is below the chat, which has the whole width.
+    # The chat has the whole width, and the picture takes its place where it is asked for.
     assert tab.value("$('text').getBoundingClientRect().width") > 250
+    assert tab.value("$('experts').clientWidth") == 0
+    tab.value("$('show').click()")
+    assert tab.value("$('experts').clientWidth") > 250 and tab.value("$('text').clientWidth") == 0
+    for tag in ("experts", "flow"):
+        box = f"$('{tag}').getBoundingClientRect()"
+        assert tab.value(f"{box}.right") <= 320 and tab.value(f"{box}.top") < 640, tag
+    assert tab.value("document.documentElement.scrollWidth") <= 320
+    tab.value("$('show').click()")
+    assert tab.value("$('text').clientWidth") > 250
     ground = tab.value("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(20, 24, 29)" if dark else "rgb(255, 255, 255)")

@@ -70,7 +70,7 @@ def published(
         options += ["--text", str(domains), "--study", name, "--out", str(folder)]
         options += ["--choices", str(asked), *MORE.get(name, [])]
         if name not in WHOLE:
-            options += ["--tokens", "48"]
+            options += ["--max-tokens", "48"]
         passes: list[Passes] = []
         begin = Passes.__init__
 

@@ -46,7 +46,7 @@ def test_a_study_that_reads_keeps_to_the_cap(
     monkeypatch.setattr(within, "load_within", too_small)
     options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
     options += ["--text", str(domains), "--study", name, "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(cli, ["eval", *options, "--tokens", "48", "--ram", "100MiB"])
+    result = CliRunner().invoke(cli, ["eval", *options, "--max-tokens", "48", "--ram", "100MiB"])
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "Error: as it says there")
     (room,) = rooms
     assert room.ram == 100 << 20 and room.own > 0 and "study" in room.use

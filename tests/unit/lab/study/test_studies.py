@@ -151,7 +151,7 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> 
 
 def study(model: Path, text: Path, name: str, out: Path, *args: str):
     options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "64"]
-    options += ["--text", str(text), "--tokens", "24", "--study", name, "--out", str(out)]
+    options += ["--text", str(text), "--max-tokens", "24", "--study", name, "--out", str(out)]
     return CliRunner().invoke(cli, ["eval", *options, *args])
 
 
