@@ -217,7 +217,7 @@ class PromptContext(Study[Found]):
             right.set_xlabel("prompt tokens")
             right.set_ylabel(f"routed to the {found.n_hot} hot experts, %")
             for axis in (left, right):
-                axis.legend()
+                axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2, fontsize=8)
         return plot.files(folder, self.name)
 
 
