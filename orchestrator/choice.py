@@ -56,6 +56,10 @@ def check_unused(config: Config) -> None:
             )
         if name is not None and name not in having:
             raise unused_option(given, name)
+    if name is not None and name != PLAIN:
+        complaint = policy_class(name).without_effect(config.of_policies)
+        if complaint is not None:
+            raise ConfigError(complaint)
     if config.exact and (config.low is not None or config.low_tier is not None):
         raise ConfigError(
             "--exact computes every expert in the high precision: leave --low and --low-tier out"

@@ -154,11 +154,11 @@ class Policy:
     follows_tiers: ClassVar[bool] = False
     learns: ClassVar[bool] = False
     tunes: ClassVar[bool] = False
-    weighs_losses: ClassVar[bool] = False
     foresees: ClassVar[bool] = False
     skips: ClassVar[bool] = False
     per_use: ClassVar[bool] = False
     lossless: ClassVar[Mapping[str, Any] | None] = None
+    weighs_losses: bool = False
     default_tier: int = 0
     callback: Callback = Callback.NEVER
 
@@ -204,6 +204,11 @@ class Policy:
         """The file tier to take as the lowest one below the high one; None: as many of those that
         follow as it works with."""
         return offer.low
+
+    @classmethod
+    def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
+        """A sentence about a setting that can do nothing beside the others that were asked for."""
+        return None
 
     @property
     def by_residency(self) -> bool:

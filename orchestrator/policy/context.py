@@ -69,7 +69,8 @@ class ContextSettings(PlacementSettings, Background):
     )
     losses: Path | None = setting(
         None,
-        "The loss table that their bits are given by, of moe-edge calibrate.",
+        "The loss table that experts' precisions go by, of moe-edge calibrate; with context for "
+        "--near-slots shared alone.",
         shown="FILE.calib.json",
         recorded=False,
     )
@@ -117,7 +118,6 @@ class Context(Policy):
     counts = True
     follows_tiers = True
     learns = True
-    weighs_losses = True
     settings: ContextSettings
 
     def __init__(
@@ -132,6 +132,7 @@ class Context(Policy):
         self._near = near_tiers(shape.tiers, self.settings.near_tiers)
         self._bits = [nominal_bits(shape.tiers[tier]) for tier in self._near]
         self._on_host = False  # the near tiers of a GPU; after plan
+        self.weighs_losses = self._shares  # fixed counts leave nothing to choose by them
         if self._shares and not (shape.shares_slots or self._places[-1]):
             raise PolicyError(
                 f"--near-slots {SHARED} needs slots in host memory: leave it out, or give "
@@ -152,6 +153,16 @@ class Context(Policy):
         self._latest: np.ndarray | None = None  # wanted by the latest placement
         self._scores: np.ndarray = np.zeros(size)
         self._moved = self._steps = self._most_steps = self._changed_bytes = 0
+
+    @classmethod
+    def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
+        if asked.get("losses") is None or asked.get("near_slots") == SHARED:
+            return None
+        return (
+            f"--losses has no effect with --near-slots {OWN}, where each lower precision has the "
+            f"same number of experts in every layer, whatever they lose: leave it out, or give "
+            f"--near-slots {SHARED}"
+        )
 
     @property
     def _shares(self) -> bool:

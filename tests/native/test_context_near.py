@@ -95,11 +95,17 @@ def test_a_loss_table_is_found_and_used(five: Path, tmp_path: Path) -> None:
         assert policy_of(engine).losses is None
         assert "there is no loss table" in str(engine.note) and "calibrate" in str(engine.note)
         nominal = engine.store.resident()
+    with Engine.open(build(five, near_slots="own")) as engine:
+        assert engine.note is None  # no table could change where experts are
+        in_own_slots = engine.store.resident()
     try:
         expected = save_table(beside, five)
         with Engine.open(build(five)) as engine:
             assert np.array_equal(policy_of(engine).losses, expected) and engine.note is None
             assert not np.array_equal(engine.store.resident(), nominal)
+        with Engine.open(build(five, near_slots="own")) as engine:
+            assert policy_of(engine).losses is None and engine.note is None
+            assert np.array_equal(engine.store.resident(), in_own_slots)
         save_table(beside, five, FIVE[:3])
         with Engine.open(build(five)) as engine:
             assert policy_of(engine).losses is None and "lacks one of" in str(engine.note)

@@ -16,9 +16,13 @@ from orchestrator.observe import Node
 _NAME = re.compile(r"([a-z_]+)-(\d+)")
 
 # What a tensor of a layer is: the residual stream before and behind the experts, the router's
-# input, and its logits, by the names that llama.cpp's graphs give them.
+# input, its logits, and the experts that it chose, by the names that llama.cpp's graphs give them.
 FFN_INPUT, OUTPUT, ROUTER_INPUT, ROUTER_LOGITS = "ffn_inp", "l_out", "ffn_norm", "ffn_moe_logits"
-NAMES = (FFN_INPUT, OUTPUT, ROUTER_INPUT, ROUTER_LOGITS)
+CHOSEN = "ffn_moe_topk"
+# Weights of those experts in the order of computing: each step is there where a family has it, and
+# the last one there is what the model multiplies by.
+GATES = ("ffn_moe_weights", *(f"ffn_moe_weights_{step}" for step in ("softmax", "norm", "scaled")))
+NAMES = (FFN_INPUT, OUTPUT, ROUTER_INPUT, ROUTER_LOGITS, CHOSEN, *GATES)
 
 # Of the activations of a read.
 _COPIES = 3
@@ -31,7 +35,14 @@ def _kept_bytes(path: Path, n_ctx: int) -> int:
     what it makes of them."""
     with ExpertModel.open(path) as model:
         width = 3 * model.hparams.embedding_length + model.n_expert
+        width += (1 + len(GATES)) * model.n_expert_used
         return _COPIES * 4 * n_ctx * width * len(model.layer_ids)
+
+
+def applied_gates(found: Activations, layer: int) -> np.ndarray:
+    """The weights of each token's experts [T, k] as the model applies them: those of families that
+    renormalise add up to 1, or to their scale."""
+    return next(found[name, layer] for name in reversed(GATES) if (name, layer) in found)
 
 
 class ActivationRecorder:
@@ -49,7 +60,8 @@ class ActivationRecorder:
         )
 
     def read(self, tokens: Sequence[int]) -> Activations:
-        """Activations of one text, read at once: (name, layer) -> float32 [T, width].
+        """Activations of one text, read at once: (name, layer) -> float32 [T, width]; int32 [T, k]
+        of CHOSEN.
 
         Raises NativeError where the model has none of those names.
         """

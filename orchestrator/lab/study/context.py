@@ -16,10 +16,11 @@ from orchestrator.errors import ConfigError
 from orchestrator.eval.text import Window
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.activations import (
+    CHOSEN,
     ROUTER_INPUT,
-    ROUTER_LOGITS,
     ActivationRecorder,
     Activations,
+    applied_gates,
 )
 from orchestrator.lab.study.similarity import dense, top
 from orchestrator.lab.study.study import Study
@@ -32,7 +33,13 @@ LEAST = 8
 # Ends of the prompt lengths that are looked at apart.
 LENGTHS = (32, 128, 512)
 
-OWN, RIGHT, WRONG, ALIKE, ORACLE = "own prompt", "others", "other domains", "uniform", "answer"
+# P~ and S of section 4.1: Figure 4 is of P, and experts are placed by S.
+COUNTS, OWN = "own prompt, P", "own prompt, S"
+RIGHT, WRONG, ALIKE, ORACLE = "others", "other domains", "uniform", "answer"
+# What is looked at by layer.
+BY_LAYER = (COUNTS, OWN, RIGHT, ALIKE)
+# Of a router, as the metadata has it.
+_SIGMOID = 2
 PRIORS = (16, 32, 64, 128)
 USUAL_PRIOR = int(PlacementSettings().prior_tokens)
 
@@ -80,6 +87,7 @@ def choices(usages: Sequence[Usage], at: int, k: int) -> dict[str, np.ndarray | 
     paper = PlacementSettings(prior_tokens=0.0)
     nothing = np.zeros(own.counts.shape)
     found = {
+        COUNTS: shares(own.counts),
         OWN: importance(own.counts, own.gates, nothing, paper, k),
         RIGHT: right,
         WRONG: wrong,
@@ -156,8 +164,10 @@ class PromptContext(Study[Found]):
                 ),
                 found.rows,
                 [
-                    "Others: the other prompts and answers of the same domain; other domains: the "
-                    "wrong profile. Prompt + n: the profile counts as n further tokens."
+                    "P: how often the prompt used each expert, which is what the paper's Figure 4 "
+                    "compares; S: its importance, half of it P, half the gates' sums. Others: the "
+                    "other prompts and answers of the same domain; other domains: the wrong "
+                    "profile. Prompt + n: S with the profile as n further tokens."
                 ],
             ),
             Table(
@@ -179,9 +189,10 @@ class PromptContext(Study[Found]):
                     Column("layer", "layer"),
                     Column("most used expert", "most", mass),
                     Column("least used", "least", mass),
-                    Column("prompt and answer, cosine", OWN, fixed(3)),
-                    Column("others and answer", RIGHT, fixed(3)),
-                    Column("uniform and answer", ALIKE, fixed(3)),
+                    Column("cosine of the answer's use with the prompt's, P", COUNTS, fixed(3)),
+                    Column("with the prompt's S", OWN, fixed(3)),
+                    Column("with others", RIGHT, fixed(3)),
+                    Column("with uniform use", ALIKE, fixed(3)),
                 ),
                 found.layers,
             ),
@@ -190,10 +201,11 @@ class PromptContext(Study[Found]):
     def draw(self, found: Found, folder: Path) -> list[Path]:
         with plot.figure(folder, self.name, 2) as (left, right):
             x = [row["layer"] for row in found.layers]
-            for number, by in enumerate((OWN, RIGHT, ALIKE)):
+            for number, by in enumerate(BY_LAYER):
                 y = [row[by] for row in found.layers]
                 if None not in y:
-                    plot.line(left, x, y, by, number)
+                    label = f"{by} (Figure 4 of the paper)" if by == COUNTS else by
+                    plot.line(left, x, y, label, number, dashed=by == OWN)
             left.set_xlabel("layer")
             left.set_ylabel("cosine with the answer's use")
             left.set_title(found.subject.basis, fontsize=9)
@@ -205,7 +217,7 @@ class PromptContext(Study[Found]):
             right.set_xlabel("prompt tokens")
             right.set_ylabel(f"routed to the {found.n_hot} hot experts, %")
             for axis in (left, right):
-                axis.legend()
+                axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2, fontsize=8)
         return plot.files(folder, self.name)
 
 
@@ -236,14 +248,13 @@ def read_usages(on: Subject) -> list[Usage]:
     with ExpertModel.open(config.model) as model:
         layers = model.layer_ids
         router = dense(model, f"blk.{layers[-1]}.ffn_gate_inp.weight")
+        gating = model.metadata.get(f"{model.hparams.arch}.expert_gating_func")
         longest = max(len(window.tokens) for window in windows)
         threads = config.threads or default_threads()
         with ActivationRecorder(config.model, longest, threads, config.ram) as recorder:
             for number, window in enumerate(windows, 1):
                 read = recorder.read(window.tokens)
-                found.append(
-                    usage_of(read, window, layers, router, model.n_expert, on.n_expert_used)
-                )
+                found.append(usage_of(read, window, layers, router, model.n_expert, gating))
                 on.report("Reading", number / len(windows))
     return found
 
@@ -254,26 +265,39 @@ def usage_of(
     layer_ids: Sequence[int],
     router: np.ndarray | None,
     n_expert: int,
-    k: int,
+    gating: int | None = None,
 ) -> Usage:
-    """What a window used, from its activations. router [n_expert, width]: of the last layer, None
-    where its own choices have to do."""
+    """What a window used, from its activations: the experts that the model chose, with the weights
+    that it applied.
+
+    router [n_expert, width]: of the last layer, None where its own choices have to do; gating: its
+    function, as the metadata has it, None for softmax. It ranks the input of the layer before, as
+    the hook does for the policy, and its gates are the scores of all experts.
+    """
     n = prompt_tokens(window)
     size = len(layer_ids), n_expert
     counts, gates, answer = np.zeros(size), np.zeros(size), np.zeros(size)
     for layer, il in enumerate(layer_ids):
-        logits = found[ROUTER_LOGITS, il]
-        in_prompt = logits[:n]
+        chosen = found[CHOSEN, il]
+        ids, weights = chosen[:n], applied_gates(found, il)[:n]
         if layer and layer == len(layer_ids) - 1 and router is not None:
-            in_prompt = found[ROUTER_INPUT, layer_ids[layer - 1]][:n] @ router.T
-        ids = top(in_prompt, k)
-        chosen = np.take_along_axis(in_prompt, ids, axis=1).astype(np.float64)
-        weights = np.exp(chosen - chosen.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
+            logits = found[ROUTER_INPUT, layer_ids[layer - 1]][:n] @ router.T
+            ids = top(logits, chosen.shape[1])
+            weights = np.take_along_axis(_scores(logits, gating), ids, axis=1)
         counts[layer] = np.bincount(ids.ravel(), minlength=n_expert)
         gates[layer] = np.bincount(ids.ravel(), weights.ravel(), n_expert)
-        answer[layer] = np.bincount(top(logits[n:], k).ravel(), minlength=n_expert)
+        answer[layer] = np.bincount(chosen[n:].ravel(), minlength=n_expert)
     return Usage(window.domain, n, len(window.tokens) - n, counts, gates, answer)
+
+
+def _scores(logits: np.ndarray, gating: int | None) -> np.ndarray:
+    """What a router makes of its logits, float64 [T, n_expert]."""
+    if gating == _SIGMOID:
+        sigmoid: np.ndarray = 1 / (1 + np.exp(-logits.astype(np.float64)))
+        return sigmoid
+    powers = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    softmax: np.ndarray = powers / powers.sum(axis=1, keepdims=True)
+    return softmax
 
 
 _Every = Sequence[dict[str, np.ndarray | None]]
@@ -341,7 +365,7 @@ def _by_length(usages: Sequence[Usage], every: _Every, n_hot: int) -> Iterator[R
 def _by_layer(usages: Sequence[Usage], every: _Every, layer_ids: Sequence[int]) -> Iterator[Row]:
     frequency = shares(np.sum([usage.all for usage in usages], axis=0))
     known: dict[str, np.ndarray | None] = {}
-    for by in (OWN, RIGHT, ALIKE):
+    for by in BY_LAYER:
         found = [
             cosines(scores, usage.answer)
             for usage, each in zip(usages, every, strict=True)

@@ -21,6 +21,12 @@ from orchestrator.replay.simulate import simulate
 
 _NEVER = 2**24
 
+BASIS = (
+    "Off-policy: one run is played, which loads by the best pair so far, and every pair is counted "
+    "against what that run has in memory. In-sample: a pair is judged on the tokens that chose it."
+)
+_SHORT = "off-policy: all pairs counted on one run; in-sample: on the tokens that chose them"
+
 
 class Played(NamedTuple):
     """What the study is measured on."""
@@ -131,6 +137,7 @@ class VotesLoss(Experiment[Played, Surface]):
                     *(Column(f"best at P={p}", f"P={p}", fixed(3)) for p in range(1, depth + 1)),
                 ),
                 rows,
+                [BASIS],
             )
         ]
 
@@ -173,6 +180,7 @@ class VotesLoss(Experiment[Played, Surface]):
                 axis.set_ylabel("layers P")
                 axis.set_title(f"{group} layers")
                 axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=3, fontsize=8)
+            axes[0].figure.suptitle(f"{found.model}; {_SHORT}", fontsize=9)
         return plot.files(folder, self.name)
 
     def publish(

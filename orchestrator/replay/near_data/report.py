@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.errors import ConfigError
-from orchestrator.policy.placement import PlacementSettings
+from orchestrator.policy.placement import PlacementSettings, shares
 from orchestrator.replay.near_data import strategies
 from orchestrator.replay.near_data.machine import SHAPES, Machine, Shape
 from orchestrator.replay.near_data.routing import Generated, Routing, cosine, from_trace, generated
@@ -154,14 +154,15 @@ def _runs(asked: NearData, routing: Routing) -> dict[str, _Run]:
     near = strategies.near_only(shape)
     everywhere = range(len(routing.sequences))
 
-    def run(plans: list[Plan]) -> _Run:
+    def run(plans: list[Plan], there: list[Plan]) -> _Run:
         decoded = [
             strategies.decode(machine, shape, plan, sequence)
             for plan, sequence in zip(plans, routing.sequences, strict=True)
         ]
-        return _Run(decoded, *_before(asked, routing, plans))
+        return _Run(decoded, *_before(asked, routing, plans, there))
 
-    found = {NEAR_ONLY: run([near for _ in everywhere])}
+    alone = [near for _ in everywhere]
+    found = {NEAR_ONLY: run(alone, alone)}
     only = found[NEAR_ONLY]
     moved = asked.migrations * machine.link_ms(shape.expert_bytes())
     found[MONDE] = _Run(
@@ -170,18 +171,16 @@ def _runs(asked: NearData, routing: Routing) -> dict[str, _Run]:
         only.moves,
     )
     settings = asked.placement
-    found[STATIC] = run(
-        [
-            strategies.placed(shape, strategies.static_scores(routing, at), n_hot, settings)
-            for at in everywhere
-        ]
-    )
-    found[CONTEXT] = run(
-        [
-            strategies.placed(shape, _scores(asked, routing, at), n_hot, settings)
-            for at in everywhere
-        ]
-    )
+    static = [
+        strategies.placed(shape, strategies.static_scores(routing, at), n_hot, settings)
+        for at in everywhere
+    ]
+    found[STATIC] = run(static, static)
+    placed = [
+        strategies.placed(shape, _scores(asked, routing, at), n_hot, settings) for at in everywhere
+    ]
+    started = strategies.placed(shape, shares(routing.usual), n_hot, settings)
+    found[CONTEXT] = run(placed, [started, *placed[:-1]])
     for name, one in ((GPU_LRU, strategies.gpu_lru), (HOBBIT, strategies.hobbit)):
         nothing = np.zeros((1, len(asked.workload.lengths)))
         prompts = nothing + _streamed(asked, len(routing.sequences))
@@ -193,27 +192,30 @@ def _scores(asked: NearData, routing: Routing, at: int) -> np.ndarray:
     return strategies.context_scores(routing, at, asked.placement, asked.shape.n_expert_used)
 
 
-def _before(asked: NearData, routing: Routing, plans: list[Plan]) -> tuple[np.ndarray, np.ndarray]:
+def _before(
+    asked: NearData, routing: Routing, plans: list[Plan], there: list[Plan]
+) -> tuple[np.ndarray, np.ndarray]:
     """What prompts take, and what their placements move before the answers, in ms: [n_sequences,
-    n_lengths] both. Each sequence finds the one before it on the GPU, the first one its own
-    plan's, or that of the usual use."""
+    n_lengths] both. plans: how each sequence is decoded; there: what its prompt finds on the GPU.
+    """
     shape, machine, lengths = asked.shape, asked.machine, asked.workload.lengths
     prompts = np.zeros((len(plans), len(lengths)))
     moves = np.zeros_like(prompts)
     stream = machine.link_ms(shape.expert_bytes())
-    for at, (plan, sequence) in enumerate(zip(plans, routing.sequences, strict=True)):
-        there = plans[at - 1].hot
+    for at, (plan, before, sequence) in enumerate(
+        zip(plans, there, routing.sequences, strict=True)
+    ):
         used = sequence.counts.sum(axis=1, keepdims=True)
         share = sequence.counts / np.where(used > 0, used, 1)
         for column, (n_prompt, _) in enumerate(lengths):
-            brought = np.zeros_like(there)
+            brought = np.zeros_like(before.hot)
             for layer in range(shape.n_layers):
                 tokens = share[layer] * n_prompt * shape.n_expert_used
                 took, brought[layer] = machine.prefill_layer_ms(
-                    shape, tokens, there[layer], n_prompt
+                    shape, tokens, before.hot[layer], n_prompt
                 )
                 prompts[at, column] += took
-            new = plan.hot & ~there
+            new = plan.hot & ~before.hot
             if asked.workload.migration == KEPT:
                 new &= ~brought
             if asked.workload.migration != UNCOUNTED:

@@ -99,12 +99,16 @@ def test_the_bits_follow_the_losses_and_the_use():
 
 
 def test_slots_of_their_own_have_the_counts_of_like_experts():
+    """No loss table changes that, so that none is asked for."""
     own = Context(five_tiers(), Context.Settings(hot_experts=4))
     own.plan(1 << 40)
+    before_losses = placed(own)
+    assert not own.weighs_losses and make(five_tiers(), hot_experts=4).weighs_losses
     losses = np.sort(np.random.default_rng(4).random((N_LAYERS, N_EXPERT, 5)), axis=2)
     before = own.report()["near_per_layer"]
     own.set_losses(losses)
     tiers = placed(own)
+    assert (tiers == before_losses).all()
     for tier, n in enumerate((4, *before.values())):
         assert ((tiers == tier).sum(axis=1) == n).all()
 

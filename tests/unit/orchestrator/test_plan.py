@@ -220,6 +220,23 @@ def test_what_a_policy_does_not_use_is_refused(policy: str, option: dict[str, An
     check_unused(Config.build(model="a.gguf", **option))
 
 
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [({}, True), ({"near_slots": "own"}, True), ({"near_slots": "shared"}, False)],
+)
+def test_a_loss_table_is_for_slots_that_lower_tiers_share(
+    more: dict[str, Any], refused: bool
+) -> None:
+    asked = Config.build(model="a.gguf", policy="context", losses=Path("t.json"), **more)
+    if refused:
+        with pytest.raises(ConfigError, match="--losses has no effect with --near-slots own"):
+            check_unused(asked)
+    else:
+        check_unused(asked)
+    check_unused(asked.with_changes(losses=None))
+    check_unused(asked.compared(policy="mixed"))
+
+
 def test_what_a_changed_policy_does_not_use_waits(models: dict[str, ExpertModel]) -> None:
     settings = {"low_tier": "q2_k", "retention": 0.5}
     assert plan_for(models["three"], policy="lru", **settings).managed

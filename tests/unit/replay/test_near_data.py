@@ -148,19 +148,36 @@ def test_the_papers_speedups_with_one_rate_of_migrations(
     )
 
 
-def test_only_what_changed_is_moved():
-    """Two sequences with other hot experts, and two with the same ones."""
-    one = independent(SMALL, 4, 0.5)
-    other = Sequence(one.counts[:, ::-1], one.gates[:, ::-1], one.ids)
-    plans = [strategies.placed(SMALL, each.counts / 4, 4, PAPER) for each in (one, other)]
-    asked = NearData(workload=Workload(lengths=((4, 8),), migration="changed"))
-    _, moves = report._before(asked, Routing("", [one, other], one.counts), plans)
-    assert moves[:, 0] == pytest.approx([4 * 32 * 14.09] * 2, rel=1e-3)
-    _, moves = report._before(asked, Routing("", [one, one], one.counts), [plans[0]] * 2)
-    assert not moves.any()
-    uncounted = replace(asked, workload=replace(asked.workload, migration="none"))
-    _, moves = report._before(uncounted, Routing("", [one, other], one.counts), plans)
-    assert not moves.any()
+# Hot experts of each sequence, those that the usual use has, and those that each of them moves in
+# a layer: it finds what the sequence before it left, and the first one what the usual use asked
+# for, or the first experts where nothing is known.
+MOVED = [
+    ("only a prompt, other experts than are there", [(4, 5, 6, 7)], (), [4]),
+    ("only a prompt, half of it usual", [(4, 5, 6, 7)], (2, 3, 4, 5), [2]),
+    ("only a prompt, all of it usual", [(2, 3, 4, 5)], (2, 3, 4, 5), [0]),
+    ("what the last one leaves is not there before", [(0, 1, 2, 3), (4, 5, 6, 7)], (), [0, 4]),
+    ("one after the other", [(1, 2, 3, 4), (3, 4, 5, 6), (3, 4, 5, 6)], (), [1, 2, 0]),
+]
+
+
+@pytest.mark.parametrize(
+    ("hot", "usual", "moved"), [case[1:] for case in MOVED], ids=[case[0] for case in MOVED]
+)
+def test_only_what_changed_is_moved(hot, usual, moved):
+    def use(experts):
+        counts = np.zeros((32, 8))
+        counts[:, list(experts)] = 1.0
+        return counts
+
+    ids = independent(SMALL, 4, 0.5, 16).ids
+    routing = Routing("", [Sequence(use(each), use(each), ids) for each in hot], use(usual))
+    stream = 352321536 / 25e6  # 3 x 4096 x 14336 weights of 2 bytes over 25 GB/s, in ms
+    expected = {"changed": [32 * n * stream for n in moved], "none": [0.0] * len(moved)}
+    for migration, ms in expected.items():
+        asked = NearData(workload=Workload(lengths=((4, 8),), migration=migration), placement=PAPER)
+        runs = report._runs(asked, routing)
+        assert runs["context"].moves[:, 0] == pytest.approx(ms)
+        assert not runs["static"].moves.any()  # placed once, before all of them
 
 
 def alone(shape, ids, n_slots, what):

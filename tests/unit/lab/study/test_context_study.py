@@ -5,10 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gguf_tools import synthetic
 from orchestrator.eval.text import Window
-from orchestrator.lab.study.activations import ROUTER_INPUT, ROUTER_LOGITS
+from orchestrator.lab.study.activations import (
+    CHOSEN,
+    GATES,
+    ROUTER_INPUT,
+    ActivationRecorder,
+    applied_gates,
+)
 from orchestrator.lab.study.context import (
     ALIKE,
+    COUNTS,
     ORACLE,
     OWN,
     RIGHT,
@@ -16,6 +24,7 @@ from orchestrator.lab.study.context import (
     WRONG,
     Usage,
     _by_domain,
+    _by_layer,
     _by_length,
     blend,
     captured,
@@ -69,23 +78,76 @@ def test_prompts_are_grouped_by_their_length():
     assert all(row[blend(RIGHT, USUAL_PRIOR)] == 1.0 for row in rows)
 
 
+def test_figure_4_is_of_how_often_experts_are_used():
+    """P = 3/5, 4/5 of length 1 against the answer's 1, 0; S is half P and half W = 0, 1."""
+    counts, gates = np.array([[3.0, 4.0]]), np.array([[0.0, 7.0]])
+    one = Usage("", 20, 10, counts, gates, np.array([[5.0, 0.0]]))
+    known = choices([one], 0, 1)
+    assert known[COUNTS] == pytest.approx(np.array([[3 / 7, 4 / 7]]))
+    assert known[OWN] == pytest.approx(np.array([[3 / 14, 11 / 14]]))
+    (row,) = _by_layer([one], [known], [3])
+    assert row[COUNTS] == pytest.approx(0.6)
+    assert row[OWN] == pytest.approx(3 / np.hypot(3, 11))
+
+
 def test_a_window_is_a_prompt_and_an_answer():
-    """The last layer of a prompt as the router sees it from the layer before, with its gates."""
+    """Experts and weights are those that the model has; the last layer of a prompt is as the router
+    sees it from the layer before, with the scores that the hook gives it."""
     assert prompt_tokens(Window([0] * 30, 12, "")) == 12
     assert prompt_tokens(Window([0] * 30, 1, "")) == 15
     window = Window([0] * 20, 10, "x")
     rng = np.random.default_rng(1)
-    found = {(ROUTER_LOGITS, il): rng.random((20, 4)) for il in (3, 5)}
+    chosen = {il: np.argsort(rng.random((20, 4)), axis=1)[:, :2] for il in (3, 5)}
+    weights = {il: rng.random((20, 2)) for il in (3, 5)}
+    found = {(CHOSEN, il): each for il, each in chosen.items()}
+    found |= {(GATES[0], il): each for il, each in weights.items()}
     found[ROUTER_INPUT, 3] = rng.random((20, 6))
     router = rng.random((4, 6))
-    made = usage_of(found, window, [3, 5], router, 4, 1)
-    first = np.bincount(found[ROUTER_LOGITS, 3][:10].argmax(axis=1), minlength=4)
-    assert made.counts[0].tolist() == first.tolist()
-    assert made.gates[0] == pytest.approx(made.counts[0])  # one expert has all of a token
-    seen = (found[ROUTER_INPUT, 3][:10] @ router.T).argmax(axis=1)
-    assert made.counts[1].tolist() == np.bincount(seen, minlength=4).tolist()
-    answer = np.bincount(found[ROUTER_LOGITS, 5][10:].argmax(axis=1), minlength=4)
-    assert made.answer[1].tolist() == answer.tolist()
-    assert (made.n_prompt, made.n_answer, made.domain) == (10, 10, "x")
-    two = usage_of(found, window, [3, 5], None, 4, 2)
-    assert two.gates[0].sum() == pytest.approx(10) and two.counts[1].sum() == 20
+
+    def sums(ids, of):
+        counts, gates = np.zeros(4), np.zeros(4)
+        for token, weighs in zip(ids, of, strict=True):
+            for expert, weight in zip(token, weighs, strict=True):
+                counts[expert] += 1
+                gates[expert] += weight
+        return counts, gates
+
+    for gating in (None, 2):
+        made = usage_of(found, window, [3, 5], router, 4, gating)
+        counts, gates = sums(chosen[3][:10], weights[3][:10])
+        assert made.counts[0].tolist() == counts.tolist()
+        assert made.gates[0] == pytest.approx(gates)
+        ids, scores = [], []
+        for x in found[ROUTER_INPUT, 3][:10]:
+            logits = router @ x
+            powers = np.exp(logits)
+            score = powers / powers.sum() if gating is None else 1 / (1 + 1 / powers)
+            best = sorted(range(4), key=lambda e: -logits[e])[:2]
+            ids.append(best)
+            scores.append(score[best])
+        counts, gates = sums(ids, scores)
+        assert made.counts[1].tolist() == counts.tolist()
+        assert made.gates[1] == pytest.approx(gates)
+        for layer, il in enumerate((3, 5)):
+            answer = np.bincount(chosen[il][10:].ravel(), minlength=4)
+            assert made.answer[layer].tolist() == answer.tolist()
+        assert (made.n_prompt, made.n_answer, made.domain) == (10, 10, "x")
+    alone = usage_of(found, window, [3, 5], None, 4)
+    assert alone.counts[1].tolist() == sums(chosen[5][:10], weights[5][:10])[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("shape", "renormalises"), [("tiny-olmoe", False), ("tiny-qwen3moe", True)]
+)
+def test_gates_are_renormalised_where_the_family_does_it(library, tmp_path, shape, renormalises):
+    path = synthetic.write(tmp_path / "m.gguf", shape)
+    with ActivationRecorder(path, 16, 1) as recorder:
+        found = recorder.read(list(range(16)))
+    gates = applied_gates(found, 1)
+    logits = found["ffn_moe_logits", 1].astype(np.float64)
+    scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    expected = np.take_along_axis(scores, found[CHOSEN, 1], axis=1)
+    if renormalises:
+        expected /= expected.sum(axis=1, keepdims=True)
+    assert gates == pytest.approx(expected, rel=1e-4)
+    assert (gates.sum(axis=1) < 0.999).all() == (not renormalises)

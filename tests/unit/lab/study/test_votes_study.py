@@ -53,6 +53,8 @@ def test_the_loss_of_a_trace(library, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, [*arguments, "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert (out / "votes-loss.png").read_bytes()[1:4] == b"PNG"
+    shown = (out / "votes-loss.md").read_text()
+    assert "Off-policy: " in shown and "In-sample: " in shown
     found = json.loads((out / "votes-loss.json").read_text())
     losses = found["losses"]["deep"]
     assert losses[0][1] == 0.0 < losses[0][0] < losses[1][1]

@@ -1,0 +1,152 @@
+"""Figure 7 of FIRM-MoE against its equations, written once more in the plainest way: sets of
+experts of one token and one layer, counted one after the other."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from orchestrator.eval.text import Window
+from orchestrator.lab.study import votes
+from orchestrator.lab.study.activations import ROUTER_INPUT, ROUTER_LOGITS
+from orchestrator.lab.study.votes import VotesStudy
+
+DEEPEST = 4
+WIDTH = 6
+
+
+def scores_of(x, w_g):
+    """x W_g of eq. 4, a number for each expert."""
+    return [sum(float(x[i]) * float(w_g[i][e]) for i in range(len(x))) for e in range(len(w_g[0]))]
+
+
+def top_k_indices(scores, k):
+    """TopKIndices of eq. 4 and 5, best first."""
+    return sorted(range(len(scores)), key=lambda e: -scores[e])[:k]
+
+
+def expected(label, x, w_g, layer, k):
+    """The set S_l that a strategy names, as its label in the table says. x [layers][width], of one
+    token; w_g [width][experts], of the layer's router."""
+
+    def s(m, n):
+        return set(top_k_indices(scores_of(x[m], w_g), n))
+
+    def before(p):
+        return range(max(0, layer - p), layer)  # m = l-P .. l-1 of eq. 6, as far as there are any
+
+    if found := re.fullmatch(r"top (\d+)", label):
+        return s(layer - 1, int(found[1]))
+    if found := re.fullmatch(r"union P=(\d+)", label):
+        return set().union(*(s(m, k) for m in before(int(found[1]))))
+    if found := re.fullmatch(r"MoL K=(\d+) P=(\d+)", label):
+        return set.intersection(*(s(m, int(found[1])) for m in before(int(found[2]))))
+    if found := re.fullmatch(r"weighted >= ([\d.]+)", label):
+        worth = {m: 1.5 - 0.5 * (layer - 1 - m) for m in before(3)}
+        needed = min(float(found[1]), sum(worth.values()))
+        every = set().union(*(s(m, k) for m in worth))
+        return {e for e in every if sum(w for m, w in worth.items() if e in s(m, k)) >= needed}
+    if found := re.fullmatch(r"margin, K=(\d+)", label):
+        nearest = scores_of(x[layer - 1], w_g)
+        ranked = top_k_indices(nearest, k)
+        # Half an octave above the last of k for each candidate less, in shares of a softmax.
+        least = nearest[ranked[-1]] + (k - int(found[1])) * np.log(2) / 2
+        return {e for e in ranked if nearest[e] >= least - 1e-9}
+    raise AssertionError(f"the table has a strategy '{label}' that nobody computed by hand")
+
+
+def study(monkeypatch, xs, routers, layer_ids, k, windows):
+    """What the study finds in these router inputs, x [tokens, width] by layer for each window."""
+    reads = []
+    for x in xs:
+        read = {(ROUTER_INPUT, il): x[at] for at, il in enumerate(layer_ids)}
+        for at, il in enumerate(layer_ids):
+            read[ROUTER_LOGITS, il] = x[at] @ routers[il].T
+        reads.append(read)
+    model = SimpleNamespace(layer_ids=layer_ids, n_expert_used=k)
+    recorder = SimpleNamespace(read=lambda tokens: reads[tokens[0]])
+
+    @contextmanager
+    def opened(*args):
+        yield model
+
+    @contextmanager
+    def recording(*args):
+        yield recorder
+
+    monkeypatch.setattr(votes, "ExpertModel", SimpleNamespace(open=opened))
+    monkeypatch.setattr(votes, "ActivationRecorder", recording)
+    monkeypatch.setattr(votes, "dense", lambda _, name: routers[int(name.split(".")[1])])
+    config = SimpleNamespace(model="m.gguf", threads=1, ram=None)
+    subject = SimpleNamespace(
+        config=config, windows=windows, report=lambda *_: None, basis="made up"
+    )
+    return VotesStudy().measure(subject)
+
+
+@pytest.mark.parametrize(
+    ("seed", "n_layers", "n_expert", "k"), [(1, 6, 8, 4), (2, 5, 16, 2), (3, 2, 9, 3), (4, 7, 6, 5)]
+)
+def test_figure_7_follows_from_its_equations(monkeypatch, seed, n_layers, n_expert, k) -> None:
+    rng = np.random.default_rng(seed)
+    layer_ids = [2 * at + 1 for at in range(n_layers)]  # dense layers between them
+    windows = [
+        Window([number] * n, first, "") for number, (n, first) in enumerate([(7, 3), (4, 1)])
+    ]
+    xs = [rng.normal(size=(n_layers, len(each.tokens), WIDTH)).cumsum(axis=0) for each in windows]
+    routers = {il: rng.normal(size=(n_expert, WIDTH)) for il in layer_ids}
+    found = study(monkeypatch, xs, routers, layer_ids, k, windows)
+    rows = found.rows()
+    assert [row["strategy"] for row in rows] == [each.label for each in found.strategies]
+
+    sums = {}  # (strategy, layer): |S and A|, |S|, |A|, over tokens
+    recalls = {}  # (layer, distance): those of the top k
+    n_tokens = 0
+    for x, window in zip(xs, windows, strict=True):
+        for token in range(window.first, len(window.tokens)):
+            n_tokens += 1
+            mine = x[:, token]
+            for layer in range(1, n_layers):
+                w_g = routers[layer_ids[layer]].T
+                used = set(top_k_indices(scores_of(mine[layer], w_g), k))
+                for row in rows:
+                    named = expected(row["strategy"], mine, w_g, layer, k)
+                    add = np.array([len(named & used), len(named), len(used)])
+                    key = row["strategy"], layer
+                    sums[key] = sums.get(key, 0) + add
+                for d in range(1, min(DEEPEST, layer) + 1):
+                    guess = set(top_k_indices(scores_of(mine[layer - d], w_g), k))
+                    recalls.setdefault((layer, d), []).append(len(guess & used) / k)
+    layers = range(1, n_layers)
+    of_top = [0.0]  # how many of the first n of the nearest layer are right, a layer and token
+    for n in range(1, k + 1):
+        right = sum(sums[f"top {n}", layer][0] for layer in layers)
+        of_top.append(right / (n_tokens * len(layers)))
+    for index, row in enumerate(rows):
+        both, named, used = sum(sums[row["strategy"], layer] for layer in layers)
+        size = named / (n_tokens * len(layers))
+        assert row["size"] == pytest.approx(size)
+        assert row["accuracy"][0] == pytest.approx(both / used)  # eq. 7
+        if named:
+            assert row["utilisation"][0] == pytest.approx(both / named)  # eq. 8
+        else:
+            assert row["utilisation"] is None
+        if row["way"] != "rank" and 0 < size <= k:
+            n = min(int(size), k - 1)
+            right = of_top[n] + (size - n) * (of_top[n + 1] - of_top[n])
+            assert row["cut"] == pytest.approx(right / size)
+        for layer in layers:
+            both, named, used = sums[row["strategy"], layer]
+            one = found.row(index, [layer - 1])
+            assert one["size"] == pytest.approx(named / n_tokens)
+            assert one["accuracy"][0] == pytest.approx(both / used)
+    for layer, by_distance in enumerate(found.distance, 1):
+        assert len(by_distance) == min(DEEPEST, layer)
+        for d, values in enumerate(by_distance, 1):
+            assert values == pytest.approx(recalls[layer, d])
+    assert found.layer_ids == layer_ids[1:]
+    assert VotesStudy().tables(found)
