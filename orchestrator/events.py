@@ -150,14 +150,16 @@ class RouteEvent:
 
 class StoreView:
     """What is in memory now: resident[layer][expert] is the best tier of which every matrix
-    is resident, or ABSENT; resident_array uint8 [n_layers, n_expert] is the same memory."""
+    is resident, or ABSENT; resident_array uint8 [n_layers, n_expert] is the same memory.
+    missing[layer][expert] has the bits 1 << kind of its matrices that are there in no tier;
+    missing_array alike."""
 
-    __slots__ = ("resident", "resident_array")
+    __slots__ = ("missing", "missing_array", "resident", "resident_array")
 
-    def __init__(self, resident: np.ndarray) -> None:
-        """resident uint8 [n_layers, n_expert]"""
-        self.resident = _rows(resident, "B")
-        self.resident_array = _frozen(resident)
+    def __init__(self, resident: np.ndarray, missing: np.ndarray) -> None:
+        """Both uint8 [n_layers, n_expert]."""
+        self.resident, self.missing = _rows(resident, "B"), _rows(missing, "B")
+        self.resident_array, self.missing_array = _frozen(resident), _frozen(missing)
 
 
 class DecisionBuffer:

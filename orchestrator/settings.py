@@ -227,6 +227,11 @@ class Settings:
         known = cls.declared()
         return cls(**{k: v for k, v in given.items() if k in known and v is not None})
 
+    @classmethod
+    def changed(cls: type[S], recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> S:
+        """The record of a recorded run with changes to it."""
+        return cls.of({**recorded, **changes})
+
     def as_dict(self) -> dict[str, Any]:
         """Values by name, of the settings that a trace records."""
         return {name: getattr(self, name) for name, one in self.declared().items() if one.recorded}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -97,6 +97,7 @@ class CEvent(ctypes.Structure):
         ("ahead", ctypes.c_void_p),
         ("importance", ctypes.c_void_p),
         ("resident", ctypes.c_void_p),
+        ("missing", ctypes.c_void_p),
     ]
 
 
@@ -209,7 +210,7 @@ STRUCT_BYTES = {
     CGroup: 24,
     CLayer: 8 + N_KINDS * MAX_TIERS * 48,
     CConfig: 128,
-    CEvent: 104,
+    CEvent: 112,
     CStep: 64,
     CPrefetch: 8,
     CDecision: 32,

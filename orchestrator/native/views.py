@@ -51,5 +51,6 @@ def event_views(event: CEvent, spec: StoreSpec) -> tuple[RouteEvent, StoreView]:
         RouteEvent(*event_arrays(event, spec)),
         StoreView(
             array_at(event.resident, ctypes.c_uint8, (len(spec.layers), spec.n_expert)),
+            array_at(event.missing, ctypes.c_uint8, (len(spec.layers), spec.n_expert)),
         ),
     )

@@ -7,12 +7,16 @@ Latency T of eq. 9 is never measured; the loss of eq. 11 stands for it:
 
 n_unused: experts that were read ahead and are not used. n_miss: experts in use that were not
 expected, n_hit those of them that are in memory, so that the difference is what is read on demand.
+
+What is loaded ahead are the first n matrices of an expert, each of them is in memory or not, and
+each counts as 1/n. The others are read on demand whatever K and P are, and do not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from orchestrator.policy.votes import mask_of
 
@@ -20,6 +24,8 @@ CLIMB, ALL, OFF = WAYS = ("climb", "all", "off")
 GROUPS = ("shallow", "middle", "deep")
 
 Votes = tuple[int, int]  # K, P
+# (experts as bits, n): n of the matrices that are loaded ahead are absent of just these.
+Absent = Sequence[tuple[int, int]]
 
 
 def group_of(n_layers: int) -> list[int]:
@@ -32,22 +38,40 @@ def group_of(n_layers: int) -> list[int]:
     return [0 if i < shallow else 2 if i >= first_deep else 1 for i in range(n_layers)]
 
 
-def unused_and_missed(expected: int, used: int, absent: int) -> tuple[int, int]:
-    """(n_unused, n_miss - n_hit) of eq. 11, of sets as bits. absent: what is not in memory. Only
-    what is absent is read ahead, or on demand."""
-    return (expected & absent & ~used).bit_count(), (used & absent & ~expected).bit_count()
+def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
+    """missing: of each expert, the bits of its matrices that are not in memory; kinds: the bits of
+    those that are loaded ahead. Matrices that are absent of the same experts are one entry."""
+    sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
+    return tuple(Counter(sets).items())
+
+
+def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, int]:
+    """(n_unused, n_miss - n_hit) of eq. 11 in matrices, of sets as bits. Only what is absent is
+    read ahead, or on demand."""
+    unused = missed = 0
+    for gone, n in absent:
+        unused += n * (expected & gone & ~used).bit_count()
+        missed += n * (used & gone & ~expected).bit_count()
+    return unused, missed
+
+
+def least(means: Sequence[Sequence[float]], pairs: Iterable[Votes]) -> Votes:
+    """The (K, P) of the least loss among some; of equals that with the fewest layers, then
+    candidates. means: [P - 1][K - 1]."""
+    return min(pairs, key=lambda pair: (means[pair[1] - 1][pair[0] - 1], pair[1], pair[0]))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """alpha and beta of eq. 11."""
+    """alpha and beta of eq. 11. matrices: how many of an expert are loaded ahead."""
 
     waste: float = 0.5
     miss: float = 0.5
+    matrices: int = 1
 
     def loss(self, unused: float, missed: float) -> float:
-        """Eq. 11."""
-        return self.waste * unused + self.miss * missed
+        """Eq. 11, of numbers of matrices."""
+        return (self.waste * unused + self.miss * missed) / self.matrices
 
 
 @dataclass
@@ -80,7 +104,7 @@ class Grid:
         self._unused = [[0] * k for _ in range(depth)]
         self._missed = [[0] * k for _ in range(depth)]
 
-    def count(self, sets: Sequence[Sequence[int]], used: int, absent: int) -> None:
+    def count(self, sets: Sequence[Sequence[int]], used: int, absent: Absent) -> None:
         """One layer of one token; sets of votes.every_set, the others as in
         unused_and_missed."""
         self.n += 1
@@ -99,12 +123,10 @@ class Grid:
         ]
 
     def best(self) -> Votes:
-        """The (K, P) of the least loss; of equals that with the fewest layers, then candidates."""
+        """The (K, P) of the least loss."""
         means = self.means()
-        _, layers, candidates = min(
-            (loss, p, k) for p, row in enumerate(means, 1) for k, loss in enumerate(row, 1)
-        )
-        return candidates, layers
+        every = [(k, p) for p, row in enumerate(means, 1) for k in range(1, len(row) + 1)]
+        return least(means, every)
 
 
 @dataclass
@@ -118,6 +140,8 @@ class Climb:
     After `patience` updates without a step it turns round; after two turns it changes the axis, so
     that the plane is explored in both directions (as printed, K or P only ever grow while the other
     one falls). A step beyond 1 .. k or 1 .. depth is a turn.
+
+    seen: the pairs that it stood on or compared its own with, among which the last step chooses.
     """
 
     k: int
@@ -126,11 +150,13 @@ class Climb:
     at: Votes = (0, 0)
     axis: int = 1
     delta: int = -1
+    seen: set[Votes] = field(default_factory=set)
     _stale: int = 0
     _turns: int = 0
 
     def __post_init__(self) -> None:
         self.at = (self.k, self.depth)
+        self.seen.add(self.at)
 
     def update(self, means: Sequence[Sequence[float]]) -> None:
         """An interval has passed. means [P - 1][K - 1]: of the loss, since the start."""
@@ -141,12 +167,17 @@ class Climb:
                 ahead = self._ahead()
         if ahead is None:
             return
+        self.seen.add(ahead)
         if means[ahead[1] - 1][ahead[0] - 1] < means[self.at[1] - 1][self.at[0] - 1]:
             self.at, self._stale, self._turns = ahead, 0, 0
             return
         self._stale += 1
         if self._stale >= self.patience:
             self._turn()
+
+    def end(self, means: Sequence[Sequence[float]]) -> None:
+        """The last step of Algorithm 1: of the pairs that were seen, that of the least loss."""
+        self.at = least(means, self.seen)
 
     def _ahead(self) -> Votes | None:
         """The next step, where there is one."""
@@ -219,7 +250,7 @@ class Tuner:
         return self.counts and not self.tuned
 
     def count(
-        self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: int
+        self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: Absent
     ) -> None:
         """A layer whose experts are known by now; see Grid.count."""
         self.grids[self.groups[layer]].count(sets, mask_of(used), absent)
@@ -241,7 +272,7 @@ class Tuner:
                 self.chosen[group] = grid.best()
             else:
                 climb = self._climbs[group]
-                climb.update(grid.means())
+                (climb.end if self.tuned else climb.update)(grid.means())
                 self.chosen[group] = climb.at
 
     def by_group(self) -> dict[str, Votes]:

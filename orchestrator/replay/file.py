@@ -235,12 +235,14 @@ def _check(trace: Trace) -> None:
         "restored": (len(a["restored"]), 3),
         "ids": (n_rows, k),
         "held": (n_rows, k),
+        "missing": (n_rows, k),
         "weights": (n_rows, k),
         "tokens": (n_rows,),
         "sequences": (n_rows,),
         "ahead_ids": (n_ahead, k),
         "ahead_scores": (n_ahead, k),
         "ahead_held": (n_ahead, k),
+        "ahead_missing": (n_ahead, k),
         "importance": (n_scored,),
     }
     _check_shapes(a, lengths)
@@ -316,6 +318,9 @@ def _check_versions(trace: Trace) -> None:
     for name in ("start_tier", "held", "ahead_held"):
         if not np.isin(a[name], (*in_use, ABSENT)).all():
             raise _Wrong(f"{name}: a tier is out of range")
+    for name in ("missing", "ahead_missing"):
+        if (a[name] >> len(KINDS)).any():
+            raise _Wrong(f"{name}: a matrix is out of range")
     for name in ("start_hotness", "losses", "costs"):
         if not (np.isfinite(a[name]).all() and (a[name] >= 0).all()):
             raise _Wrong(f"{name}: negative or not a finite number")

@@ -85,6 +85,8 @@ class Recorder:
         self._ahead: list[bytes] = []
         self._held: list[bytes] = []
         self._ahead_held: list[bytes] = []
+        self._missing: list[bytes] = []
+        self._ahead_missing: list[bytes] = []
         self._importance: list[bytes] = []
         self._start_hotness: np.ndarray = np.zeros(0)
         self._start: np.ndarray = np.zeros(0)
@@ -163,16 +165,20 @@ class Recorder:
         n, scores = event.n_tokens, event.importance_array
         if scores is not None:
             self._importance.append(scores.tobytes())
-        here = len(self._phases) - 1, event.layer, n, event.n_ahead, scores is not None
-        self._events.append(here)
+        step = len(self._phases) - 1
+        self._events.append((step, event.layer, n, event.n_ahead, scores is not None))
         self._ids.append(event.ids_array.tobytes())
         self._weights.append(event.weights_array.tobytes())
         self._tokens.append(event.tokens_array.tobytes())
         self._sequences.append(event.sequences_array.tobytes())
-        resident = self._engine.store.view.resident_array
-        self._held.append(resident[event.layer, event.ids_array].tobytes())
+        view = self._engine.store.view
+        here = event.layer, event.ids_array
+        self._held.append(view.resident_array[here].tobytes())
+        self._missing.append(view.missing_array[here].tobytes())
         for ahead, ids in enumerate(event.ahead_ids_array, 1):
-            self._ahead_held.append(resident[event.layer + ahead, ids].tobytes())
+            there = event.layer + ahead, ids
+            self._ahead_held.append(view.resident_array[there].tobytes())
+            self._ahead_missing.append(view.missing_array[there].tobytes())
         if event.n_ahead:
             self._ahead_ids.append(event.ahead_ids_array.tobytes())
             self._ahead.append(event.ahead_array.tobytes())
@@ -251,6 +257,8 @@ class Recorder:
             "ahead_scores": _joined(self._ahead, np.float32).reshape(-1, k),
             "held": _joined(self._held, np.uint8).reshape(-1, k),
             "ahead_held": _joined(self._ahead_held, np.uint8).reshape(-1, k),
+            "missing": _joined(self._missing, np.uint8).reshape(-1, k),
+            "ahead_missing": _joined(self._ahead_missing, np.uint8).reshape(-1, k),
             "importance": _joined(self._importance, np.float32),
         }
         read = after.transition_bytes - before.transition_bytes

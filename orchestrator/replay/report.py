@@ -14,7 +14,7 @@ from orchestrator.choice import tiers_between, unused_option
 from orchestrator.errors import BudgetError, ConfigError, TraceError
 from orchestrator.estimate import not_fitted
 from orchestrator.events import SKIP_TIER, Phase
-from orchestrator.native import Library
+from orchestrator.native import MAX_AHEAD, Library
 from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class, policy_settings
 from orchestrator.policy.prefetch import LookAhead
 from orchestrator.replay.agreement import (
@@ -199,9 +199,11 @@ def set_up_for(
         if name not in policy.Settings.declared():
             raise unused_option(name, policy.name)
     recorded = header.settings if header.policy == policy.name else {}
-    settings = policy.Settings.of({**recorded, **options.settings})
+    settings = policy.Settings.changed(recorded, options.settings)
     if isinstance(settings, LookAhead):
         depth = int(trace.arrays["event_ahead"].max(initial=0))
+        if depth == trace.n_layers - 1:
+            depth = MAX_AHEAD  # no layer was left to ask
         settings = settings.limited(depth, options.settings)
     tiers, skip = _tiers(trace, options, policy)
     expert_bytes = options.expert_ram or header.expert_bytes

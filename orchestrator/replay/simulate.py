@@ -176,7 +176,7 @@ def simulate(
         driver.set_route()
         if setup.estimate is not None:
             driver.meter = LossMeter(setup.estimate, policy.rules.exact)
-        held = Held(driver) if recorded_us and policy.by_residency else None
+        held = Held(driver) if recorded_us and (policy.by_residency or policy.tunes) else None
         clock.set_speed(speed.bytes_per_s, speed.latency_us)
         driver.load_first(policy.start())
         follow = None
@@ -214,22 +214,28 @@ def simulate(
 
 
 class Held:
-    """Lets a policy that decides by what is in memory see what was there in the recorded run: when
-    a read ends is the disk's choice, which no other run repeats."""
+    """Lets a policy that decides by what is in memory, or tunes itself by that, see what was there
+    in the recorded run: when a read ends is the disk's choice, which no other run repeats."""
 
     def __init__(self, driver: Driver) -> None:
         shape = driver.store.view.resident_array.shape
         self._resident: np.ndarray = np.zeros(shape, np.uint8)
-        self._view = StoreView(self._resident)
+        self._missing: np.ndarray = np.zeros(shape, np.uint8)
+        self._view = StoreView(self._resident, self._missing)
         self._driver = driver
         driver.set_route(self._on_route)
 
     def show(self, event: Event) -> None:
         """Before the event is played."""
-        self._resident[:] = self._driver.store.view.resident_array
-        self._resident[event.layer, event.ids] = event.held
-        for ahead, (ids, held) in enumerate(zip(event.ahead_ids, event.ahead_held, strict=True), 1):
-            self._resident[event.layer + ahead, ids] = held
+        view, layer = self._driver.store.view, event.layer
+        for now, simulated, here, ahead in (
+            (self._resident, view.resident_array, event.held, event.ahead_held),
+            (self._missing, view.missing_array, event.missing, event.ahead_missing),
+        ):
+            now[:] = simulated
+            now[layer, event.ids] = here
+            for distance, (ids, there) in enumerate(zip(event.ahead_ids, ahead, strict=True), 1):
+                now[layer + distance, ids] = there
 
     def _on_route(self, event: RouteEvent) -> None:
         driver = self._driver

@@ -1,6 +1,6 @@
 """A recorded run: what the routers chose, step by step, in one .npz file.
 
-Format, version 7. Numpy arrays by name; S steps, E route events in the order in which they
+Format, version 8. Numpy arrays by name; S steps, E route events in the order in which they
 came, N = sum of their tokens, A = sum of tokens times look-ahead layers, I = sum of the tokens
 that have an importance, P versions published, M marks of sequences, R sequences that went on from
 kept tokens, k experts a token:
@@ -41,12 +41,14 @@ kept tokens, k experts a token:
     ids            uint16 [N, k]  chosen experts
     held           uint8 [N, k]   the tier in use that was in memory of each then, events.ABSENT for
                                   none
+    missing        uint8 [N, k]   the matrices of each that were not, bits 1 << kind
     weights        float32 [N, k] their routing weights
     tokens         int32 [N]      position of each token in its batch
     sequences      int32 [N]      the sequence of each token
     ahead_ids      uint16 [A, k]  predicted experts; an event's are [event_ahead, T, k]
     ahead_scores   float32 [A, k]
     ahead_held     uint8 [A, k]   as held
+    ahead_missing  uint8 [A, k]   as missing
     importance     float32 [I]    attention that each token receives (DyMoE eq. 1)
 
 A reader refuses a version it does not know and arrays that the version does not have.
@@ -67,7 +69,7 @@ from orchestrator.native import MAX_TIERS
 from orchestrator.policy import Rules
 
 FORMAT = "moe-edge-trace"
-VERSION = 7
+VERSION = 8
 
 # Columns of the counters: what was moved; routed experts by decided tier, the skipped ones last;
 # matrices by the tier that was computed.
@@ -105,12 +107,14 @@ ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "event_wait_us": (np.int64, 1),
     "ids": (np.uint16, 2),
     "held": (np.uint8, 2),
+    "missing": (np.uint8, 2),
     "weights": (np.float32, 2),
     "tokens": (np.int32, 1),
     "sequences": (np.int32, 1),
     "ahead_ids": (np.uint16, 2),
     "ahead_scores": (np.float32, 2),
     "ahead_held": (np.uint8, 2),
+    "ahead_missing": (np.uint8, 2),
     "importance": (np.float32, 1),
 }
 
@@ -160,9 +164,9 @@ class PlacedSlices(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One route event. ids, weights, held [T, k]; tokens, sequences [T]; ahead_ids, ahead,
-    ahead_held [A, T, k]; importance [T] or None; n_computed: different experts that were not
-    skipped; compute_ns until the next event, without waits for reads."""
+    """One route event. ids, weights, held, missing [T, k]; tokens, sequences [T]; ahead_ids,
+    ahead, ahead_held, ahead_missing [A, T, k]; importance [T] or None; n_computed: different
+    experts that were not skipped; compute_ns until the next event, without waits for reads."""
 
     layer: int
     ids: np.ndarray
@@ -176,6 +180,8 @@ class Event(NamedTuple):
     compute_ns: int
     held: np.ndarray
     ahead_held: np.ndarray
+    missing: np.ndarray
+    ahead_missing: np.ndarray
 
 
 class Step(NamedTuple):
@@ -309,6 +315,8 @@ class Trace:
                         compute[i],
                         a["held"][row:to],
                         a["ahead_held"][ahead_row:ahead_to].reshape(p, n, k),
+                        a["missing"][row:to],
+                        a["ahead_missing"][ahead_row:ahead_to].reshape(p, n, k),
                     )
                 )
                 row, ahead_row, scored_row = to, ahead_to, scored_to

@@ -130,6 +130,13 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     importance.resize(max_tokens);
     resident.assign((size_t) n_layers * n_expert, MOE_EDGE_ABSENT);
     resident_view = resident;
+    missing.resize(resident.size());
+    for (size_t i = 0; i < missing.size(); i++) {
+        for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+            missing[i] |= has_kind((int32_t) (i / n_expert), k) << k;
+        }
+    }
+    missing_view = missing;
     counts.resize(resident.size());
     unwatched = std::vector<unwatched_uses>(resident.size());
     tier_out.resize(n_expert);
@@ -137,7 +144,8 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     prefetch_out.resize(MOE_EDGE_MAX_PREFETCH);
     seen.resize(n_expert);
     event    = { 0, 0, 0, 0, 0, 0, 0, ids.data(), weights.data(), tokens.data(), phases.data(), sequences.data(),
-                 ahead_ids.data(), ahead.data(), importance.data(), resident_view.data() };
+                 ahead_ids.data(), ahead.data(), importance.data(), resident_view.data(),
+                 missing_view.data() };
     decision = { tier_out.data(), passing_out.data(), prefetch_out.data(), 0, 0 };
 
     stats.budget_bytes = config.budget_bytes;
@@ -558,17 +566,16 @@ void moe_edge_store::serve_waiting(const moe_edge_matrix & m) {
 void moe_edge_store::update_resident(int32_t cell) {
     const int32_t layer  = layer_of(cell);
     const int32_t expert = expert_of(cell);
-    uint8_t worst = 0;
+    uint8_t worst = 0, none = 0;
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         if (has_kind(layer, k)) {
             const int8_t tier = cells[cell_index(layer, k, expert)].tier;
-            worst = tier == NO_TIER ? MOE_EDGE_ABSENT : std::max<uint8_t>(worst, tier);
-            if (worst == MOE_EDGE_ABSENT) {
-                break;
-            }
+            worst = std::max<uint8_t>(worst, tier == NO_TIER ? MOE_EDGE_ABSENT : tier);
+            none |= (tier == NO_TIER) << k;
         }
     }
     resident[(size_t) layer * n_expert + expert] = worst;
+    missing[(size_t) layer * n_expert + expert]  = none;
 }
 
 // ---- reads
@@ -1011,6 +1018,7 @@ bool moe_edge_store::route() {
         {
             std::lock_guard<std::mutex> lock(mutex);
             resident_view = resident;
+            missing_view  = missing;
         }
         const uint64_t t0 = now_us();
         const int rc = callback(callback_user);

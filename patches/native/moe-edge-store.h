@@ -226,7 +226,7 @@ struct moe_edge_store {
     std::vector<int32_t> ids, tokens, sequences, ahead_ids;
     std::vector<uint8_t> phases;
     std::vector<float>   weights, ahead, importance;
-    std::vector<uint8_t> resident_view, tier_out, passing_out;
+    std::vector<uint8_t> resident_view, missing_view, tier_out, passing_out;
     std::vector<moe_edge_prefetch_item> prefetch_out;
 
   private:
@@ -411,6 +411,7 @@ struct moe_edge_store {
     uint64_t                clock = 0;  // counts requests
     uint64_t                n_lists = 0;  // prefetch lists so far
     std::vector<uint8_t>    resident;  // [n_layers, n_expert]
+    std::vector<uint8_t>    missing;   // [n_layers, n_expert]
     std::vector<uint32_t>   counts;    // [n_layers, n_expert] tokens routed since take_counts
     uint64_t                n_uncollected = 0;  // steps since collect_counts
     struct unwatched_uses {

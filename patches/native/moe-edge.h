@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 13
+#define MOE_EDGE_ABI_VERSION 14
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -179,6 +179,7 @@ struct moe_edge_event {
     const float   * ahead;     // [n_ahead, max_tokens, k] predicted scores of those, eq. 6 of DyMoE
     const float   * importance; // [T]    attention that each token receives, eq. 1 of DyMoE
     const uint8_t * resident;  // [n_layers, n_expert] as of moe_edge_get_resident
+    const uint8_t * missing;   // [n_layers, n_expert] bits 1 << moe_edge_kind of the matrices in no tier
 };
 
 struct moe_edge_prefetch_item {

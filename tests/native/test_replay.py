@@ -11,10 +11,11 @@ import pytest
 
 from orchestrator.config import Config
 from orchestrator.engine import Engine
-from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StoreView, distinct
 from orchestrator.llama import Bindings
 from orchestrator.native import CStats
-from orchestrator.policy import policy_class
+from orchestrator.policy import Policy, policy_class
+from orchestrator.policy.firm import FIRM
 from orchestrator.replay import ReplayOptions, Trace, read_trace, replay, write_trace
 from orchestrator.replay.record import Disk, Recorder, record_answer, record_text
 from orchestrator.replay.report import set_up_for
@@ -173,6 +174,77 @@ def test_with_prefetch_it_asks_the_same(tiny_model: Callable[..., Path]) -> None
         assert list(found.requests) == list(stats.requests)
         assert counters(found)["routed"] == counters(stats)["routed"]
         assert found.prefetch_used > 0
+
+
+Decision = tuple[int, int, list[int], list[int], list[int]]
+
+
+def noting_decisions(policy: Policy) -> list[Decision]:
+    """Gets what the policy decides from here on: layer and tokens, tiers and passing of the routed
+    experts, and what it asks for ahead."""
+    decide, found = policy.decide, list[Decision]()
+
+    def decide_and_note(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        decide(event, view, out)
+        routed = distinct(event.ids_array)
+        tiers, passing = out.tier_array[routed].tolist(), out.passing_array[routed].tolist()
+        ahead = list(out._prefetch[: out.n_prefetch])
+        found.append((event.layer, event.n_tokens, tiers, passing, ahead))
+
+    policy.decide = decide_and_note  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ("qwen3moe", {"prefetch": "on"}),
+        ("qwen3moe", {"agree": "mol", "prefetch_kinds": 1, "tune": "climb", "prefetch": "on"}),
+        ("olmoe", {"agree": "margin", "prefetch_kinds": 2}),
+        ("deepseek2-fused", {"agree": "mol", "prefetch_kinds": 1, "waste_weight": 1.0}),
+        ("qwen3moe", {"agree": "mol", "votes": "2,2/1,1/2,1", "prefetch": "on"}),
+    ],
+)
+def test_firm_decides_as_it_did(
+    shape: str,
+    options: dict[str, object],
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """What firm tunes depends on what the disk had read by then, and whether it looks ahead on what
+    steps took. Both are in the trace: whatever the simulated disk does, every decision is that of
+    the run, and so are the pairs that were tuned and their losses."""
+    config = Config.build(
+        model=tiny_model(shape, "q4_k"),
+        policy="firm",
+        expert_ram=1 << 20,
+        ctx=256,
+        ubatch=4,
+        threads=1,
+        **({} if "votes" in options else {"tune_steps": 4, "tune_tokens": 40}),
+        **options,
+    )
+    with Engine.open(config) as engine:
+        assert isinstance(engine.policy, FIRM)
+        live = noting_decisions(engine.policy)
+        with Recorder(engine) as recorder:
+            evaluate(engine, prompt=True)
+        stats, trace = engine.store.stats(), recorder.trace(Disk(10**9, 50))
+        report, tuned = engine.policy.report(), engine.policy.tuned
+    assert stats.hits[Phase.DECODE] < stats.requests[Phase.DECODE]
+    assert report["tuned"] and (tuned is None) == ("votes" in options)
+    assert any(ahead for *_, ahead in live)
+
+    write_trace(tmp_path / "t.npz", trace)
+    trace = read_trace(tmp_path / "t.npz")
+    library = Bindings.load().library()
+    for speed in SPEEDS:
+        setup = set_up_for(trace, ReplayOptions(), FIRM, speed)
+        assert isinstance(setup.policy, FIRM)
+        again = noting_decisions(setup.policy)
+        simulate(library, trace, setup, speed, Compute(20.0, 20.0), recorded_us=True)
+        assert again == live
+        assert (setup.policy.report(), setup.policy.tuned) == (report, tuned)
 
 
 def test_a_prompt_has_its_importance(tiny_model: Callable[..., Path]) -> None:

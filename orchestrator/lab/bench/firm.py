@@ -25,6 +25,7 @@ from orchestrator.lab.bench.report import HIT, NAME, by_cap, cap_title, memory_n
 from orchestrator.lab.bench.rows import Result, case_row, median_ratio
 from orchestrator.lab.table import Column, Table, fixed
 from orchestrator.llama import Bindings
+from orchestrator.policy.votes import RANK
 
 
 def live_cases(options: FirmOptions) -> list[Case]:
@@ -34,7 +35,7 @@ def live_cases(options: FirmOptions) -> list[Case]:
     listed = [REFERENCE]
     for cap in options.caps:
         listed.append(global_lru(cap))
-        rows = [NO_PREFETCH, "dymoe, r=1", *(f"firm, n={n}" for n in (1, 2, 3))]
+        rows = [NO_PREFETCH, "dymoe, r=1", *(f"firm, {RANK}, n={n}" for n in (1, 2, 3))]
         for row in played_rows(8):
             if row.name in rows:
                 listed.append(
@@ -112,7 +113,8 @@ class Firm(Benchmark[Loop[FirmOptions]]):
         return [
             f"{options['tokens']} decode steps. Virtual time: routing recorded once, reads of "
             f"{speed:.2f} GB/s and {options['latency_us']} us. n: matrices of an expert that are "
-            f"loaded ahead; x base: against no prefetch, or BB; x none: bytes against no prefetch"
+            f"loaded ahead; rank, mol, margin: the vote, with K and P tuned; x base: against no "
+            f"prefetch, or BB; x none: bytes against no prefetch"
         ]
 
     def tables(self, report: Result) -> list[Table]:

@@ -20,6 +20,7 @@ from orchestrator.lab.lists import numbers
 from orchestrator.native import MAX_AHEAD, CStats
 from orchestrator.policy import policy_class
 from orchestrator.policy.firm import FIRM
+from orchestrator.policy.votes import MARGIN, MOL, RANK
 from orchestrator.replay import ReplayOptions, Trace
 from orchestrator.replay.record import Disk, Recorder, dense_share
 from orchestrator.replay.report import set_up_for, speed_and_time
@@ -30,7 +31,7 @@ NO_PREFETCH = "no prefetch"
 BASE = "BB: top-k, whole experts"
 
 # The rows of the table of lengths.
-LENGTH_ROWS = ("lru", NO_PREFETCH, "dymoe, r=1", "firm, n=3")
+LENGTH_ROWS = ("lru", NO_PREFETCH, "dymoe, r=1", f"firm, {RANK}, n=3")
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,16 @@ def played_rows(k: int) -> list[Played]:
         Played("whole experts waited for", OURS, FIRM.name, off, {"wait": "whole"}),
         Played(NO_PREFETCH, OURS, FIRM.name, off, {}),
         Played("dymoe, r=1", OURS, "dymoe", {"prefetch": "on", "retention": 1.0}, {}),
-        *(firm(f"firm, n={n}", OURS, {}, prefetch_kinds=n) for n in (1, 2, 3)),
-        *(firm(f"firm, {way}", OURS, {}, agree=way) for way in ("mol", "margin")),
-        firm(BASE, PAPERS, whole, prefetch_kinds=3, agree="rank", votes=f"{k},1"),
-        firm("+ FG: gates alone", PAPERS, rigid, prefetch_kinds=1, agree="rank", votes=f"{k},1"),
-        firm("+ MoL", PAPERS, whole, prefetch_kinds=3, agree="mol", votes=few),
-        firm("+ FG + MoL", PAPERS, rigid, prefetch_kinds=1, agree="mol", votes=few),
-        firm("all: tuned", PAPERS, rigid, prefetch_kinds=1, agree="mol"),
+        *(
+            firm(f"firm, {way}, n={n}", OURS, {}, agree=way, prefetch_kinds=n)
+            for way, kinds in ((RANK, (1, 2, 3)), (MOL, (1, 3)), (MARGIN, (3,)))
+            for n in kinds
+        ),
+        firm(BASE, PAPERS, whole, prefetch_kinds=3, agree=RANK, votes=f"{k},1"),
+        firm("+ FG: gates alone", PAPERS, rigid, prefetch_kinds=1, agree=RANK, votes=f"{k},1"),
+        firm("+ MoL", PAPERS, whole, prefetch_kinds=3, agree=MOL, votes=few),
+        firm("+ FG + MoL", PAPERS, rigid, prefetch_kinds=1, agree=MOL, votes=few),
+        firm("all: tuned", PAPERS, rigid, prefetch_kinds=1, agree=MOL),
     ]
 
 
@@ -117,6 +121,7 @@ def record(loop: Loop[FirmOptions], options: FirmOptions) -> Trace:
     config = Config.build(
         model=loop.high,
         policy=FIRM.name,
+        agree=MOL,
         n_ahead=MAX_AHEAD,
         prefetch="on",
         tune="off",

@@ -14,7 +14,7 @@ from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.native import Library
 from orchestrator.policy.firm import FIRM
 from orchestrator.policy.heop import ALL, CLIMB, GROUPS, Tuner, Votes
-from orchestrator.policy.votes import MOL
+from orchestrator.policy.votes import MOL, depth_of
 from orchestrator.replay import ReplayOptions, Trace
 from orchestrator.replay.report import set_up_for, speed_and_time
 from orchestrator.replay.simulate import simulate
@@ -70,13 +70,15 @@ class VotesLoss(Experiment[Played, Surface]):
         if depth == 0:
             raise ConfigError(
                 f"--study {self.name}: the trace does not look ahead, record it with --policy "
-                f"{FIRM.name} --n-ahead 4"
+                f"{FIRM.name} --agree {MOL} --n-ahead 4"
             )
         if on.options.policy not in (None, FIRM.name):
             raise ConfigError(
                 f"--study {self.name} plays --policy {FIRM.name}: leave the other out"
             )
-        asked = {"n_ahead": depth, "prefetch": "on", "agree": MOL, **on.options.settings}
+        way = on.options.settings.get("agree", MOL)
+        usual = {"n_ahead": depth_of(way, depth), "prefetch": "on", "agree": way}
+        asked = {**usual, **on.options.settings}
         counted, share = self._play(on, {**asked, "tune": ALL, "tune_tokens": _NEVER}, every=1)
         used = {GROUPS[group]: counted.grids[group].means() for group in set(counted.groups[1:])}
         if not any(loss for rows in used.values() for row in rows for loss in row):

@@ -48,7 +48,8 @@ def make_event(
 def make_view(shape: ModelShape, resident: np.ndarray | None = None) -> StoreView:
     if resident is None:
         resident = np.full((shape.n_layers, shape.n_expert), ABSENT, np.uint8)
-    return StoreView(resident)
+    kinds = sum(1 << kind for kind in shape.slots[0][0])
+    return StoreView(resident, np.where(resident == ABSENT, kinds, 0).astype(np.uint8))
 
 
 def make_decision(shape: ModelShape, capacity: int = MAX_PREFETCH) -> DecisionBuffer:

@@ -34,7 +34,7 @@ struct moe_edge_store {
     int32_t sequences[MAX_TOKENS];
     int32_t ahead_ids[N_AHEAD*MAX_TOKENS*K];
     float ahead[N_AHEAD*MAX_TOKENS*K];
-    uint8_t resident[N_LAYERS*N_EXPERT];
+    uint8_t resident[N_LAYERS*N_EXPERT], missing[N_LAYERS*N_EXPERT];
     uint8_t target[N_LAYERS*N_EXPERT];
     uint8_t tier[N_EXPERT];
     uint8_t passing[N_EXPERT];
@@ -86,6 +86,7 @@ struct moe_edge_store * moe_edge_store_create(const struct moe_edge_config * c, 
         .n_tokens = 1, .ids = s->ids, .weights = s->weights, .tokens = s->tokens,
         .phases = s->phases, .sequences = s->sequences,
         .ahead_ids = s->ahead_ids, .ahead = s->ahead, .importance = s->importance, .resident = s->resident,
+        .missing = s->missing,
     };
     s->decision = (struct moe_edge_decision) { .tier = s->tier, .passing = s->passing, .prefetch = s->prefetch };
     live++;

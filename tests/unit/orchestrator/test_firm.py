@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from shapes import DOWN, GATE, UP, make_decision, make_event, make_shape, make_view, prefetches
 
-from orchestrator.errors import BudgetError, SettingError
-from orchestrator.events import ABSENT, Phase, RouteEvent, StepReport
+from orchestrator.errors import BudgetError, ConfigError, PolicyError, SettingError
+from orchestrator.events import ABSENT, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy.dymoe import DyMoE
-from orchestrator.policy.firm import FIRM, read_votes, write_votes
+from orchestrator.policy.firm import FIRM
+from orchestrator.policy.firm_settings import read_votes, write_votes
 
 SHAPE = make_shape(n_layers=6, n_expert=16, k=4, tiers=("q4_k",))
 STEP_DONE = StepReport(Phase.DECODE, 1, 1000.0)
@@ -89,7 +90,8 @@ def test_one_token_of_four_is_compared_with_what_it_used(tune: str) -> None:
 @pytest.mark.parametrize("agree", ["mol", "rank", "margin"])
 @pytest.mark.parametrize("kinds", [1, 2, 3])
 def test_a_token_that_is_not_compared_asks_for_the_same(agree: str, kinds: int) -> None:
-    policy = firm(agree=agree, prefetch_kinds=kinds, votes="3,2/2,1/3,2")
+    votes = "3,2/2,1/3,2" if agree == "mol" else "3,1/2,1/3,1"
+    policy = firm(agree=agree, prefetch_kinds=kinds, votes=votes)
     first = token(policy, 0)
     assert all(first)
     for step in range(1, 5):
@@ -165,25 +167,129 @@ def test_tuning_finds_what_pays() -> None:
         "middle": [4, 1],
         "deep": [4, 3],
     }
-    assert policy.tuned == {"votes": "2,1/4,1/4,3", "agree": "mol", "slots": 96}
+    assert policy.tuned == TUNED | {"votes": "2,1/4,1/4,3"}
+
+
+# What a run of PAPER's settings with slots for all tunes.
+TUNED = {
+    "votes": "2,1/4,2/3,1",
+    "slots": 96,
+    "agree": "mol",
+    "prefetch_kinds": 1,
+    "n_ahead": 3,
+    "waste_weight": 0.5,
+    "miss_weight": 0.5,
+    "tune": "all",
+}
 
 
 def test_what_was_tuned_is_where_the_next_one_starts() -> None:
-    tuned = {"votes": "2,1/4,2/3,1", "agree": "mol", "slots": 96}
     policy = firm(votes=None)
-    policy.recall(tuned)
+    policy.recall(TUNED)
     assert policy.n_ahead == 2 and policy.report()["tuned"]
     assert policy.settings.votes == "2,1/4,2/3,1"  # what a trace says of it
-    odd = ({"slots": 50}, {"agree": "rank"}, {"votes": "x"}, {"votes": 3}, {"slots": None})
-    for other in odd:
+    odd = ({"slots": 50}, {"votes": "x"}, {"votes": 3}, {"slots": None}, {"votes": "5,1"})
+    for other in (*odd, {"votes": "2,4"}, *({name: None} for name in TUNED)):
         policy = firm(votes=None)
-        policy.recall(tuned | other)
+        policy.recall(TUNED | other)
         assert policy.n_ahead == 3 and not policy.report()["tuned"], other
-    for asked_for in ({"votes": "4,3"}, {"tune": "off", "votes": None}):
-        policy = firm(**asked_for)
-        policy.recall(tuned)
-        assert policy.n_ahead == 3
     assert firm(votes=None).tuned is None  # nothing is tuned yet
+
+
+@pytest.mark.parametrize(
+    "asked_for",
+    [
+        {"waste_weight": 1.0},
+        {"miss_weight": 0.25},
+        {"prefetch_kinds": 2},
+        {"agree": "rank"},
+        {"n_ahead": 4},
+        {"tune": "climb"},
+        {"tune": "off"},
+        {"votes": "4,3"},
+    ],
+)
+def test_what_was_tuned_for_something_else_is_not_taken(asked_for: dict[str, Any]) -> None:
+    policy = firm(**{"votes": None, **asked_for})
+    before = policy.settings
+    policy.recall(TUNED)
+    assert policy.settings == before
+
+
+def test_votes_that_were_asked_for_or_recalled_are_not_what_this_run_tuned() -> None:
+    """Else a pair that somebody tried once would be everybody's from then on."""
+    asked_for, recalled = firm(votes="1,1"), firm(votes=None)
+    recalled.recall(TUNED)
+    for policy in (asked_for, recalled):
+        for step in range(5):
+            token(policy, step)
+            policy.step_done(STEP_DONE)
+        assert policy.report()["tuned"] and policy.tuned is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"agree": "rank", "votes": "4,3"}, "asks 3 layers in '4,3', and with rank one votes"),
+        ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "and with margin one votes"),
+        ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the layer before votes"),
+        ({"votes": "4,5"}, "asks 5 layers in '4,5', and 4 can vote"),
+        ({"votes": "4,3", "n_ahead": 1}, "'n_ahead' is 1, and the votes '4,3' are of 3 layers"),
+        ({"votes": "4,1", "n_ahead": 3}, "'n_ahead' is 3, and the votes '4,1' are of 1 layers"),
+        ({"tune": "climb"}, "'tune' is climb, and votes says what would be tuned"),
+        ({"tune": "all"}, "'tune' is all"),
+        ({"votes": "5,1"}, "have 5 candidates, and this model's routers choose 4 experts"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises((SettingError, PolicyError), match=said):
+        firm(**settings)
+
+
+def test_as_many_layers_look_ahead_as_vote() -> None:
+    assert [firm(votes=votes).n_ahead for votes in ("4,4", "4,1/4,2/4,1", "4,1", None)] == [
+        *(4, 2, 1),
+        3,
+    ]
+    assert firm(tune="off", votes="4,2").n_ahead == 2
+
+
+def test_a_recorded_run_with_other_votes() -> None:
+    """What was recorded of them gives way, and a trace has the layers that are asked for or not."""
+    Settings = FIRM.Settings
+    recorded = Settings(agree="mol", votes="4,3", n_ahead=3, prefetch_kinds=1).as_dict()
+    assert Settings.changed(recorded, {}).settled() == Settings.of(recorded)
+    for changes, n_ahead in (
+        ({"agree": "rank"}, 1),
+        ({"votes": "4,1"}, 1),
+        ({"tune": "climb"}, 3),
+        ({"n_ahead": 2}, 2),
+        ({"prefetch": "off"}, 3),
+    ):
+        found = Settings.changed(recorded, changes).settled()
+        assert (found.prefetch_kinds, found.n_ahead) == (1, n_ahead), changes
+        assert found.votes == changes.get("votes"), changes
+    assert Settings.changed(recorded, {"waste_weight": 2.0}).votes == "4,3"
+    assert Settings.of(recorded).limited(0, ()).votes is None
+    assert Settings.of(recorded).limited(3, ("votes",)).votes == "4,3"
+    with pytest.raises(ConfigError, match="looks 1 layers ahead, and the votes '4,3' are of 3"):
+        Settings.of(recorded).limited(1, ("votes",))
+
+
+@pytest.mark.parametrize(("kinds", "missed"), [(1, 0), (2, 1), (3, 2)])
+def test_the_loss_counts_the_matrices_that_are_fetched(kinds: int, missed: int) -> None:
+    """Expert 4 is expected and not used, with its up and down there: its gate alone is read for
+    nothing, 1/n. 9 is used and was not expected, with its gate there: what is read of it on demand
+    is its up and its down. 5 and 6 are expected and used, and 7 is expected and in memory."""
+    policy = firm(prefetch_kinds=kinds, votes="4,1", waste_weight=1.0, miss_weight=1.0)
+    missing = np.zeros((SHAPE.n_layers, SHAPE.n_expert), np.uint8)
+    missing[1, [4, 5, 6, 9]] = GATES, GATES | UPS | DOWNS, UPS, UPS | DOWNS
+    view = StoreView(np.where(missing, ABSENT, 0).astype(np.uint8), missing)
+    out = make_decision(SHAPE)
+    policy.decide(make(0, [[0, 1, 2, 3]], [[[4, 5, 6, 7]]]), view, out)
+    missing[1, [4, 5, 6]] = 0  # they have come
+    policy.decide(make(1, [[5, 6, 9, 1]], np.zeros((0, 1, 4))), view, out)
+    assert policy.report()["loss"]["shallow"] == pytest.approx((1 + missed) / kinds)
 
 
 def test_prompts_and_slots_are_dymoes_with_one_precision() -> None:

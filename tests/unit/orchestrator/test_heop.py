@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.policy.heop import Climb, Grid, Tuner, Weights, group_of, unused_and_missed
+from orchestrator.policy.heop import (
+    Climb,
+    Grid,
+    Tuner,
+    Weights,
+    absent_of,
+    group_of,
+    unused_and_missed,
+)
 from orchestrator.policy.votes import every_set, mask_of
 
 HALF = Weights()
@@ -22,10 +30,20 @@ def test_groups() -> None:
 def test_the_loss_of_one_layer() -> None:
     """S = 1 2 3 4, A = 3 4 5 6, and 2, 4, 5 are in memory. 1 is read for nothing, 3 is of use; 5
     and 6 are missed and 5 is a hit: L = 0.5 * 1 + 0.5 * (2 - 1)."""
-    absent = mask_of([1, 3, 6])
+    absent = [(mask_of([1, 3, 6]), 1)]
     assert unused_and_missed(mask_of([1, 2, 3, 4]), mask_of([3, 4, 5, 6]), absent) == (1, 1)
     assert HALF.loss(1, 1) == 1.0
     assert Weights(2.0, 0.25).loss(1, 4) == 3.0
+
+
+def test_the_loss_counts_matrices() -> None:
+    """Two are loaded ahead, a gate and an up. Of 1 both are absent and of 3 the up, and neither is
+    used; of 6 the gate is absent, and it is read on demand: 3 and 1 of two matrices each."""
+    absent = absent_of({1: 0b110, 3: 0b101, 6: 0b010, 5: 0}, [0b010, 0b100])
+    assert sorted(absent) == [(mask_of([1, 3]), 1), (mask_of([1, 6]), 1)]
+    assert unused_and_missed(mask_of([1, 2, 3]), mask_of([5, 6]), absent) == (3, 1)
+    assert Weights(matrices=2).loss(3, 1) == 1.0
+    assert absent_of({1: 0b11, 2: 0}, [1, 2]) == ((mask_of([1]), 2),)
 
 
 def test_every_pair_is_counted_on_the_same_tokens() -> None:
@@ -33,10 +51,11 @@ def test_every_pair_is_counted_on_the_same_tokens() -> None:
     K = 1 and 7 at K = 3."""
     grid = Grid(3, 2, HALF)
     sets = every_set("mol", [[5, 7, 2], [2, 5, 9]], 2)
-    grid.count(sets, mask_of([5, 2]), mask_of(range(10)))
+    absent = [(mask_of(range(10)), 1)]
+    grid.count(sets, mask_of([5, 2]), absent)
     assert grid.means() == [[0.5, 1.0, 0.5], [1.0, 0.5, 0.0]]
     assert grid.best() == (3, 2)
-    grid.count(sets, mask_of([7, 5]), mask_of(range(10)))  # mean of two tokens
+    grid.count(sets, mask_of([7, 5]), absent)  # mean of two tokens
     assert grid.means() == [[0.5, 0.5, 0.5], [1.0, 0.5, 0.5]]
     assert grid.best() == (1, 1)  # of equals that with the fewest layers and candidates
 
@@ -75,6 +94,31 @@ def test_a_climb_follows_what_it_has_learned_since() -> None:
     assert climb.at == (3, 1)
 
 
+def test_the_last_step_takes_the_best_of_what_was_seen() -> None:
+    """Tokens that misled it took the climb to K = 1, at 0.3 by all tokens; it had been at K = 3,
+    with 0.1. K = 2 at P = 1 is better still, and was never looked at."""
+    climb = Climb(3, 2, patience=1, axis=0)
+    for _ in range(2):
+        climb.update([[9, 9, 9], [0.1, 0.2, 0.3]])
+    assert climb.at == (1, 2)
+    climb.end([[9, 0.05, 9], [0.3, 0.2, 0.1]])
+    assert climb.at == (3, 2) and climb.seen == {(1, 2), (2, 2), (3, 2)}
+
+
+def test_a_tuner_ends_where_the_climb_saw_the_least() -> None:
+    """In two intervals one expert is of use, and so K falls from 3 to 1; in the third, which counts
+    for more, all three are. K = 3 is the best of what was seen, and two steps away."""
+    made = Tuner("climb", [0, 0, 1, 2], (3, 1), HALF, 4, 1, 12)
+    sets = [[mask_of(range(1, n + 1)) for n in (1, 2, 3)]]
+    for step in range(12):
+        used, times = ([1], 1) if step < 8 else ([1, 2, 3], 3)
+        for _ in range(times if made.counts_all else 0):
+            made.count(1, sets, used, [(0b1110, 1)])
+        made.token()
+        assert made.of(1) == ((3, 1) if step in (0, 1, 2, 11) else (2, 1) if step < 7 else (1, 1))
+    assert made.tuned
+
+
 def test_a_step_out_of_range_is_a_turn() -> None:
     assert climbed([[0.5, 0.5]], 6) == [(2, 1)] * 6
     assert climbed([[0.1]], 3) == [(1, 1)] * 3
@@ -96,8 +140,8 @@ def test_all_takes_the_best_of_each_group() -> None:
     for token in range(16):
         assert made.counts_all == (token % 4 == 0)
         if made.counts_all:
-            made.count(1, sets, [1], 0b1110)  # 2 is read for nothing
-            made.count(3, sets, [1, 2], 0b1110)  # and here it is of use
+            made.count(1, sets, [1], [(0b1110, 1)])  # 2 is read for nothing
+            made.count(3, sets, [1, 2], [(0b1110, 1)])  # and here it is of use
         made.token()
         assert made.tuned == (token == 15)
     assert made.by_group() == {"shallow": (1, 1), "middle": (2, 1), "deep": (2, 1)}
@@ -111,7 +155,7 @@ def test_climb_moves_the_running_pair() -> None:
     for _ in range(24):
         for layer, used in ((1, [1]), (2, [1]), (3, [1, 2])):
             if made.counts_all:
-                made.count(layer, sets, used, 0b110)
+                made.count(layer, sets, used, [(0b110, 1)])
             made.observe(layer, 0 if made.of(layer) == (1, 1) or layer == 3 else 1, 0)
         made.token()
     assert made.by_group() == {"shallow": (1, 1), "middle": (1, 1), "deep": (2, 1)}

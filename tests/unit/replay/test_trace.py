@@ -155,7 +155,7 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
         ("read_latency_us", 0.5, "read_latency_us is 0.5"),
         ("dense_share", [0.5], "dense_share is [0.5]"),
         ("dense_share", [0.5, 2], "dense_share is [0.5, 2]"),
-        ("version", 4, "of version 4; this moe-edge reads 7: record again"),
+        ("version", 4, "of version 4; this moe-edge reads 8: record again"),
         ("surplus", 1, "fields missing or unknown: surplus"),
     ],
 )
@@ -228,6 +228,8 @@ WRONG = [
     (changed("start_tier", (0, 0), 1), "start_tier: a tier is out of range"),
     (changed("held", (0, 0), 1), "held: a tier is out of range"),
     (changed("ahead_held", (0, 0), 1), "ahead_held: a tier is out of range"),
+    (changed("missing", (0, 0), 16), "missing: a matrix is out of range"),
+    (changed("ahead_missing", (0, 0), 16), "ahead_missing: a matrix is out of range"),
     (changed("costs", (0, 0, 0), -1.0), "costs: negative or not a finite number"),
     (changed("start_hotness", (0, 0), -1), "start_hotness: negative or not a finite"),
     (changed("start_hotness", (0, 0), np.nan), "start_hotness: negative or not a finite"),

@@ -72,6 +72,7 @@ def make_trace(
     columns = np.array(events)
     all_ids, all_ahead = np.concatenate(ids), np.concatenate(ahead_ids)
     scored = np.array([steps[number][0] is Phase.PREFILL for number in columns[:, 0]])
+    kinds = sum(1 << kind for kind in sizes[0])
     falling = np.linspace(0.9, 0.1, k, dtype=np.float32)
     arrays = {
         "slices": slices,
@@ -98,11 +99,13 @@ def make_trace(
         "event_wait_us": np.zeros(len(columns), np.int64),
         "ids": all_ids.astype(np.uint16),
         "held": np.full(all_ids.shape, ABSENT, np.uint8),
+        "missing": np.full(all_ids.shape, kinds, np.uint8),
         "weights": np.tile(falling, (len(all_ids), 1)),
         "tokens": np.concatenate(tokens).astype(np.int32),
         "sequences": np.zeros(sum(map(len, tokens)), np.int32),
         "ahead_ids": all_ahead.astype(np.uint16),
         "ahead_held": np.full(all_ahead.shape, ABSENT, np.uint8),
+        "ahead_missing": np.full(all_ahead.shape, kinds, np.uint8),
         "ahead_scores": np.tile(falling, (len(all_ahead), 1)),
         "importance": np.linspace(1, 0, int(columns[scored, 2].sum()), dtype=np.float32),
     }

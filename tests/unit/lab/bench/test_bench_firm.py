@@ -20,6 +20,7 @@ from orchestrator.lab.bench.firm_replay import (
 )
 from orchestrator.lab.bench.firm_replay import FirmOptions as Options
 from orchestrator.policy import POLICIES
+from orchestrator.policy.votes import WAYS
 
 
 @pytest.mark.parametrize("k", [2, 8])
@@ -34,18 +35,16 @@ def test_rows_are_the_papers(k: int) -> None:
     assert ["wait" in row.changes for row in paper] == [True, False, True, False, False]
     assert rows["+ FG + MoL"].settings["votes"] == f"{min(3, k)},3"
     assert rows[NO_PREFETCH].world == OURS
+    votes = [row.name.split(", ")[1] for row in rows.values() if ", n=" in row.name]
+    assert set(votes) == set(WAYS)  # no row leaves its vote to the default
 
 
 def test_live_rows_are_those_of_our_own_that_exist() -> None:
     assert live_cases(Options()) == []
     keys = [case.key for case in live_cases(Options(live=True, caps=(0.6,)))]
-    assert keys == [
-        "our managed path",
-        *(
-            f"{name} @60%"
-            for name in ("lru", NO_PREFETCH, "dymoe, r=1", "firm, n=1", "firm, n=2", "firm, n=3")
-        ),
-    ]
+    ours = [f"firm, rank, n={n}" for n in (1, 2, 3)]
+    names = ["lru", NO_PREFETCH, "dymoe, r=1", *ours]
+    assert keys == ["our managed path", *(f"{name} @60%" for name in names)]
     with pytest.raises(SettingError):
         Options(bandwidth=0)
 
@@ -66,7 +65,8 @@ def test_a_small_run(real_engine: None) -> None:
     assert rows[NO_PREFETCH, OURS]["speedup"] == rows[BASE, PAPERS]["speedup"] == 1.0
     # reads of single matrices are waited for one by one: never slower than for all of them
     assert rows["whole experts waited for", OURS]["speedup"] < 1.0
-    assert rows["firm, n=1", OURS]["bytes_ratio"] <= rows["firm, n=3", OURS]["bytes_ratio"]
+    one, all_of_it = rows["firm, rank, n=1", OURS], rows["firm, rank, n=3", OURS]
+    assert one["bytes_ratio"] <= all_of_it["bytes_ratio"]
     assert rows[NO_PREFETCH, OURS]["hit_rate"] > 0
     lengths = [(row["prompt"], row["answer"]) for row in report["lengths"]]
     assert lengths == [(4, 6), (4, 24), (16, 6), (16, 24)]
@@ -86,4 +86,4 @@ def test_a_small_run_with_live_rows(real_engine: None) -> None:
     live, virtual = done.stdout.split(OURS)[0], done.stdout.split(OURS)[1]
     assert "everything resident" in live and "everything resident" not in virtual
     assert f"{NO_PREFETCH}: peak" in live
-    assert "firm, n=3" in virtual and "firm, n=3" not in live
+    assert "rank, n=3" in virtual and "rank, n=3" not in live

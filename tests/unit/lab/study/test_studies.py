@@ -54,7 +54,7 @@ def make_event(step: int, phase: Phase) -> RouteEvent:
 
 def decide(policy, event: RouteEvent) -> np.ndarray:
     out = DecisionBuffer(np.zeros(N, np.uint8), np.zeros(N, np.uint8), np.zeros(8, np.int64))
-    policy.decide(event, StoreView(np.zeros((4, N), np.uint8)), out)
+    policy.decide(event, StoreView(*np.zeros((2, 4, N), np.uint8)), out)
     return out.tier_array
 
 
