@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic, time
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
+from orchestrator.serve.bounds import settle_bounds
 from orchestrator.serve.formats import settle_format
 from orchestrator.serve.gate import Gate
 from orchestrator.serve.length import COUNTING, check_length
@@ -60,11 +61,13 @@ DESCRIPTION = "/openapi.json"
 # What a client may not choose: which of the slots it gets is the server's business.
 DROPPED = ("id_slot",)
 # What llama.cpp's server does not read of a request, or leaves out of it; in this order.
-SETTLED = (settle_unserved, settle_tool_choice, settle_format)
+SETTLED = (settle_unserved, settle_tool_choice, settle_format, settle_bounds)
 # The field with live settings of the policy for one request.
 OURS = "moe_edge"
 
 STOPPING = Refusal(503, "the server is shutting down")
+# What a path may have as it is in the log.
+PLAIN = "/:@!$&'()*+,;=~"
 GONE = 499  # nginx's status for a client that went away
 
 
@@ -339,7 +342,8 @@ class Log:
             if status == GONE:
                 await _error(STOPPING)(scope, receive, sending)
         finally:
-            path = scope["path"][:80].encode("ascii", "replace").decode()
+            # As it would be in a request: a line feed or a colour would be a line of its own.
+            path = quote(scope["path"][:80], safe=PLAIN)
             took_s = monotonic() - begin_s
             if (path, status) != (PICTURE, 200):  # a page asks for it all the time
                 self._log(f"{scope['method']} {path} {status} {took_s:.1f} s")
