@@ -242,6 +242,11 @@ class NativeRequest:
             rest, self._rest = self._rest, b""
             return rest, True
 
+    @property
+    def n_left(self) -> int:
+        """Bytes that nobody has taken, once it has ended."""
+        return len(self._rest)
+
     def _take(self) -> bytes:
         data, size, is_stream = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_int()
         self.status = self._lib.moe_edge_request_take(

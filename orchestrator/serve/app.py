@@ -25,7 +25,7 @@ from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.bounds import settle_bounds
 from orchestrator.serve.formats import settle_format
-from orchestrator.serve.gate import Gate
+from orchestrator.serve.gate import Gate, Unread
 from orchestrator.serve.length import COUNTING, check_length
 from orchestrator.serve.metrics import metrics_text
 from orchestrator.serve.openapi import document
@@ -65,6 +65,11 @@ SETTLED = (settle_unserved, settle_tool_choice, settle_format, settle_bounds)
 # The field with live settings of the policy for one request.
 OURS = "moe_edge"
 
+# How the names of threads begin that are in llama.cpp for a request.
+ANSWER_THREAD, QUICK_THREAD = "answer", "quick"
+# Of answers that are made and that nobody reads. What an answer takes while it is made is in the
+# plan; these are beside it.
+UNREAD_BYTES = 4 * 2**20
 STOPPING = Refusal(503, "the server is shutting down")
 # What a path may have as it is in the log.
 PLAIN = "/:@!$&'()*+,;=~"
@@ -78,12 +83,13 @@ class State:
         self.settings = settings
         self.keys = settings.keys()
         self.gate = Gate(settings.parallel, settings.queue)
+        self.unread = Unread(UNREAD_BYTES)
         self.seats = Seats(settings.parallel)
         self.backend: Backend | None = None
         self.began_s = int(time())  # of the Unix clock
         self.stopping = False
-        self.workers: Executor = ThreadPoolExecutor(settings.parallel, "answer")
-        self.quick: Executor = ThreadPoolExecutor(2, "quick")
+        self.workers: Executor = ThreadPoolExecutor(settings.parallel, ANSWER_THREAD)
+        self.quick: Executor = ThreadPoolExecutor(2, QUICK_THREAD)
 
     def ready(self) -> Backend:
         """Raises Refusal while the model loads, and at the end."""
@@ -140,6 +146,7 @@ class Endpoints:
             return Answer(
                 backend,
                 state.gate,
+                state.unread,
                 state.seats,
                 state.workers,
                 route,
@@ -185,7 +192,7 @@ class Endpoints:
     async def metrics(self, _request: Request) -> Response:
         backend = self._state.ready()
         _, text = await self._answer(backend, "/metrics", b"")
-        ours = metrics_text(backend, self._state.gate)
+        ours = metrics_text(backend, self._state.gate, self._state.unread)
         return Response(
             text + ours.encode(),
             media_type="text/plain; version=0.0.4",

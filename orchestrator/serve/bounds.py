@@ -31,8 +31,8 @@ MOST_BIAS_CHARS = 16384
 # Of a name in a schema: llama.cpp's regular expressions recurse over each of its characters, and
 # those of the names around it.
 MOST_NAME_CHARS = 256
-# Of an object: for each of its optional properties llama.cpp copies the list of those behind it, and
-# for each of these again.
+# Of an object: for each of its optional properties llama.cpp copies the list of those behind it,
+# and for each of these again.
 MOST_PROPERTIES = 512
 MOST_GRAMMAR_CHARS = 2**18
 _SHAPES = ("json_schema", "response_format", "tools")
