@@ -194,6 +194,7 @@ class Answer:
                     ours = {**(self._final or costs()), "shared_steps": shared}
                     text = with_costs(text, ours, is_stream, self._route)
                 await self._send(out, status, is_stream, text)
+            await parts.close()  # raises what the thread raised, while an error can be said
             if out.status is None:
                 await out.begin(request.status, JSON)
             await out.part(b"", more=False)

@@ -15,6 +15,7 @@ pytest.importorskip("starlette", reason="starlette is missing: run `make build`"
 from asgi import HANG_S, Client, FakeBackend, FakeRequest, Reply, ask, state_with
 from starlette.types import ASGIApp
 
+from orchestrator.errors import NativeError
 from orchestrator.serve import answer
 from orchestrator.serve import app as app_module
 from orchestrator.serve.app import application
@@ -399,3 +400,34 @@ def test_costs_are_put_into_an_answer_that_is_not_parsed() -> None:
     called = b'{"content": [{"input": {"timings": {}}}]}\n'
     made = json.loads(with_costs(called, {"ours": 2}, False, "/v1/messages"))
     assert made == {"content": [{"input": {"timings": {}}}], "timings": {"ours": 2}}
+
+
+class Exhausted(FakeRequest):
+    """A native request that ends before its end."""
+
+    def run(self, ready: int = -1) -> None:
+        super().run(ready)
+        raise NativeError("there was no memory for the answer")
+
+
+def test_an_answer_without_memory_is_an_error_in_a_sentence() -> None:
+    parts = [b"data: {}\n\n"]
+    backend = FakeBackend(Exhausted(200, False, []), Exhausted(200, True, parts))
+    app = application(state_with(backend), quiet)
+    reply = ask(app, CHAT, ASK)
+    assert reply.status == 500 and "no memory" in reply.json()["error"]["message"]
+    reply = ask(app, CHAT, STREAM)
+    assert reply.parts[0] == parts[0] and b"no memory" in reply.parts[-1]
+
+
+def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(answer, "Parts", none)
+    state = state_with(FakeBackend(FakeRequest(200, False, [])), parallel=1)
+    reply = ask(application(state, quiet), CHAT, ASK)
+    assert reply.status == 503 and "Too many open files" in reply.json()["error"]["message"]
+    assert state.gate.running == 0

@@ -225,4 +225,4 @@ def assert_answers(served: Served) -> None:
             said = sock.recv(1 << 16)
         if said.startswith(b"HTTP/1.1 200 "):
             return
-        assert not said or said.startswith(b"HTTP/1.1 503 ") and served.process.poll() is None
+        assert not said or (said.startswith(b"HTTP/1.1 503 ") and served.process.poll() is None)
