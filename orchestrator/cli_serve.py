@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import click
@@ -49,4 +51,6 @@ def serve(**options: Any) -> None:
     except SettingError as error:
         raise bad_option(error) from error
     config = make_config({**options, "remember": True})
-    Running(config, settings, console.note, console.load_bar).run()
+    if not Running(config, settings, console.note, console.load_bar).run():
+        sys.stderr.flush()
+        os._exit(0)  # else Python would wait for the thread that does not end

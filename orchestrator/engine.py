@@ -386,12 +386,21 @@ class Engine:
         self._learn()
         self._prompts.leave()
         self._loaded.close()
-        self._loader.tuned.save()
-        self._loader.usage.save()
         try:
-            self._loader.hotness.save()
+            self._save()
         finally:
             self.model.close()
+
+    def keep(self) -> None:
+        """Keeps what policies learned where that is asked for, and frees nothing: for a process
+        that ends while a step runs. Raises OSError where a named profile cannot be written."""
+        self._learn()
+        self._save()
+
+    def _save(self) -> None:
+        self._loader.tuned.save()
+        self._loader.usage.save()
+        self._loader.hotness.save()
 
     def __enter__(self) -> Engine:
         return self

@@ -82,8 +82,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(cache: Path, *options: str) -> Iterator[Served]:
-    """A server of the demo model on a free port, whose user folders are in `cache`."""
+def serving(cache: Path, *options: str, files: int | None = None) -> Iterator[Served]:
+    """A server of the demo model on a free port, whose user folders are in `cache`. files: the most
+    file descriptors that it may have."""
     servers = cache / "moe-edge" / "servers"
     if not servers.exists():
         servers.parent.mkdir(parents=True, exist_ok=True)
@@ -95,6 +96,8 @@ def serving(cache: Path, *options: str) -> Iterator[Served]:
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     command = [sys.executable, "-m", "orchestrator", "serve", "--port", "0", "--threads", "1"]
+    if files is not None:
+        command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
     with subprocess.Popen(
         [*command, *options], env=environment, stderr=subprocess.PIPE, text=True, cwd=REPO
     ) as process:

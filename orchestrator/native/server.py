@@ -15,7 +15,7 @@ from typing import Any
 from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
 
@@ -55,7 +55,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_server_free": (None, [_POINTER]),
     "moe_edge_server_route": (_TEXT, [ctypes.c_int]),
     "moe_edge_request_create": (_POINTER, [_POINTER, _TEXT, _TEXT, _SIZE]),
-    "moe_edge_request_run": (None, [_POINTER, ctypes.c_int]),
+    "moe_edge_request_run": (ctypes.c_int, [_POINTER, ctypes.c_int]),
     "moe_edge_request_take": (
         ctypes.c_int,
         [
@@ -189,10 +189,11 @@ class NativeServer:
             self.lib.moe_edge_server_stop(self._handle)
 
     def request(self, route: str, body: bytes) -> NativeRequest:
-        """A request that has not begun. Raises NativeError for a route that there is not."""
+        """A request that has not begun. Raises NativeError for a route that there is not, and where
+        there is no memory."""
         handle = self.lib.moe_edge_request_create(self.handle, route.encode(), body, len(body))
         if not handle:
-            raise NativeError(f"llama.cpp's server has no route {route}")
+            raise NativeError(f"llama.cpp's server has no route {route}, or no memory for it")
         return NativeRequest(self.lib, handle)
 
     def close(self) -> None:
@@ -218,11 +219,14 @@ class NativeRequest:
 
     def run(self, ready: int = -1) -> None:
         """Answers it, to its end, and closes it. ready: a file descriptor that gets a byte when
-        something has come for one who had found nothing, and at the end."""
+        something has come for one who had found nothing, and at the end. Raises NativeError where
+        it ended before its end."""
         try:
-            self._lib.moe_edge_request_run(self._handle, ready)
+            failed = self._lib.moe_edge_request_run(self._handle, ready)
             with self._closing:
                 self._rest = self._take()
+            if failed:
+                raise NativeError("there was no memory for the answer")
         finally:
             self.close()
             if ready >= 0:
@@ -237,6 +241,11 @@ class NativeRequest:
                 return self._take(), False
             rest, self._rest = self._rest, b""
             return rest, True
+
+    @property
+    def n_left(self) -> int:
+        """Bytes that nobody has taken, once it has ended."""
+        return len(self._rest)
 
     def _take(self) -> bytes:
         data, size, is_stream = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_int()

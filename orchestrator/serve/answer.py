@@ -6,13 +6,14 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NativeError
 from orchestrator.serve.backend import Backend
-from orchestrator.serve.gate import Gate, TooMany
+from orchestrator.serve.gate import Gate, TooMany, Unread
 from orchestrator.serve.parts import Parts
 from orchestrator.serve.seats import Conversation, Seats, with_seat
 from orchestrator.serve.wire import (
@@ -21,6 +22,7 @@ from orchestrator.serve.wire import (
     error_event,
     error_object,
     failure_at,
+    grammar_failure,
     has_costs,
     message_of,
     with_costs,
@@ -29,6 +31,8 @@ from orchestrator.serve.wire import (
 # A silence after which a stream gets a comment, so that nobody takes the connection for dead.
 PING_S = 5.0
 PING = b": working\n\n"
+# How long a client may take for the last word of its answer before its connection is cut.
+LAST_WORD_S = 1.0
 STREAM, JSON = "text/event-stream", "application/json; charset=utf-8"
 
 
@@ -77,6 +81,7 @@ class Answer:
         self,
         backend: Backend,
         gate: Gate,
+        unread: Unread,
         seats: Seats,
         workers: Executor,
         route: str,
@@ -93,6 +98,8 @@ class Answer:
         """check: raises Refusal for a request that llama.cpp would refuse; asked before a stream
         begins whose turn has not come."""
         self._backend, self._gate, self._workers = backend, gate, workers
+        self._unread, self._sending = unread, 0  # bytes that the client does not take
+        self._final: dict[str, Any] | None = None  # its costs, once the work has ended
         self._seats, self._conversation = seats, conversation
         self._route, self._body = route, body
         self._is_stream, self._places, self._most_s = is_stream, places, most_s
@@ -101,7 +108,9 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         out = Outlet(send, self._route)
-        work = asyncio.create_task(self._work(out))
+        # Closes the connection with what is unsent: who reads nothing would keep it for ever.
+        abort = scope.get("state", {}).get("abort", lambda: None)
+        work = asyncio.create_task(self._work(out, abort))
         gone = asyncio.create_task(_client_gone(receive))
         try:
             await asyncio.wait(
@@ -112,38 +121,56 @@ class Answer:
             work.cancel()
             await asyncio.wait({work})
             if not gone.done():
-                await out.fail(504, f"the request took longer than --timeout {self._most_s:g}")
+                late = out.fail(504, f"the request took longer than --timeout {self._most_s:g}")
+                try:
+                    await asyncio.wait_for(late, LAST_WORD_S)
+                except asyncio.TimeoutError:
+                    abort()
         finally:
+            self._unread.leave(self)
             for task in (work, gone):
                 task.cancel()
 
-    async def _work(self, out: Outlet) -> None:
+    async def _work(self, out: Outlet, abort: Callable[[], None]) -> None:
         try:
             ticket = self._gate.join(self._places)
         except TooMany:
             await out.fail(429, "too many requests wait already (--queue): try again later")
             return
-        try:
-            await self._turn(ticket.turn, out)
-            with self._backend.changed(self._changes):
+        with ExitStack() as held:  # what others wait for; closed with the work, before the answer
+            held.callback(ticket.leave)
+            try:
+                await self._turn(ticket.turn, out)
+                held.enter_context(self._backend.changed(self._changes))
                 seat = self._seats.take(self._conversation)
-                try:
-                    await self._ask(with_seat(self._body, seat), out)
-                finally:
-                    self._seats.leave(seat)
-        except ConfigError as error:
-            await out.fail(400, str(error))
-        except Refusal as refusal:
-            await out.fail(refusal.status, refusal.message, refusal.kind)
-        finally:
-            ticket.leave()
+                held.callback(self._seats.leave, seat)
+                await self._ask(with_seat(self._body, seat), out, held, abort)
+            except ConfigError as error:
+                await out.fail(400, str(error))
+            except NativeError as error:
+                await out.fail(500, str(error))
+            except Refusal as refusal:
+                await out.fail(refusal.status, refusal.message, refusal.kind)
 
-    async def _ask(self, body: bytes, out: Outlet) -> None:
+    async def _ask(
+        self, body: bytes, out: Outlet, held: ExitStack, abort: Callable[[], None]
+    ) -> None:
         """Runs the request on a thread of its own and sends what comes."""
         costs = self._backend.costs()
         shared = self._gate.running > 1
         request = self._backend.request(self._route, body)
-        parts = Parts(request, self._workers)
+
+        def at_end() -> None:
+            self._final = costs()
+            held.close()
+            self._unread.keep(self, self._sending + request.n_left, abort)
+
+        try:
+            parts = Parts(request, self._workers, at_end)
+        except OSError as error:
+            raise Refusal(
+                503, f"the server has no room for the request: {error.strerror}"
+            ) from None
         try:
             is_all = False
             while not is_all:
@@ -159,14 +186,15 @@ class Answer:
                 if failed_at >= 0:
                     if failed_at:
                         await self._send(out, status, is_stream, text[:failed_at])
-                    raise self._failed()
+                    raise self._failed(text[failed_at:])
                 if status == NOT_SUPPORTED:
                     raise Refusal(400, message_of(text))
                 shared = shared or self._gate.running > 1
                 if status == 200 and has_costs(text, is_stream, self._route):
-                    ours = {**costs(), "shared_steps": shared}
+                    ours = {**(self._final or costs()), "shared_steps": shared}
                     text = with_costs(text, ours, is_stream, self._route)
                 await self._send(out, status, is_stream, text)
+            await parts.close()  # raises what the thread raised, while an error can be said
             if out.status is None:
                 await out.begin(request.status, JSON)
             await out.part(b"", more=False)
@@ -180,11 +208,16 @@ class Answer:
             text = error_event(self._route, text)
         if out.status is None:
             await out.begin(status, STREAM if is_stream else JSON)
+        self._sending = len(text)
         await out.part(text)
+        self._sending = 0
 
-    def _failed(self) -> Refusal:
+    def _failed(self, text: bytes) -> Refusal:
         if self._is_stopping():
             return Refusal(503, "the server is shutting down")
+        too_much = grammar_failure(text)
+        if too_much is not None:
+            return Refusal(400, too_much)
         return Refusal(500, self._backend.failure() or "llama.cpp failed to evaluate")
 
     async def _turn(self, turn: asyncio.Future[None], out: Outlet) -> None:

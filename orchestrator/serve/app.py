@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic, time
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -23,8 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
+from orchestrator.serve.bounds import settle_bounds
 from orchestrator.serve.formats import settle_format
-from orchestrator.serve.gate import Gate
+from orchestrator.serve.gate import Gate, Unread
 from orchestrator.serve.length import COUNTING, check_length
 from orchestrator.serve.metrics import metrics_text
 from orchestrator.serve.openapi import document
@@ -60,11 +61,18 @@ DESCRIPTION = "/openapi.json"
 # What a client may not choose: which of the slots it gets is the server's business.
 DROPPED = ("id_slot",)
 # What llama.cpp's server does not read of a request, or leaves out of it; in this order.
-SETTLED = (settle_unserved, settle_tool_choice, settle_format)
+SETTLED = (settle_unserved, settle_tool_choice, settle_format, settle_bounds)
 # The field with live settings of the policy for one request.
 OURS = "moe_edge"
 
+# How the names of threads begin that are in llama.cpp for a request.
+ANSWER_THREAD, QUICK_THREAD = "answer", "quick"
+# Of answers that are made and that nobody reads. What an answer takes while it is made is in the
+# plan; these are beside it.
+UNREAD_BYTES = 4 * 2**20
 STOPPING = Refusal(503, "the server is shutting down")
+# What a path may have as it is in the log.
+PLAIN = "/:@!$&'()*+,;=~"
 GONE = 499  # nginx's status for a client that went away
 
 
@@ -75,12 +83,13 @@ class State:
         self.settings = settings
         self.keys = settings.keys()
         self.gate = Gate(settings.parallel, settings.queue)
+        self.unread = Unread(UNREAD_BYTES)
         self.seats = Seats(settings.parallel)
         self.backend: Backend | None = None
         self.began_s = int(time())  # of the Unix clock
         self.stopping = False
-        self.workers: Executor = ThreadPoolExecutor(settings.parallel, "answer")
-        self.quick: Executor = ThreadPoolExecutor(2, "quick")
+        self.workers: Executor = ThreadPoolExecutor(settings.parallel, ANSWER_THREAD)
+        self.quick: Executor = ThreadPoolExecutor(2, QUICK_THREAD)
 
     def ready(self) -> Backend:
         """Raises Refusal while the model loads, and at the end."""
@@ -137,6 +146,7 @@ class Endpoints:
             return Answer(
                 backend,
                 state.gate,
+                state.unread,
                 state.seats,
                 state.workers,
                 route,
@@ -182,7 +192,7 @@ class Endpoints:
     async def metrics(self, _request: Request) -> Response:
         backend = self._state.ready()
         _, text = await self._answer(backend, "/metrics", b"")
-        ours = metrics_text(backend, self._state.gate)
+        ours = metrics_text(backend, self._state.gate, self._state.unread)
         return Response(
             text + ours.encode(),
             media_type="text/plain; version=0.0.4",
@@ -339,7 +349,8 @@ class Log:
             if status == GONE:
                 await _error(STOPPING)(scope, receive, sending)
         finally:
-            path = scope["path"][:80].encode("ascii", "replace").decode()
+            # As it would be in a request: a line feed or a colour would be a line of its own.
+            path = quote(scope["path"][:80], safe=PLAIN)
             took_s = monotonic() - begin_s
             if (path, status) != (PICTURE, 200):  # a page asks for it all the time
                 self._log(f"{scope['method']} {path} {status} {took_s:.1f} s")

@@ -6,6 +6,7 @@ import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 from gguf_tools.process import default_threads, peak_rss_bytes
@@ -48,10 +49,6 @@ def kept_prompts(n_bytes: int, part: int, parallel: int) -> tuple[int, int]:
     models whose memory can be cut anywhere."""
     places = min(PROMPT_MARKS, n_bytes // 2 // (part * parallel)) if part else 0
     return (n_bytes - places * part * parallel) >> 20, places
-
-
-class Stopped(Exception):
-    """Loading was given up."""
 
 
 class Backend:
@@ -210,10 +207,14 @@ class Backend:
         if self.engine.managed:
             self.engine.driver.stop_waiting()
 
-    def close(self) -> None:
-        """Frees everything, once each request is closed. Raises OSError where a named profile
-        cannot be written."""
+    def close(self, end_s: float | None = None) -> bool:
+        """Frees everything, once each request is closed. end_s: of the monotonic clock, when
+        nobody waits any longer for a step that does not end. Returns whether it has ended; else
+        nothing is freed. Raises OSError where a named profile cannot be written."""
         self._native.stop()
-        self._thread.join()
+        self._thread.join(None if end_s is None else max(0.0, end_s - monotonic()))
+        if self._thread.is_alive():
+            return False
         self._native.close()
         self.engine.close()
+        return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 
 class TooMany(Exception):
@@ -69,3 +70,31 @@ class Gate:
             self._free -= ticket.places
             self.running += 1
             ticket.turn.set_result(None)
+
+
+class Unread:
+    """Answers that are made and that their clients have not taken, in memory. Of one event loop.
+
+    n_bytes: of all of them.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        """most_bytes: beyond it the answer that waits the longest is given up, but never the last
+        one."""
+        self.n_bytes = 0
+        self._most_bytes = most_bytes
+        self._kept: dict[object, tuple[int, Callable[[], None]]] = {}
+
+    def keep(self, owner: object, n_bytes: int, give_up: Callable[[], None]) -> None:
+        """owner calls leave once its client has taken all, or is gone."""
+        self._kept[owner] = n_bytes, give_up
+        self.n_bytes += n_bytes
+        while self.n_bytes > self._most_bytes and len(self._kept) > 1:
+            oldest = next(iter(self._kept))
+            _, give_up = self._kept[oldest]
+            self.leave(oldest)
+            give_up()
+
+    def leave(self, owner: object) -> None:
+        n_bytes, _ = self._kept.pop(owner, (0, None))
+        self.n_bytes -= n_bytes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from gguf_tools.children import child
@@ -11,13 +13,19 @@ from orchestrator.errors import NativeError
 from orchestrator.llama import Bindings
 from orchestrator.native import ServerLibrary
 
+LOOK_S = 0.1
 TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"
 
 
-def server_library(bindings: Bindings) -> ServerLibrary:
+class Stopped(Exception):
+    """The server was told to end before it could answer."""
+
+
+def server_library(bindings: Bindings, is_stopping: Callable[[], bool]) -> ServerLibrary:
     """The library that goes with the loaded llama.cpp. Compiling it shows its progress on stderr.
 
-    Raises NativeError where it cannot be had: this is no checkout, or no compiler is there.
+    Raises NativeError where it cannot be had: this is no checkout, or no compiler is there; and
+    Stopped, where is_stopping says so while it is compiled.
     """
     if not TOOL.is_file():
         raise NativeError(
@@ -27,7 +35,12 @@ def server_library(bindings: Bindings) -> ServerLibrary:
     command = [sys.executable, str(TOOL), "server", str(package)]
     # Compilers of an interrupted build would go on for minutes.
     with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
-        said, _ = process.communicate()
+        said = None
+        while said is None:
+            with suppress(subprocess.TimeoutExpired):
+                said, _ = process.communicate(timeout=LOOK_S)
+            if is_stopping():
+                raise Stopped
     if process.returncode != 0:
         raise NativeError("llama.cpp's server cannot be compiled: the lines above say why")
     return ServerLibrary(Path(said.strip().splitlines()[-1]))

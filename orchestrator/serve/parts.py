@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from orchestrator.native import NativeRequest
 
@@ -20,18 +21,26 @@ class Parts:
     """One request, which runs on a thread of its own, and one coroutine that takes what comes.
     Close it, also where it was not taken to its end."""
 
-    def __init__(self, request: NativeRequest, workers: Executor) -> None:
-        """In the event loop that takes."""
+    def __init__(
+        self, request: NativeRequest, workers: Executor, at_end: Callable[[], None]
+    ) -> None:
+        """In the event loop that takes. at_end: called once the work has ended, however much of
+        what came of it is taken. Raises OSError where no file descriptors are left, and the request
+        is closed."""
         self._loop = asyncio.get_running_loop()
-        self._request = request
+        self._request, self._at_end = request, at_end
         self._waiter: asyncio.Future[bool] | None = None
         self._told = False
         self._fast, self._last_s = 0, self._loop.time()
-        self._from, self._to = os.pipe()
-        os.set_blocking(self._from, False)
-        os.set_blocking(self._to, False)
-        self._loop.add_reader(self._from, self._tell)
-        self._thread = self._loop.run_in_executor(workers, request.run, self._to)
+        with ExitStack() as undo:
+            undo.callback(request.close)
+            self._from, self._to = os.pipe()
+            undo.callback(self._close_pipe)
+            os.set_blocking(self._from, False)
+            os.set_blocking(self._to, False)
+            self._loop.add_reader(self._from, self._tell)
+            self._thread = self._loop.run_in_executor(workers, request.run, self._to)
+            undo.pop_all()
         self._thread.add_done_callback(self._clear)
 
     async def next(self, within_s: float | None) -> tuple[bytes, bool] | None:
@@ -86,7 +95,11 @@ class Parts:
 
     def _clear(self, _thread: asyncio.Future[None]) -> None:
         """The thread writes no more."""
+        self._close_pipe()
+        self._at_end()
+        self._answer(True)
+
+    def _close_pipe(self) -> None:
         self._loop.remove_reader(self._from)
         os.close(self._from)
         os.close(self._to)
-        self._answer(True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import resource
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -17,12 +21,22 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.llama import Bindings
-from orchestrator.serve.app import State, application
-from orchestrator.serve.backend import Backend, Stopped
-from orchestrator.serve.library import server_library
+from orchestrator.serve.app import ANSWER_THREAD, QUICK_THREAD, State, application
+from orchestrator.serve.backend import Backend
+from orchestrator.serve.library import Stopped, server_library
 from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.wire import error_object
 
 CLOSE_S = 1  # that open answers get at the end
+END_S = 1.6  # after which nobody waits for what cannot be ended
+# Connections, each of which takes some kilobytes and a file descriptor; and descriptors that are
+# for other things: the model's files, and two for each answer.
+MOST_CONNECTIONS = 256
+LEAST_CONNECTIONS = 4
+OTHER_FILES = 48
+# Where the system sets no bound, or one that nobody needs.
+MOST_FILES = 4096
+BACKLOG = 128
 # How long one of Python's threads may keep the others waiting.
 SWITCH_S = 0.0005
 
@@ -34,11 +48,23 @@ class Protocol(H11Protocol):
     """
 
     patience_s = 30.0
+    most_connections = MOST_CONNECTIONS
     _waiting: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.app_state: dict[str, Any] = {**self.app_state, "abort": self._abort}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait_for_head()
+        if len(self.connections) > self.most_connections:
+            transport.write(_full())
+            transport.close()
+        else:
+            self._wait_for_head()
+
+    def _abort(self) -> None:
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -62,12 +88,54 @@ class Protocol(H11Protocol):
             self.transport.close()
 
 
+def _full() -> bytes:
+    """What a connection gets for which there is no place."""
+    error = error_object(503, "too many connections are open: try again later")
+    body = json.dumps(error).encode()
+    head = (
+        f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
 class _Server(uvicorn.Server):
-    """uvicorn's, which leaves the signals alone."""
+    """uvicorn's, which leaves the signals alone, and goes on where no file descriptors are left."""
+
+    def __init__(self, config: uvicorn.Config, note: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._note, self._is_out = note, False
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """asyncio accepts as many connections in a row as its backlog, also where none can be
+        accepted: with one it tries once a second."""
+        asyncio.get_running_loop().set_exception_handler(self._failed)
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)  # the system's own line is as long as before
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, what: dict[str, Any]) -> None:
+        if not str(what.get("message", "")).startswith("socket.accept()"):
+            loop.default_exception_handler(what)
+        elif not self._is_out:
+            self._is_out = True
+            self._note("No file descriptors are left (ulimit -n): new clients wait for the others.")
+
+
+def most_connections(parallel: int) -> int:
+    """How many the process has file descriptors for, of which it may have as many as the system
+    lets it. parallel: answers at once."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    files = MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, files - OTHER_FILES - 2 * parallel))
 
 
 def listen(settings: ServeSettings) -> socket.socket:
@@ -81,7 +149,7 @@ def listen(settings: ServeSettings) -> socket.socket:
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind(address)
-            made.listen(128)
+            made.listen(BACKLOG)
         except BaseException:
             made.close()
             raise
@@ -103,40 +171,44 @@ class Running:
         progress: Callable[[float], None],
     ) -> None:
         """note gets lines for the person at the terminal. Raises MoeEdgeError: the settings are
-        wrong, there is no such model, or the native server cannot be built."""
+        wrong, or there is no such model."""
         # Before some minutes of building, and before anybody is told to wait.
         ExpertModel.open(config.model, config.low).close()
         self._config, self._settings = config, settings
         self._note, self._progress = note, progress
         self._state = State(settings)
+        self._bindings = Bindings.load()
         self._socket = listen(settings)
-        try:
-            self._library = server_library(Bindings.load())
-        except BaseException:
-            self._socket.close()
-            raise
         self._failure: BaseException | None = None
+        self._stopped_s = float("inf")
+        bounds = {
+            "patience_s": settings.patience,
+            "most_connections": most_connections(settings.parallel),
+        }
         options = uvicorn.Config(
             application(self._state, note),
-            http=type("Patient", (Protocol,), {"patience_s": settings.patience}),
+            http=type("Patient", (Protocol,), bounds),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=CLOSE_S,
+            backlog=1,
         )
-        self._server = _Server(options)
+        self._server = _Server(options, note)
 
     @property
     def url(self) -> str:
         host, port = self._socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def run(self) -> None:
-        """Serves until stop, SIGINT or SIGTERM; loads the model meanwhile.
+    def run(self) -> bool:
+        """Serves until stop, SIGINT or SIGTERM; builds the native server and loads the model
+        meanwhile. Returns whether all has ended. Where a thread is still in work of llama.cpp's
+        that nothing ends, all is saved and nothing freed, and the process has to end without it.
 
-        Raises what loading raised.
+        Raises what loading raised, of which NativeError is a server that cannot be built.
         """
         # Policies decide in Python between the layers of a step: they wait for the event loop no
         # longer than this.
@@ -154,12 +226,14 @@ class Running:
             sys.setswitchinterval(before)
             if loading.ident is not None:
                 loading.join()
-            self._close()
+            has_ended = self._close()
         if self._failure is not None:
             raise self._failure
+        return has_ended
 
     def stop(self) -> None:
         """Ends the server soon."""
+        self._stopped_s = min(self._stopped_s, monotonic())
         self._state.stopping = True
         self._server.should_exit = True
         backend = self._state.backend
@@ -168,8 +242,9 @@ class Running:
 
     def _load(self) -> None:
         try:
+            library = server_library(self._bindings, lambda: self._state.stopping)
             self._progress(0.0)  # a plan may be chosen first, for which this machine is measured
-            backend = Backend(self._config, self._settings, self._library, self._loaded_share)
+            backend = Backend(self._config, self._settings, library, self._loaded_share)
         except Stopped:
             return
         except BaseException as error:  # noqa: BLE001 - run raises it
@@ -191,10 +266,24 @@ class Running:
             raise Stopped
         self._progress(done)
 
-    def _close(self) -> None:
+    def _close(self) -> bool:
+        """Whether everything has ended, and so is freed."""
         state = self._state
-        for workers in (state.workers, state.quick):
-            workers.shutdown()
         self._socket.close()
-        if state.backend is not None:
-            state.backend.close()
+        for workers in (state.workers, state.quick):
+            workers.shutdown(wait=False)
+        end_s = self._stopped_s + END_S
+        for thread in threading.enumerate():
+            if thread.name.startswith((ANSWER_THREAD, QUICK_THREAD)):
+                thread.join(max(0.0, end_s - monotonic()))
+                if thread.is_alive():
+                    return self._give_up()
+        if state.backend is None:
+            return True
+        return state.backend.close(end_s) or self._give_up()
+
+    def _give_up(self) -> bool:
+        self._note("llama.cpp is still at work for a request: the server ends without it.")
+        if self._state.backend is not None:
+            self._state.backend.engine.keep()
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -25,6 +26,8 @@ KINDS = {
 }
 # llama.cpp's word for a step that failed; the store knows why.
 STEP_FAILED = b"Compute error."
+# Its words where a grammar is given up in the middle of an answer (moe-edge-grammar.cpp).
+GRAMMAR_FAILED = b"got exception: the grammar "
 # Its status for what a model cannot do, which is no failure of the server.
 NOT_SUPPORTED = 501
 ERROR_EVENTS = (b'data: {"error"', b"event: error")
@@ -33,6 +36,8 @@ EVENT_END = b"\n\n"
 ANTHROPIC = "/v1/messages"
 # Its event with what an answer came to, which llama.cpp sends without `timings`.
 _SUMMARY = "message_delta"
+_SUMMARY_TYPE = re.compile(rb'"type": ?"message_delta"')
+_TIMINGS = re.compile(rb'"timings": ?\{(?=(\})?)')
 # Paths whose whole answers llama.cpp gives no `timings`. Elsewhere an answer has none where its
 # client wants other fields alone (`response_fields`).
 _WITHOUT_TIMINGS = (ANTHROPIC, "/v1/responses")
@@ -88,18 +93,27 @@ def _no_constant(name: str) -> float:
 
 
 def failure_at(status: int, text: bytes) -> int:
-    """Where in llama.cpp's answer it says that a step failed, and no model does; -1 where it does
-    not. Of a stream, text is whole events."""
-    if STEP_FAILED not in text:
+    """Where in llama.cpp's answer it says that a step or a grammar failed, and no model does; -1
+    where it does not. Of a stream, text is whole events."""
+    if STEP_FAILED not in text and GRAMMAR_FAILED not in text:
         return -1
     if status == 500:
         return 0
     at = 0
     for event in text.split(EVENT_END):
-        if STEP_FAILED in event and event.startswith(ERROR_EVENTS):
+        is_failure = STEP_FAILED in event or GRAMMAR_FAILED in event
+        if is_failure and event.startswith(ERROR_EVENTS):
             return at
         at += len(event) + len(EVENT_END)
     return -1
+
+
+def grammar_failure(text: bytes) -> str | None:
+    """The sentence with which a failed answer says that its grammar was given up; None where it
+    failed otherwise. text: from where it says so."""
+    at = text.find(GRAMMAR_FAILED)
+    sentence = text[at:].partition(b": ")[2].partition(b'"')[0]
+    return sentence.decode("utf-8", "replace") if at >= 0 else None
 
 
 def message_of(part: bytes) -> str:
@@ -125,28 +139,32 @@ def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
 
 def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool, route: str) -> bytes:
     """A part of an answer, with the costs beside llama.cpp's own figures in `timings`, or alone
-    there where it never has any."""
+    there where it never has any.
+
+    It stays a text, since an answer may be megabytes and other clients would wait for its parsing.
+    """
+    ours = json.dumps(costs, ensure_ascii=False).encode()[1:-1]
+    if not is_stream and route in _WITHOUT_TIMINGS:
+        return _with_timings(part, ours)
     if not is_stream:
-        return _add(part, costs, everywhere=route in _WITHOUT_TIMINGS)
+        return _beside(part, ours)
     lines = part.split(b"\n")
-    mark = b"data: "
     return b"\n".join(
-        mark + _add(line[len(mark) :], costs, everywhere=False)
-        if line.startswith(mark + b"{")
+        (_with_timings(line, ours) if _SUMMARY_TYPE.search(line) else _beside(line, ours))
+        if line.startswith(b"data: {")
         else line
         for line in lines
     )
 
 
-def _add(text: bytes, costs: dict[str, Any], *, everywhere: bool) -> bytes:
-    try:
-        data = json.loads(text)
-    except ValueError:
+def _beside(text: bytes, ours: bytes) -> bytes:
+    """Within a JSON string the name's quotes would have backslashes, so that this finds names."""
+    return _TIMINGS.sub(lambda found: found[0] + ours + (b"" if found[1] else b","), text)
+
+
+def _with_timings(text: bytes, ours: bytes) -> bytes:
+    whole = text.rstrip()
+    if not whole.endswith(b"}"):
         return text
-    answers = data if isinstance(data, list) else [data]  # of several prompts
-    for answer in answers:
-        if not isinstance(answer, dict):
-            return text
-        if everywhere or "timings" in answer or answer.get("type") == _SUMMARY:
-            answer["timings"] = {**(answer.get("timings") or {}), **costs}
-    return json.dumps(data, ensure_ascii=False).encode()
+    comma = b"" if whole[:-1].endswith(b"{") else b","
+    return whole[:-1] + comma + b'"timings":{' + ours + b"}}" + text[len(whole) :]

@@ -1,4 +1,6 @@
 #include "moe-edge-server.h"
+#include "moe-edge-bounds.h"
+#include "moe-edge-grammar.h"
 #include "moe-edge-server-queue.h"
 #include "moe-edge-tools.h"
 
@@ -168,6 +170,7 @@ namespace {
 // Up to the answer's first output, or up to its end.
 void begin(moe_edge_request & request) {
     std::string complaint = "the request was given up";
+    moe_edge_bounded counted(request.should_stop, 0);
     try {
         request.answer = (request.server->routes.*request.which->handler)(request.asked);
     } catch (const std::exception & failure) {
@@ -192,7 +195,31 @@ void add(moe_edge_request & request, const std::string & part, int ready) {
     }
 }
 
+void answer(moe_edge_request & request, int ready) {
+    begin(request);
+    server_http_res & answer = *request.answer;
+    {
+        std::lock_guard<std::mutex> lock(request.mutex);
+        request.status    = answer.status;
+        request.is_stream = answer.is_stream();
+    }
+    if (!answer.is_stream()) {
+        add(request, answer.data, ready);
+        return;
+    }
+    std::string part;
+    for (bool more = true; more;) {
+        part.clear();
+        more = answer.next(part);
+        add(request, part, ready);
+    }
+}
+
 }  // namespace
+
+bool moe_edge_server_ends() {
+    return running && running->stopping;
+}
 
 // Upstream's code calls these.
 extern "C" {
@@ -281,27 +308,20 @@ void moe_edge_server_free(moe_edge_server * server) {
 
 moe_edge_request * moe_edge_request_create(
         moe_edge_server * server, const char * path, const char * body, size_t body_size) {
-    const route * which = find_route(path);
-    return which ? new moe_edge_request(server, which, std::string(body, body_size)) : nullptr;
+    try {
+        const route * which = find_route(path);
+        return which ? new moe_edge_request(server, which, std::string(body, body_size)) : nullptr;
+    } catch (...) {
+        return nullptr;
+    }
 }
 
-void moe_edge_request_run(moe_edge_request * request, int ready) {
-    begin(*request);
-    server_http_res & answer = *request->answer;
-    {
-        std::lock_guard<std::mutex> lock(request->mutex);
-        request->status    = answer.status;
-        request->is_stream = answer.is_stream();
-    }
-    if (!answer.is_stream()) {
-        add(*request, answer.data, ready);
-        return;
-    }
-    std::string part;
-    for (bool more = true; more;) {
-        part.clear();
-        more = answer.next(part);
-        add(*request, part, ready);
+int moe_edge_request_run(moe_edge_request * request, int ready) {
+    try {
+        answer(*request, ready);
+        return 0;
+    } catch (...) {
+        return -1;
     }
 }
 

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define MOE_EDGE_SERVER_ABI_VERSION 3
+#define MOE_EDGE_SERVER_ABI_VERSION 4
 
 #if defined(_WIN32)
 #    define MOE_EDGE_SERVER_API __declspec(dllexport)
@@ -72,13 +72,14 @@ MOE_EDGE_SERVER_API void moe_edge_server_stop(moe_edge_server * server);
 // After run has returned and every request is freed.
 MOE_EDGE_SERVER_API void moe_edge_server_free(moe_edge_server * server);
 
-// route: a path of moe_edge_server_route. NULL for another one. The body is copied.
+// route: a path of moe_edge_server_route. NULL for another one, and where there is no memory. The body is copied.
 MOE_EDGE_SERVER_API moe_edge_request * moe_edge_request_create(
     moe_edge_server * server, const char * route, const char * body, size_t body_size);
 
 // Answers the request, to its end. ready: a file descriptor that gets a byte when something has come for one who
-// found nothing at the last moe_edge_request_take; -1 where nobody waits.
-MOE_EDGE_SERVER_API void moe_edge_request_run(moe_edge_request * request, int ready);
+// found nothing at the last moe_edge_request_take; -1 where nobody waits. Returns 0, or -1 where it ended before its end:
+// there was no memory for it.
+MOE_EDGE_SERVER_API int moe_edge_request_run(moe_edge_request * request, int ready);
 
 // Beside moe_edge_request_run: what has come since the last call, valid until the next one. It is whole events where
 // the answer is a stream (is_stream), else all of the answer or nothing. Returns the HTTP status, 0 while that is not known.

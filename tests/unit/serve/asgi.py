@@ -136,6 +136,13 @@ class FakeRequest:
             text += self.come.popleft()
         return text, is_all and not self.come
 
+    @property
+    def n_left(self) -> int:
+        return sum(map(len, self.come))
+
+    def close(self) -> None:
+        self.closed = True
+
     def whole(self) -> tuple[int, bytes]:
         self.at_once = True
         self.run()

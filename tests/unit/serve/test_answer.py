@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from threading import Event
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,11 @@ pytest.importorskip("starlette", reason="starlette is missing: run `make build`"
 from asgi import HANG_S, Client, FakeBackend, FakeRequest, Reply, ask, state_with
 from starlette.types import ASGIApp
 
+from orchestrator.errors import NativeError
 from orchestrator.serve import answer
+from orchestrator.serve import app as app_module
 from orchestrator.serve.app import application
+from orchestrator.serve.wire import with_costs
 
 CHAT = "/v1/chat/completions"
 ASK, STREAM = {"messages": []}, {"messages": [], "stream": True}
@@ -312,3 +316,124 @@ def test_a_client_that_leaves_the_line_lets_nobody_in() -> None:
 
     assert asyncio.run(leave()) == [200, 200]
     assert state.gate.running == state.gate.waiting == 0
+
+
+class Deaf(Client):
+    """A client that takes nothing from the first part on, until it hears."""
+
+    def __init__(self, app: ASGIApp, data: object) -> None:
+        super().__init__(app, "POST", CHAT, json.dumps(data).encode())
+        self.hears, self.aborted = asyncio.Event(), asyncio.Event()
+        self._scope["state"] = {"abort": self.aborted.set}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await super()._send(message)
+        if message["type"] == "http.response.body":
+            await self.hears.wait()
+
+
+@pytest.mark.parametrize("most_bytes", [1000, 1])
+def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    """What is unread stays in memory, counted, and the oldest of it goes."""
+    monkeypatch.setattr(app_module, "UNREAD_BYTES", most_bytes)
+    parts = [b"data: {}\n\n", FINAL]
+    backend = FakeBackend(*(FakeRequest(200, True, parts) for _ in range(3)))
+    state = state_with(backend, parallel=1, queue=0)
+    app = application(state, quiet)
+
+    async def run() -> None:
+        deaf = [Deaf(app, STREAM) for _ in range(2)]
+        running = []
+        for each in deaf:
+            running.append(asyncio.create_task(each.run()))
+            await each.heard(bool)
+            await asyncio.wait_for(until(lambda: state.gate.running == 0), HANG_S)
+        assert state.unread.n_bytes > 0
+        assert deaf[0].aborted.is_set() == (most_bytes == 1) and not deaf[1].aborted.is_set()
+        reply = await Client(app, "POST", CHAT, json.dumps(STREAM).encode()).run()
+        assert reply.status == 200  # its one place is free
+        for each, task in zip(deaf, running, strict=True):
+            each.hears.set()
+            reply = await asyncio.wait_for(task, HANG_S)
+            assert b'"hit_rate"' in reply.body
+        assert state.unread.n_bytes == 0
+
+    asyncio.run(run())
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.001)
+
+
+def test_who_reads_nothing_until_the_timeout_is_cut() -> None:
+    hold = Event()
+    backend = FakeBackend(FakeRequest(200, True, [b"data: {}\n\n", FINAL], pause=hold))
+    app = application(state_with(backend, timeout=1), quiet)
+
+    async def run() -> None:
+        deaf = Deaf(app, STREAM)
+        await asyncio.wait_for(deaf.run(), HANG_S)
+        assert deaf.aborted.is_set()
+
+    asyncio.run(run())
+
+
+def test_a_grammar_that_is_given_up_in_an_answer_is_the_requests_fault() -> None:
+    failed = b'{"error": {"code": 500, "message": "got exception: the grammar is refused: why"}}'
+    backend = FakeBackend(
+        FakeRequest(500, False, [failed]),
+        FakeRequest(200, True, [b"data: {}\n\n", b"data: " + failed + b"\n\n"]),
+    )
+    app = application(state_with(backend), quiet)
+    reply = ask(app, CHAT, ASK)
+    assert reply.status == 400
+    assert reply.json()["error"]["message"] == "the grammar is refused: why"
+    assert b'"code": 400' in ask(app, CHAT, STREAM).parts[-1]
+
+
+def test_costs_are_put_into_an_answer_that_is_not_parsed() -> None:
+    """A text may say what the figures are called."""
+    said = json.dumps({"content": '"timings":{', "timings": {"n": 1}, "list": [{"timings": {}}]})
+    made = json.loads(with_costs(said.encode(), {"ours": 2}, False, CHAT))
+    assert made == {
+        "content": '"timings":{',
+        "timings": {"ours": 2, "n": 1},
+        "list": [{"timings": {"ours": 2}}],
+    }
+    called = b'{"content": [{"input": {"timings": {}}}]}\n'
+    made = json.loads(with_costs(called, {"ours": 2}, False, "/v1/messages"))
+    assert made == {"content": [{"input": {"timings": {}}}], "timings": {"ours": 2}}
+
+
+class Exhausted(FakeRequest):
+    """A native request that ends before its end."""
+
+    def run(self, ready: int = -1) -> None:
+        super().run(ready)
+        raise NativeError("there was no memory for the answer")
+
+
+def test_an_answer_without_memory_is_an_error_in_a_sentence() -> None:
+    parts = [b"data: {}\n\n"]
+    backend = FakeBackend(Exhausted(200, False, []), Exhausted(200, True, parts))
+    app = application(state_with(backend), quiet)
+    reply = ask(app, CHAT, ASK)
+    assert reply.status == 500 and "no memory" in reply.json()["error"]["message"]
+    reply = ask(app, CHAT, STREAM)
+    assert reply.parts[0] == parts[0] and b"no memory" in reply.parts[-1]
+
+
+def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(answer, "Parts", none)
+    state = state_with(FakeBackend(FakeRequest(200, False, [])), parallel=1)
+    reply = ask(application(state, quiet), CHAT, ASK)
+    assert reply.status == 503 and "Too many open files" in reply.json()["error"]["message"]
+    assert state.gate.running == 0

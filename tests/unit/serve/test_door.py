@@ -167,6 +167,13 @@ def test_a_line_of_the_log_has_no_contents() -> None:
     assert "secret" not in lines[0]
 
 
+def test_a_path_in_the_log_is_one_line_as_it_was_asked_for() -> None:
+    lines: list[str] = []
+    app = application(state_with(FakeBackend()), lines.append)
+    ask(app, "/a\n\x1b[31mPOST é")
+    assert len(lines) == 1 and lines[0].startswith("GET /a%0A%1B%5B31mPOST%20%C3%A9 404 ")
+
+
 def test_a_client_may_not_choose_its_slot() -> None:
     backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
     ask(application(state_with(backend), lambda _line: None), CHAT, {**MESSAGE, "id_slot": 7})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
-from orchestrator.serve.gate import Gate, TooMany
+from orchestrator.serve.gate import Gate, TooMany, Unread
 
 
 def test_requests_run_in_their_order_and_the_rest_waits() -> None:
@@ -67,3 +68,15 @@ def test_an_empty_queue_refuses_only_who_would_have_to_wait() -> None:
             gate.join(2)
 
     asyncio.run(line())
+
+
+def test_what_nobody_reads_is_bounded_and_the_oldest_goes_first() -> None:
+    gone: list[str] = []
+    unread = Unread(100)
+    for name, n_bytes in (("a", 60), ("b", 40), ("c", 50), ("d", 300)):
+        unread.keep(name, n_bytes, partial(gone.append, name))
+        assert unread.n_bytes <= 100 or name == "d"
+    assert gone == ["a", "b", "c"] and unread.n_bytes == 300  # the last one stays
+    for name in ("a", "d", "d"):
+        unread.leave(name)
+    assert unread.n_bytes == 0

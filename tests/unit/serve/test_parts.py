@@ -58,7 +58,7 @@ class Made:
         self._ended = False
         self.loop = loop
         self.told = 0
-        self.cancelled = threading.Event()
+        self.cancelled, self.closed = threading.Event(), threading.Event()
 
     def run(self, ready: int) -> None:
         self._ready = ready
@@ -97,6 +97,9 @@ class Made:
     def cancel(self) -> None:
         self.cancelled.set()
 
+    def close(self) -> None:
+        self.closed.set()
+
 
 def through(make: Callable[[Made], None], use: Callable[[Parts, Made], Any]) -> tuple[Any, Made]:
     """What a coroutine makes of the parts of such a request, and the request."""
@@ -105,7 +108,7 @@ def through(make: Callable[[Made], None], use: Callable[[Parts, Made], Any]) -> 
 
     async def run() -> Any:
         with ThreadPoolExecutor(1) as workers:
-            parts = Parts(request, workers)  # type: ignore[arg-type]
+            parts = Parts(request, workers, lambda: None)  # type: ignore[arg-type]
             try:
                 return await use(parts, request)
             finally:
@@ -250,3 +253,19 @@ def test_what_the_thread_raises_is_raised() -> None:
 
     with pytest.raises(OSError, match="gone"):
         through(make, all_of)
+
+
+def test_a_request_for_which_no_pipe_can_be_had_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> tuple[int, int]:
+        raise OSError(24, "Too many open files")
+
+    async def run(request: Made) -> None:
+        monkeypatch.setattr(os, "pipe", none)
+        with pytest.raises(OSError, match="Too many open files"):
+            Parts(request, ThreadPoolExecutor(1), lambda: None)  # type: ignore[arg-type]
+
+    loop = Loop()
+    request = Made(lambda _: None, loop)
+    loop.run_until_complete(run(request))
+    loop.close()
+    assert request.closed.is_set()

@@ -1,0 +1,213 @@
+// Upstream's grammars with their steps counted, and a sampler of them. It recurses as deeply as a grammar is nested, a
+// rule of ten lines may take it longer than anybody lives, and the ways on that it keeps double with each token of
+// some. Where a grammar is wrong, it prints all of it and gives no reason.
+
+#include "moe-edge-grammar.h"
+#include "moe-edge-bounds.h"
+
+#include "llama-grammar.h"
+#include "llama-impl.h"
+#include "llama-sampler.h"
+#include "llama-vocab.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <regex>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+template <typename... Rest> [[noreturn]] static void refuse(const char * format, Rest... rest) {
+    throw std::invalid_argument(::format(format, rest...));
+}
+
+// What it reports is raised, and what it prints where it caught an error is that error.
+#undef LLAMA_LOG_ERROR
+#undef LLAMA_LOG_DEBUG
+#define LLAMA_LOG_ERROR(...) refuse(__VA_ARGS__)
+#define LLAMA_LOG_DEBUG(...) (void) 0
+#define fprintf(...) throw
+#define size() size() + moe_edge_step()
+#define pop_back() pop_back(), moe_edge_step(64)
+#include "llama-grammar.cpp"
+#undef fprintf
+#undef size
+#undef pop_back
+
+namespace {
+
+// Of elements that repetitions come to. Each may be a rule of its own, of some 250 bytes.
+const uint64_t MOST_REPEATED = 1 << 16;
+// A maximum above this one is none for upstream.
+const uint64_t MOST_TIMES = MAX_REPETITION_THRESHOLD;
+// Of one token, or of the reading of a grammar: the answers beside it wait meanwhile.
+const int64_t MOST_NS = 500000000;
+const size_t MOST_REASON = 160;
+
+const char * end_of(const char * at, char closing) {
+    while (*at && *at != closing) {
+        at += *at == '\\' && at[1] ? 2 : 1;
+    }
+    return at;
+}
+
+uint64_t number_at(const char *& at) {
+    uint64_t found = 0;
+    for (; *at >= '0' && *at <= '9'; at++) {
+        found = std::min<uint64_t>(10 * found + (*at - '0'), UINT32_MAX);
+    }
+    return found;
+}
+
+// Upstream copies what is repeated as often as it may come, and counts to the end of all numbers where a repetition
+// may come less often than it must.
+void check_repetitions(const char * text) {
+    uint64_t symbol = 1, all = 0;  // elements
+    for (const char * at = text; *at; at++) {
+        if (*at == '#') {
+            at += strcspn(at, "\r\n");
+        } else if (*at == '"' || *at == '[') {
+            const char * end = end_of(at + 1, *at == '"' ? '"' : ']');
+            symbol = std::max<uint64_t>(1, end - at - 1);
+            at = end;
+        } else if (*at == '*' || *at == '+' || *at == '?') {
+            all += symbol;
+        } else if (*at == '{') {
+            const auto space = [&] { at += strspn(at, " \t"); };
+            at++;
+            space();
+            const uint64_t least = number_at(at);
+            space();
+            uint64_t most = least;
+            if (*at == ',') {
+                at++;
+                space();
+                most = *at >= '0' && *at <= '9' ? number_at(at) : UINT64_MAX;
+            }
+            if (most < least) {
+                throw std::invalid_argument("a repetition has to come more often than it may");
+            }
+            symbol *= std::max<uint64_t>(1, std::min(most > MOST_TIMES ? least : most, MOST_TIMES));
+            all += symbol;
+            space();
+        } else if (!isspace(static_cast<unsigned char>(*at))) {
+            symbol = 1;
+        }
+        if (all > MOST_REPEATED || symbol > MOST_REPEATED) {
+            throw std::invalid_argument("its repetitions come to too much: at most 65536 elements");
+        }
+        if (!*at) {
+            return;
+        }
+    }
+}
+
+// What went wrong, in one line. Upstream quotes the rest of the grammar.
+std::string sentence(std::string reason) {
+    const std::string ours = "the grammar ";
+    reason = reason.substr(0, MOST_REASON);
+    for (char & each : reason) {
+        each = each >= ' ' && each <= '~' ? each : ' ';
+    }
+    return reason.compare(0, ours.size(), ours) == 0 ? reason : "the grammar is refused: " + reason;
+}
+
+template <typename Work> auto bounded(const Work & work) -> decltype(work()) {
+    moe_edge_bounded counted(moe_edge_server_ends, MOST_NS);
+    try {
+        return work();
+    } catch (const std::exception & error) {
+        throw std::invalid_argument(sentence(error.what()));
+    }
+}
+
+struct freed {
+    void operator()(llama_grammar * grammar) const { llama_grammar_free_impl(grammar); }
+};
+
+struct grammar {
+    const llama_vocab *      vocab;
+    std::string              text, root;
+    bool                     lazy;
+    std::vector<std::string> patterns;
+    std::vector<llama_token> tokens;
+    std::unique_ptr<llama_grammar, freed> now;
+
+    void begin() {
+        now.reset(bounded([&] {
+            std::vector<const char *> texts;
+            for (const std::string & each : patterns) {
+                texts.push_back(each.c_str());
+            }
+            check_repetitions(text.c_str());
+            llama_grammar * made = llama_grammar_init_impl(
+                vocab, text.c_str(), root.c_str(), lazy, texts.data(), texts.size(), tokens.data(), tokens.size());
+            if (!made) {
+                throw std::invalid_argument("it cannot be read");
+            }
+            return made;
+        }));
+    }
+};
+
+grammar & of(const llama_sampler * sampler) {
+    return *static_cast<grammar *>(sampler->ctx);
+}
+
+void accept(llama_sampler * sampler, llama_token token) {
+    grammar & asked = of(sampler);
+    bounded([&] {
+        const auto & stacks = asked.now->stacks;
+        const bool may_end = std::any_of(stacks.begin(), stacks.end(), [](const auto & each) { return each.empty(); });
+        if (!may_end && !asked.now->awaiting_trigger && asked.vocab->is_eog(token)) {
+            throw std::invalid_argument("no token of the model goes on");  // upstream ends the process
+        }
+        llama_grammar_accept_impl(*asked.now, token);
+    });
+}
+
+llama_sampler_i * functions() {
+    static llama_sampler_i all = [] {
+        llama_sampler_i made = {};
+        made.name   = [](const llama_sampler *) { return "grammar"; };
+        made.accept = accept;
+        made.apply  = [](llama_sampler * sampler, llama_token_data_array * candidates) {
+            bounded([&] { llama_grammar_apply_impl(*of(sampler).now, candidates); });
+        };
+        made.reset  = [](llama_sampler * sampler) { of(sampler).begin(); };
+        made.clone  = [](const llama_sampler * sampler) {
+            const grammar & from = of(sampler);
+            auto made = std::make_unique<grammar>(
+                grammar{ from.vocab, from.text, from.root, from.lazy, from.patterns, from.tokens, nullptr });
+            made->now.reset(llama_grammar_clone_impl(*from.now));
+            return llama_sampler_init(functions(), made.release());
+        };
+        made.free = [](llama_sampler * sampler) { delete &of(sampler); };
+        return made;
+    }();
+    return &all;
+}
+
+llama_sampler * init(grammar && asked) {
+    auto made = std::make_unique<grammar>(std::move(asked));
+    made->begin();
+    return llama_sampler_init(functions(), made.release());
+}
+
+}  // namespace
+
+llama_sampler * moe_edge_sampler_init_grammar(const llama_vocab * vocab, const char * text, const char * root) {
+    return init({ vocab, text, root, false, {}, {}, nullptr });
+}
+
+llama_sampler * moe_edge_sampler_init_grammar_lazy_patterns(
+        const llama_vocab * vocab, const char * text, const char * root, const char ** patterns, size_t n_patterns,
+        const llama_token * tokens, size_t n_tokens) {
+    return init({ vocab, text, root, true, { patterns, patterns + n_patterns }, { tokens, tokens + n_tokens }, nullptr });
+}

@@ -1,0 +1,228 @@
+"""The server as a process: what it says before it can answer, connections, and its end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import resource
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
+
+from served import DEMO, HANG_S, Served, serving
+
+from orchestrator.config import Config
+from orchestrator.errors import NativeError
+from orchestrator.serve import library as library_module
+from orchestrator.serve import run as module
+from orchestrator.serve.library import Stopped, server_library
+from orchestrator.serve.run import LEAST_CONNECTIONS, MOST_CONNECTIONS, Running, most_connections
+from orchestrator.serve.settings import ServeSettings
+
+
+def made(note: Callable[[str], None] = lambda _line: None) -> Running:
+    return Running(Config.build(model=DEMO), ServeSettings(port=0), note, lambda _done: None)
+
+
+def status_of(url: str) -> tuple[int, str]:
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
+    connection.request("GET", "/health")
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, json.loads(text)["error"]["message"]
+
+
+def test_health_is_503_while_the_server_is_compiled(
+    library: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who started it waits for a status, and a compiler may take minutes."""
+    compiling, is_stopped = threading.Event(), threading.Event()
+
+    def compile_it(_bindings: object, is_stopping: Callable[[], bool]) -> None:
+        compiling.set()
+        while not is_stopping():
+            is_stopped.wait(0.01)
+        is_stopped.set()
+        raise Stopped
+
+    monkeypatch.setattr(module, "server_library", compile_it)
+    running = made()
+    said: list[tuple[int, str]] = []
+
+    def ask() -> None:
+        try:
+            assert compiling.wait(HANG_S)
+            said.append(status_of(running.url))
+        finally:
+            running.stop()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert running.run()
+    asking.join()
+    assert said == [(503, "the model is loading")] and is_stopped.is_set()
+
+
+def test_a_server_that_cannot_be_compiled_says_why(
+    library: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise NativeError("no compiler")
+
+    monkeypatch.setattr(module, "server_library", fail)
+    with pytest.raises(NativeError, match="no compiler"):
+        made().run()
+
+
+def test_a_stop_ends_the_compilers(
+    library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from orchestrator.llama import Bindings
+
+    tool = tmp_path / "tool.py"
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+    tool.write_text(
+        "import pathlib, signal, sys, time\n"
+        "def end(*_):\n"
+        f"    pathlib.Path({str(ended)!r}).touch()\n"
+        "    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        f"pathlib.Path({str(begun)!r}).touch()\n"
+        f"time.sleep({HANG_S})\n"
+    )
+    monkeypatch.setattr(library_module, "TOOL", tool)
+    with pytest.raises(Stopped):
+        server_library(Bindings.load(), begun.exists)
+    assert ended.exists()
+
+
+class Stuck:
+    """A backend whose last step does not end. kept: how often it saved what is to be saved."""
+
+    def __init__(self) -> None:
+        self.kept, self.engine = 0, self
+
+    def keep(self) -> None:
+        self.kept += 1
+
+    def stop(self) -> None:
+        pass
+
+    def close(self, _end_s: float) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("where", ["workers", "quick", "decode", ""])
+def test_what_cannot_be_ended_is_not_waited_for(
+    library: object, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """All is saved, and one line says so."""
+    monkeypatch.setattr(module, "END_S", 0.0)
+    lines: list[str] = []
+    running = made(lines.append)
+    stuck, go_on, at_work = Stuck(), threading.Event(), threading.Event()
+    running._state.backend = stuck if where else None  # type: ignore[assignment]
+
+    def work() -> None:
+        at_work.set()
+        go_on.wait(HANG_S)
+
+    try:
+        if where in ("workers", "quick"):
+            getattr(running._state, where).submit(work)
+            assert at_work.wait(HANG_S)
+        running.stop()
+        assert running._close() is not bool(where)
+        assert stuck.kept == bool(where)
+        assert [line for line in lines if "ends without it" in line] == lines
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "parallel", "most", "raised"),
+    [
+        (1024, 4096, 1, MOST_CONNECTIONS, 4096),
+        (256, 256, 4, 200, None),
+        (100, 200, 1, 150, 200),
+        (40, 40, 4, LEAST_CONNECTIONS, None),
+        (256, resource.RLIM_INFINITY, 1, MOST_CONNECTIONS, 4096),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1, MOST_CONNECTIONS, None),
+    ],
+)
+def test_connections_follow_the_file_descriptors(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, parallel: int, most: int, raised: Any
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    assert most_connections(parallel) == most
+    assert asked == ([] if raised is None else [(raised, hard)])
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
+    cache = tmp_path_factory.mktemp("few files")
+    with serving(cache, "--ram", "130MiB", "--policy", "lru", "--ctx", "512", files=100) as running:
+        yield running
+
+
+def connected(served: Served, stack: ExitStack) -> socket.socket:
+    where = urlsplit(served.url)
+    sock = socket.create_connection((where.hostname, where.port), timeout=HANG_S)
+    return stack.enter_context(sock)
+
+
+def test_one_connection_too_many_gets_503(served: Served) -> None:
+    """The others go on, and so does the server."""
+    with ExitStack() as stack:
+        socks = [connected(served, stack) for _ in range(90)]
+        said = socks[-1].recv(1 << 16)
+        assert said.startswith(b"HTTP/1.1 503 ") and b"too many connections" in said
+        socks[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert socks[0].recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    assert_answers(served)
+    assert len(served.lines) < 100 and not any("Traceback" in line for line in served.lines)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
+def test_without_file_descriptors_it_says_so_once_and_waits(served: Served) -> None:
+    """asyncio alone logs 80,000 lines a second."""
+    pid = served.process.pid
+    usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    n_open = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    with ExitStack() as stack:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (n_open + 2, usual[1]))
+        stack.callback(resource.prlimit, pid, resource.RLIMIT_NOFILE, usual)
+        for _ in range(10):
+            connected(served, stack)
+        said = "No file descriptors are left"
+        while not any(said in line for line in served.lines):
+            assert served.process.poll() is None
+            threading.Event().wait(0.01)
+    assert_answers(served)
+    assert sum("descriptors" in line for line in served.lines) == 1
+    assert not any("Traceback" in line for line in served.lines)
+
+
+def assert_answers(served: Served) -> None:
+    """A new client is heard, once those that have left are noticed."""
+    while True:
+        with ExitStack() as stack:
+            sock = connected(served, stack)
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            said = sock.recv(1 << 16)
+        if said.startswith(b"HTTP/1.1 200 "):
+            return
+        assert not said or (said.startswith(b"HTTP/1.1 503 ") and served.process.poll() is None)
