@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
 from typing import Any
 
@@ -89,15 +89,18 @@ class Answer:
         most_s: float | None,
         is_stopping: Callable[[], bool],
         check: Callable[[], Awaitable[None]],
+        compute: Callable[[int], Awaitable[Iterable[bytes]]] | None = None,
     ) -> None:
         """check: raises Refusal for a request that llama.cpp would refuse; asked before a stream
-        begins whose turn has not come."""
+        begins whose turn has not come. compute: makes the answer in the place of llama.cpp's
+        server, on a sequence; the parts of a JSON object, for which the place is not kept."""
         self._backend, self._gate, self._workers = backend, gate, workers
         self._seats, self._conversation = seats, conversation
         self._route, self._body = route, body
         self._is_stream, self._places, self._most_s = is_stream, places, most_s
         self._changes = changes  # of the policy's settings
         self._is_stopping, self._check = is_stopping, check
+        self._compute = compute
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         out = Outlet(send, self._route)
@@ -123,12 +126,16 @@ class Answer:
         except TooMany:
             await out.fail(429, "too many requests wait already (--queue): try again later")
             return
+        parts: Iterable[bytes] | None = None
         try:
             await self._turn(ticket.turn, out)
             with self._backend.changed(self._changes):
                 seat = self._seats.take(self._conversation)
                 try:
-                    await self._ask(with_seat(self._body, seat), out)
+                    if self._compute is not None:
+                        parts = await self._compute(seat or 0)
+                    else:
+                        await self._ask(with_seat(self._body, seat), out)
                 finally:
                     self._seats.leave(seat)
         except ConfigError as error:
@@ -137,6 +144,11 @@ class Answer:
             await out.fail(refusal.status, refusal.message, refusal.kind)
         finally:
             ticket.leave()
+        if parts is not None:
+            await out.begin(200, JSON)
+            for part in parts:
+                await out.part(part)
+            await out.part(b"", more=False)
 
     async def _ask(self, body: bytes, out: Outlet) -> None:
         """Runs the request on a thread of its own and sends what comes."""

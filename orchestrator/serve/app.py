@@ -29,7 +29,8 @@ from orchestrator.serve.length import COUNTING, check_length
 from orchestrator.serve.metrics import metrics_text
 from orchestrator.serve.openapi import document
 from orchestrator.serve.page import page_response
-from orchestrator.serve.seats import Seats, conversation_of
+from orchestrator.serve.scoring import Scoring, wants_scores
+from orchestrator.serve.seats import Conversation, Seats, conversation_of
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.tools import settle_tool_choice
 from orchestrator.serve.unserved import settle_unserved
@@ -81,6 +82,7 @@ class State:
         self.stopping = False
         self.workers: Executor = ThreadPoolExecutor(settings.parallel, "answer")
         self.quick: Executor = ThreadPoolExecutor(2, "quick")
+        self.scorer: Executor = ThreadPoolExecutor(1, "score")
 
     def ready(self) -> Backend:
         """Raises Refusal while the model loads, and at the end."""
@@ -127,8 +129,16 @@ class Endpoints:
             state = self._state
             backend = state.ready()
             body, data, changes = await self._body(request, route, backend.slot_context)
-            places = _places(data, state.settings.parallel)
-            timeout = state.settings.timeout
+            parallel, timeout = state.settings.parallel, state.settings.timeout
+            scoring: Scoring | None = None
+            conversation: Conversation | None = Conversation()
+            if wants_scores(route, data):
+                make = partial(Scoring, backend, state.scorer, data, lambda: state.stopping)
+                scoring = await asyncio.get_running_loop().run_in_executor(state.quick, make)
+                places = parallel  # nothing else decodes
+            else:
+                places = _places(data, parallel)
+                conversation = conversation_of(route, data) if parallel > 1 else None
 
             async def check() -> None:
                 ask = partial(self._answer, backend)
@@ -141,13 +151,14 @@ class Endpoints:
                 state.workers,
                 route,
                 body,
-                conversation=conversation_of(route, data) if state.settings.parallel > 1 else None,
+                conversation=conversation,
                 is_stream=data.get("stream") is True,
                 places=places,
                 changes=changes,
                 most_s=float(timeout) if timeout else None,
                 is_stopping=lambda: state.stopping,
                 check=check,
+                compute=scoring.answer if scoring else None,
             )
 
         return endpoint

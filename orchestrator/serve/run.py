@@ -192,7 +192,7 @@ class Running:
 
     def _close(self) -> None:
         state = self._state
-        for workers in (state.workers, state.quick):
+        for workers in (state.workers, state.quick, state.scorer):
             workers.shutdown()
         self._socket.close()
         if state.backend is not None:
