@@ -35,10 +35,10 @@ GRAMMAR_TOKEN_BYTES = 256
 # logits as probabilities takes what a grammar would.
 SCORED_TOKENS = 32
 # How many of the likeliest tokens a score may come with: OpenAI's limit for completions. Of each
-# token that was scored there is itself, these, and their log-probabilities. A request has so many
-# tokens at most, or one context.
+# token that was scored there is itself, its place, these, and their log-probabilities. A request
+# has so many tokens at most, or one context.
 MOST_LIKELIEST = 5
-SCORE_BYTES = 12 * (1 + MOST_LIKELIEST)
+SCORE_BYTES = 4 + 12 * (1 + MOST_LIKELIEST)
 SCORED_MOST = 16384
 
 

@@ -45,6 +45,14 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Text:
+    """What tokens say, and where in it each of them begins, in characters: int32 [n]."""
+
+    whole: str
+    offsets: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """Log-probabilities of a prompt's tokens and of the n_behind that follow it, n in all: tokens
     int32 [n], logp float64 [n], nan for a token with nothing before it; the likeliest tokens there,
@@ -118,7 +126,7 @@ class Scoring:
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._workers, self._score, sequence, goes_on)
         try:
-            scores, timings = await asyncio.shield(work)
+            found, timings = await asyncio.shield(work)
         except Stopped:
             raise Refusal(503, "the server is shutting down") from None
         except Exception as error:  # noqa: BLE001 - whatever a policy raised
@@ -129,19 +137,20 @@ class Scoring:
             await asyncio.wait({work})
             if not work.cancelled():
                 work.exception()
-        return written(
-            self._backend.name, self._backend.engine.llama, self._prompts, scores, timings
-        )
+        return _written(self._backend.name, self._backend.engine.llama, found, timings)
 
     def _score(
         self, sequence: int, goes_on: Callable[[], bool]
-    ) -> tuple[list[Scores], dict[str, Any]]:
+    ) -> tuple[list[tuple[Scores, Text]], dict[str, Any]]:
         costs, began_s = self._backend.costs(), monotonic()
-        scores = []
+        found = []
         for prompt in self._prompts:
             read = prompt.tokens if self._n_behind else prompt.tokens[:-1]
             rows = self._backend.score(read, sequence, goes_on) if len(read) else ()
-            scores.append(judged(prompt.tokens, rows, self._top, self._n_behind))
+            scores = _without(
+                prompt.n_hidden, _judged(prompt.tokens, rows, self._top, self._n_behind)
+            )
+            found.append((scores, _text_of(self._backend.engine.llama, scores, prompt.text)))
         timings = {
             "prompt_n": sum(len(prompt.tokens) for prompt in self._prompts),
             "prompt_ms": 1000 * (monotonic() - began_s),
@@ -150,10 +159,10 @@ class Scoring:
             **costs(),
             "shared_steps": False,
         }
-        return scores, timings
+        return found, timings
 
 
-def judged(tokens: np.ndarray, parts: Iterable[np.ndarray], top: int, n_behind: int) -> Scores:
+def _judged(tokens: np.ndarray, parts: Iterable[np.ndarray], top: int, n_behind: int) -> Scores:
     """parts: logits float32 [m, n_vocab] of the tokens one after the other, all but the last one of
     them where n_behind is 0. The token behind them is the likeliest."""
     n = len(tokens) + n_behind
@@ -179,12 +188,19 @@ def judged(tokens: np.ndarray, parts: Iterable[np.ndarray], top: int, n_behind: 
     return scores
 
 
-def written(
-    name: str,
-    model: Model,
-    prompts: Sequence[Prompt],
-    scores: Sequence[Scores],
-    timings: dict[str, Any],
+def _without(n_hidden: int, scores: Scores) -> Scores:
+    """Without the first tokens."""
+    return Scores(
+        scores.tokens[n_hidden:],
+        scores.logp[n_hidden:],
+        scores.likeliest[n_hidden:],
+        scores.likeliest_logp[n_hidden:],
+        scores.n_behind,
+    )
+
+
+def _written(
+    name: str, model: Model, found: Sequence[tuple[Scores, Text]], timings: dict[str, Any]
 ) -> Iterator[bytes]:
     """OpenAI's form of a completion, piece by piece: as one text it would take many times what the
     scores take."""
@@ -202,56 +218,45 @@ def written(
         "timings": timings,
     }
     yield _json(head)[:-1] + b', "choices": ['
-    for index, (prompt, found) in enumerate(zip(prompts, scores, strict=True)):
+    for index, (scores, text) in enumerate(found):
         yield b", " * bool(index)
-        yield from _choice(index, model, prompt, found)
+        yield from _choice(index, model, scores, text)
     yield b"]}"
 
 
-def _choice(index: int, model: Model, prompt: Prompt, scores: Scores) -> Iterator[bytes]:
-    shown = slice(prompt.n_hidden, None)
-    tokens = scores.tokens[shown].tolist()
-    text, offsets = _text_of(model, tokens, scores.n_behind, prompt.text)
+def _choice(index: int, model: Model, scores: Scores, text: Text) -> Iterator[bytes]:
+    tokens, logp = scores.tokens.tolist(), scores.logp.tolist()
     is_end = scores.n_behind and model.is_end(tokens[-1])
-    choice = {"index": index, "text": text, "finish_reason": "stop" if is_end else "length"}
+    choice = {"index": index, "text": text.whole, "finish_reason": "stop" if is_end else "length"}
     yield _json(choice)[:-1] + b', "logprobs": {"tokens": '
     yield from _listed(_name(model, token) for token in tokens)
     yield b', "token_logprobs": '
-    yield from _listed(_number(value) for value in scores.logp[shown].tolist())
+    yield from _listed(_number(value) for value in logp)
     yield b', "top_logprobs": '
     yield from _listed(
         _likeliest(model, *each)
-        for each in zip(
-            tokens,
-            scores.logp[shown].tolist(),
-            scores.likeliest[shown],
-            scores.likeliest_logp[shown],
-            strict=True,
-        )
+        for each in zip(tokens, logp, scores.likeliest, scores.likeliest_logp, strict=True)
     )
     yield b', "text_offset": '
-    yield from _listed(iter(offsets))
+    yield from _listed(iter(text.offsets.tolist()))
     yield b"}}"
 
 
-def _text_of(
-    model: Model, tokens: Sequence[int], n_behind: int, given: str | None
-) -> tuple[str, list[int]]:
-    """(the text, where in it each token begins). A tokenizer may have put a space before a text
-    that was given."""
+def _text_of(model: Model, scores: Scores, given: str | None) -> Text:
+    """The text of what was scored. A tokenizer may have put a space before one that was given."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    text, offsets = [], []
-    n_chars = 0
-    for token in tokens:
-        offsets.append(n_chars)
+    n_tokens, n_chars = len(scores.tokens), 0
+    text, offsets = [], np.zeros(n_tokens, np.int32)
+    for at, token in enumerate(scores.tokens.tolist()):
+        offsets[at] = n_chars
         text.append(decoder.decode(model.piece(token, special=True)))
         n_chars += len(text[-1])
     text.append(decoder.decode(b"", final=True))
     if given is None:
-        return "".join(text), offsets
-    behind = "".join(text[len(tokens) - n_behind :])
-    more = n_chars - len(behind) - len(given)
-    return given + behind, [max(0, offset - more) for offset in offsets]
+        return Text("".join(text), offsets)
+    behind = "".join(text[n_tokens - scores.n_behind :])
+    put_before = n_chars - len(behind) - len(given)
+    return Text(given + behind, np.maximum(0, offsets - put_before))
 
 
 def _likeliest(
