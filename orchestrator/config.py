@@ -194,6 +194,12 @@ class Config(Settings):
     logits_all: bool = setting(
         False, "Room for the logits of every token of a batch, for evaluation.", option=False
     )
+    scored: int = setting(
+        0,
+        "Tokens of a prompt that is scored in parts whose logits are there at once, at most.",
+        within=FROM_0,
+        option=False,
+    )
     sequences: int = setting(
         0,
         "How many sequences may decode together beside the conversation; they share the context.",

@@ -40,6 +40,9 @@ PROMPT_MARKS = 6
 ROW_WEIGHT_BYTES = 292 / 256
 ROW_PLACE_BYTES = 16
 
+# What the logits of a part of a prompt that is scored may take.
+SCORING_BYTES = 16 * 2**20
+
 # The context where none is asked for and memory is short; orchestrator.context_length has the rest.
 LEAST_CONTEXT = 4096
 
@@ -57,6 +60,14 @@ def step_tokens(config: Config, n_ctx: int) -> int:
     return min(config.ubatch or SIZES[0], n_ctx)
 
 
+def output_tokens(config: Config, n_vocab: int, n_ubatch: int) -> int:
+    """Of how many tokens of one sequence a step may have the logits, in a vocabulary of so many. A
+    token's logits are there twice: in the scratch, and where they are read."""
+    if config.logits_all:
+        return n_ubatch
+    return max(1, min(n_ubatch, config.scored, SCORING_BYTES // (2 * 4 * n_vocab)))
+
+
 def vocabulary_size(model: ExpertModel) -> int:
     """Tokens that the model's vocabulary lists; MetadataError where it is no list."""
     return len(metadata_value(model.parts[0], "tokenizer.ggml.tokens", list, []))
@@ -72,8 +83,9 @@ def compute_bytes(
     upper estimate.
     """
     tokens = step_tokens(config, n_ctx)
-    outputs = max(tokens if config.logits_all else 1, 1 + config.sequences)
-    logits = 4 * outputs * vocabulary_size(model)
+    n_vocab = vocabulary_size(model)
+    outputs = max(output_tokens(config, n_vocab, tokens), 1 + config.sequences)
+    logits = 4 * outputs * n_vocab
     if graph_bytes is None:
         graph_bytes = _graph_bytes(model, config, n_ctx) + logits
     else:

@@ -161,7 +161,6 @@ class Model:
         self._handle = handle
         self.vocab = api.llama_model_get_vocab(handle)
         self.n_vocab: int = api.llama_vocab_n_tokens(self.vocab)
-        self._piece = ctypes.create_string_buffer(_PIECE_BYTES)
 
     @property
     def handle(self) -> int:
@@ -183,15 +182,11 @@ class Model:
             room = -count
         raise NativeError("the text cannot be tokenized")
 
-    def piece(self, token: int, special: bool = False) -> bytes:
+    def piece(self, token: int, special: bool = False, room: int = _PIECE_BYTES) -> bytes:
         """The bytes that a token stands for; control tokens are empty unless special."""
-        count = self.api.llama_token_to_piece(
-            self.vocab, token, self._piece, len(self._piece), 0, special
-        )
-        if count < 0:
-            self._piece = ctypes.create_string_buffer(-count)
-            return self.piece(token, special)
-        return self._piece.raw[:count]
+        text = ctypes.create_string_buffer(room)
+        count = self.api.llama_token_to_piece(self.vocab, token, text, room, 0, special)
+        return self.piece(token, special, -count) if count < 0 else text.raw[:count]
 
     def is_end(self, token: int) -> bool:
         return bool(self.api.llama_vocab_is_eog(self.vocab, token))
@@ -234,13 +229,14 @@ class Context:
         n_ctx: int,
         n_ubatch: int,
         threads: int,
-        all_logits: bool,
+        outputs: int,
         flash_attention: bool,
         on_gpu: bool = False,
         sequences: int = 0,
         kv: str = DEFAULT_KV,
     ) -> None:
-        """flash_attention False keeps the attention weights in the graph. on_gpu: the KV cache
+        """outputs: tokens of a step that may have logits, where it is of one sequence.
+        flash_attention False keeps the attention weights in the graph. on_gpu: the KV cache
         lies there, as the model does. sequences: how many there are beside number 0. kv: its type,
         of KV_TYPES.
         Raises NativeError."""
@@ -249,8 +245,8 @@ class Context:
         params = api.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = n_ubatch
-        params.n_outputs_max_per_seq = n_ubatch if all_logits else 1
-        params.n_outputs_max = max(params.n_outputs_max_per_seq, 1 + sequences)
+        self.outputs = params.n_outputs_max_per_seq = outputs
+        params.n_outputs_max = max(outputs, 1 + sequences)
         if sequences:
             params.n_seq_max, params.kv_unified = 1 + sequences, True
         params.n_threads = params.n_threads_batch = threads
@@ -270,7 +266,6 @@ class Context:
         self.should_stop: Callable[[], bool] = lambda: False
         self._abort = api.ggml_abort_callback(self._on_abort)
         self._no_abort = api.ggml_abort_callback(0)
-        self._interruptible = False
         self.n_ubatch: int = api.llama_n_ubatch(self._handle)
         self.n_ctx: int = api.llama_n_ctx(self._handle)
         self._memory = api.llama_get_memory(self._handle)
@@ -292,13 +287,6 @@ class Context:
             interrupts.hand_over(error)
             return True
 
-    def _set_interruptible(self, on: bool) -> None:
-        if on == self._interruptible:
-            return
-        self._interruptible = on
-        callback = self._abort if on else self._no_abort
-        self.api.llama_set_abort_callback(self.handle, callback, None)
-
     @property
     def handle(self) -> int:
         if self._handle is None:
@@ -314,21 +302,20 @@ class Context:
         error, FAILED where a store may have the reason. Raises KeyboardInterrupt, and what
         should_stop raised."""
         n = len(tokens)
-        self._set_interruptible(interruptible)
         self._tokens[:n] = tokens
         self._positions[:n] = range(pos, pos + n)
         self._wanted[:n] = all_logits
         self._wanted[n - 1] = 1
         self._batch.n_tokens = n
-        return self._decode()
+        return self._decode(interruptible)
 
     def decode_each(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
     ) -> int:
-        """Evaluates one token of each of several sequences, each with logits, in this order.
-        Returns llama_decode's status, as decode does."""
+        """Evaluates tokens, each at a position of a sequence and with logits, in this order.
+        Whether the step may end early is left to who set that for the context. Returns
+        llama_decode's status, as decode does."""
         n = len(tokens)
-        self._set_interruptible(False)
         self._tokens[:n], self._positions[:n], self._wanted[:n] = tokens, positions, 1
         self._batch.n_tokens = n
         try:
@@ -339,9 +326,15 @@ class Context:
             for i in range(n):
                 self._batch.seq_id[i][0] = 0
 
-    def _decode(self) -> int:
+    def _decode(self, interruptible: bool = False) -> int:
         with interrupts.held():
-            return int(self.api.llama_decode(self.handle, self._batch))
+            if not interruptible:
+                return int(self.api.llama_decode(self.handle, self._batch))
+            self.api.llama_set_abort_callback(self.handle, self._abort, None)
+            try:
+                return int(self.api.llama_decode(self.handle, self._batch))
+            finally:
+                self.api.llama_set_abort_callback(self.handle, self._no_abort, None)
 
     def share(self, sequence: int) -> None:
         """Lets a sequence hold what number 0 holds, and nothing else."""

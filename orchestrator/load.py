@@ -25,6 +25,7 @@ from orchestrator.driver import Driver, PlainDriver
 from orchestrator.errors import ConfigError
 from orchestrator.estimate import LossMeter
 from orchestrator.events import Phase
+from orchestrator.footprint import output_tokens
 from orchestrator.frontier import Knowledge, Loses, settled
 from orchestrator.layouts import wants_own_layout, with_layouts
 from orchestrator.llama import Bindings, Context, Model
@@ -283,7 +284,7 @@ class Loader:
                 n_ctx=plan.n_ctx,
                 n_ubatch=plan.n_ubatch,
                 threads=config.threads or default_threads(),
-                all_logits=config.logits_all,
+                outputs=output_tokens(config, model.n_vocab, plan.n_ubatch),
                 flash_attention=importance_window(config, plan) >= 0,
                 on_gpu=self.gpu is not None,
                 sequences=config.sequences,

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
+from orchestrator.footprint import output_tokens
 from orchestrator.llama import Bindings, Context, Model
 from orchestrator.native import host_scratch
 
@@ -46,7 +47,7 @@ class Probe:
                 n_ctx=n_ctx,
                 n_ubatch=n_ubatch,
                 threads=1,
-                all_logits=config.logits_all,
+                outputs=output_tokens(config, self._model.n_vocab, n_ubatch),
                 flash_attention=config.importance != "exact",
                 sequences=config.sequences,
                 kv=config.kv,

@@ -116,7 +116,7 @@ def try_load(path: Path) -> None:
             n_ctx=_N_CTX,
             n_ubatch=_N_CTX // 8,
             threads=1,
-            all_logits=False,
+            outputs=1,
             flash_attention=True,
         ).close()
     finally:

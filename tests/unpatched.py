@@ -109,7 +109,7 @@ def _logits(model: Path, out: Path, prompt: list[int], answer: list[int]) -> Non
         n_ctx=256,
         n_ubatch=256,
         threads=1,
-        all_logits=True,
+        outputs=256,
         flash_attention=True,
         should_stop=lambda: False,
     )

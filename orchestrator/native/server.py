@@ -51,6 +51,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "moe_edge_server_set_before_step": (None, [_POINTER, _POINTER, _POINTER]),
     "moe_edge_server_run": (None, [_POINTER]),
+    "moe_edge_server_forget": (ctypes.c_int, [_POINTER, ctypes.c_int32]),
     "moe_edge_server_stop": (None, [_POINTER]),
     "moe_edge_server_free": (None, [_POINTER]),
     "moe_edge_server_route": (_TEXT, [ctypes.c_int]),
@@ -182,6 +183,12 @@ class NativeServer:
     def run(self) -> None:
         """Answers requests until stop. Every step is computed on this thread."""
         self.lib.moe_edge_server_run(self.handle)
+
+    def forget(self, sequence: int) -> bool:
+        """Beside run: lets a sequence on which no request decodes forget what it holds. Where none
+        decodes on any, the context is the caller's then, until the next request. False where the
+        server ends."""
+        return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
 
     def stop(self) -> None:
         """Ends the running step and every request, and so run; from any thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.serve.backend import Backend
+from orchestrator.serve.backend import Backend, score_bytes
 from orchestrator.serve.gate import Gate, TooMany, Unread
 from orchestrator.serve.parts import Parts
 from orchestrator.serve.seats import Conversation, Seats, with_seat
@@ -94,9 +94,11 @@ class Answer:
         most_s: float | None,
         is_stopping: Callable[[], bool],
         check: Callable[[], Awaitable[None]],
+        compute: Callable[[int], Awaitable[Iterable[bytes]]] | None = None,
     ) -> None:
         """check: raises Refusal for a request that llama.cpp would refuse; asked before a stream
-        begins whose turn has not come."""
+        begins whose turn has not come. compute: makes the answer in the place of llama.cpp's
+        server, on a sequence; the parts of a JSON object, for which the place is not kept."""
         self._backend, self._gate, self._workers = backend, gate, workers
         self._unread, self._sending = unread, 0  # bytes that the client does not take
         self._final: dict[str, Any] | None = None  # its costs, once the work has ended
@@ -105,6 +107,7 @@ class Answer:
         self._is_stream, self._places, self._most_s = is_stream, places, most_s
         self._changes = changes  # of the policy's settings
         self._is_stopping, self._check = is_stopping, check
+        self._compute = compute
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         out = Outlet(send, self._route)
@@ -144,7 +147,16 @@ class Answer:
                 held.enter_context(self._backend.changed(self._changes))
                 seat = self._seats.take(self._conversation)
                 held.callback(self._seats.leave, seat)
-                await self._ask(with_seat(self._body, seat), out, held, abort)
+                if self._compute is None:
+                    await self._ask(with_seat(self._body, seat), out, held, abort)
+                    return
+                parts = await self._compute(seat or 0)
+                held.close()
+                self._unread.keep(self, score_bytes(self._backend.slot_context), abort)
+                await out.begin(200, JSON)
+                for part in parts:
+                    await out.part(part)
+                await out.part(b"", more=False)
             except ConfigError as error:
                 await out.fail(400, str(error))
             except NativeError as error:

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.serve.answer import Answer
-from orchestrator.serve.backend import Backend
+from orchestrator.serve.backend import UNREAD_BYTES, Backend
 from orchestrator.serve.bounds import settle_bounds
 from orchestrator.serve.formats import settle_format
 from orchestrator.serve.gate import Gate, Unread
@@ -30,7 +30,8 @@ from orchestrator.serve.length import COUNTING, check_length
 from orchestrator.serve.metrics import metrics_text
 from orchestrator.serve.openapi import document
 from orchestrator.serve.page import page_response
-from orchestrator.serve.seats import Seats, conversation_of
+from orchestrator.serve.scoring import Scoring, wants_scores
+from orchestrator.serve.seats import Conversation, Seats, conversation_of
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.tools import settle_tool_choice
 from orchestrator.serve.unserved import settle_unserved
@@ -66,10 +67,7 @@ SETTLED = (settle_unserved, settle_tool_choice, settle_format, settle_bounds)
 OURS = "moe_edge"
 
 # How the names of threads begin that are in llama.cpp for a request.
-ANSWER_THREAD, QUICK_THREAD = "answer", "quick"
-# Of answers that are made and that nobody reads. What an answer takes while it is made is in the
-# plan; these are beside it.
-UNREAD_BYTES = 4 * 2**20
+THREADS = ANSWER_THREAD, QUICK_THREAD, SCORE_THREAD = "answer", "quick", "score"
 STOPPING = Refusal(503, "the server is shutting down")
 # What a path may have as it is in the log.
 PLAIN = "/:@!$&'()*+,;=~"
@@ -90,6 +88,7 @@ class State:
         self.stopping = False
         self.workers: Executor = ThreadPoolExecutor(settings.parallel, ANSWER_THREAD)
         self.quick: Executor = ThreadPoolExecutor(2, QUICK_THREAD)
+        self.scorer: Executor = ThreadPoolExecutor(1, SCORE_THREAD)
 
     def ready(self) -> Backend:
         """Raises Refusal while the model loads, and at the end."""
@@ -136,8 +135,16 @@ class Endpoints:
             state = self._state
             backend = state.ready()
             body, data, changes = await self._body(request, route, backend.slot_context)
-            places = _places(data, state.settings.parallel)
-            timeout = state.settings.timeout
+            parallel, timeout = state.settings.parallel, state.settings.timeout
+            scoring: Scoring | None = None
+            conversation: Conversation | None = Conversation()
+            if wants_scores(route, data):
+                make = partial(Scoring, backend, state.scorer, data, lambda: state.stopping)
+                scoring = await asyncio.get_running_loop().run_in_executor(state.quick, make)
+                places = parallel  # nothing else decodes
+            else:
+                places = _places(data, parallel)
+                conversation = conversation_of(route, data) if parallel > 1 else None
 
             async def check() -> None:
                 ask = partial(self._answer, backend)
@@ -151,13 +158,14 @@ class Endpoints:
                 state.workers,
                 route,
                 body,
-                conversation=conversation_of(route, data) if state.settings.parallel > 1 else None,
+                conversation=conversation,
                 is_stream=data.get("stream") is True,
                 places=places,
                 changes=changes,
                 most_s=float(timeout) if timeout else None,
                 is_stopping=lambda: state.stopping,
                 check=check,
+                compute=scoring.answer if scoring else None,
             )
 
         return endpoint

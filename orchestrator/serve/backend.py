@@ -9,26 +9,46 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
+import numpy as np
+
 from gguf_tools.process import default_threads, peak_rss_bytes
 from orchestrator.config import Config, native_log_enabled
+from orchestrator.driver import PlainDriver
 from orchestrator.engine import Engine
-from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
 from orchestrator.footprint import PROMPT_MARKS, part_bytes
 from orchestrator.meter import StoreCosts
 from orchestrator.native import FAILED, NativeRequest, NativeServer, ServerLibrary, ServerSpec
 from orchestrator.policy import policy_settings
+from orchestrator.serve.library import Stopped
 from orchestrator.serve.settings import ServeSettings
 
 # What HTTP and llama.cpp's server take beside what a chat takes, and each answer that decodes at
 # once. Measured with eight clients: 12.3 MiB, and 0.13 MiB more for each of eight answers.
 PROCESS_BYTES = 15 * 2**20
 ANSWER_BYTES = 2**19
+# Of answers that are made and that nobody reads.
+UNREAD_BYTES = 4 * 2**20
 # For each token of the vocabulary: a place among what an answer may go on with; and once, where a
 # grammar refuses one, its code points and its places in the lists of those that are left
 # (llama_grammar_apply_impl).
 CANDIDATE_BYTES = 12
 GRAMMAR_TOKEN_BYTES = 256
+# A prompt is scored in parts of so many tokens at most. Nothing else decodes then, so that a row of
+# logits as probabilities takes what a grammar would.
+SCORED_TOKENS = 32
+# How many of the likeliest tokens a score may come with: OpenAI's limit for completions. Of each
+# token that was scored there is itself, its place, these, and their log-probabilities. A request
+# has so many tokens at most, or one context.
+MOST_LIKELIEST = 5
+SCORE_BYTES = 4 + 12 * (1 + MOST_LIKELIEST)
+SCORED_MOST = 16384
+
+
+def score_bytes(n_ctx: int) -> int:
+    """What the scores of one request take, where each conversation has so many tokens."""
+    return SCORE_BYTES * max(SCORED_MOST, n_ctx)
 
 
 def server_config(config: Config, parallel: int) -> Config:
@@ -37,7 +57,11 @@ def server_config(config: Config, parallel: int) -> Config:
     return config.with_changes(
         ctx=config.ctx and config.ctx * parallel,
         sequences=parallel - 1,
-        beside=PROCESS_BYTES + ANSWER_BYTES * parallel,
+        scored=SCORED_TOKENS,
+        beside=PROCESS_BYTES
+        + ANSWER_BYTES * parallel
+        + UNREAD_BYTES
+        + score_bytes(config.ctx or 0),
         beside_token=GRAMMAR_TOKEN_BYTES + CANDIDATE_BYTES * parallel,
         conversations=True,
     )
@@ -49,6 +73,13 @@ def kept_prompts(n_bytes: int, part: int, parallel: int) -> tuple[int, int]:
     models whose memory can be cut anywhere."""
     places = min(PROMPT_MARKS, n_bytes // 2 // (part * parallel)) if part else 0
     return (n_bytes - places * part * parallel) >> 20, places
+
+
+def sentence_of(error: Exception) -> str:
+    """Why a step failed: the store's reason, or what a policy raised."""
+    if isinstance(error, MoeEdgeError):
+        return str(error)
+    return f"the policy failed: {type(error).__name__}: {error}"
 
 
 class Backend:
@@ -115,6 +146,39 @@ class Backend:
         """A request that has not begun; any thread may run it."""
         self.engine.attend()
         return self._native.request(route, body)
+
+    def score(
+        self, tokens: np.ndarray, sequence: int, goes_on: Callable[[], bool]
+    ) -> Iterator[np.ndarray]:
+        """Logits float32 [n, n_vocab] of each token of a prompt, int32, part by part: views, valid
+        until the next one. For a thread beside the one that decodes, while no request does; the
+        sequence loses what it held. goes_on: asked before each part.
+
+        Raises Stopped, MoeEdgeError, and whatever a policy raised."""
+        engine = self.engine
+        context, driver = engine.context, engine.driver if engine.managed else PlainDriver()
+        engine.attend()
+        if not self._native.forget(sequence):
+            raise Stopped
+        try:
+            for start in range(0, len(tokens), context.outputs):
+                if not goes_on():
+                    raise Stopped
+                part = tokens[start : start + context.outputs].tolist()
+                driver.begin(Phase.PREFILL)
+                places = range(start, start + len(part))
+                status = context.decode_each(part, places, [sequence] * len(part))
+                driver.check(status)
+                if status and not goes_on():
+                    raise Stopped
+                if status:
+                    raise NativeError("llama.cpp failed to evaluate")
+                yield context.logits(len(part))
+        finally:
+            context.forget_from(0, sequence)
+            driver.sequence_end(sequence)
+            if engine.managed:
+                engine.store.set_phase(None)  # requests go by their batch
 
     def costs(self) -> Callable[[], dict[str, Any]]:
         """Counts from here on; what it returns gives the costs until then, for `timings`."""
@@ -195,10 +259,8 @@ class Backend:
             if self._native.error is not None:
                 raise self._native.error
             self.engine.driver.check(FAILED)
-        except MoeEdgeError as error:
-            return str(error)
         except Exception as error:  # noqa: BLE001 - whatever a policy raised
-            return f"the policy failed: {type(error).__name__}: {error}"
+            return sentence_of(error)
         return None
 
     def stop(self) -> None:

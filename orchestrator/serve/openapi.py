@@ -157,7 +157,17 @@ SCHEMAS: dict[str, Schema] = {
         usage={"type": "object"},
         timings=named("Timings"),
     ),
-    "CompletionRequest": record("prompt", prompt=PROMPT, **SAMPLING),
+    "CompletionRequest": record(
+        "prompt",
+        prompt=PROMPT,
+        **SAMPLING,
+        echo={
+            **FLAG,
+            "description": "The likelihood of the prompt: with `logprobs`, `max_tokens` of 0 or 1, "
+            "and temperature 0 where that is 1. Any other is refused.",
+        },
+    ),
+    "NativeRequest": record("prompt", prompt=PROMPT, **SAMPLING),
     "CompletionAnswer": record(
         "choices model object usage",
         choices=listed(record("index text finish_reason", index=COUNT, text=STRING)),
@@ -260,7 +270,7 @@ CHAT = post("OpenAI's chat.", "ChatRequest", named("ChatAnswer"), stream=True)
 COMPLETION = post(
     "OpenAI's plain completion.", "CompletionRequest", named("CompletionAnswer"), stream=True
 )
-NATIVE = post("llama.cpp's completion.", "CompletionRequest", named("NativeAnswer"), stream=True)
+NATIVE = post("llama.cpp's completion.", "NativeRequest", named("NativeAnswer"), stream=True)
 RESPONSES = post(
     "OpenAI's responses, without stored state.",
     "ResponsesRequest",

@@ -21,7 +21,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.llama import Bindings
-from orchestrator.serve.app import ANSWER_THREAD, QUICK_THREAD, State, application
+from orchestrator.serve.app import THREADS, State, application
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.library import Stopped, server_library
 from orchestrator.serve.settings import ServeSettings
@@ -270,11 +270,11 @@ class Running:
         """Whether everything has ended, and so is freed."""
         state = self._state
         self._socket.close()
-        for workers in (state.workers, state.quick):
+        for workers in (state.workers, state.quick, state.scorer):
             workers.shutdown(wait=False)
         end_s = self._stopped_s + END_S
         for thread in threading.enumerate():
-            if thread.name.startswith((ANSWER_THREAD, QUICK_THREAD)):
+            if thread.name.startswith(THREADS):
                 thread.join(max(0.0, end_s - monotonic()))
                 if thread.is_alive():
                     return self._give_up()

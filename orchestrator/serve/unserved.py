@@ -9,6 +9,7 @@ from typing import Any
 from orchestrator.serve.wire import ANTHROPIC, Refusal
 
 _CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+_NATIVE = "/completion"
 # Fields that change what an answer is, by path, and what to do about them.
 _FIELDS = {
     _CHAT: {
@@ -18,8 +19,8 @@ _FIELDS = {
     },
     _COMPLETIONS: {
         "suffix": "/infill fills gaps, for models that can",
-        "echo": "an answer is what follows the prompt",
     },
+    _NATIVE: {"echo": "/v1/completions has it, for the likelihood of a prompt"},
     _RESPONSES: {
         "conversation": "nothing is stored, so give the whole conversation as input",
         "background": "nothing is stored, so wait for the answer",

@@ -13,6 +13,8 @@
 #include "server-common.h"
 #include "server-context.h"
 #include "server-http.h"
+#include "server-queue.h"
+#include "server-task.h"
 
 // CMakeLists.txt gives llama_process and four others of llama.h the names of functions of ours.
 #undef llama_process
@@ -294,6 +296,20 @@ void moe_edge_server_run(moe_edge_server * server) {
         running = server;
         server->context.start_loop();
         running = nullptr;
+    }
+}
+
+int moe_edge_server_forget(moe_edge_server * server, int32_t sequence) {
+    try {
+        server_response_reader reader = server->context.get_response_reader();
+        server_task task(SERVER_TASK_TYPE_SLOT_ERASE);
+        task.id = reader.get_new_id();
+        task.slot_action.id_slot = sequence;
+        reader.post_task(std::move(task));
+        const auto result = reader.next([server] { return server->stopping.load(); });
+        return result && !result->is_error() ? 0 : -1;
+    } catch (const std::exception &) {
+        return -1;
     }
 }
 

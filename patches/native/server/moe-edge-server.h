@@ -66,6 +66,10 @@ MOE_EDGE_SERVER_API void moe_edge_server_set_before_step(
 // Answers requests until moe_edge_server_stop; every step is computed on this thread.
 MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);
 
+// Beside run: lets a sequence forget all that it holds, once no request decodes on it. Where none decodes on any, the
+// caller may use the context afterwards, until its next request. Returns 0, or -1 where the server ends.
+MOE_EDGE_SERVER_API int moe_edge_server_forget(moe_edge_server * server, int32_t sequence);
+
 // Any thread, any time: the running step ends early, every request ends, and so does run.
 MOE_EDGE_SERVER_API void moe_edge_server_stop(moe_edge_server * server);
 

@@ -1,0 +1,215 @@
+"""Prompts that llama.cpp's server does not score, scored beside it on its own context."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from served import DEMO, server_library
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.eval.arithmetic import log_softmax
+from orchestrator.eval.judge import Judge
+from orchestrator.footprint import SCORING_BYTES, output_tokens
+from orchestrator.serve.backend import SCORED_TOKENS, Backend, Stopped, server_config
+from orchestrator.serve.scoring import Scoring
+from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.wire import Refusal
+
+MIB = 2**20
+SETTINGS = {
+    "ctx": 256,
+    "threads": 1,
+    "ram": 140 * MIB,
+    "policy": "lru",
+    "high_tier": "q4_k",
+    "exact": True,
+}
+TEXT = "The fox sat by the river and looked at the stars. A star, they said, is hot and far away. "
+OTHERS = ("What is the capital of Norway?", "How many legs does a spider have?")
+
+
+def opened(parallel: int, **more: Any) -> Iterator[Backend]:
+    config = Config.build(model=DEMO, ubatch=64, **SETTINGS | more)
+    made = Backend(config, ServeSettings(parallel=parallel), server_library(), lambda _done: None)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def backend(library: object) -> Iterator[Backend]:
+    yield from opened(parallel=2)
+
+
+@pytest.fixture
+def deciding(library: object) -> Iterator[Backend]:
+    """A server whose policy is asked in each layer of a prompt."""
+    yield from opened(parallel=1, policy="dymoe")
+
+
+def scored(
+    backend: Backend, prompt: Any, top: int = 1, n_more: int = 0, sequence: int = 1
+) -> dict[str, Any]:
+    data = {"prompt": prompt, "logprobs": top, "max_tokens": n_more}
+    with ThreadPoolExecutor(1) as workers:
+        scoring = Scoring(backend, workers, data, lambda: False)
+
+        async def whole() -> bytes:
+            return b"".join(await scoring.answer(sequence))
+
+        answer: dict[str, Any] = json.loads(asyncio.run(whole()))
+    return answer
+
+
+def said(backend: Backend, prompt: str, **more: Any) -> dict[str, Any]:
+    data = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True, **more}
+    status, text = backend.request("/v1/completions", json.dumps(data).encode()).whole()
+    answer: dict[str, Any] = json.loads(text)
+    assert status == 200, answer
+    return answer
+
+
+def test_scores_are_those_of_eval_to_the_bit(backend: Backend) -> None:
+    """Where eval computes as many tokens at once: sums have another order otherwise, by which a
+    router's close choices go."""
+    tokens = backend.engine.tokenize(TEXT * 5)
+    assert SCORED_TOKENS == backend.engine.context.outputs < len(tokens)
+    (choice,) = scored(backend, tokens, top=3, n_more=1)["choices"]
+    config = Config.build(model=DEMO, ubatch=SCORED_TOKENS, logits_all=True, **SETTINGS)
+    with Engine.open(config) as engine:
+        rows = Judge(engine, prefill=True).rows([*tokens, 0])
+        expected = [log_softmax(row) for row in rows]
+    found = choice["logprobs"]
+    following = [*tokens[1:], int(expected[-1].argmax())]
+    ours = [float(row[token]) for row, token in zip(expected, following, strict=True)]
+    assert found["token_logprobs"] == [None, *ours]
+    for named, row, logp in zip(found["top_logprobs"][1:], expected, ours, strict=True):
+        best = np.sort(row)[::-1][:3].tolist()
+        assert list(named.values()) == best + [logp] * (logp not in best)
+
+
+def test_one_part_says_what_several_say_of_its_tokens(backend: Backend) -> None:
+    tokens = backend.engine.tokenize(TEXT * 5)
+    first = tokens[:SCORED_TOKENS]
+    (whole,) = scored(backend, tokens)["choices"]
+    (alone,) = scored(backend, first)["choices"]
+    shown = whole["logprobs"]["token_logprobs"][: len(first)]
+    # The last token of the first part is read with it there, and not at all alone.
+    assert alone["logprobs"]["token_logprobs"] == pytest.approx(shown, abs=0.05)
+
+
+def test_there_is_room_for_the_longest_prompt_whatever_is_kept(backend: Backend) -> None:
+    """Both sequences hold whole contexts; the one that is scored on loses what it held, and the
+    other one goes on from what was read."""
+    room = backend.slot_context
+    words = backend.engine.tokenize(TEXT * 20)
+    longest = words[:room]
+    (first,) = scored(backend, longest)["choices"]
+    for seat, other in enumerate(OTHERS):
+        prompt = [*backend.engine.tokenize(other), *words][: room - 8]
+        kept = said(backend, prompt, id_slot=seat)  # type: ignore[arg-type]
+        assert kept["timings"]["prompt_n"] == room - 8
+    (again,) = scored(backend, longest)["choices"]
+    assert again["logprobs"] == first["logprobs"]
+    for seat, other in enumerate(OTHERS):
+        prompt = [*backend.engine.tokenize(other), *words][: room - 8]
+        read_n = said(backend, prompt, id_slot=seat)["timings"]["prompt_n"]  # type: ignore[arg-type]
+        assert read_n < 8 if seat == 0 else read_n == room - 8
+    scored(backend, "a")  # gives the second one back, for the other tests
+
+
+def test_what_is_answered_is_the_same_before_and_behind(backend: Backend) -> None:
+    before = said(backend, OTHERS[0], cache_prompt=False)["choices"][0]["text"]
+    scored(backend, TEXT)
+    assert said(backend, OTHERS[0], cache_prompt=False)["choices"][0]["text"] == before
+
+
+def test_several_prompts_one_token_and_costs(backend: Backend) -> None:
+    answer = scored(backend, [TEXT, "a"], n_more=1)
+    lengths = [len(backend.engine.tokenize(text)) for text in (TEXT, "a")]
+    assert [len(choice["logprobs"]["tokens"]) - 1 for choice in answer["choices"]] == lengths
+    assert answer["usage"]["prompt_tokens"] == sum(lengths)
+    assert answer["usage"]["completion_tokens"] == 2
+    timings = answer["timings"]
+    assert timings["mix"] == {"q4_k": 1.0} and timings["policy"] == "lru"
+    (one,) = scored(backend, "a")["choices"]
+    assert one["logprobs"] == {
+        "tokens": ["a"],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [0],
+    }
+
+
+def test_it_ends_between_parts_and_leaves_nothing(backend: Backend) -> None:
+    tokens = np.array(backend.engine.tokenize(TEXT * 5), np.int32)
+    asked: list[int] = []
+
+    def goes_on() -> bool:
+        asked.append(1)
+        return len(asked) < 3
+
+    parts = backend.score(tokens, 1, goes_on)
+    assert [len(next(parts)) for _ in range(2)] == [SCORED_TOKENS] * 2
+    with pytest.raises(Stopped):
+        next(parts)
+    assert said(backend, OTHERS[0])["choices"][0]["text"]
+
+
+def test_a_policy_that_fails_fails_the_request_alone(
+    deciding: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no idea")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(deciding.engine.policy, "decide", broken)
+        with pytest.raises(Refusal, match="the policy failed: RuntimeError: no idea"):
+            scored(deciding, TEXT, sequence=0)
+    assert scored(deciding, TEXT, sequence=0)["choices"]
+    assert said(deciding, OTHERS[0])["choices"][0]["text"]
+
+
+def test_a_stop_ends_the_part_that_runs(deciding: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SIGTERM does, from another thread."""
+    decide, layers = deciding.engine.policy.decide, []
+
+    def stopping(*event: Any) -> None:
+        layers.append(event)
+        deciding.stop()
+        decide(*event)
+
+    monkeypatch.setattr(deciding.engine.policy, "decide", stopping)
+    with pytest.raises(Stopped):
+        list(deciding.score(np.arange(200, dtype=np.int32), 0, lambda: not layers))
+    assert len(layers) == 1
+
+
+@pytest.mark.parametrize(
+    ("n_vocab", "n_ubatch", "expected"),
+    [(6144, 512, SCORED_TOKENS), (6144, 8, 8), (151_936, 512, 13), (10**8, 512, 1)],
+)
+def test_logits_of_a_part_are_in_the_plan(n_vocab: int, n_ubatch: int, expected: int) -> None:
+    config = server_config(Config.build(model=DEMO, **SETTINGS), 1)
+    found = output_tokens(config, n_vocab, n_ubatch)
+    assert found == expected
+    assert found == 1 or 2 * 4 * found * n_vocab <= SCORING_BYTES
+    unscored = config.with_changes(scored=0)
+    assert output_tokens(unscored, n_vocab, n_ubatch) == 1
+
+
+def bytes_planned(change: Callable[[Config], Config]) -> int:
+    with Engine.open(change(Config.build(model=DEMO, ubatch=64, **SETTINGS))) as engine:
+        return engine.plan.budget_bytes
+
+
+def test_experts_give_up_what_the_logits_take(library: object) -> None:
+    with_them = bytes_planned(lambda config: server_config(config, 1))
+    without = bytes_planned(lambda config: server_config(config, 1).with_changes(scored=0))
+    assert without - with_them >= 4 * (SCORED_TOKENS - 1) * 6144

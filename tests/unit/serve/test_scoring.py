@@ -1,0 +1,417 @@
+"""`echo` with logprobs: what may be asked, the form of the answer, and lm_eval as a client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import numpy as np
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
+
+from asgi import FakeBackend, FakeRequest, ask, state_with
+from served import DEMO, HANG_S, Served, serving
+
+from orchestrator.config import Config
+from orchestrator.engine import Engine
+from orchestrator.eval.arithmetic import log_softmax
+from orchestrator.eval.judge import Judge
+from orchestrator.serve.app import application
+from orchestrator.serve.backend import SCORED_TOKENS, Stopped
+
+PATH = "/v1/completions"
+ASK = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0}
+BEGIN, N_VOCAB = 256, 257
+# Most that the demo model takes for a context of 512 tokens, twice.
+RAM = "130MiB"
+TEXT = "The fox sat by the river and looked at the stars. A star, they said, is hot and far away. "
+
+
+class ByteModel:
+    """A vocabulary of the bytes and a token that stands before each text."""
+
+    n_vocab = N_VOCAB
+
+    def __init__(self, begins: bool = False, spaced: bool = False) -> None:
+        self.begins, self.spaced = begins, spaced
+
+    def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        assert parse_special
+        space = " " * (self.spaced and bool(text))
+        return [BEGIN] * (add_special and self.begins) + list((space + text).encode())
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        return b"<s>" * special if token == BEGIN else bytes([token])
+
+    def bos(self) -> str:
+        return "<s>"
+
+    def adds_bos(self) -> bool:
+        return self.begins
+
+    def is_end(self, token: int) -> bool:
+        return token == ord("z")
+
+
+class ScoringBackend(FakeBackend):
+    """The token behind another one is the one with the next number, in two of three."""
+
+    name = "bytes"
+
+    def __init__(self, model: ByteModel | None = None, error: Exception | None = None) -> None:
+        super().__init__(FakeRequest(200, False, [b"{}"]))
+        self.engine = SimpleNamespace(llama=model or ByteModel())
+        self.error = error
+
+    def score(self, tokens: np.ndarray, sequence: int, goes_on: Any) -> Iterator[np.ndarray]:
+        assert goes_on() and sequence == 0
+        if self.error is not None:
+            raise self.error
+        for part in np.array_split(tokens, 2):
+            rows = np.full((len(part), N_VOCAB), -np.inf, np.float32)
+            for row, token in zip(rows, part.tolist(), strict=True):
+                row[[(token + 1) % N_VOCAB, (token + 2) % N_VOCAB]] = np.log([2, 1])
+            yield rows
+
+
+def scored(data: dict[str, Any], model: ByteModel | None = None) -> Any:
+    reply = ask(application(state_with(ScoringBackend(model)), lambda _line: None), PATH, data)
+    assert reply.status == 200, reply.body
+    return reply.json()
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "names"),
+    [
+        (PATH, {"logprobs": None}, "logprobs"),
+        (PATH, {"logprobs": 6}, "0 to 5"),
+        (PATH, {"logprobs": True}, "logprobs"),
+        (PATH, {"logprobs": "1"}, "logprobs"),
+        (PATH, {"max_tokens": None}, "max_tokens"),
+        (PATH, {"max_tokens": 2}, "max_tokens"),
+        (PATH, {"max_tokens": -1}, "max_tokens"),
+        (PATH, {"max_tokens": True}, "max_tokens"),
+        (PATH, {"max_tokens": 1}, "temperature"),
+        (PATH, {"max_tokens": 1, "temperature": 0.5}, "temperature"),
+        (PATH, {"stream": True}, "stream"),
+        (PATH, {"n": 2}, "n out"),
+        (PATH, {"stop": ["a"]}, "stop"),
+        (PATH, {"logit_bias": {"1": 1}}, "logit_bias"),
+        (PATH, {"echo": "yes"}, "echo must be"),
+        (PATH, {"echo": 1}, "echo must be"),
+        (PATH, {"prompt": None}, "prompt must be"),
+        (PATH, {"prompt": []}, "prompt must be"),
+        (PATH, {"prompt": [[]]}, "prompt must be"),
+        (PATH, {"prompt": ["a", 1]}, "prompt must be"),
+        (PATH, {"prompt": [True]}, "prompt must be"),
+        (PATH, {"prompt": [1.5]}, "prompt must be"),
+        (PATH, {"prompt": ""}, "empty"),
+        (PATH, {"prompt": ["a", ""]}, "empty"),
+        (PATH, {"prompt": [N_VOCAB]}, f"token {N_VOCAB}"),
+        (PATH, {"prompt": [2**70]}, "token"),
+        (PATH, {"prompt": [-1]}, "token -1"),
+        (PATH, {"prompt": "a" * 513}, "513 tokens exceeds"),
+        (PATH, {"prompt": "a" * 512, "max_tokens": 1, "temperature": 0}, "512 tokens exceeds"),
+        (PATH, {"prompt": ["a" * 512] * 33}, "together"),
+        ("/completion", {}, "/v1/completions"),
+    ],
+)
+def test_any_other_echo_is_refused(path: str, change: dict[str, Any], names: str) -> None:
+    backend = ScoringBackend()
+    reply = ask(application(state_with(backend), lambda _line: None), path, ASK | change)
+    assert reply.status == 400 and names in reply.json()["error"]["message"], reply.body
+    assert not backend.asked
+
+
+def test_without_echo_nothing_changes() -> None:
+    backend = ScoringBackend()
+    data = ASK | {"echo": False, "logprobs": 5}
+    assert ask(application(state_with(backend), lambda _line: None), PATH, data).status == 200
+    assert json.loads(backend.asked[0][1]) == data
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt", "text", "tokens", "logp", "offsets"),
+    [
+        (ByteModel(), "abd", "abd", ["a", "b", "d"], [None, 2 / 3, 1 / 3], [0, 1, 2]),
+        # Tokens, and bytes that are a character together.
+        (
+            ByteModel(),
+            [0x61, 0xC3, 0xA4, 0x62],
+            "aäb",
+            ["a", "bytes:\\xc3", "bytes:\\xa4", "b"],
+            [None, 0, 0, 0],
+            [0, 1, 1, 2],
+        ),
+        # What the server puts before a text is not a part of it, and yet something to go by.
+        (ByteModel(begins=True), "ab", "ab", ["a", "b"], [0, 2 / 3], [0, 1]),
+        (ByteModel(begins=True), "<s>a", "<s>a", ["<", "s", ">", "a"], [None, 0, 0, 0], range(4)),
+        (ByteModel(begins=True), [BEGIN, 0, 1], "<s>\0\1", ["<s>", "\0", "\1"], None, [0, 3, 4]),
+        (ByteModel(spaced=True), "ab", "ab", [" ", "a", "b"], [None, 0, 2 / 3], [0, 0, 1]),
+    ],
+)
+def test_the_form_is_openais(
+    model: ByteModel, prompt: Any, text: str, tokens: list[str], logp: Any, offsets: Any
+) -> None:
+    answer = scored(ASK | {"prompt": prompt, "logprobs": 2}, model)
+    (choice,) = answer["choices"]
+    assert answer["object"] == "text_completion" and answer["model"] == "bytes"
+    assert choice["text"] == text and choice["index"] == 0 and choice["finish_reason"] == "length"
+    found = choice["logprobs"]
+    assert found["tokens"] == tokens and found["text_offset"] == list(offsets)
+    if logp is not None:
+        expected = [each and float(np.log(each)) for each in logp]
+        expected = [-9999.0 if each == 0 else each for each in expected]
+        assert found["token_logprobs"] == pytest.approx(expected)
+    for named, value, token in zip(
+        found["top_logprobs"], found["token_logprobs"], tokens, strict=True
+    ):
+        if value is None:
+            assert named is None
+            continue
+        assert named[token] == value
+        likeliest = sorted(named.values(), reverse=True)[:2]
+        assert likeliest == pytest.approx(np.log([2 / 3, 1 / 3]).tolist())
+    n_tokens = answer["usage"]["prompt_tokens"]
+    assert answer["usage"] == {
+        "prompt_tokens": n_tokens,
+        "completion_tokens": 0,
+        "total_tokens": n_tokens,
+    }
+    assert answer["timings"]["hit_rate"] == 0.5 and answer["timings"]["prompt_n"] == n_tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "finish"), [("ab", "abc", "length"), ("xy", "xyz", "stop")]
+)
+def test_one_token_more_is_the_likeliest(prompt: str, text: str, finish: str) -> None:
+    answer = scored(ASK | {"prompt": [prompt, "a"], "max_tokens": 1, "temperature": 0})
+    first, second = answer["choices"]
+    assert first["text"] == text and first["finish_reason"] == finish
+    assert second["text"] == "ab" and second["index"] == 1
+    assert first["logprobs"]["token_logprobs"][1:] == pytest.approx([np.log(2 / 3)] * 2)
+    assert first["logprobs"]["top_logprobs"][-1] == {text[-1]: pytest.approx(np.log(2 / 3))}
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+def test_none_of_the_likeliest_leaves_the_token_itself() -> None:
+    (choice,) = scored(ASK | {"logprobs": 0})["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [None, {"b": pytest.approx(np.log(2 / 3))}]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [(Stopped(), 503, "shutting down"), (RuntimeError("no idea"), 500, "the policy failed")],
+)
+def test_what_fails_is_said_in_a_sentence(error: Exception, status: int, says: str) -> None:
+    app = application(state_with(ScoringBackend(error=error)), lambda _line: None)
+    reply = ask(app, PATH, ASK)
+    assert reply.status == status and says in reply.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
+    options = (
+        "--policy",
+        "lru",
+        "--high-tier",
+        "q4_k",
+        "--ctx",
+        "512",
+        "--parallel",
+        "2",
+        "--exact",
+    )
+    with serving(tmp_path_factory.mktemp("scored"), "--ram", RAM, *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engine(library: object) -> Iterator[Engine]:
+    """It computes as many tokens at once as the server scores."""
+    settings = {"ctx": 512, "threads": 1, "policy": "lru", "high_tier": "q4_k", "exact": True}
+    config = Config.build(model=DEMO, ubatch=SCORED_TOKENS, logits_all=True, **settings)
+    with Engine.open(config) as opened:
+        yield opened
+
+
+def likelihood(
+    engine: Engine, tokens: list[int], first: int, n_more: int = 0
+) -> tuple[float, bool]:
+    """What eval says to the tokens from `first` on, where n_more are read behind them."""
+    found = Judge(engine, prefill=True).rows([*tokens, *[0] * n_more], first)
+    rows = [log_softmax(row) for row in found][: len(tokens) - first]
+    logp = [float(row[token]) for row, token in zip(rows, tokens[first:], strict=True)]
+    best = [float(row.max()) for row in rows]
+    return sum(logp), logp == best
+
+
+def post(served: Served, data: Any, path: str = PATH) -> Any:
+    body = json.dumps(data).encode()
+    request = Request(served.url + path, body, {"Content-Type": "application/json"})
+    with urlopen(request, timeout=HANG_S) as answer:
+        return json.load(answer)
+
+
+def get(served: Served, path: str) -> str:
+    with urlopen(served.url + path, timeout=HANG_S) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def wait_for(served: Served, running: int) -> None:
+    for _ in range(100 * HANG_S):
+        if f"moe_edge_requests_running {running}\n" in get(served, "/metrics"):
+            return
+        time.sleep(0.01)
+    pytest.fail(f"there are never {running} requests that run")
+
+
+def test_the_openai_client_scores_within_the_plan(live: Served, engine: Engine) -> None:
+    openai = pytest.importorskip("openai", reason="the openai package is missing")
+    client = openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0)
+    common = {"model": "any", "echo": True, "logprobs": 5, "max_tokens": 0}
+    tokens = engine.tokenize(TEXT * 10)
+    by_text = client.completions.create(prompt=TEXT * 10, **common)
+    by_tokens = client.completions.create(prompt=[tokens, tokens], **common)
+    assert by_text.choices[0].text == TEXT * 10
+    found = by_text.choices[0].logprobs
+    for choice in by_tokens.choices:
+        assert choice.logprobs == found and choice.text == TEXT * 10
+    assert sum(found.token_logprobs[1:]) == likelihood(engine, tokens, 1)[0]
+    timings = by_tokens.timings
+    assert timings["peak_rss_bytes"] <= timings["ram_bytes"]
+    with pytest.raises(openai.BadRequestError, match="echo"):
+        client.completions.create(model="any", prompt="a", echo=True)
+
+
+def test_an_answer_beside_it_is_what_it_is_alone(live: Served) -> None:
+    """It waits for the answer, and the answer for nothing."""
+    data = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
+    alone = post(live, data)["choices"][0]["text"]
+    where = urlsplit(live.url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
+    connection.request("POST", PATH, json.dumps(data | {"stream": True}))
+    answer = connection.getresponse()
+    first = answer.readline()
+    scores: list[Any] = []
+    asked = ASK | {"prompt": TEXT}
+    scoring = threading.Thread(target=lambda: scores.append(post(live, asked)))
+    scoring.start()
+    events = [first, *answer]
+    scoring.join(HANG_S)
+    said = [json.loads(line[6:]) for line in events if line.startswith(b"data: {")]
+    assert "".join(each["choices"][0]["text"] for each in said if each["choices"]) == alone
+    assert scores[0] | {"timings": None, "id": "", "created": 0} == post(live, asked) | {
+        "timings": None,
+        "id": "",
+        "created": 0,
+    }
+    assert post(live, data)["choices"][0]["text"] == alone
+
+
+def test_a_client_that_leaves_ends_it(live: Served) -> None:
+    where = urlsplit(live.url)
+    for _ in range(3):
+        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
+        connection.request("POST", PATH, json.dumps(ASK | {"prompt": [[5] * 500] * 30}))
+        wait_for(live, running=1)
+        connection.close()
+    wait_for(live, running=0)
+    # Had it been read to its end, its line would have a status of its own.
+    assert sum("POST /v1/completions 499" in line for line in live.lines) == 3
+    assert post(live, ASK)["choices"]
+
+
+def test_a_signal_ends_it_cleanly(tmp_path: Path, library: object) -> None:
+    with serving(tmp_path, "--ram", RAM, "--policy", "lru", "--ctx", "512") as served:
+        replies: list[int] = []
+
+        def asking() -> None:
+            try:
+                post(served, ASK | {"prompt": [[5] * 500] * 30})
+            except HTTPError as error:
+                replies.append(error.code)
+
+        client = threading.Thread(target=asking)
+        client.start()
+        wait_for(served, running=1)
+        status, said = served.end(signal.SIGTERM)
+        client.join(HANG_S)
+    assert status == 0 and replies == [503], said
+    assert "Traceback" not in said
+
+
+class Tokens:
+    """The tokens of the demo model, as lm_eval asks a tokenizer for them."""
+
+    eos_token, bos_token = "<|im_end|>", None
+    chat_template = None
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.eos_token_id, self.bos_token_id = engine.tokenize(self.eos_token)[0], None
+
+    def encode(self, text: str) -> list[int]:
+        return self._engine.tokenize(text)
+
+    def batch_decode(self, several: list[list[int]]) -> list[str]:
+        return [
+            b"".join(self._engine.llama.piece(token, special=True) for token in tokens).decode()
+            for tokens in several
+        ]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"batch_size": 3}, {"num_concurrent": 3}, {"tokenized_requests": False}],
+    ids=["tokens", "several", "at-once", "texts"],
+)
+def test_lm_evals_loglikelihood(live: Served, engine: Engine, more: dict[str, Any]) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm_eval: pip install -e '.[eval]'")
+    pytest.importorskip("tenacity", reason="needs lm_eval for servers: pip install 'lm_eval[api]'")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    lm = LocalCompletionsAPI(
+        base_url=live.url + PATH,
+        model="any",
+        tokenizer_backend="none",
+        max_length=512,
+        max_retries=1,
+        **more,
+    )
+    lm.tokenizer_backend, lm.tokenizer = "remote", Tokens(engine)
+    lm.tokenized_requests = more.get("tokenized_requests", True)
+
+    def requests(kind: str, *args: tuple[str, ...]) -> list[Any]:
+        return [Instance(kind, {}, each, number) for number, each in enumerate(args)]
+
+    pairs = [
+        ("What is the capital of Norway?", " Oslo"),
+        ("The fox sat by", " the river"),
+        ((TEXT * 4).strip(), " The fox"),
+        ("Once upon a", " time"),
+    ]
+    found = lm.loglikelihood(requests("loglikelihood", *pairs))
+    expected = []
+    for context, continuation in pairs:
+        n_context = len(engine.tokenize(context))
+        expected.append(likelihood(engine, engine.tokenize(context + continuation), n_context, 1))
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert {greedy for _, greedy in found} == {True, False}
+    assert [logp for logp, _ in found] == pytest.approx([logp for logp, _ in expected], abs=1e-9)
+    (whole,) = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (TEXT * 2,)))
+    tokens = [lm.prefix_token_id, *engine.tokenize(TEXT * 2)]
+    assert whole == pytest.approx(likelihood(engine, tokens, 1, 1)[0], abs=1e-9)
