@@ -54,6 +54,7 @@ def score_bytes(n_ctx: int) -> int:
 def server_config(config: Config, parallel: int) -> Config:
     """The model's config for so many conversations at once. They share the context, each with as
     much of it as was asked for, and the memory for prompts that were read before."""
+    answers = ANSWER_BYTES * parallel + UNREAD_BYTES + score_bytes(config.ctx or 0)
     return config.with_changes(
         ctx=config.ctx and config.ctx * parallel,
         sequences=parallel - 1,
