@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import EXPERT_BYTES, decode, make_trace, over, random_trace
 
+from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, NativeError, TraceError
-from orchestrator.events import Phase, RouteEvent, StepReport
+from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.native import MAX_TIERS, Library, Simulation, Store
 from orchestrator.policy import Rules
 from orchestrator.replay import ReplayOptions, Trace, render, replay
@@ -48,6 +49,27 @@ def test_one_thread(library: Library) -> None:
     assert stats.read_us == 11 + 11 + 12
     assert stats.demand_bytes[Phase.DECODE] == sum(EXPERT_BYTES.values())
     assert (stats.requests[Phase.DECODE], stats.hits[Phase.DECODE]) == (6, 3)
+
+
+def test_a_policy_sees_which_matrices_are_missing(library: Library) -> None:
+    """Gates are asked for ahead, and the second layer computes with them there and the rest not. An
+    expert is absent just where a matrix of it is missing."""
+    trace = random_trace(np.random.default_rng(5), n_steps=30)
+    made = over(trace, "firm", ALL // 4, prefetch="on", n_ahead=1, prefetch_kinds=1, agree="rank")
+    policy, seen = made.policy, set[int]()
+    decide = policy.decide
+
+    def look(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        decide(event, view, out)
+        assert ((view.resident_array == ABSENT) == (view.missing_array > 0)).all()
+        assert view.missing[event.layer].tolist() == view.missing_array[event.layer].tolist()
+        seen.update(view.missing_array.ravel().tolist())
+
+    policy.decide = look  # type: ignore[method-assign]
+    simulate(library, trace, made, Transport(BYTES_PER_S, 1, 1), Compute(12.0, 12.0))
+    nothing, but_gate = 0, 1 << UP | 1 << DOWN
+    assert {nothing, but_gate, but_gate | 1 << GATE} <= seen
+    assert all(bits & ~(but_gate | 1 << GATE) == 0 for bits in seen)
 
 
 def test_two_threads_overlap_their_latency(library: Library) -> None:
