@@ -27,8 +27,8 @@ from orchestrator.serve.library import Stopped, server_library
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import error_object
 
-CLOSE_S = 1  # that open answers get at the end
-END_S = 1.6  # after which nobody waits for what cannot be ended
+CLOSE_S = 0.5  # that open answers get at the end
+END_S = 1.2  # after which nobody waits for what cannot be ended
 # Connections, each of which takes some kilobytes and a file descriptor; and descriptors that are
 # for other things: the model's files, and two for each answer.
 MOST_CONNECTIONS = 256
@@ -193,7 +193,7 @@ class Running:
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=CLOSE_S,
+            timeout_graceful_shutdown=CLOSE_S,  # type: ignore[arg-type]
             backlog=1,
         )
         self._server = _Server(options, note)
