@@ -59,10 +59,7 @@ def server_config(config: Config, parallel: int) -> Config:
         ctx=config.ctx and config.ctx * parallel,
         sequences=parallel - 1,
         scored=SCORED_TOKENS,
-        beside=PROCESS_BYTES
-        + ANSWER_BYTES * parallel
-        + UNREAD_BYTES
-        + score_bytes(config.ctx or 0),
+        beside=PROCESS_BYTES + answers,
         beside_token=GRAMMAR_TOKEN_BYTES + CANDIDATE_BYTES * parallel,
         conversations=True,
     )
