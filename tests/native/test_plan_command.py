@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner
 
 from gguf_tools.experts import ExpertModel
-from orchestrator import load, losses
+from orchestrator import losses, planner
 from orchestrator.cli import cli
 from orchestrator.config import Config
-from orchestrator.disk import Bandwidth
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.plan import MemoryPlan
+from orchestrator.predict import Reading
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -70,10 +70,9 @@ class Predicts:
 
 @pytest.fixture
 def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(load, "Predictor", Predicts)
-    speed = Bandwidth(1e9, True, 4096)
-    monkeypatch.setattr(load, "spending", lambda *_: 5.0)
-    monkeypatch.setattr(load, "read_bandwidth", lambda *_, **__: speed)
+    monkeypatch.setattr(planner, "Predictor", Predicts)
+    monkeypatch.setattr(planner, "spending", lambda *_: 5.0)
+    monkeypatch.setattr(planner, "kept_reading", lambda *_: Reading(1e9))
     yield tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
 
 
@@ -95,10 +94,7 @@ def test_the_frontier_is_printed_and_drawn(model: Path, tmp_path: Path) -> None:
     names = {each["policy"] for each in found["candidates"]}
     assert names == {"lru", "dymoe", "dynaexq", "firm", "mixed"}
     more = json.loads(run(*asked[:2], "--expert-ram", "3MiB", "--device", "cpu", "--json").stdout)
-    assert {each["policy"] for each in more["candidates"]} == {"lru", "dymoe", "dynaexq"} | {
-        "mixed",
-        "context",
-    }
+    assert {each["policy"] for each in more["candidates"]} == names | {"context"}
     taken = found["candidates"][found["taken"]]
     with Engine.open(Config.build(model=model, expert_ram=2 << 20, device="cpu")) as engine:
         assert taken["policy"] == engine.policy.name
