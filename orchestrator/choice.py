@@ -101,6 +101,23 @@ def make_policy(config: Config, choice: Choice, shape: ModelShape) -> Policy:
     return choice.policy(shape, settings, rules)
 
 
+def asks_less(config: Config, policy: type[Policy]) -> bool:
+    """Whether a config with this policy asks for more than the best tier in use. A file with
+    several tiers asks for nothing by itself; a second file does, unless the policy's settings say
+    that it computes all in the best tier."""
+    if config.exact:
+        return False
+    if config.low_tier is not None:
+        return True
+    if policy.lossless is None:
+        return policy.most_tiers > 1
+    settings = config.settings_of(policy)
+    asked = [(getattr(settings, name), value) for name, value in policy.lossless.items()]
+    if any(given not in (None, value) for given, value in asked):
+        return True
+    return config.low is not None and any(given is None for given, _ in asked)
+
+
 def wants_plain(config: Config, model: ExpertModel) -> bool:
     """Whether the plain path could serve what is asked for, were there memory enough."""
     best = config.high_tier is None or model.tier_index(config.high_tier) == 0
@@ -111,8 +128,8 @@ def wants_plain(config: Config, model: ExpertModel) -> bool:
                 "--high-tier and --expert-ram, or choose another policy"
             )
         return True
-    low_asked = config.low is not None or config.low_tier is not None
-    managed = config.force_managed or config.expert_ram is not None or low_asked
+    less = asks_less(config, policy_class(DEFAULT))
+    managed = config.force_managed or config.expert_ram is not None or less
     return config.policy is None and best and not managed
 
 
@@ -120,8 +137,8 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
     """The policy and its tiers, where the user left them open.
 
     Without --policy it is the baseline where everything fits the slots and nothing lower or
-    tunable is asked for, else the default. Raises PolicyError for a low tier that is not below
-    the high one.
+    tunable is asked for, else the default. Every expert is in the best tier unless less is asked
+    for. Raises PolicyError for a low tier that is not below the high one.
     """
     names = [tier.name for tier in model.tiers]
     policy = None if config.policy is None else policy_class(config.policy)
@@ -131,19 +148,20 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
             f"--exact computes every expert in the high precision, and the policy {policy.name} "
             f"keeps some in lower ones: choose another --policy, or leave --exact out"
         )
-    lower = (policy is None or policy.most_tiers > 1) and not config.exact
+    asking = policy or policy_class(DEFAULT)
+    lower = asking.most_tiers > 1 and asks_less(config, asking)
     # The low tier, as far as the user said: one of that name, or any.
     named = None
     if lower and config.low_tier not in (None, SKIP_TIER):
         named = model.tier_index(config.low_tier or "")
-    offer = TierOffer(names, shape_of, budget, named, config.low is not None)
+    offer = TierOffer(names, shape_of, budget, named)
     if config.high_tier is not None:
         high = model.tier_index(config.high_tier)
     else:
         high = (policy or Policy).high_tier(offer)
     named = (policy or Policy).low_tier(offer, high) if lower else None
     low = named if named is not None else high + 1 if high + 1 < len(names) else None
-    if config.exact:
+    if not lower:
         low = None
     if low is not None and low <= high:
         raise PolicyError(

@@ -35,9 +35,8 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
     from gguf_tools.experts import ExpertModel
     from orchestrator import layer_plot
     from orchestrator.errors import ConfigError
-    from orchestrator.frontier import frontier
     from orchestrator.frontier_text import draw, render
-    from orchestrator.load import Loader
+    from orchestrator.planner import Planner
 
     if picture is not None:
         layer_plot.prepare(picture)
@@ -48,11 +47,10 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
             "--policy names the plan already: leave it out, and `moe-edge plan` compares them all"
         )
     with ExpertModel.open(config.model, config.low) as model:
-        loader = Loader(config, model)
+        planner = Planner(config, model)
         with progress_bar("Measuring this machine") as measuring:
             measuring(None)
-            with loader.known(config) as known:
-                found = frontier(config, model, known)
+            found, why_not = planner.frontier(config)
         best = model.tiers[0].name
     if picture is not None:
         draw(found, strip_controls(config.model.name), picture)
@@ -63,7 +61,7 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
         click.echo(json.dumps({**told, "taken": taken, **more}))
         return
     click.echo(strip_controls(render(found, best)))
-    if known.estimate is None:
-        click.echo(strip_controls(f"KL is not known: {known.why_not}"), err=True)
-    if loader.note:
-        click.echo(strip_controls(loader.note), err=True)
+    if why_not:
+        click.echo(strip_controls(f"KL is not known: {why_not}"), err=True)
+    if planner.note:
+        click.echo(strip_controls(planner.note), err=True)

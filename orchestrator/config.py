@@ -80,10 +80,13 @@ class Config(Settings):
         None,
         "Precision of critical experts, as q4_k.",
         metavar="TIER",
-        shown="the best that fits, else q4_k",
+        shown="the best, or by fit where the policy mixes them",
     )
     low_tier: str | None = setting(
-        None, f"Precision of the others, or {SKIP_TIER}.", metavar="TIER", shown="by fit"
+        None,
+        f"Precision of the others, or {SKIP_TIER}.",
+        metavar="TIER",
+        shown="none, or by fit where the policy mixes them",
     )
     renormalize: bool = setting(
         False,

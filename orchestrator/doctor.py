@@ -13,14 +13,16 @@ from gguf_tools.columns import aligned
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
-from orchestrator.accelerator import Accelerator, find_gpu, one_of_several, planned_device
+from orchestrator.accelerator import Accelerator, one_of_several
 from orchestrator.config import Config
 from orchestrator.disk import Bandwidth, bytes_per_s, read_bandwidth
 from orchestrator.errors import MoeEdgeError
-from orchestrator.hardware import Machine, more_than_there, probe
+from orchestrator.foreseen import Foreseen
+from orchestrator.hardware import more_than_there
 from orchestrator.llama import Bindings
 from orchestrator.native import Bandwidths, measure_device
-from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.plan import MemoryPlan
+from orchestrator.planner import Planner, Runs
 from orchestrator.policy import PLAIN, known_policies
 from orchestrator.predict import Prediction
 from orchestrator.predictor import Predictor, reading_of, spare_bytes
@@ -50,10 +52,11 @@ class Expected(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Health:
     """What was found. Speeds in bytes per second, sizes in bytes; expert_bytes: of an expert in the
-    best precision. gpu_note: why there is no GPU, or that there are others; plan_note: why the
-    model would not start; ram_note: what is wrong with the cap on memory. expected: one for each
-    policy that fits; profiled: by what earlier runs used, and not as if all experts were alike;
-    disturbed: while other programs ran."""
+    best precision. gpu_note: why there is no GPU, or that there are others; loses: what the plan
+    is foreseen to lose; chosen: why a loss that is allowed chose it; plan_note: why the model would
+    not start; ram_note: what is wrong with the cap on memory. expected: one for each policy that
+    fits; profiled: by what earlier runs used, and not as if all experts were alike; disturbed:
+    while other programs ran."""
 
     threads: int
     memory_bytes: int
@@ -67,11 +70,25 @@ class Health:
     gpu_note: str
     copies: Bandwidths | None
     plan: MemoryPlan | None
+    loses: Foreseen | None
+    chosen: str
     plan_note: str
     ram_note: str
     expected: tuple[Expected, ...] = ()
     profiled: bool = False
     disturbed: bool = False
+
+    @property
+    def plan_line(self) -> str:
+        """What runs, what it loses, and where it lies; or why nothing does."""
+        plan = self.plan
+        if plan is None:
+            return self.plan_note
+        how = plan.reason if plan.managed else f"plain upstream path: {plan.reason}"
+        how += self.loses.text if self.loses else ""
+        where = f"on {plan.device.name}" if plan.device else "in main memory"
+        size = format_size(plan.total_bytes)
+        return f"{how}; {size} {where}; context {plan.n_ctx} tokens"
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -87,7 +104,8 @@ class Health:
             "gpu": asdict(self.gpu.device) if self.gpu else None,
             "gpu_note": self.gpu_note,
             "copies": self.copies._asdict() if self.copies else None,
-            "plan": _plan_line(self.plan) if self.plan else None,
+            "plan": self.plan_line if self.plan else None,
+            "kl": self.loses.kl if self.loses else None,
             "plan_note": self.plan_note,
             "ram_note": self.ram_note,
             "expected": [each._asdict() for each in self.expected],
@@ -102,19 +120,12 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
     Raises MoeEdgeError for a model that cannot be read, OSError for a disk that fails."""
     bindings = Bindings.load()
     threads = config.threads or default_threads()
-    note = ""
-    try:
-        gpu = find_gpu(bindings, config.device, config.vram)
-    except MoeEdgeError as error:
-        gpu, note = None, str(error)
-    else:
-        note = one_of_several(bindings, gpu) or ""
-    if gpu is None and not note:
-        built = bindings.api.llama_supports_gpu_offload()
-        note = "not asked for" if built else "none that this build can use"
     with ExpertModel.open(config.model, config.low) as model:
-        machine = probe(planned_device(bindings, gpu, model, config.kv))
-        plan, plan_note = _try_plan(config, model, machine)
+        planner, note = _planner(bindings, config, model)
+        gpu, machine = planner.gpu, planner.machine
+        begins("Measuring this machine")  # a loss that is allowed chooses by speeds
+        found, plan_note = _try_plan(planner, config)
+        plan = found.plan if found else None
         begins("Measuring the disk")
         disk = read_bandwidth(model, threads=config.io_threads)
         begins("Measuring the memory")
@@ -122,11 +133,11 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
         expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)
         expected: tuple[Expected, ...] = ()
         profiled = disturbed = False
-        if gpu is None and plan is not None:
+        if gpu is None and found is not None:
             begins("Measuring the processor")
             reading = reading_of(disk, config)
             with Predictor(bindings, config, model, reading, fresh=True) as predictor:
-                expected = expected_of(predictor, config, model, machine, plan)
+                expected = expected_of(predictor, planner, config, found)
                 profiled, disturbed = predictor.profiled, predictor.disturbed
     return Health(
         threads=threads,
@@ -141,6 +152,8 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
         gpu_note=note,
         copies=measure_device(bindings.library(), gpu.info, threads) if gpu else None,
         plan=plan,
+        loses=found.loses if found else None,
+        chosen=planner.chosen or "",
         plan_note=plan_note,
         ram_note=more_than_there(config.ram, machine) or "",
         expected=expected,
@@ -149,19 +162,33 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
     )
 
 
+def _planner(bindings: Bindings, config: Config, model: ExpertModel) -> tuple[Planner, str]:
+    """What says what runs, and why there is no GPU, or that there are others. For the CPU where
+    the device that was asked for cannot be had."""
+    try:
+        planner = Planner(config, model)
+    except MoeEdgeError as error:
+        here = config.with_changes(device="cpu", vram=None, misses=None)
+        return Planner(here, model), str(error)
+    if planner.gpu is not None:
+        return planner, one_of_several(bindings, planner.gpu) or ""
+    built = bindings.api.llama_supports_gpu_offload()
+    return planner, "not asked for" if built else "none that this build can use"
+
+
 def expected_of(
-    predictor: Predictor, config: Config, model: ExpertModel, machine: Machine, chosen: MemoryPlan
+    predictor: Predictor, planner: Planner, config: Config, runs: Runs
 ) -> tuple[Expected, ...]:
-    """What the chosen plan is predicted to take, and those of all other policies that fit."""
-    found = [_expected(chosen, predictor.of_plan(chosen), True)]
+    """What the plan that runs is predicted to take, and those of all other policies that fit."""
+    found = [_expected(runs.plan, predictor.of_plan(runs.plan, runs.config), True)]
     for name in known_policies() if config.policy is None else ():
-        asked = config.compared(policy=name)
         if name == found[0].policy:
             continue
-        plan, _ = _try_plan(asked, model, machine)
+        other, _ = _try_plan(planner, config.compared(policy=name))
         # The policy that keeps everything in memory is none where that does not fit.
-        if plan is not None and plan.total_bytes <= plan.ram_bytes:
-            found.append(_expected(plan, predictor.of_plan(plan, asked), False))
+        if other is not None and other.plan.total_bytes <= other.plan.ram_bytes:
+            time = predictor.of_plan(other.plan, other.config)
+            found.append(_expected(other.plan, time, False))
     return tuple(found)
 
 
@@ -178,11 +205,9 @@ def _expected(plan: MemoryPlan, found: Prediction, chosen: bool) -> Expected:
     )
 
 
-def _try_plan(
-    config: Config, model: ExpertModel, machine: Machine
-) -> tuple[MemoryPlan | None, str]:
+def _try_plan(planner: Planner, config: Config) -> tuple[Runs | None, str]:
     try:
-        return plan_memory(config, model, machine), ""
+        return planner.runs(config), ""
     except MoeEdgeError as error:
         return None, str(error)
 
@@ -227,8 +252,10 @@ def render(health: Health) -> str:
         if health.gpu_note:
             lines.append(f"          {health.gpu_note}")
         lines.append(f"Misses    {misses_line(copies, health.expert_bytes)}")
-    plan = _plan_line(health.plan) if health.plan else health.plan_note
-    return "\n".join([*lines, f"Model     {plan}", *_expected_lines(health)])
+    lines.append(f"Model     {health.plan_line}")
+    if health.chosen:
+        lines.append(f"          {health.chosen}")
+    return "\n".join([*lines, *_expected_lines(health)])
 
 
 def _expected_lines(health: Health) -> list[str]:
@@ -271,12 +298,6 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
         f"an expert of {format_size(expert_bytes)}: {times} and {beside * 1e3:.2f} ms a layer; "
         f"the first of a layer is {first}, more are shared"
     )
-
-
-def _plan_line(plan: MemoryPlan) -> str:
-    how = plan.reason if plan.managed else f"plain upstream path: {plan.reason}"
-    where = f"on {plan.device.name}" if plan.device else "in main memory"
-    return f"{how}; {format_size(plan.total_bytes)} {where}; context {plan.n_ctx} tokens"
 
 
 def _speed(bytes_per_s: float) -> str:

@@ -46,11 +46,12 @@ class Engine:
         self.model = model
         self.last_stats: GenerationStats | None = None
         self._loader = Loader(config, model)
-        self.config = config = self._loader.settled(config)
+        runs = self._loader.planner.runs(config)
+        self.config = config = runs.config
         limit, folder = config.prompt_cache_limit, config.prompt_cache
         self._folder = PromptFolder(folder, limit) if folder else None
         self._shelf = Shelf(on_drop=self._folder.save_copy) if self._folder else Shelf()
-        self._loaded = self._loader.load(config, self._loader.plan(config), progress)
+        self._loaded = self._loader.load(config, runs.plan, progress)
         self._prompts = self._prompt_cache()
 
     @classmethod
@@ -276,7 +277,7 @@ class Engine:
         return used
 
     def _restart(self, config: Config) -> None:
-        plan = self._loader.plan(config)
+        plan = self._loader.planner.runs(config).plan
         old_plan = self.plan
         self._learn()
         self._prompts.put_away()

@@ -11,17 +11,30 @@ from typing import Any, Protocol
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from orchestrator.choice import asks_less
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
-from orchestrator.events import SKIP, SKIP_TIER
+from orchestrator.events import SKIP_TIER
+from orchestrator.foreseen import Loses, foreseen
 from orchestrator.plan import MemoryPlan
-from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
+from orchestrator.policy import (
+    ALLOWED_LOSS,
+    BASELINE,
+    DEFAULT,
+    PLAIN,
+    POLICIES,
+    Policy,
+    policy_class,
+)
+from orchestrator.timings import AGREE
 
 # Tokens of the prompts that are predicted, and of the context behind which a token is.
 PROMPT_TOKENS = 512
 # Plans whose predicted times differ by less are as fast as each other: the one that loses least is
 # taken.
 AS_FAST = 1.02
+# What is spent and what is lost besides add up to what is allowed, but for this.
+_ROUNDING = 1 + 1e-9
 
 
 class Timed(Protocol):
@@ -33,12 +46,6 @@ class Timed(Protocol):
     def read_bytes(self) -> float: ...
     def token_s(self, cells: int = 0) -> float: ...
     def prompt_s(self, n_tokens: int, first: bool = False) -> float: ...
-
-
-class Loses(Protocol):
-    """What tiers cost, as orchestrator.estimate says it."""
-
-    def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,7 @@ class Knowledge:
     estimate: Loses | None
     why_not: str = ""
     disturbed: Callable[[], bool] = lambda: False
+    before: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +94,16 @@ class Candidate:
         def text(value: Any) -> str:
             return f"{value:.3g}" if isinstance(value, float) else str(value)
 
-        more = [f"{key.replace('_', '-')} {text(value)}" for key, value in self.asked.items()]
+        asked = {key: value for key, value in self.asked.items() if value is not None}
+        more = [f"{key.replace('_', '-')} {text(value)}" for key, value in asked.items()]
         shown = [each for each in more if not each.startswith("policy ")]
         return ", ".join([self.name, *shown])
+
+    def is_asked_by(self, settings: Mapping[str, Any]) -> bool:
+        """Whether these are its settings, whatever they spend: what is left to spend follows from
+        what earlier runs used."""
+        mine = {name: value for name, value in self.asked.items() if name != ALLOWED_LOSS}
+        return mine == settings
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -119,6 +134,10 @@ class Frontier:
     why: str
     disturbed: bool = False
 
+    def settled(self, config: Config) -> Config:
+        """The config with the plan that is taken in the place of the loss that is allowed."""
+        return config.compared(**{ALLOWED_LOSS: None, **self.taken.asked})
+
 
 def frontier(config: Config, model: ExpertModel, known: Knowledge) -> Frontier:
     """The plans of a model under a config that names no policy. Raises BudgetError where none fits,
@@ -129,23 +148,28 @@ def frontier(config: Config, model: ExpertModel, known: Knowledge) -> Frontier:
         raise ConfigError(known.why_not)
     plain = config.with_changes(**{ALLOWED_LOSS: None}) if allowed is not None else config
     found = list(_candidates(plain, model, known, allowed))
-    usual = _measured(plain, {}, known.plan(plain), known, None)
+    usual = _measured(plain, {}, known.plan(plain), known, model)
     if not any(_same(usual, each) for each in found):
         found.append(usual)
     found = _marked(sorted(found, key=lambda each: each.token_s))
     if allowed is None:
         taken = next(each for each in found if _same(each, usual))
-        why = f"{_what(taken)}: the default, as no loss is allowed."
+        less = asks_less(plain, policy_class(DEFAULT)) or taken.tiers[0] != model.tiers[0].name
+        reason = "what the options ask for" if less else "lossless, as nothing less is asked for"
+        why = f"{_what(taken)}: {reason}."
     else:
-        taken = choose(found, allowed)
+        taken = choose(found, allowed, known.before)
         why = f"{_what(taken)}: the fastest within {allowed:g} nats of {model.tiers[0].name}."
     return Frontier(tuple(found), taken, why, known.disturbed())
 
 
-def choose(found: Sequence[Candidate], allowed: float) -> Candidate:
+def choose(
+    found: Sequence[Candidate], allowed: float, before: Mapping[str, Any] | None = None
+) -> Candidate:
     """The fastest plan whose KL is within what is allowed; of those that are AS_FAST the one that
-    loses least. Raises ConfigError where there is none."""
-    within = [each for each in found if each.kl is not None and each.kl <= allowed]
+    loses least. The one that was taken before stays, unless another one is faster by more than
+    timings of the same thing differ. Raises ConfigError where there is none."""
+    within = [each for each in found if each.kl is not None and each.kl <= allowed * _ROUNDING]
     if not within:
         least = min(each.kl for each in found if each.kl is not None)
         raise ConfigError(
@@ -154,7 +178,9 @@ def choose(found: Sequence[Candidate], allowed: float) -> Candidate:
         )
     fastest = min(each.token_s for each in within)
     near = (each for each in within if each.token_s <= AS_FAST * fastest)
-    return min(near, key=lambda each: (each.kl or 0.0, each.token_s))
+    best = min(near, key=lambda each: (each.kl or 0.0, each.token_s))
+    stays = (each for each in within if before is not None and each.is_asked_by(before))
+    return next((each for each in stays if each.token_s <= AGREE * best.token_s), best)
 
 
 def _what(taken: Candidate) -> str:
@@ -182,22 +208,24 @@ def _candidates(
 ) -> Iterator[Candidate]:
     """Each plan that the registry of policies and the file's tiers offer, and that fits."""
     every = [tier.name for tier in model.tiers]
-    names = every if config.high_tier is None else [config.high_tier]
-    asked: list[tuple[dict[str, Any], float | None]] = [({"policy": PLAIN}, 0.0)]
+    names = every
+    if config.high_tier is not None:
+        names = [every[model.tier_index(config.high_tier)]]
+    asked: list[dict[str, Any]] = [{"policy": PLAIN}]
     for name, policy in POLICIES.items():
         if ALLOWED_LOSS in policy.Settings.declared():
             spending = _by_budget(name, every, known, allowed)
-            asked += [each for each in spending if each[0]["high_tier"] in names]
+            asked += [each for each in spending if each["high_tier"] in names]
             continue
-        asked += _asked(name, policy, names, len(every) > 1)
+        asked += _asked(name, policy, names, every, config.low_tier)
     seen: list[Candidate] = []
-    for settings, kl in asked:
+    for settings in asked:
         with suppress(BudgetError, PolicyError, ConfigError):
             changed = config.compared(**settings)
             plan = known.plan(changed)
             if plan.total_bytes > plan.ram_bytes and not plan.device:
                 continue  # plain, where it does not fit
-            found = _measured(changed, settings, plan, known, kl)
+            found = _measured(changed, settings, plan, known, model)
             alone = found.resident and len(found.tiers) == 1
             if alone and found.name not in (PLAIN, BASELINE):
                 continue  # the baseline, by another name
@@ -209,31 +237,38 @@ def _candidates(
 
 
 def _asked(
-    name: str, policy: type[Policy], names: Sequence[str], several: bool
-) -> Iterator[tuple[dict[str, Any], float | None]]:
-    """Settings of the plans that one policy has, and their KL where they say it themselves: one
-    precision each, where it has a lossless form; several, where it works with them."""
-    if policy.lossless is not None:
-        for tier in names:
-            yield {"policy": name, "high_tier": tier, **policy.lossless}, None
-    elif policy.most_tiers == 1:
-        yield {"policy": name}, None
-    if policy.most_tiers > 1 and several:
-        yield {"policy": name}, None
-        if policy.keeps is None:
-            yield {"policy": name, "low_tier": SKIP_TIER}, None
+    name: str,
+    policy: type[Policy],
+    names: Sequence[str],
+    every: Sequence[str],
+    low_tier: str | None,
+) -> Iterator[dict[str, Any]]:
+    """Settings of the plans that one policy has. Where it has a lossless form: that in each of
+    some tiers of the file, and each of them with the low one that was asked for, or else with the
+    next lower one, and with skipping. Else as it chooses, where the file has several."""
+    mixes = policy.most_tiers > 1
+    if policy.lossless is None:
+        if not mixes or len(every) > 1:
+            yield {"policy": name}
+        return
+    for high in names:
+        yield {"policy": name, "high_tier": high, "low_tier": None, **policy.lossless}
+        if mixes:
+            below = every[every.index(high) + 1 :][:1]
+            for low in [low_tier] if low_tier else [*below, SKIP_TIER]:
+                yield {"policy": name, "high_tier": high, "low_tier": low}
 
 
 def _by_budget(
     name: str, names: Sequence[str], known: Knowledge, allowed: float | None
-) -> Iterator[tuple[dict[str, Any], float | None]]:
+) -> Iterator[dict[str, Any]]:
     """Plans that spend a loss while they decode: what the best tier in use leaves of it."""
     if allowed is None or known.estimate is None:
         return
     for tier, high in enumerate(names):
-        spent = _of_tiers(known, np.full(known.uses.shape, tier, np.uint8))
+        spent = known.estimate.of_uses(known.uses, np.full(known.uses.shape, tier, np.uint8))
         if spent < allowed:
-            yield {"policy": name, "high_tier": high, ALLOWED_LOSS: allowed - spent}, allowed
+            yield {"policy": name, "high_tier": high, ALLOWED_LOSS: allowed - spent}
 
 
 def _measured(
@@ -241,12 +276,10 @@ def _measured(
     asked: Mapping[str, Any],
     plan: MemoryPlan,
     known: Knowledge,
-    kl: float | None,
+    model: ExpertModel,
 ) -> Candidate:
     time = known.time(plan, config)
-    at_most = False
-    if kl is None:
-        kl, at_most = _kl(plan, known)
+    loses = foreseen(plan, known.uses, known.estimate, model.tiers[0].name)
     return Candidate(
         name=plan.policy.name if plan.policy else PLAIN,
         asked=asked,
@@ -258,44 +291,6 @@ def _measured(
         prompt_s=time.prompt_s(PROMPT_TOKENS),
         hit_rate=time.hit_rate,
         read_bytes=time.read_bytes,
-        kl=kl,
-        at_most=at_most,
+        kl=loses.kl,
+        at_most=loses.at_most,
     )
-
-
-def _of_tiers(known: Knowledge, tiers: np.ndarray) -> float:
-    """KL with each expert in a tier of the file [n_layers, n_expert]."""
-    if known.estimate is None:
-        raise ConfigError(known.why_not)
-    return known.estimate.of_uses(known.uses, tiers)
-
-
-def _kl(plan: MemoryPlan, known: Knowledge) -> tuple[float | None, bool]:
-    """KL from the file's best tier, and whether it is an upper estimate. Which experts are lowered
-    is decided by gates where the policy is asked while it decodes: those with the least, so that
-    the mean gate of their share says too much."""
-    policy, size = plan.policy, known.uses.shape
-    if policy is None or (len(plan.tiers) == 1 and not plan.skip):
-        if plan.tiers[0] == 0:
-            return 0.0, False
-        alone = np.full(size, plan.tiers[0], np.uint8)
-        return (None, False) if known.estimate is None else (_of_tiers(known, alone), False)
-    if known.estimate is None:
-        return None, False
-    if policy.all_resident:
-        tiers = np.full(size, plan.tiers[-1], np.uint8)
-        for layer, expert, tier in policy.start():
-            tiers[layer, expert] = plan.tiers[tier]
-        return _of_tiers(known, tiers), False
-    shares = [*policy.asked_shares()]
-    skipped = max(0.0, 1.0 - sum(shares))
-    of_tiers = [_of_tiers(known, np.full(size, tier, np.uint8)) for tier in plan.tiers]
-    total = sum(share * each for share, each in zip(shares, of_tiers, strict=False))
-    lowers = skipped > 0 or any(shares[1:])
-    return total + skipped * _of_tiers(known, np.full(size, SKIP, np.uint8)), lowers
-
-
-def settled(config: Config, model: ExpertModel, known: Knowledge) -> tuple[Config, str]:
-    """The config with the plan that a loss which is allowed chooses, and why."""
-    found = frontier(config, model, known)
-    return config.compared(**{ALLOWED_LOSS: None, **found.taken.asked}), found.why

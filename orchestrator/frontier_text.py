@@ -14,6 +14,8 @@ from orchestrator.timings import DISTURBED
 _HEAD = ("", "plan", "tiers", "experts", "ms/token", "tok/s", "first prompt", "prompt", "KL, nats")
 # Below it, a picture of KL is even and no longer logarithmic: lossless plans are at its foot.
 _LEAST_KL = 1e-4
+# Plans whose KL nobody knows stand so many times above the others.
+_ABOVE = 4.0
 
 
 def render(found: Frontier, best: str) -> str:
@@ -50,8 +52,9 @@ def _kl(each: Candidate) -> str:
 
 
 def draw(found: Frontier, title: str, path: Path) -> None:
-    """Writes the plans whose loss is known as points: milliseconds a token, and KL. Equal frontiers
-    give equal SVG bytes. Raises OSError where the file cannot be written."""
+    """Writes the plans as points: milliseconds a token, and KL; those whose KL nobody knows are
+    hollow, on a line above the others. Equal frontiers give equal SVG bytes. Raises OSError where
+    the file cannot be written."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -64,17 +67,35 @@ def draw(found: Frontier, title: str, path: Path) -> None:
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(9.0, 5.2), layout="constrained")
         axes = figure.subplots()
-        shown = [each for each in found.candidates if each.kl is not None]
+        shown = found.candidates
+        unknown = _ABOVE * max([_LEAST_KL, *(each.kl or 0.0 for each in shown)])
+
+        def at(each: Candidate) -> tuple[float, float]:
+            return 1e3 * each.token_s, unknown if each.kl is None else each.kl
+
         for number, name in enumerate(dict.fromkeys(each.name for each in shown)):
             mine = [each for each in shown if each.name == name]
+            colour = COLOURS[number % len(COLOURS)]
             axes.scatter(
-                [1e3 * each.token_s for each in mine],
-                [each.kl or 0.0 for each in mine],
+                *zip(*map(at, mine), strict=True),
                 s=44,
                 marker="os^DvP"[number % 6],
-                color=COLOURS[number % len(COLOURS)],
-                label=name,
+                edgecolors=colour,
+                facecolors=["none" if each.kl is None else colour for each in mine],
                 zorder=3,
+            )
+            one = {"marker": "os^DvP"[number % 6], "color": colour, "linestyle": "none"}
+            axes.plot([], [], label=name, **one)  # full in the legend, whatever the points are
+        if any(each.kl is None for each in shown):
+            axes.axhline(unknown, color="#999999", linewidth=1, linestyle=":")
+            axes.annotate(
+                "KL not known",
+                (0.5, unknown),
+                xycoords=("axes fraction", "data"),
+                xytext=(0, 4),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
             )
         edge = [each for each in shown if each.best]
         for each in edge:  # of the others the table says which they are: labels would overlap
@@ -94,9 +115,8 @@ def draw(found: Frontier, title: str, path: Path) -> None:
             color="#999999",
             linewidth=1,
         )
-        if found.taken.kl is not None:
-            taken = (1e3 * found.taken.token_s, found.taken.kl)
-            axes.scatter(*taken, s=190, facecolors="none", edgecolors="black", zorder=4)
+        ring = {"facecolors": "none", "edgecolors": "black", "zorder": 4}
+        axes.scatter(*at(found.taken), s=190, label="taken", **ring)
         axes.set_yscale("symlog", linthresh=_LEAST_KL)
         axes.set_ylim(bottom=-_LEAST_KL / 4)
         axes.yaxis.set_major_formatter(lambda kl, _: f"{kl:g}")  # its own are formulas

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
-from orchestrator import hardware
-from orchestrator.accelerator import (
-    check_misses,
-    find_gpu,
-    one_of_several,
-    planned_device,
-    serve_misses,
-    with_product_times,
-)
+from orchestrator.accelerator import serve_misses, with_product_times
 from orchestrator.config import Config
 from orchestrator.damage import Checksums, DataCheck, managed_places, with_checksums
-from orchestrator.disk import read_bandwidth
 from orchestrator.driver import Driver, PlainDriver
-from orchestrator.errors import ConfigError
 from orchestrator.estimate import LossMeter
 from orchestrator.events import Phase
 from orchestrator.footprint import output_tokens
-from orchestrator.frontier import Knowledge, Loses, settled
 from orchestrator.layouts import wants_own_layout, with_layouts
-from orchestrator.llama import Bindings, Context, Model
-from orchestrator.losses import LossKeeper
+from orchestrator.llama import Context, Model
 from orchestrator.native import (
     FreeCores,
     Misses,
@@ -39,15 +26,11 @@ from orchestrator.native import (
     find_device,
     measure_product,
 )
-from orchestrator.plan import MemoryPlan, plan_memory
-from orchestrator.policy import ALLOWED_LOSS, Policy
+from orchestrator.plan import MemoryPlan
+from orchestrator.planner import Planner
 from orchestrator.policy.base import Transition
-from orchestrator.predict import Prediction
-from orchestrator.predictor import Predictor, reading_of
-from orchestrator.probe import Probe
-from orchestrator.profile import HotnessKeeper, TunedKeeper, UsageKeeper
+from orchestrator.profile import TunedKeeper, UsageKeeper
 from orchestrator.sequences import Sequences
-from orchestrator.spending import spending
 from orchestrator.steps import Steps
 from orchestrator.store_layout import importance_window, store_spec
 from orchestrator.template import ChatTemplate
@@ -103,37 +86,26 @@ class Loaded:
 
 
 class Loader:
-    """What models are loaded on: the machine, its GPU, and what earlier runs learned."""
+    """What models are loaded on: the machine, its GPU, and what earlier runs learned. planner:
+    says what would run there."""
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
         """Raises ConfigError for a device that is not here, NativeError without the library."""
-        self.bindings = Bindings.load()
-        self.gpu = find_gpu(self.bindings, config.device, config.vram)
-        check_misses(self.gpu, config)
-        self.hotness = HotnessKeeper(config, model)
+        self.planner = Planner(config, model)
+        self.bindings, self.gpu = self.planner.bindings, self.planner.gpu
+        self.hotness, self.losses = self.planner.hotness, self.planner.losses
         self.tuned = TunedKeeper(config, model)
         self.usage = UsageKeeper(config, model)
-        self.losses = LossKeeper(config, model)
         self._config = config
         self._model = model
         # What llama.cpp reads was found to be what was written, for plans that are managed or not.
         self._sound: set[bool] = set()
         self._product_times: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
-        self._chosen: str | None = None
-        self._machine = hardware.probe(planned_device(self.bindings, self.gpu, model, config.kv))
 
     @property
     def note(self) -> str | None:
         """What was left aside, or will be slow."""
-        notes = (
-            self._chosen,
-            self.hotness.note,
-            self.losses.note,
-            one_of_several(self.bindings, self.gpu),
-            hardware.too_many_threads(self._config.threads),
-            hardware.more_than_there(self._config.ram, self._machine),
-        )
-        return " ".join(filter(None, notes)) or None
+        return self.planner.note
 
     @property
     def on_gpu(self) -> bool:
@@ -155,58 +127,6 @@ class Loader:
     @cached_property
     def _checksums(self) -> Checksums:
         return Checksums(self._model)
-
-    def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
-        """How the model is laid out with these settings; see plan_memory."""
-        if self.gpu:
-            return plan_memory(config, self._model, self._machine, more_scratch, teach=self._teach)
-        with Probe(self.bindings, config) as probe:
-            return plan_memory(
-                config, self._model, self._machine, more_scratch, probe.scratch, self._teach
-            )
-
-    @contextmanager
-    def known(self, config: Config) -> Iterator[Knowledge]:
-        """What the frontier of plans goes by. Raises ConfigError beside a GPU, OSError for a disk
-        that cannot be measured."""
-        if self.gpu:
-            raise ConfigError(
-                "plans are predicted for the CPU alone: give --device cpu, or name a --policy"
-            )
-        reading = reading_of(read_bandwidth(self._model, threads=config.io_threads), config)
-        names = [tier.name for tier in self._model.tiers]
-        with (
-            Probe(self.bindings, config) as probe,
-            Predictor(self.bindings, config, self._model, reading) as predictor,
-        ):
-
-            def plan(asked: Config) -> MemoryPlan:
-                return plan_memory(asked, self._model, self._machine, 0, probe.scratch, self._teach)
-
-            def time(plan: MemoryPlan, asked: Config) -> Prediction:
-                return self._spending(predictor.of_plan(plan, asked), plan)
-
-            estimate, why = self._estimate(names)
-            yield Knowledge(plan, time, predictor.uses, estimate, why, lambda: predictor.disturbed)
-
-    def _spending(self, found: Prediction, plan: MemoryPlan) -> Prediction:
-        """With what a policy that foresees its loss skips."""
-        policy = plan.policy
-        if policy is None or not policy.foresees:
-            return found
-        estimate = self.losses.needed(plan.tier_names)
-        nats = estimate.nats[..., -1] * estimate.gates
-        allowed, sizes = getattr(policy.settings, ALLOWED_LOSS), found.costs.expert_bytes[:, 0]
-        return replace(found, residency=spending(found.residency, nats, sizes, allowed))
-
-    def settled(self, config: Config) -> Config:
-        """The config with the plan that a loss which is allowed chooses, where no policy is
-        named. Raises what frontier does."""
-        if config.policy is not None or config.given(ALLOWED_LOSS) is None:
-            return config
-        with self.known(config) as known:
-            config, self._chosen = settled(config, self._model, known)
-        return config
 
     def device_bytes(self, context: Context) -> int:
         """What llama.cpp takes of a device's memory, without expert slots and what kernels
@@ -236,7 +156,7 @@ class Loader:
                 break
             loaded.close()
             more += beyond + SPARE_BYTES
-            plan = self.plan(same_parts, more)
+            plan = self.planner.plan(same_parts, more)
         return loaded
 
     @cached_property
@@ -257,6 +177,7 @@ class Loader:
         return free_before - self._free_bytes() - loaded.plan.total_bytes
 
     def _load(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Loaded:
+        self.planner.loses(plan)  # as it starts
         first = self._first(plan)
         # of the time that loading takes; experts are read before the first token, or never
         share = 0.5 if first else 1.0
@@ -325,31 +246,11 @@ class Loader:
         policy = plan.policy
         if policy is None:
             return ()
-        self._teach(policy, plan.tier_names)
+        self.planner.teach(policy, plan.tier_names)
         tuned = self.tuned.recall(policy.name) if policy.tunes else None
         if tuned is not None:
             policy.recall(tuned)
         return policy.start()
-
-    def _teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
-        """What earlier runs learned of the model in these tiers, as far as the policy wants it."""
-        losses = None
-        if policy.weighs_losses:
-            losses = self.losses.recall(tier_names, policy.per_use)
-        if losses is not None:
-            policy.set_losses(losses)
-        if policy.foresees:
-            policy.set_estimate(self.losses.needed(tier_names))
-        known = self.hotness.recall() if policy.learns else None
-        if known is not None:
-            policy.set_hotness(known)
-
-    def _estimate(self, names: Sequence[str]) -> tuple[Loses | None, str]:
-        """What the file's tiers cost, and what to say where nobody knows."""
-        try:
-            return self.losses.needed(names), ""
-        except ConfigError as error:
-            return None, str(error)
 
     def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
         repack, mapped = config.use_extra_bufts, config.use_mmap

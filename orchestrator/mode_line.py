@@ -24,7 +24,8 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     pinned = stats.host_pinned or not loader.on_gpu
     pageable = "" if pinned else ", host memory not pinned"
     text = f"managed: {driver.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
-    return text + layout_text(driver.store.spec) + _served(driver, loader) + context
+    loses = loader.planner.loses(plan).text
+    return text + layout_text(driver.store.spec) + loses + _served(driver, loader) + context
 
 
 def _served(driver: Driver, loader: Loader) -> str:

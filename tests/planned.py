@@ -25,7 +25,7 @@ from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.footprint import model_shape
 from orchestrator.frontier import AS_FAST, Candidate, Frontier, frontier
-from orchestrator.load import Loader
+from orchestrator.planner import Planner
 
 TEXT = Path(__file__).resolve().parents[1] / "models" / "demo" / "conversations.txt"
 PROMPT, WARM_UP, STEPS, TURNS = 64, 32, 96, 3
@@ -57,7 +57,7 @@ def measured(settings: dict[str, Any], text: Path) -> float:
 def plans(base: dict[str, Any], allowed: float) -> tuple[Frontier, list[Candidate]]:
     """The frontier of one memory, and its plans within the loss."""
     config = Config.build(**base, max_loss=allowed)
-    with ExpertModel.open(config.model) as model, Loader(config, model).known(config) as known:
+    with ExpertModel.open(config.model) as model, Planner(config, model).known(config) as known:
         found = frontier(config, model, known)
     within = [each for each in found.candidates if each.kl is not None and each.kl <= allowed]
     return found, within

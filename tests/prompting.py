@@ -45,8 +45,8 @@ from orchestrator.engine import Engine, Sampling
 from orchestrator.errors import BudgetError
 from orchestrator.lab.bench.models import HIGH, build_uniform
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.load import Loader
 from orchestrator.micro_batch import read_per_prompt_token
+from orchestrator.planner import Planner
 from orchestrator.settings import parse_size
 
 SIZES = (512, 1024, 2048, 4096)
@@ -235,7 +235,7 @@ def report_plan(asked: argparse.Namespace, config: dict[str, Any], common: Any) 
         for size in [*map(int, asked.sizes.split(",")), None]:
             settings = Config.build(**config, **common, ctx=4096, ubatch=size)
             try:
-                plan = Loader(settings, model).plan(settings)
+                plan = Planner(settings, model).plan(settings)
             except BudgetError as error:
                 print(f"{size}: {error}")
                 continue

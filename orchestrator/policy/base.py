@@ -101,8 +101,7 @@ class Callback(Enum):
 
 class TierOffer:
     """What a policy may choose its high tier from: the tiers of a file, best first, and what their
-    slots take. low is the index of the low tier that a user named, or None; paired says that the
-    low tier comes with a second file."""
+    slots take. low is the index of the low tier that a user named, or None."""
 
     def __init__(
         self,
@@ -110,11 +109,10 @@ class TierOffer:
         shape_of: Callable[[tuple[int, ...]], ModelShape],
         budget_bytes: int,
         low: int | None = None,
-        paired: bool = False,
     ) -> None:
         """shape_of: from file tier indices to a ModelShape."""
         self.names, self.budget_bytes, self.low = tuple(names), budget_bytes, low
-        self.paired, self._shape_of = paired, shape_of
+        self._shape_of = shape_of
 
     def shape(self, *tiers: int) -> ModelShape:
         """The model reduced to some of its tiers."""
@@ -191,13 +189,8 @@ class Policy:
 
     @classmethod
     def high_tier(cls, offer: TierOffer) -> int:
-        """The file tier to take as the best one, where the user left that open: the best one
-        where all of it fits, else q4_k where the file has it above a low tier, else the best."""
-        if offer.fits_whole(0) or _USUAL_HIGH not in offer.names:
-            return 0
-        usual = offer.names.index(_USUAL_HIGH)
-        above = usual < (len(offer.names) - 1 if offer.low is None else offer.low)
-        return usual if above or (offer.low is None and not offer.paired) else 0
+        """The file tier to take as the best one, where the user left that open."""
+        return 0
 
     @classmethod
     def low_tier(cls, offer: TierOffer, high: int) -> int | None:
@@ -353,10 +346,6 @@ class Policy:
     def describe(self) -> str:
         """One phrase for the mode line."""
         return f"{self.name} {'/'.join(self.shape.tiers)}"
-
-
-# The precision that most models are published in.
-_USUAL_HIGH = "q4_k"
 
 
 @dataclass(frozen=True, slots=True)

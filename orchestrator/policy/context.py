@@ -19,7 +19,6 @@ from orchestrator.policy.base import (
     Policy,
     Rules,
     SlotPlan,
-    TierOffer,
     Transition,
 )
 from orchestrator.policy.dynaexq import DynaExqSettings
@@ -181,11 +180,6 @@ class Context(Policy):
         """Slot bytes of an expert, int64 [n_layers, n_tiers]."""
         slots = placed_shape(self.shape, self._on_host).slots
         return np.array([[sum(sizes.values()) for sizes in tiers] for tiers in slots], np.int64)
-
-    @classmethod
-    def high_tier(cls, offer: TierOffer) -> int:
-        """The best one of the file."""
-        return 0
 
     @property
     def n_ahead(self) -> int:

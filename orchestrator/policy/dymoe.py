@@ -51,7 +51,7 @@ class DyMoESettings(LookAhead):
         "Average share of critical experts, 0 to 1.",
         metavar="R",
         within=(0.0, 1.0),
-        shown=f"1 with one precision, else {_USUAL_RETENTION}",
+        shown=f"1, or {_USUAL_RETENTION} where a low precision is asked for",
         live=True,
     )
     schedule: str = setting(

@@ -65,8 +65,9 @@ LAYERS = (
         "orchestrator.timings",
     ),
     ("orchestrator.speeds", "orchestrator.spending"),
-    ("orchestrator.predictor",),
-    ("orchestrator.frontier",),
+    ("orchestrator.predictor", "orchestrator.foreseen"),
+    ("orchestrator.frontier", "orchestrator.kept_disk", "orchestrator.taken"),
+    ("orchestrator.planner",),
     (
         "orchestrator.sequences",
         "orchestrator.observe",

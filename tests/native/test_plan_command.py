@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from gguf_tools.experts import ExpertModel
-from orchestrator import load, losses
+from orchestrator import doctor, losses, planner
 from orchestrator.cli import cli
 from orchestrator.cli_options import open_engine
 from orchestrator.config import Config
@@ -23,6 +23,8 @@ from orchestrator.disk import Bandwidth
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.plan import MemoryPlan
+from orchestrator.planner import Planner
+from orchestrator.predict import Reading
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -53,9 +55,11 @@ class Takes:
 class Predicts:
     """In the place of orchestrator.predictor.Predictor, which measures; beside other programs."""
 
-    disturbed = True
+    disturbed, profiled = True, False
 
-    def __init__(self, bindings: Any, config: Config, model: ExpertModel, reading: Any) -> None:
+    def __init__(
+        self, bindings: Any, config: Config, model: ExpertModel, reading: Any, fresh: bool = False
+    ) -> None:
         assert reading.bytes_per_s == 1e9
         size = model.n_layers, model.n_expert
         self.uses = np.full(size, model.n_expert_used / model.n_expert)
@@ -72,10 +76,9 @@ class Predicts:
 
 @pytest.fixture
 def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(load, "Predictor", Predicts)
-    speed = Bandwidth(1e9, True, 4096)
-    monkeypatch.setattr(load, "spending", lambda *_: 5.0)
-    monkeypatch.setattr(load, "read_bandwidth", lambda *_, **__: speed)
+    monkeypatch.setattr(planner, "Predictor", Predicts)
+    monkeypatch.setattr(planner, "spending", lambda *_: 5.0)
+    monkeypatch.setattr(planner, "kept_reading", lambda *_: Reading(1e9))
     yield tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
 
 
@@ -97,10 +100,7 @@ def test_the_frontier_is_printed_and_drawn(model: Path, tmp_path: Path) -> None:
     names = {each["policy"] for each in found["candidates"]}
     assert names == {"lru", "dymoe", "dynaexq", "firm", "mixed"}
     more = json.loads(run(*asked[:2], "--expert-ram", "3MiB", "--device", "cpu", "--json").stdout)
-    assert {each["policy"] for each in more["candidates"]} == {"lru", "dymoe", "dynaexq"} | {
-        "mixed",
-        "context",
-    }
+    assert {each["policy"] for each in more["candidates"]} == names | {"context"}
     taken = found["candidates"][found["taken"]]
     with Engine.open(Config.build(model=model, expert_ram=2 << 20, device="cpu")) as engine:
         assert taken["policy"] == engine.policy.name
@@ -141,6 +141,56 @@ def fitted(model: Path) -> Iterator[Path]:
         losses.save(path, opened, table)
     yield model
     path.unlink()
+
+
+@pytest.mark.parametrize("table", [True, False])
+@pytest.mark.parametrize(
+    ("asked", "tiers", "said"),
+    [
+        ({}, ("q8_0",), ""),
+        ({"policy": "dymoe"}, ("q8_0",), ""),
+        ({"retention": 1.0}, ("q8_0",), ""),
+        ({"low_tier": "q2_k"}, ("q8_0", "q2_k"), "at most 0.01"),
+        ({"high_tier": "q4_k"}, ("q4_k",), "0.006"),
+        ({"policy": "dynaexq"}, ("q4_k", "q2_k"), "0.0"),
+    ],
+)
+def test_all_say_the_same_of_what_runs(
+    fitted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: dict[str, Any],
+    tiers: tuple[str, ...],
+    said: str,
+    table: bool,
+) -> None:
+    """The engine, the mode line, `doctor` and `plan`: what runs, and what that loses."""
+    if not table:
+        losses.default_path(fitted).rename(fitted.with_name("aside"))
+    monkeypatch.setattr(doctor, "Predictor", Predicts)
+    monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, **__: Bandwidth(1e9, True, 4096))
+    config = Config.build(model=fitted, expert_ram=2 << 20, device="cpu", **asked)
+    try:
+        with Engine.open(config) as engine:
+            assert engine.plan.tier_names == tiers
+            mode = engine.mode
+        health = doctor.examine(config)
+        with ExpertModel.open(fitted) as model:
+            runs = Planner(config, model).runs(config)
+            if config.policy is None:
+                found, _ = Planner(config, model).frontier(config)
+                assert (found.taken.tiers, found.taken.kl) == (tiers, runs.loses.kl)
+    finally:
+        if not table:
+            fitted.with_name("aside").rename(losses.default_path(fitted))
+    assert health.plan is not None and health.plan.tier_names == tiers
+    assert health.loses == runs.loses
+    for line in (mode, health.plan_line):
+        if not said:
+            assert runs.loses.kl == 0.0 and "nats" not in line and "no table" not in line
+        elif table:
+            assert f", foreseen to lose {said}" in line and "nats a token from q8_0" in line
+        else:
+            assert "what it loses from q8_0 no table knows" in line
 
 
 def test_an_engine_takes_the_plan_of_its_loss(fitted: Path) -> None:

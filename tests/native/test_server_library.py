@@ -84,7 +84,8 @@ def test_a_lossless_policy_gives_the_probabilities_of_the_engine(
 
 @pytest.mark.parametrize("policy", ["dymoe", "dynaexq", "context"])
 def test_every_policy_decides_for_the_server(native: ServerLibrary, policy: str) -> None:
-    backend = open_backend(native, config_of(policy, expert_ram=16 << 20), parallel=2)
+    less = {"low_tier": "q2_k"} if policy == "dymoe" else {}
+    backend = open_backend(native, config_of(policy, expert_ram=16 << 20, **less), parallel=2)
     try:
         costs = backend.costs()
         greedy(backend)
@@ -314,7 +315,8 @@ def test_who_finds_nothing_is_told_once(native: ServerLibrary) -> None:
 
 
 def test_a_request_that_runs_alone_may_change_the_policy(native: ServerLibrary) -> None:
-    backend = open_backend(native, config_of("dymoe", expert_ram=16 << 20))
+    config = config_of("dymoe", expert_ram=16 << 20, low_tier="q2_k")
+    backend = open_backend(native, config)
     try:
         settings = backend.engine.policy.settings
         usual = settings.retention  # type: ignore[attr-defined]

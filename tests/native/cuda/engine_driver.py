@@ -74,7 +74,7 @@ def chosen(event: RouteEvent) -> list[int]:
 
 def planned_slots(engine: Engine) -> int:
     """Bytes of slots before anything of the GPU's memory was measured."""
-    slots = engine._loader.plan(engine.config).slots
+    slots = engine._loader.planner.plan(engine.config).slots
     return slots.total_bytes if slots else 0
 
 

@@ -16,6 +16,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator import engine as engine_module
 from orchestrator import hardware
 from orchestrator import load as load_module
+from orchestrator import planner as planner_module
 from orchestrator.config import Config
 from orchestrator.driver import Driver
 from orchestrator.engine import Engine, Sampling
@@ -137,7 +138,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, FakeContext]]:
     for module, name, fake in (
-        (load_module, "Bindings", FakeBindings),
+        (planner_module, "Bindings", FakeBindings),
         (load_module, "Model", FakeModel),
         (load_module, "Context", FakeContext),
         (engine_module, "SamplerChain", FakeChain),
@@ -383,7 +384,8 @@ def test_the_loop() -> None:
 
 def test_store_spec_renumbers_tiers(path: Path) -> None:
     model = ExpertModel.open(path)
-    config = Config.build(model=path, policy="dymoe", expert_ram=2 * 10**6, ubatch=128)
+    asked = {"high_tier": "q4_k", "low_tier": "q2_k"}
+    config = Config.build(model=path, policy="dymoe", expert_ram=2 * 10**6, ubatch=128, **asked)
     plan = plan_memory(config, model, Machine(2**34))
     spec = store_spec(config, model, plan, Misses())
     assert (spec.n_tiers, spec.max_tokens, spec.n_ahead) == (2, 128, 1)

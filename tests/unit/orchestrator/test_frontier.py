@@ -22,13 +22,12 @@ from orchestrator.frontier import (
     Knowledge,
     choose,
     frontier,
-    settled,
 )
 from orchestrator.frontier_text import draw, render
 from orchestrator.hardware import Machine
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS
-from orchestrator.timings import DISTURBED
+from orchestrator.timings import AGREE, DISTURBED
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 # Nats of a use in each tier of the file, and skipped.
@@ -107,7 +106,8 @@ def test_all_policies_and_uniform_types_are_on_it(model: ExpertModel, found: Fro
     usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
     assert usual.policy is not None and found.taken.name == usual.policy.name
     assert found.taken.tiers == (*usual.tier_names, *(["skip"] if usual.skip else []))
-    assert "the default" in found.why
+    assert found.taken.tiers == ("q8_0",) and found.taken.kl == 0.0
+    assert found.why.endswith("lossless, as nothing less is asked for.")
     labels = by_label(found)
     assert {each.name for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
     for tier in ("q4_k", "q2_k"):
@@ -122,7 +122,7 @@ def test_all_policies_and_uniform_types_are_on_it(model: ExpertModel, found: Fro
     )
     mixed = labels["mixed"]
     assert labels["lru, high-tier q2_k"].kl > mixed.kl > 0 and not mixed.at_most
-    skips = labels["dymoe, low-tier skip"]
+    skips = labels["dymoe, high-tier q4_k, low-tier skip"]
     # One of a token's six experts.
     assert skips.at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
 
@@ -154,8 +154,8 @@ def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float
     fastest = min(each.token_s for each in within)
     assert found.taken.token_s <= AS_FAST * fastest
     assert f"within {allowed:g} nats of q8_0" in found.why
-    runs, why = settled(config, model, known(model))
-    assert runs.policy == found.taken.name and why == found.why
+    runs = found.settled(config)
+    assert runs.policy == found.taken.name and runs.given(ALLOWED_LOSS) != allowed
     plan = plan_memory(runs, model, Machine(1 << 36))
     name = plan.policy.name if plan.policy else "plain"
     assert (name, plan.tier_names) == (found.taken.name, found.taken.tiers[: len(plan.tier_names)])
@@ -188,6 +188,49 @@ def test_as_fast_is_decided_by_the_loss() -> None:
     unknown = made("d", 0.1, None)
     with pytest.raises(ConfigError, match=r"no plan in this memory keeps to 0.001 nats.* 0.01"):
         choose([unknown, fast], 0.001)
+
+
+def test_the_plan_of_before_stays_until_another_is_clearly_faster() -> None:
+    """What spends a loss is asked for with what is left of it, which changes with the routing."""
+    fast = made("a", 1.0, 0.01)
+    for name, token_s, kl, stays in (
+        ("b", 1.0 * AGREE, 0.02, True),
+        ("b", 1.01 * AGREE, 0.02, False),
+        ("b", 1.1, 0.2, False),  # it loses more than is allowed by now
+        ("c", 1.1, 0.02, False),  # it was another one
+    ):
+        other = made(name, token_s, kl)
+        other = replace(other, asked={"policy": name, "high_tier": "q4_k", ALLOWED_LOSS: 0.05})
+        before = {"policy": "b", "high_tier": "q4_k"}
+        taken = other if stays else fast
+        assert choose([fast, other], 0.1, before) is taken, (name, token_s, kl)
+    assert choose([fast], 0.1, {"policy": "gone"}) is fast
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken", "kl"),
+    [
+        ({}, ("q8_0",), 0.0),
+        ({"retention": 1.0}, ("q8_0",), 0.0),
+        ({"retention": 0.7}, ("q8_0", "q4_k"), None),
+        ({"low_tier": "q2_k"}, ("q8_0", "q2_k"), None),
+        ({"low_tier": "q2_k", "retention": 1.0}, ("q8_0", "q2_k"), 0.0),
+        ({"high_tier": "q4_k"}, ("q4_k",), None),
+    ],
+)
+def test_only_what_asks_for_less_gets_less(
+    model: ExpertModel, asked: dict[str, Any], taken: tuple[str, ...], kl: float | None
+) -> None:
+    """A file with several tiers asks for nothing; what is lossless is so without a table."""
+    config = ask(model, 0.6, **asked)
+    found = frontier(config, model, known(model, None))
+    assert (found.taken.tiers, found.taken.kl) == (taken, kl)
+    assert ("lossless" in found.why) == (asked in ({}, {"retention": 1.0}))
+    fitted = frontier(config, model, known(model)).taken
+    assert (fitted.kl == 0.0) == (kl == 0.0)
+    for each in found.candidates:
+        if each.asked.get("retention") == 1.0 and each.tiers[0] == "q8_0":
+            assert each.kl == 0.0
 
 
 def test_what_was_measured_beside_other_programs_is_told(model: ExpertModel) -> None:

@@ -56,7 +56,7 @@ def load(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Plan:
         return SimpleNamespace(plan=plan, warm_up=warm_up, close=close)
 
     monkeypatch.setattr(loader, "_load", _load)
-    monkeypatch.setattr(loader, "plan", lambda _config, more: Plan(more))
+    loader.planner = cast(Any, SimpleNamespace(plan=lambda _config, more: Plan(more)))
     monkeypatch.setattr(loader, "_free_bytes", lambda: FREE - gpu.taken - gpu.others)
     found: Loaded = loader.load(Config.build(model="m.gguf"), cast(Any, Plan()))
     return cast(Plan, found.plan)

@@ -68,21 +68,26 @@ def test_a_packed_file_runs_its_best_tier_where_it_fits(models: dict[str, Expert
     ("settings", "policy", "tiers"),
     [
         ({"policy": "lru"}, "lru", ("q8_0",)),
-        ({"policy": "lru", "expert_ram": 3 * 2**20}, "lru", ("q4_k",)),
+        ({"policy": "lru", "expert_ram": 3 * 2**20}, "lru", ("q8_0",)),
         ({"force_managed": True}, "lru", ("q8_0",)),
         ({"high_tier": "q4_k"}, "lru", ("q4_k",)),
         ({"policy": "lru", "high_tier": "q8_0"}, "lru", ("q8_0",)),
         ({"low_tier": "q2_k"}, "dymoe", ("q8_0", "q2_k")),
         ({"low_tier": "q2_k", "high_tier": "q4_k"}, "dymoe", ("q4_k", "q2_k")),
-        ({"low_tier": "q2_k", "expert_ram": 2**20}, "dymoe", ("q4_k", "q2_k")),
+        ({"low_tier": "q2_k", "expert_ram": 2**21}, "dymoe", ("q8_0", "q2_k")),
         ({"low_tier": "q4_k", "expert_ram": 2 * 2**20}, "dymoe", ("q8_0", "q4_k")),
         ({"low_tier": "skip"}, "dymoe", ("q8_0",)),
-        ({"low_tier": "skip", "expert_ram": 2**20}, "dymoe", ("q4_k",)),
-        ({"policy": "dymoe"}, "dymoe", ("q8_0", "q4_k")),
-        ({"policy": "dymoe", "expert_ram": 2**20}, "dymoe", ("q4_k", "q2_k")),
-        ({"policy": "dymoe", "high_tier": "Q8_0"}, "dymoe", ("q8_0", "q4_k")),
-        ({"expert_ram": 3 * 2**20}, "lru", ("q4_k",)),
-        ({"expert_ram": 2**20}, "dymoe", ("q4_k", "q2_k")),
+        ({"low_tier": "skip", "expert_ram": 2**21}, "dymoe", ("q8_0",)),
+        ({"policy": "dymoe"}, "dymoe", ("q8_0",)),
+        ({"policy": "dymoe", "expert_ram": 2**21}, "dymoe", ("q8_0",)),
+        ({"policy": "dymoe", "low_tier": "q2_k"}, "dymoe", ("q8_0", "q2_k")),
+        ({"policy": "dymoe", "high_tier": "Q4_K"}, "dymoe", ("q4_k",)),
+        ({"policy": "dymoe", "retention": 0.9}, "dymoe", ("q8_0", "q4_k")),
+        ({"policy": "dymoe", "retention": 1.0}, "dymoe", ("q8_0",)),
+        ({"policy": "floor", "max_loss": 0.0}, "floor", ("q8_0",)),
+        ({"policy": "firm"}, "firm", ("q8_0",)),
+        ({"retention": 0.9}, "dymoe", ("q8_0", "q4_k")),
+        ({"expert_ram": 2**21}, "dymoe", ("q8_0",)),
     ],
 )
 def test_choices(
@@ -98,6 +103,8 @@ def test_two_files_are_high_and_low(models: dict[str, ExpertModel]) -> None:
     plan = plan_for(models["pair"], low=models["low"].path)
     assert plan.policy is not None
     assert (plan.policy.name, plan.tier_names) == ("dymoe", ("q8_0", "q2_k"))
+    lossless = plan_for(models["pair"], low=models["low"].path, retention=1.0)
+    assert lossless.tier_names == ("q8_0",)
 
 
 def test_too_little_memory_is_managed(models: dict[str, ExpertModel]) -> None:

@@ -442,7 +442,8 @@ def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
             assert skipping.read_bytes < half.read_bytes
             assert skipping.asked and not half.asked
             plain = predicted(policy="plain", force_managed=False)
-            assert plain.hit_rate == 1.0 and plain.token_s() > 0
+            # The same kernels compute a token on both paths, and no timing sets them apart.
+            assert plain.hit_rate == 1.0 and plain.token_s() == whole.token_s()
             mixed = predicted(policy="dynaexq", low_tier="q2_k")
             assert mixed.hit_rate == 1.0
 

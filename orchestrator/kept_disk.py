@@ -1,0 +1,52 @@
+"""How fast this disk delivers a model's experts, measured at some moments and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from time import time
+
+from gguf_tools.experts import ExpertModel
+from orchestrator.config import Config
+from orchestrator.disk import Bandwidth, read_bandwidth
+from orchestrator.files import read_object, user_folder, write_whole
+from orchestrator.predict import Reading
+from orchestrator.predictor import reading_of
+from orchestrator.profile import identity
+from orchestrator.timings import Timings
+
+_FORMAT = "moe-edge disk 1"
+_LARGEST_BYTES = 1 << 20
+_MIB = 1 << 20
+# A timing of nothing is none.
+_LEAST_S = 1e-9
+
+
+def kept_reading(model: ExpertModel, config: Config) -> Reading:
+    """The disk, as it stands in the user cache for this file at this place: the best of several
+    moments, as Timings says, since other reads make a disk slower. Measures it for a second or two
+    where another moment is due. Raises OSError."""
+    place = f"{model.path.resolve()} {identity(model)} {config.io_threads}"
+    name = hashlib.sha256(place.encode()).hexdigest()[:24]
+    path = user_folder("cache") / "speed" / f"disk-{name}.json"
+    data = None
+    with suppress(OSError):
+        data = read_object(path, _LARGEST_BYTES)
+    known = data.get("timings") if data and data.get("format") == _FORMAT else {}
+    timings = Timings.read(known, time())
+    if any(timings.is_due(each) for each in ("read", "core", "latency")):
+        disk = read_bandwidth(model, threads=config.io_threads)
+        for each, seconds in (
+            ("read", _MIB / disk.bytes_per_s),
+            ("core", _MIB * disk.core_s_per_byte),
+            ("latency", disk.latency_s),
+        ):
+            timings.add(each, max(_LEAST_S, seconds), quiet=True)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"format": _FORMAT, "timings": timings.as_dict()})
+            write_whole(path, text)
+    read, core, latency = (timings.least(each) or _LEAST_S for each in ("read", "core", "latency"))
+    kept = Bandwidth(_MIB / read, True, 0, core / _MIB, latency)
+    return reading_of(kept, config)

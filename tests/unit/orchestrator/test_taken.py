@@ -1,0 +1,85 @@
+"""What is kept between runs so that the same command takes the same plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from orchestrator import kept_disk, timings
+from orchestrator.config import Config
+from orchestrator.disk import Bandwidth
+from orchestrator.kept_disk import kept_reading
+from orchestrator.taken import TakenPlans
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
+    path = tmp_path_factory.mktemp("taken") / "two.gguf"
+    return ExpertModel.open(synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k")))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "moe-edge"
+
+
+def ask(model: ExpertModel, **settings: Any) -> Config:
+    return Config.build(model=model.path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("asked", "same"),
+    [
+        ({"max_loss": 0.01}, True),
+        ({"max_loss": 0.01, "temp": 0.1, "max_tokens": 9}, True),
+        ({"max_loss": 0.01, "remember": True, "conversations": True, "sequences": 4}, True),
+        ({"max_loss": 0.02}, False),
+        ({"max_loss": 0.01, "ram": 1 << 30}, False),
+        ({"max_loss": 0.01, "threads": 1}, False),
+    ],
+)
+def test_a_command_is_known_by_what_it_asks_of_the_model(
+    model: ExpertModel, asked: dict[str, Any], same: bool
+) -> None:
+    settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
+    TakenPlans(ask(model, max_loss=0.01), model).keep(settings)
+    found = TakenPlans(ask(model, **asked), model).recall()
+    kept = {"policy": "floor", "high_tier": "q4_k", "low_tier": None}
+    assert found == (kept if same else None)
+
+
+def test_what_is_damaged_counts_as_nothing(model: ExpertModel, cache: Path) -> None:
+    taken = TakenPlans(ask(model), model)
+    taken.keep({"policy": "lru"})
+    (path,) = (cache / "plans").iterdir()
+    for text in ("", "[]", '{"format": "moe-edge plans 1", "taken": 3}', "{"):
+        path.write_text(text)
+        assert taken.recall() is None
+        taken.keep({"policy": "lru"})
+        assert taken.recall() == {"policy": "lru"}
+
+
+def test_a_disk_keeps_its_speed(model: ExpertModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is measured once a moment, until two agree; the best of them stands."""
+    now, speeds = [1e9], [1e9, 4e8, 9.5e8, 1.0]
+    measured: list[float] = []
+
+    def read_bandwidth(*_: object, **__: object) -> Bandwidth:
+        measured.append(speeds[len(measured)])
+        return Bandwidth(measured[-1], True, 4096, 0.0, 0.0)
+
+    monkeypatch.setattr(kept_disk, "read_bandwidth", read_bandwidth)
+    monkeypatch.setattr(kept_disk, "time", lambda: now[0])
+    config = ask(model)
+    for times, wait in ((1, 0.0), (1, 1.0), (2, timings.APART_S), (3, timings.APART_S)):
+        now[0] += wait
+        assert kept_reading(model, config).bytes_per_s == pytest.approx(1e9)
+        assert len(measured) == times
+    now[0] += 10 * timings.APART_S
+    assert kept_reading(model, config).bytes_per_s == pytest.approx(1e9)
+    assert len(measured) == 3
