@@ -1,6 +1,6 @@
 """A recorded run: what the routers chose, step by step, in one .npz file.
 
-Format, version 7. Numpy arrays by name; S steps, E route events in the order in which they
+Format, version 8. Numpy arrays by name; S steps, E route events in the order in which they
 came, N = sum of their tokens, A = sum of tokens times look-ahead layers, I = sum of the tokens
 that have an importance, P versions published, M marks of sequences, R sequences that went on from
 kept tokens, k experts a token:
@@ -43,6 +43,7 @@ kept tokens, k experts a token:
                                   none
     weights        float32 [N, k] their routing weights
     tokens         int32 [N]      position of each token in its batch
+    phases         uint8 [N]      orchestrator.events.Phase of each token
     sequences      int32 [N]      the sequence of each token
     ahead_ids      uint16 [A, k]  predicted experts; an event's are [event_ahead, T, k]
     ahead_scores   float32 [A, k]
@@ -67,7 +68,7 @@ from orchestrator.native import MAX_TIERS
 from orchestrator.policy import Rules
 
 FORMAT = "moe-edge-trace"
-VERSION = 7
+VERSION = 8
 
 # Columns of the counters: what was moved; routed experts by decided tier, the skipped ones last;
 # matrices by the tier that was computed.
@@ -107,6 +108,7 @@ ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "held": (np.uint8, 2),
     "weights": (np.float32, 2),
     "tokens": (np.int32, 1),
+    "phases": (np.uint8, 1),
     "sequences": (np.int32, 1),
     "ahead_ids": (np.uint16, 2),
     "ahead_scores": (np.float32, 2),
@@ -160,14 +162,15 @@ class PlacedSlices(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One route event. ids, weights, held [T, k]; tokens, sequences [T]; ahead_ids, ahead,
-    ahead_held [A, T, k]; importance [T] or None; n_computed: different experts that were not
+    """One route event. ids, weights, held [T, k]; tokens, phases, sequences [T]; ahead_ids,
+    ahead, ahead_held [A, T, k]; importance [T] or None; n_computed: different experts that were not
     skipped; compute_ns until the next event, without waits for reads."""
 
     layer: int
     ids: np.ndarray
     weights: np.ndarray
     tokens: np.ndarray
+    phases: np.ndarray
     sequences: np.ndarray
     ahead_ids: np.ndarray
     ahead: np.ndarray
@@ -301,6 +304,7 @@ class Trace:
                         a["ids"][row:to],
                         a["weights"][row:to],
                         a["tokens"][row:to],
+                        a["phases"][row:to],
                         a["sequences"][row:to],
                         a["ahead_ids"][ahead_row:ahead_to].reshape(p, n, k),
                         a["ahead_scores"][ahead_row:ahead_to].reshape(p, n, k),
