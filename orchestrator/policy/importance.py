@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchestrator.events import Phase, RouteEvent
+from orchestrator.events import RouteEvent
 
 
 def gate_order(weights: Sequence[float]) -> Sequence[int]:
@@ -71,15 +71,13 @@ class Ranking(NamedTuple):
 
 
 def by_sequence(event: RouteEvent) -> tuple[list[np.ndarray], np.ndarray]:
-    """(of each prompt with several tokens in the event, their rows; the rows of all other tokens,
-    which go by their gates: those of answers, and prompts' only ones), in the event's order."""
-    prompt, sequences = event.phases_array == int(Phase.PREFILL), event.sequences_array
-    prompts: list[np.ndarray] = []
-    gated = [np.flatnonzero(~prompt)]
-    for sequence in sorted(set(sequences[prompt].tolist())):
-        rows = np.flatnonzero(prompt & (sequences == sequence))
-        (prompts if len(rows) > 1 else gated).append(rows)
-    return prompts, np.sort(np.concatenate(gated))
+    """(of each sequence with several tokens in the event, which are a prompt's, their rows; the
+    rows of all other tokens, which go by their gates: those of answers, and prompts' only ones), in
+    the event's order."""
+    sequences = event.sequences_array
+    of = [np.flatnonzero(sequences == each) for each in sorted(set(sequences.tolist()))]
+    single = [int(rows[0]) for rows in of if len(rows) == 1]
+    return [rows for rows in of if len(rows) > 1], np.array(sorted(single), np.intp)
 
 
 def last_of_sequences(event: RouteEvent) -> np.ndarray:
