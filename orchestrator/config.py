@@ -159,7 +159,7 @@ class Config(Settings):
     system: str | None = setting(None, "System prompt.", metavar="TEXT", answer=True)
     importance: str = setting(
         "window",
-        "Where a prompt's token scores come from: the attention of the last queries (window), of "
+        "Where a prompt's token scores come from: the attention of its last queries (window), of "
         "all of them (exact, without flash attention), or every token alike (load).",
         choices=("window", "exact", "load"),
         option=False,

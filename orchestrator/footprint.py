@@ -122,12 +122,13 @@ def _graph_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
 
 def _importance_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     """What token importance takes beside that, where the policy may want it: the attention weights
-    of the queries that it is taken from; and the queries and keys of a batch and its residual
-    stream, which live longer for it."""
+    of the queries that it is taken from, of as many prompts as a step may have; and the queries and
+    keys of a batch and its residual stream, which live longer for it."""
     if config.importance == "load" or not _may_want_importance(config.policy):
         return 0
     hparams, tokens = model.hparams, step_tokens(config, n_ctx)
-    queries = min(config.importance_window, tokens) if config.importance == "window" else 2 * tokens
+    window = config.importance_window * (1 + config.sequences)
+    queries = min(window, tokens) if config.importance == "window" else 2 * tokens
     weights = queries * n_ctx * max(hparams.n_head)
     heads = max(hparams.n_head) + max(hparams.n_head_kv)
     return 4 * (weights + tokens * (heads * hparams.key_length + hparams.embedding_length))

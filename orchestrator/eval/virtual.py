@@ -119,6 +119,7 @@ class VirtualStore:
             event.ahead_array,
             event.importance_array,
             event.sequences_array,
+            event.phases_array,
         )
         decision = engine.store.decision
         decision.tier_array[:] = self._tiers

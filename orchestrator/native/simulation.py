@@ -34,7 +34,7 @@ class Simulation:
         arrays = event_arrays(event, store.spec)
         self._ids, self._weights, self._tokens = arrays[:3]
         self._ahead_ids, self._ahead, self._importance = arrays[3:6]
-        self._sequences = arrays[7]
+        self._phases, self._sequences = arrays[6:]
 
     def set_speed(self, bytes_per_s: int, latency_us: int) -> None:
         """What reads take from now on; bytes_per_s 0: their bytes take no time."""
@@ -58,12 +58,13 @@ class Simulation:
         ahead: np.ndarray,
         importance: np.ndarray | None = None,
         sequences: np.ndarray | int = 0,
+        phases: np.ndarray | None = None,
     ) -> None:
         """One route event: the store calls back as it does in a graph, and acts.
 
         ids, weights [T, k]; tokens [T]; ahead_ids, ahead [A, T, k] with A <= n_ahead;
-        importance [T] or None; sequences [T], or one for all tokens. Raises what the callback
-        raised, or NativeError.
+        importance [T] or None; sequences [T], or one for all tokens; phases [T], None for that of
+        the step. Raises what the callback raised, or NativeError.
         """
         n, n_ahead = len(ids), len(ahead_ids)
         if n > self._store.spec.max_tokens or n_ahead > self._store.spec.n_ahead:
@@ -75,6 +76,8 @@ class Simulation:
         self._weights[:n] = weights
         self._tokens[:n] = tokens
         self._sequences[:n] = sequences
+        if phases is not None:
+            self._phases[:n] = phases
         if n_ahead:
             self._ahead_ids[:n_ahead, :n] = ahead_ids
             self._ahead[:n_ahead, :n] = ahead

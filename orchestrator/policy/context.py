@@ -283,11 +283,12 @@ class Context(Policy):
         if self.use.begin(event.step):
             self._predicted = False
         of = event.sequences_array
+        of_prompt = event.phases_array[:, None] == int(Phase.PREFILL)
         if not (layer == last and self._predicted):
-            self.use.count(layer, event.ids_array, event.weights_array, of)
+            self.use.count(layer, event.ids_array, event.weights_array * of_prompt, of)
         if layer == last - 1 and event.n_ahead:
             self._predicted = True
-            self.use.count(last, event.ahead_ids_array[0], event.ahead_array[0], of)
+            self.use.count(last, event.ahead_ids_array[0], event.ahead_array[0] * of_prompt, of)
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Counts the step, and returns the moves that have slots now. Experts are placed after the

@@ -92,8 +92,9 @@ class DyMoE(Policy):
     """Per layer and step, the t_l most important experts in tier 0, the others in tier 1 or
     skipped; slot quotas per layer; the next layer's experts prefetched.
 
-    Importance is the gate score of a decode step's token (eq. 3), and the load of heavy-hitter
-    tokens in prefill (eq. 2). The experts that a prompt uses most may fill three quarters of a
+    Importance is the gate score of an answer's token (eq. 3), and the load of heavy-hitter tokens
+    of a prompt (eq. 2); in a step of several sequences each has its own, and an expert is high
+    where one of them needs it so. The experts that a prompt uses most may fill three quarters of a
     layer's high slots; the others pass through half of them at most.
     """
 
@@ -131,6 +132,7 @@ class DyMoE(Policy):
             self._low,
             self.settings.heavy_hitters,
             self.settings.prompts_pass,
+            self._high,
         )
         self.settings_changed()
 
@@ -171,7 +173,7 @@ class DyMoE(Policy):
         return not self._one_precision
 
     def prefill_critical(self, layer: int, n_used: int) -> int:
-        """t_l = ceil(r(l) * M) of a prompt's step, M being the experts that any of its tokens
+        """t_l = ceil(r(l) * M) of a prompt in a step, M being the experts that any of its tokens
         uses in the layer: a short prompt uses few of them, and r is a share of those. lambda is
         solved for each M, so that the mean is r in spite of the ceiling."""
         counts = self._prefill_counts.get(n_used)
@@ -245,8 +247,8 @@ class DyMoE(Policy):
                 if low == SKIP:
                     used = [used[place] for place in order[:t]]
             else:
-                critical = gate_critical(event.ids_array, event.weights_array, t, len(out.tier))
-                out.tier_array[:] = np.where(critical, 0, low)
+                high = self._high(event.layer, event.ids_array, event.weights_array, view)
+                out.tier_array[:] = np.where(high, 0, low)
         if event.n_tokens == 1:
             self._prediction.observe(event.layer, used)
         if event.n_ahead and self._prefetches():
@@ -254,18 +256,30 @@ class DyMoE(Policy):
             asked = prefetch.direct(event, out, self.critical, ahead)
             self._prediction.expect(event.layer + 1, asked)
 
-    def _lower_missing(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> list[int]:
-        """Of each token's experts that are not in memory high, at most k - t_l with the lowest
-        gates are lowered, but never one of its first quarter, which is the first one at least, nor
-        what another token needs high. Returns what is not skipped."""
-        most, kept_high = event.k - self.critical[event.layer], max(1, event.k // 4)
-        here = view.resident_array[event.layer] == 0
-        high = here.copy()
-        order = np.argsort(-event.weights_array, axis=1, kind="stable")
-        for ids in np.take_along_axis(event.ids_array, order, axis=1):
-            missing = ids[kept_high:][~here[ids[kept_high:]]]
-            high[ids[:kept_high]] = True
+    def _high(
+        self, layer: int, ids: np.ndarray, weights: np.ndarray, view: StoreView
+    ) -> np.ndarray:
+        """What tokens need high of their experts ids [T, k] with these weights, bool [n_expert]:
+        the t_l with the highest gates of each. Or, by what is in memory: of each token's experts
+        that are not there high, at most k - t_l with the lowest gates are lowered, but never one of
+        its first quarter, which is the first one at least, nor what another token needs high."""
+        t = self.critical[layer]
+        if not self.by_residency:
+            return gate_critical(ids, weights, t, self.shape.n_expert)
+        k = ids.shape[1]
+        most, kept_high = k - t, max(1, k // 4)
+        here = view.resident_array[layer] == 0
+        high: np.ndarray = here.copy()
+        order = np.argsort(-weights, axis=1, kind="stable")
+        for row in np.take_along_axis(ids, order, axis=1):
+            missing = row[kept_high:][~here[row[kept_high:]]]
+            high[row[:kept_high]] = True
             high[missing[: max(0, len(missing) - most)]] = True
+        return high
+
+    def _lower_missing(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> list[int]:
+        """Returns what is not skipped."""
+        high = self._high(event.layer, event.ids_array, event.weights_array, view)
         used = distinct(event.ids_array)
         out.tier_array[used[~high[used]]] = self._low
         kept: list[int] = (used[high[used]] if self._low == SKIP else used).tolist()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+from orchestrator.events import RouteEvent
 
 
 def gate_order(weights: Sequence[float]) -> Sequence[int]:
@@ -56,3 +59,42 @@ def token_order(
     if first is not None:
         score = 2 * score + first
     return np.argsort(-score, kind="stable"), int(np.count_nonzero(load))
+
+
+class Ranking(NamedTuple):
+    """Experts of a layer, the most important first: of order, the first n_high are critical, the
+    first n_used are used at all."""
+
+    order: np.ndarray
+    n_high: int
+    n_used: int
+
+
+def by_sequence(event: RouteEvent) -> tuple[list[np.ndarray], np.ndarray]:
+    """(of each sequence with several tokens in the event, which are a prompt's, their rows; the
+    rows of all other tokens, which go by their gates: those of answers, and prompts' only ones), in
+    the event's order."""
+    sequences = event.sequences_array
+    of = [np.flatnonzero(sequences == each) for each in sorted(set(sequences.tolist()))]
+    single = [int(rows[0]) for rows in of if len(rows) == 1]
+    return [rows for rows in of if len(rows) > 1], np.array(sorted(single), np.intp)
+
+
+def last_of_sequences(event: RouteEvent) -> np.ndarray:
+    """The rows of each sequence's last token, in the event's order."""
+    last = {sequence: row for row, sequence in enumerate(event.sequences_array.tolist())}
+    return np.array(sorted(last.values()), np.intp)
+
+
+def together(rankings: Sequence[Ranking], n_expert: int) -> Ranking:
+    """What several sequences need of a layer, each of them by itself: critical is what is so for
+    one of them, and comes first; then the best rank that an expert has in any of them decides, then
+    the index."""
+    if len(rankings) == 1:
+        return rankings[0]
+    best, high = np.full(n_expert, n_expert), np.zeros(n_expert, bool)
+    for order, n_high, n_used in rankings:
+        np.minimum.at(best, order[:n_used], np.arange(n_used))
+        high[order[:n_high]] = True
+    order = np.lexsort((best, ~high))
+    return Ranking(order, int(np.count_nonzero(high)), int(np.count_nonzero(best < n_expert)))

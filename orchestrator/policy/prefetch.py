@@ -6,7 +6,7 @@ eq. 6, is computed in the model's graph and arrives with the route event, best f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from orchestrator.errors import ConfigError
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
-from orchestrator.policy.importance import token_order
+from orchestrator.policy.importance import Ranking
 from orchestrator.settings import Settings, setting
 
 PREFETCHES = ("auto", "on", "off")
@@ -101,36 +101,30 @@ def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
     return order.tolist(), int(np.count_nonzero(best < t))
 
 
-def by_frequency(
+def by_importance(
     layer: int,
-    ids: np.ndarray,
+    predicted: Ranking,
     view: StoreView,
     out: DecisionBuffer,
     *,
-    heavy: np.ndarray | None,
-    critical: Callable[[int], int],
     low: int | None,
     room: tuple[int, int],
-    stays: int,
+    passing: np.ndarray,
 ) -> None:
-    """Prefill, eq. 7: asks for the experts of a layer that tokens are predicted to select, ids
-    int32 [T, k], in the order of c_e = sum over tokens of [e in top-k]; those of heavy hitters
-    (token indices, None: all alike) come before the others, so that the predicted importance
-    decides the precision.
+    """Prefill, eq. 7: asks for the experts of a layer that tokens are predicted to select, in
+    their predicted importance, which decides the precision.
 
-    Of the M experts that any token is predicted to select, the first t_l = critical(M) are asked
-    for in tier 0, the others in tier `low`, or not at all when it is None. The first `stays`
-    stay in memory, the others pass through it. room: slots for both tiers; no more experts than
-    those are read. What is in memory already is listed as well, so that nothing is read in its
-    place.
+    The critical ones are asked for in tier 0, the others in tier `low`, or not at all when it is
+    None. passing, bool [n_expert]: those that pass through memory; the others stay. room: slots for
+    both tiers; no more experts than those are read. What is in memory already is listed as well, so
+    that nothing is read in its place.
     """
     resident = view.resident_array[layer]
-    order, n_used = token_order(ids, heavy, len(resident), resident == 0)
-    n_high = critical(n_used)
+    order, n_high, n_used = predicted
     n_wanted = n_high if low is None else n_used
     for tier, begin, end, most in ((0, 0, n_high, room[0]), (low or 0, n_high, n_wanted, room[1])):
         ranks = np.arange(begin, end)
         absent = resident[order[begin:end]] > tier
         listed = ranks[~absent | (absent.cumsum() <= most)]
-        for rank in listed.tolist():
-            out.prefetch(layer, int(order[rank]), tier, passing=int(rank >= stays))
+        for expert in order[listed].tolist():
+            out.prefetch(layer, expert, tier, passing=int(passing[expert]))

@@ -238,6 +238,7 @@ def _check(trace: Trace) -> None:
         "missing": (n_rows, k),
         "weights": (n_rows, k),
         "tokens": (n_rows,),
+        "phases": (n_rows,),
         "sequences": (n_rows,),
         "ahead_ids": (n_ahead, k),
         "ahead_scores": (n_ahead, k),
@@ -298,6 +299,10 @@ def _check_routing(trace: Trace) -> None:
         raise _Wrong("an event looks ahead beyond the last layer")
     if (a["event_tokens"] < 0).any() or (a["event_tokens"] > a["step_tokens"][step]).any():
         raise _Wrong("an event has more tokens than its step")
+    if (a["phases"] > max(Phase)).any() or (
+        a["phases"] < np.repeat(a["step_phase"][step], a["event_tokens"])
+    ).any():
+        raise _Wrong("phases: a token has none, or is a prompt's in a step without one")
     if ((a["event_computed"] < 0) | (a["event_computed"] > trace.n_expert)).any():
         raise _Wrong("event_computed is out of range")
     for name in ("ids", "ahead_ids"):

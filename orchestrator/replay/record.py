@@ -80,6 +80,7 @@ class Recorder:
         self._ids: list[bytes] = []
         self._weights: list[bytes] = []
         self._tokens: list[bytes] = []
+        self._token_phases: list[bytes] = []
         self._sequences: list[bytes] = []
         self._ahead_ids: list[bytes] = []
         self._ahead: list[bytes] = []
@@ -170,6 +171,7 @@ class Recorder:
         self._ids.append(event.ids_array.tobytes())
         self._weights.append(event.weights_array.tobytes())
         self._tokens.append(event.tokens_array.tobytes())
+        self._token_phases.append(event.phases_array.tobytes())
         self._sequences.append(event.sequences_array.tobytes())
         view = self._engine.store.view
         here = event.layer, event.ids_array
@@ -252,6 +254,7 @@ class Recorder:
             "ids": _joined(self._ids, np.int32).reshape(-1, k).astype(np.uint16),
             "weights": _joined(self._weights, np.float32).reshape(-1, k),
             "tokens": _joined(self._tokens, np.int32),
+            "phases": _joined(self._token_phases, np.uint8),
             "sequences": _joined(self._sequences, np.int32),
             "ahead_ids": _joined(self._ahead_ids, np.int32).reshape(-1, k).astype(np.uint16),
             "ahead_scores": _joined(self._ahead, np.float32).reshape(-1, k),

@@ -273,11 +273,11 @@ def _play(
     """One step, from its first route event to where the next one has its first."""
     n_ahead, dense = setup.spec.n_ahead, time.dense_share[step.phase]
     for event, event_ns in zip(step.events, time.events_ns(step), strict=True):
-        layer, ids, weights, tokens, of, ahead_ids, ahead, importance, n_computed = event[:9]
+        layer, ids, weights, tokens, phases, of, ahead_ids, ahead, scores, n_computed = event[:10]
         if held is not None:
             held.show(event)
         seen = ahead_ids[:n_ahead], ahead[:n_ahead]
-        clock.route(layer, ids, weights, tokens, *seen, importance, of)
+        clock.route(layer, ids, weights, tokens, *seen, scores, of, phases)
         experts = np.unique(ids).astype(np.int32)
         kinds = [kind for kind in COMPUTE_ORDER if kind in setup.shape.slots[layer][0]]
         expert_ns = event_ns * (1 - dense) / (len(kinds) * max(1, n_computed))

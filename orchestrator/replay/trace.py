@@ -44,6 +44,7 @@ kept tokens, k experts a token:
     missing        uint8 [N, k]   the matrices of each that were not, bits 1 << kind
     weights        float32 [N, k] their routing weights
     tokens         int32 [N]      position of each token in its batch
+    phases         uint8 [N]      orchestrator.events.Phase of each token
     sequences      int32 [N]      the sequence of each token
     ahead_ids      uint16 [A, k]  predicted experts; an event's are [event_ahead, T, k]
     ahead_scores   float32 [A, k]
@@ -110,6 +111,7 @@ ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "missing": (np.uint8, 2),
     "weights": (np.float32, 2),
     "tokens": (np.int32, 1),
+    "phases": (np.uint8, 1),
     "sequences": (np.int32, 1),
     "ahead_ids": (np.uint16, 2),
     "ahead_scores": (np.float32, 2),
@@ -164,14 +166,16 @@ class PlacedSlices(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One route event. ids, weights, held, missing [T, k]; tokens, sequences [T]; ahead_ids,
-    ahead, ahead_held, ahead_missing [A, T, k]; importance [T] or None; n_computed: different
-    experts that were not skipped; compute_ns until the next event, without waits for reads."""
+    """One route event. ids, weights, held, missing [T, k]; tokens, phases, sequences [T];
+    ahead_ids, ahead, ahead_held, ahead_missing [A, T, k]; importance [T] or None; n_computed:
+    different experts that were not skipped; compute_ns until the next event, without waits for
+    reads."""
 
     layer: int
     ids: np.ndarray
     weights: np.ndarray
     tokens: np.ndarray
+    phases: np.ndarray
     sequences: np.ndarray
     ahead_ids: np.ndarray
     ahead: np.ndarray
@@ -307,6 +311,7 @@ class Trace:
                         a["ids"][row:to],
                         a["weights"][row:to],
                         a["tokens"][row:to],
+                        a["phases"][row:to],
                         a["sequences"][row:to],
                         a["ahead_ids"][ahead_row:ahead_to].reshape(p, n, k),
                         a["ahead_scores"][ahead_row:ahead_to].reshape(p, n, k),

@@ -92,6 +92,7 @@ moe_edge_step_hook::moe_edge_step_hook(llama_context & ctx, const llama_ubatch &
 moe_edge_step_hook::~moe_edge_step_hook() {
     if (model) {
         set_abort_callback(ctx.abort_callback, ctx.abort_callback_data);
+        model->store->forget_batch();
     }
 }
 

@@ -107,6 +107,28 @@ int32_t ahead_layers(const hook_layer & layer) {
     return std::min<int32_t>(layer.model->store->n_ahead, layer.model->layers.size() - 1 - layer.layer);
 }
 
+// The queries of a micro-batch that token importance is taken from. A graph is kept for another one
+// with as many: which tokens they are of is told anew for each.
+class window_input : public llm_graph_input_i {
+  public:
+    window_input(const moe_edge_store & store, ggml_tensor * rows) : rows(rows), store(store) {}
+
+    void set_input(const llama_ubatch *) override {
+        for (int64_t head = 0; head < rows->ne[1]; head++) {
+            ggml_backend_tensor_set(rows, store.step_batch().window.data(), head * rows->nb[1], rows->nb[1]);
+        }
+    }
+
+    bool can_reuse(const llm_graph_params &) override {
+        return (int64_t) store.step_batch().window.size() == rows->ne[0];
+    }
+
+    ggml_tensor * const rows;  // I32 [queries, heads], the same for each head
+
+  private:
+    const moe_edge_store & store;
+};
+
 // The node of eq. 1: src[0] attention [n_kv, queries, heads], src[1] the cell of each of the
 // batch's tokens I64 [T]. dst [T]: what a token receives, summed over queries, mean over heads.
 void importance_node(ggml_tensor * dst, int ith, int nth, void *) {
@@ -231,14 +253,35 @@ ggml_tensor * key_cells(const llm_graph_context & graph, int il) {
     return nullptr;
 }
 
-// The attention weights [n_kv, n, heads, 1] of the last n queries.
-ggml_tensor * last_weights(const llm_graph_context & graph, const attention & a, int64_t n) {
+int64_t most_heads(const llm_graph_context & graph) {
+    uint32_t most = 0;
+    for (int64_t il = 0; il < graph.n_layer; il++) {
+        most = std::max(most, graph.hparams.n_head(il));
+    }
+    return most;
+}
+
+// The rows of window_input, which all layers of a graph share. A graph that no step builds is one that
+// llama.cpp reserves memory by: it has as many queries as there can be.
+ggml_tensor * window_rows(const llm_graph_context & graph, const moe_edge_store & store) {
+    for (auto & input : graph.res->inputs) {
+        if (auto * window = dynamic_cast<window_input *>(input.get())) {
+            return window->rows;
+        }
+    }
+    const int64_t most = std::min<int64_t>((int64_t) store.importance_window * graph.cparams.n_seq_max, graph.n_tokens);
+    const int64_t n = store.step_batch().phases.empty() ? most : store.step_batch().window.size();
+    ggml_tensor * rows = ggml_new_tensor_2d(graph.ctx0, GGML_TYPE_I32, n, most_heads(graph));
+    ggml_set_input(rows);
+    graph.res->add_input(std::make_unique<window_input>(store, rows));
+    return rows;
+}
+
+// The attention weights [n_kv, queries, heads, 1] of these rows.
+ggml_tensor * weights_of(const llm_graph_context & graph, const attention & a, ggml_tensor * rows) {
     ggml_context * ctx = graph.ctx0;
-    const int64_t skipped = a.q->ne[1] - n;
-    ggml_tensor * q = ggml_view_4d(ctx, a.q, a.q->ne[0], n, a.q->ne[2], 1, a.q->nb[1], a.q->nb[2], a.q->nb[3],
-        skipped * a.q->nb[1]);
-    ggml_tensor * mask = ggml_view_4d(ctx, a.mask, a.mask->ne[0], n, 1, 1, a.mask->nb[1], a.mask->nb[2], a.mask->nb[3],
-        skipped * a.mask->nb[1]);
+    ggml_tensor * q = ggml_get_rows(ctx, a.q, ggml_view_2d(ctx, rows, rows->ne[0], a.q->ne[2], rows->nb[1], 0));
+    ggml_tensor * mask = ggml_get_rows(ctx, a.mask, ggml_view_1d(ctx, rows, rows->ne[0], 0));
     ggml_tensor * kq = ggml_mul_mat(ctx, a.k, q);
     float scale = a.scale;
     if (graph.hparams.attn_soft_cap) {
@@ -252,8 +295,9 @@ ggml_tensor * last_weights(const llm_graph_context & graph, const attention & a,
     return kq;
 }
 
-// The importance of the batch's tokens [T] for an expert layer, from the latest attention; null
-// where the store does not ask for it, while decoding, or where it cannot be had.
+// The importance of the batch's tokens [T] for an expert layer, from the latest attention: no query
+// looks at another sequence's tokens, so that each prompt's stands by itself. Null where the store does
+// not ask for it, while decoding, or where it cannot be had.
 ggml_tensor * importance(const llm_graph_context & graph, const moe_edge_store & store, int il) {
     const attention & a = seen_attention;
     const int32_t window = store.importance_window;
@@ -263,7 +307,7 @@ ggml_tensor * importance(const llm_graph_context & graph, const moe_edge_store &
     ggml_tensor * weights = a.weights;
     if (window > 0) {
         // several streams number their cells in another way
-        weights = a.q && a.mask && a.k->ne[3] == 1 ? last_weights(graph, a, std::min<int64_t>(window, a.q->ne[1])) : nullptr;
+        weights = a.q && a.mask && a.k->ne[3] == 1 ? weights_of(graph, a, window_rows(graph, store)) : nullptr;
     }
     ggml_tensor * cells = key_cells(graph, a.il);
     if (!weights || weights->ne[3] != 1 || !cells) {
@@ -292,11 +336,7 @@ void expect_attention(const llm_graph_context & graph, moe_edge_device & device)
     const auto & c = graph.cparams;
     uint64_t row = 0;  // for each place in the context
     if (!c.flash_attn) {
-        uint32_t n_head = 0;
-        for (int64_t il = 0; il < graph.n_layer; il++) {
-            n_head = std::max(n_head, graph.hparams.n_head(il));
-        }
-        row = (uint64_t) n_head * c.n_ubatch;
+        row = (uint64_t) most_heads(graph) * c.n_ubatch;
     } else if (seen_attention.k && ggml_is_quantized(seen_attention.k->type)) {
         row = std::max(graph.hparams.n_embd_k_gqa_max(), graph.hparams.n_embd_v_gqa_max());
     }

@@ -3,6 +3,24 @@
 #include "moe-edge-util.h"
 
 #include <algorithm>
+#include <map>
+
+namespace {
+
+// The last `most` tokens of each prompt in a micro-batch, ascending; none where most is not above 0.
+std::vector<int32_t> last_of_prompts(const moe_edge_batch & batch, int32_t most) {
+    std::vector<int32_t> out;
+    std::map<int32_t, int32_t> taken;
+    for (int32_t t = (int32_t) batch.phases.size() - 1; t >= 0 && most > 0; t--) {
+        if (batch.phases[t] == MOE_EDGE_PREFILL && taken[batch.sequences[t]]++ < most) {
+            out.push_back(t);
+        }
+    }
+    std::reverse(out.begin(), out.end());
+    return out;
+}
+
+}  // namespace
 
 // Without a model.
 void moe_edge_store::begin_step(int32_t new_phase) {
@@ -16,6 +34,7 @@ void moe_edge_store::begin_step(int32_t new_phase) {
 void moe_edge_store::begin_step(moe_edge_batch micro_batch) {
     std::lock_guard<std::mutex> lock(mutex);
     batch = std::move(micro_batch);
+    batch.window = last_of_prompts(batch, importance_window);
     const bool prompt = std::count(batch.phases.begin(), batch.phases.end(), MOE_EDGE_PREFILL) > 0;
     open_step(prompt ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE);
 }

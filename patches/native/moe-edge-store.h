@@ -137,6 +137,7 @@ struct moe_edge_file {
 struct moe_edge_batch {
     std::vector<uint8_t> phases;     // [n_tokens] enum moe_edge_phase of each token
     std::vector<int32_t> sequences;  // [n_tokens] of each token, its first one
+    std::vector<int32_t> window;     // tokens whose queries importance is taken from, ascending
     std::vector<int32_t> starts, prompt_ends;  // as in moe_edge_step
     std::set<int32_t>    members;    // all sequences of its tokens
 };
@@ -156,6 +157,8 @@ struct moe_edge_store {
     // hook side
     void    begin_step(int32_t phase);
     void    begin_step(moe_edge_batch micro_batch);
+    void    forget_batch() { batch = {}; }  // no step runs
+    const moe_edge_batch & step_batch() const { return batch; }  // empty where no step runs
     bool    end_step(uint64_t us);  // reports a computed step; false, and it fails, where the callback says so
     void    end_sequence(int32_t sequence);
     void    describe_tokens();      // of `event`: phases and sequences

@@ -152,8 +152,8 @@ struct moe_edge_config {
     int32_t  n_ahead;         // look-ahead depth P, 0 .. MOE_EDGE_MAX_AHEAD
     int32_t  n_io_threads;
     int32_t  flags;           // enum moe_edge_flags
-    int32_t  importance_window;  // token importance from the last W queries of a step, 0: none,
-                              // -1: from all of them, which needs an attention that is not flash
+    int32_t  importance_window;  // token importance from the last W queries of each prompt in a step,
+                              // 0: none, -1: from all of them, which needs an attention that is not flash
     int32_t  reserved;
 };
 
@@ -177,7 +177,8 @@ struct moe_edge_event {
     const int32_t * sequences; // [T]     sequence of each token, its first one if it has several
     const int32_t * ahead_ids; // [n_ahead, max_tokens, k] predicted top-k, best first
     const float   * ahead;     // [n_ahead, max_tokens, k] predicted scores of those, eq. 6 of DyMoE
-    const float   * importance; // [T]    attention that each token receives, eq. 1 of DyMoE
+    const float   * importance; // [T]    attention that each token receives from its own sequence, eq. 1
+                               // of DyMoE; of tokens that are not prompt it says nothing
     const uint8_t * resident;  // [n_layers, n_expert] as of moe_edge_get_resident
     const uint8_t * missing;   // [n_layers, n_expert] bits 1 << moe_edge_kind of the matrices in no tier
 };

@@ -232,7 +232,7 @@ def test_what_takes_long_is_announced_before_it_begins(
         assert said
         raise ConfigError("measured")
 
-    monkeypatch.setattr(load.Loader, "known", measures)
+    monkeypatch.setattr(Planner, "known", measures)
     monkeypatch.setattr(Console, "bar", lambda _console, label, share, *_: said.append(label))
     assert "measured" in run("-m", str(model), "--device", "cpu").stderr
     assert said == ["Measuring this machine"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, Store
 from orchestrator.llama import Bindings
 from orchestrator.native import CStats
 from orchestrator.policy import Policy, policy_class
+from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.firm import FIRM
 from orchestrator.replay import ReplayOptions, Trace, read_trace, replay, write_trace
 from orchestrator.replay.record import Disk, Recorder, record_answer, record_text
@@ -22,6 +24,9 @@ from orchestrator.replay.report import set_up_for
 from orchestrator.replay.simulate import Compute, Outcome, Transport, simulate
 from orchestrator.replay.trace import PROMPT_ENDS, STARTS
 from orchestrator.sampling import Sampling
+
+from .decoder import Decoder, Token
+from .decoder import prompt as prompt_of
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -259,6 +264,43 @@ def test_a_prompt_has_its_importance(tiny_model: Callable[..., Path]) -> None:
     scores = prefill.events[0].importance
     assert scores is not None and scores.shape == (len(PROMPT),) and scores.max() > scores.min()
     assert all(event.importance is None for step in decode for event in step.events)
+
+
+@pytest.mark.parametrize("low", ["q2_k", "skip"])
+def test_prompts_and_an_answer_in_one_step(
+    low: str, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay decides each token by its own sequence, and knows which of them are an answer's."""
+    options = {**TWO, "low_tier": low, "retention": 0.5, "exact_tiers": True}
+    config = Config.build(
+        model=tiny_model("qwen3moe", "q4_k", "q2_k"), policy="dymoe",
+        expert_ram=64 << 20, ctx=256, threads=1, **options,
+    )  # fmt: skip
+    with Engine.open(config) as engine:
+        decoder = Decoder(engine._loaded.model, n_ubatch=64)
+        with Recorder(engine) as recorder:
+            assert decoder.decode(prompt_of(PROMPT, sequence=2)) == 0
+            answer = [Token(ANSWER[0], len(PROMPT), 2, wanted=True)]
+            mixed = [*prompt_of(ANSWER[:20]), *answer, *prompt_of(ANSWER[20:], sequence=1)]
+            assert decoder.decode(mixed) == 0
+        trace, stats = recorder.trace(Disk(10**9, 50)), engine.store.stats()
+        decoder.close()
+    first, mixed_step = trace.steps()
+    assert {int(each) for event in first.events for each in event.phases} == {Phase.PREFILL}
+    event = mixed_step.events[0]
+    assert event.sequences[event.phases == Phase.DECODE].tolist() == [2]
+    seen: list[list[int]] = []
+    decide = DyMoE.decide
+
+    def watched(self: DyMoE, event: RouteEvent, *more: Any) -> None:
+        seen.append(event.phases_array.tolist())
+        decide(self, event, *more)
+
+    monkeypatch.setattr(DyMoE, "decide", watched)
+    found = counters(replayed(trace, SPEEDS[0]).stats)
+    assert found["routed"] == counters(stats)["routed"]
+    assert found["computed"] == counters(stats)["computed"]
+    assert seen == [each.phases.tolist() for step in trace.steps() for each in step.events]
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe"])

@@ -45,6 +45,35 @@ def make_event(
     return event
 
 
+def in_one_step(event: RouteEvent, of: list[tuple[int, Phase]]) -> list[RouteEvent]:
+    """Makes an event that of several sequences, by the sequence and phase of each token, and
+    returns what the event of each sequence alone would have been."""
+    n = len(of)
+    event._sequences, event._phases = (
+        np.array([each for each, _ in of], np.int32),
+        event._phases.copy(),
+    )
+    event._phases[:n] = [phase for _, phase in of]
+    event.phase = int(min(phase for _, phase in of))
+    alone = []
+    for sequence in dict.fromkeys(each for each, _ in of):
+        rows = np.flatnonzero(event._sequences == sequence)
+        mine = RouteEvent(
+            event._ids[rows],
+            event._weights[rows],
+            np.arange(len(rows), dtype=np.int32),
+            event._ahead_ids[:, rows],
+            event._ahead[:, rows],
+            event._importance[rows],
+            event._phases[rows],
+            event._sequences[rows],
+        )
+        mine.layer, mine.n_ahead, mine.n_tokens = event.layer, event.n_ahead, len(rows)
+        mine.phase, mine.has_importance = int(mine._phases.min()), event.has_importance
+        alone.append(mine)
+    return alone
+
+
 def make_view(shape: ModelShape, resident: np.ndarray | None = None) -> StoreView:
     if resident is None:
         resident = np.full((shape.n_layers, shape.n_expert), ABSENT, np.uint8)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moving import settle
-from shapes import make_decision, make_event, make_shape, make_view
+from shapes import in_one_step, make_decision, make_event, make_shape, make_view
 
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase, StepReport
@@ -175,6 +175,22 @@ def test_prompts_are_counted_and_the_last_layer_by_the_look_ahead(n_ahead: int):
         assert policy.updates == 1  # once a prompt
     expected = first + second + 2 * answered
     assert policy.hotness == pytest.approx(4 * expected / expected.sum(axis=1, keepdims=True))
+
+
+def test_an_answer_beside_a_prompt_counts_for_itself_and_has_no_gate_sums():
+    """As in a step of its own: P alone, in the layers that are counted by the look-ahead too."""
+    rng, shape = np.random.default_rng(5), three_tiers()
+    policy, resident = make(shape, hot_experts=4), np.full((4, 16), 1, np.uint8)
+    together = [(1, Phase.DECODE), *[(0, Phase.PREFILL)] * 5]
+    for layer in range(3):
+        event = make_event(shape, rng, len(together), layer, n_ahead=1)
+        in_one_step(event, together)
+        policy.decide(event, make_view(shape, resident), make_decision(shape))
+    told(policy, resident, starts=(0, 1))
+    for sequence, tokens in ((0, 5), (1, 1)):
+        use = policy.use._of[sequence]
+        assert use.counts.sum(axis=1).tolist() == [4 * tokens] * 4
+        assert bool(use.gates.any()) == (sequence == 0)
 
 
 def test_a_failed_step_counts_nothing_and_a_new_sequence_begins_anew():

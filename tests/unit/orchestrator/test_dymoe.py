@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shapes import make_decision, make_event, make_shape, make_view, prefetches
+from shapes import in_one_step, make_decision, make_event, make_shape, make_view, prefetches
 
 from orchestrator.errors import PolicyError
-from orchestrator.events import ABSENT, SKIP, Phase
+from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase
 from orchestrator.policy import Rules, known_policies, policy_class
 from orchestrator.policy.base import Callback
 from orchestrator.policy.dymoe import DyMoE
@@ -107,9 +107,10 @@ def test_prefill_follows_the_heavy_hitters(
 
     # ahead: the same order over what is predicted, and its rank decides the tier
     predicted = event.ahead_ids_array[0]
-    if layer == 4:  # the last layer computes the prompt's last token alone
-        predicted, scores = predicted[-1:], None
     order = reference_order(predicted, scores, share, resident[layer + 1])
+    if layer == 4:  # the last layer computes the prompt's last token alone, and goes by its gates
+        predicted = predicted[-1:]
+        order = predicted[0].tolist()
     ahead = set(predicted.ravel().tolist())
     t = solve(0.6, 6, len(ahead))[1][layer + 1]
     room = [slots.groups[slots.group_of[layer + 1, 0, tier]].n_slots for tier in range(2 - skip)]
@@ -161,6 +162,66 @@ def test_several_tokens_prefetch_what_any_of_them_is_predicted_to_use(seed: int,
         for tier in (0, 1):
             loads = [counts[e] for _, e, of_tier, _ in asked if of_tier == tier]
             assert loads == sorted(loads, reverse=True)
+
+
+# Two prompts, one of which has a single token here, and two answers; the prompts' rows are mixed.
+TOGETHER = [
+    (4, Phase.DECODE),
+    *[(0, Phase.PREFILL)] * 5,
+    *[(7, Phase.PREFILL), (0, Phase.PREFILL)] * 3,
+    (1, Phase.PREFILL),
+    *[(7, Phase.PREFILL)] * 9,
+    (2, Phase.DECODE),
+]
+
+
+def asked_ahead(out: DecisionBuffer) -> dict[int, int]:
+    """The best tier in which each expert is asked for ahead."""
+    best: dict[int, int] = {}
+    for _, expert, tier, _ in prefetches(out):
+        best[expert] = min(best.get(expert, SKIP), tier)
+    return best
+
+
+@settings(deadline=None)
+@given(
+    SEEDS,
+    st.sampled_from([1, 4, 5]),
+    st.sampled_from(["low", "skip", "missing"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_sequences_in_one_step_are_decided_as_alone(
+    seed: int, layer: int, how: str, scored: bool, exact: bool
+) -> None:
+    """Each expert gets the best tier of those that the sequences ask for by themselves, now and
+    ahead; what a token needs that goes by its gates does not pass through memory."""
+    rng = np.random.default_rng(seed)
+    shape = make_shape(tiers=("q4_k", "q2_k") if how == "low" else ("q4_k",))
+    which = "missing" if how == "missing" else "gates"
+    asked = DyMoE.Settings(retention=0.6, prefetch="on", n_ahead=1, lower_which=which)
+    policy = DyMoE(shape, asked, Rules(skip=how != "low", exact=exact))
+    policy.plan(10**9)
+    policy._prompts.room = [(shape.n_expert, shape.n_expert)] * shape.n_layers
+    event = make_event(shape, rng, len(TOGETHER), layer, n_ahead=int(layer < 5))
+    event.has_importance = int(scored)
+    resident = rng.choice([0, 1, ABSENT], (shape.n_layers, shape.n_expert)).astype(np.uint8)
+    view, out = make_view(shape, resident), make_decision(shape)
+    tiers: dict[int, int] = {}
+    ahead: dict[int, int] = {}
+    for mine in in_one_step(event, TOGETHER):
+        alone = make_decision(shape)
+        policy.decide(mine, view, alone)
+        for expert in set(mine.ids_array.ravel().tolist()):
+            tiers[expert] = min(tiers.get(expert, SKIP), alone.tier[expert])
+        for expert, tier in asked_ahead(alone).items():
+            ahead[expert] = min(ahead.get(expert, SKIP), tier)
+    policy.decide(event, view, out)
+    assert {expert: out.tier[expert] for expert in tiers} == tiers
+    assert asked_ahead(out) == ahead
+    assert len(prefetches(out)) == len(ahead)
+    gated = [row for row, (sequence, _) in enumerate(TOGETHER) if sequence in (1, 2, 4)]
+    assert not out.passing_array[event.ids_array[gated]].any()
 
 
 def test_the_share_of_a_prompt_is_the_share_asked_for() -> None:

@@ -166,6 +166,20 @@ def test_the_rows_that_llama_does_not_count_are_counted(model: ExpertModel) -> N
     assert rows >= 512 * 2 * (2 * 256 * 292 / 256)
 
 
+def test_every_prompt_of_a_step_has_its_window_of_queries(model: ExpertModel) -> None:
+    """4 bytes for each query, place in the context and head; no more queries than tokens."""
+    n_head = max(model.hparams.n_head)
+
+    def taken(sequences: int, **more: Any) -> int:
+        usual = {"policy": "dymoe", "ubatch": 512, "importance_window": 32}
+        config = Config.build(model=model.path, sequences=sequences, **(usual | more))
+        load = config.with_changes(importance="load")
+        return compute_bytes(model, config, 4096, 0) - compute_bytes(model, load, 4096, 0)
+
+    assert taken(3) - taken(0) == 4 * 3 * 32 * 4096 * n_head
+    assert taken(31) - taken(15) == 0
+
+
 def test_an_impossible_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ubatch"):
         Config.build(model=tmp_path / "x.gguf", ubatch=0)

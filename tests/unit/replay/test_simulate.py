@@ -177,8 +177,8 @@ def test_every_invariant_holds_at_every_event(
         clock.set_speed(10**8, disk[1])
         for step in trace.steps():
             store.begin_step(step.phase)
-            for layer, ids, weights, tokens, _, ahead_ids, ahead, importance, *_ in step.events:
-                clock.route(layer, ids, weights, tokens, ahead_ids, ahead, importance)
+            for layer, ids, weights, tokens, phases, of, ahead_ids, ahead, *more in step.events:
+                clock.route(layer, ids, weights, tokens, ahead_ids, ahead, more[0], of, phases)
                 experts = np.unique(ids).astype(np.int32)
                 for kind in EXPERT_BYTES:
                     before = clock.now_ns

@@ -155,7 +155,7 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
         ("read_latency_us", 0.5, "read_latency_us is 0.5"),
         ("dense_share", [0.5], "dense_share is [0.5]"),
         ("dense_share", [0.5, 2], "dense_share is [0.5, 2]"),
-        ("version", 4, "of version 4; this moe-edge reads 8: record again"),
+        ("version", 4, f"of version 4; this moe-edge reads {VERSION}: record again"),
         ("surplus", 1, "fields missing or unknown: surplus"),
     ],
 )
@@ -257,6 +257,8 @@ WRONG = [
     (changed("event_layer", 0, 3), "layer is out of range"),
     (changed("event_layer", 1, 0), "layer is out of range or out of order"),
     (changed("step_tokens", 0, 2), "more tokens than its step"),
+    (changed("phases", 0, 2), "phases: a token has none"),
+    (changed("phases", -1, 0), "phases: a token has none, or is a prompt's in a step without one"),
     (changed("slices", (0, 3, 0, 0), -1), "a layer lacks a matrix"),
     (changed("slices", (0, 3, 0, 0), 1), "slices: a file number"),
     (changed("slices", (0, 3, 0, 2), 0), "slices: a file number or a size"),

@@ -102,6 +102,9 @@ def make_trace(
         "missing": np.full(all_ids.shape, kinds, np.uint8),
         "weights": np.tile(falling, (len(all_ids), 1)),
         "tokens": np.concatenate(tokens).astype(np.int32),
+        "phases": np.repeat([steps[number][0] for number in columns[:, 0]], columns[:, 2]).astype(
+            np.uint8
+        ),
         "sequences": np.zeros(sum(map(len, tokens)), np.int32),
         "ahead_ids": all_ahead.astype(np.uint16),
         "ahead_held": np.full(all_ahead.shape, ABSENT, np.uint8),
