@@ -15,6 +15,7 @@ from orchestrator.serve.backend import Backend
 from orchestrator.serve.gate import Gate, TooMany
 from orchestrator.serve.parts import Parts
 from orchestrator.serve.seats import Conversation, Seats, with_seat
+from orchestrator.serve.shape import Shape
 from orchestrator.serve.wire import (
     NOT_SUPPORTED,
     Refusal,
@@ -89,15 +90,18 @@ class Answer:
         most_s: float | None,
         is_stopping: Callable[[], bool],
         check: Callable[[], Awaitable[None]],
+        shape: Shape | None = None,
     ) -> None:
         """check: raises Refusal for a request that llama.cpp would refuse; asked before a stream
-        begins whose turn has not come."""
+        begins whose turn has not come. shape: turns parts of the answer into the form of its
+        path."""
         self._backend, self._gate, self._workers = backend, gate, workers
         self._seats, self._conversation = seats, conversation
         self._route, self._body = route, body
         self._is_stream, self._places, self._most_s = is_stream, places, most_s
         self._changes = changes  # of the policy's settings
         self._is_stopping, self._check = is_stopping, check
+        self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         out = Outlet(send, self._route)
@@ -162,6 +166,8 @@ class Answer:
                     raise self._failed()
                 if status == NOT_SUPPORTED:
                     raise Refusal(400, message_of(text))
+                if self._shape is not None:
+                    text = self._shape(text, is_stream)
                 shared = shared or self._gate.running > 1
                 if status == 200 and has_costs(text, is_stream, self._route):
                     ours = {**costs(), "shared_steps": shared}

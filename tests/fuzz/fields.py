@@ -47,7 +47,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "CompletionRequest": {"prompt": "One two", "max_tokens": 4},
     "ResponsesRequest": {"input": "One two", "max_output_tokens": 4},
     "MessagesRequest": {"messages": MESSAGES, "max_tokens": 4},
-    "CountRequest": {"messages": MESSAGES},
+    "NativeRequest": {"prompt": "One two", "max_tokens": 4},
     "InfillRequest": {"input_prefix": "One", "input_suffix": "three", "n_predict": 4},
     "TokenizeRequest": {"content": "One two"},
     "DetokenizeRequest": {"tokens": [1, 2, 3]},

@@ -149,6 +149,7 @@ class FakeBackend:
     """Gives out requests in turn, and remembers what it was asked."""
 
     slot_context = 512
+    most_body_bytes = 2**17
 
     def __init__(self, *requests: FakeRequest) -> None:
         self.requests = list(requests)
