@@ -20,9 +20,9 @@ TRIM_FROM_BYTES = 2**15
 
 
 def bodies_bytes(longest_bytes: int, parallel: int) -> int:
-    """How long bodies may be together: some full contexts for each answer that decodes, and the
-    longest one anyhow."""
-    return longest_bytes * (1 + parallel // 4)
+    """How long bodies may be together: some full contexts for each answer that decodes, and beside
+    them the longest one, as which a body counts that does not say how long it is."""
+    return longest_bytes * (2 + parallel // 4)
 
 
 class Bodies:

@@ -93,7 +93,7 @@ def _fault_of_any(choices: list[Schema], value: Any, where: str) -> str | None:
     faults = [fault_of(choice, value, where) for choice in choices]
     if None in faults:
         return None
-    kind = {list: "array", dict: "object"}.get(type(value))
+    kind = "array" if isinstance(value, list) else "object" if isinstance(value, dict) else None
     near = [
         fault
         for choice, fault in zip(choices, faults, strict=True)
