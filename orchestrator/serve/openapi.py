@@ -157,7 +157,7 @@ CHAT_TOKENS = post("How long a chat's prompt is.", "ChatRequest", TOKENS)
 RESPONSES_TOKENS = post("How long a response's prompt is.", "ResponsesRequest", TOKENS)
 MODELS = get("The one model.", record("data", data=listed(record("id", id=STRING))))
 MODEL = get("The one model, by its name.", record("id", id=STRING))
-MODEL["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": STRING}]
+MODEL["get"]["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": STRING}]
 HEALTH = get("Whether the model is ready; needs no key.", record("status", status=STRING))
 PATHS: dict[str, Schema] = {
     "/v1/chat/completions": CHAT,
