@@ -16,6 +16,7 @@ from orchestrator.serve.backend import Backend, score_bytes
 from orchestrator.serve.gate import Gate, TooMany, Unread
 from orchestrator.serve.parts import Parts
 from orchestrator.serve.seats import Conversation, Seats, with_seat
+from orchestrator.serve.shape import Shape
 from orchestrator.serve.wire import (
     NOT_SUPPORTED,
     Refusal,
@@ -95,10 +96,12 @@ class Answer:
         is_stopping: Callable[[], bool],
         check: Callable[[], Awaitable[None]],
         compute: Callable[[int], Awaitable[Iterable[bytes]]] | None = None,
+        shape: Shape | None = None,
     ) -> None:
         """check: raises Refusal for a request that llama.cpp would refuse; asked before a stream
         begins whose turn has not come. compute: makes the answer in the place of llama.cpp's
-        server, on a sequence; the parts of a JSON object, for which the place is not kept."""
+        server, on a sequence; the parts of a JSON object, for which the place is not kept. shape:
+        turns parts of llama.cpp's answer into the form of its path."""
         self._backend, self._gate, self._workers = backend, gate, workers
         self._unread, self._sending = unread, 0  # bytes that the client does not take
         self._final: dict[str, Any] | None = None  # its costs, once the work has ended
@@ -107,7 +110,7 @@ class Answer:
         self._is_stream, self._places, self._most_s = is_stream, places, most_s
         self._changes = changes  # of the policy's settings
         self._is_stopping, self._check = is_stopping, check
-        self._compute = compute
+        self._compute, self._shape = compute, shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         out = Outlet(send, self._route)
@@ -201,6 +204,8 @@ class Answer:
                     raise self._failed(text[failed_at:])
                 if status == NOT_SUPPORTED:
                     raise Refusal(400, message_of(text))
+                if self._shape is not None:
+                    text = self._shape(text, is_stream)
                 shared = shared or self._gate.running > 1
                 if status == 200 and has_costs(text, is_stream, self._route):
                     ours = {**(self._final or costs()), "shared_steps": shared}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -23,7 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import UNREAD_BYTES, Backend
+from orchestrator.serve.bodies import Bodies, Hold, Holding, bodies_bytes
 from orchestrator.serve.bounds import settle_bounds
+from orchestrator.serve.fields import settle_fields
 from orchestrator.serve.formats import settle_format
 from orchestrator.serve.gate import Gate, Unread
 from orchestrator.serve.length import COUNTING, check_length
@@ -33,9 +35,17 @@ from orchestrator.serve.page import page_response
 from orchestrator.serve.scoring import Scoring, wants_scores
 from orchestrator.serve.seats import Conversation, Seats, conversation_of
 from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.shape import settle_probs
 from orchestrator.serve.tools import settle_tool_choice
 from orchestrator.serve.unserved import settle_unserved
-from orchestrator.serve.wire import Refusal, error_object, read_body, read_object
+from orchestrator.serve.wire import (
+    Refusal,
+    error_object,
+    read_body,
+    read_object,
+    said_bytes,
+    written,
+)
 
 # Paths that decode, and so take their turn; and other paths of the same.
 GENERATING = {
@@ -59,10 +69,8 @@ HEALTH = ("/health", "/v1/health")
 OPEN = (*HEALTH, "/")  # without a key
 PICTURE = "/experts"
 DESCRIPTION = "/openapi.json"
-# What a client may not choose: which of the slots it gets is the server's business.
-DROPPED = ("id_slot",)
 # What llama.cpp's server does not read of a request, or leaves out of it; in this order.
-SETTLED = (settle_unserved, settle_tool_choice, settle_format, settle_bounds)
+SETTLED = (settle_tool_choice, settle_format, settle_bounds)
 # The field with live settings of the policy for one request.
 OURS = "moe_edge"
 
@@ -79,7 +87,9 @@ class State:
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
-        self.keys = settings.keys()
+        keys = settings.keys()
+        # Clients send a key that is not ASCII as UTF-8, and some as Latin-1.
+        self.keys = frozenset(each for key in keys for each in _as_bytes(key))
         self.gate = Gate(settings.parallel, settings.queue)
         self.unread = Unread(UNREAD_BYTES)
         self.seats = Seats(settings.parallel)
@@ -89,6 +99,7 @@ class State:
         self.workers: Executor = ThreadPoolExecutor(settings.parallel, ANSWER_THREAD)
         self.quick: Executor = ThreadPoolExecutor(2, QUICK_THREAD)
         self.scorer: Executor = ThreadPoolExecutor(1, SCORE_THREAD)
+        self.bodies = Bodies(self.quick)
 
     def ready(self) -> Backend:
         """Raises Refusal while the model loads, and at the end."""
@@ -99,6 +110,12 @@ class State:
         return self.backend
 
 
+def _as_bytes(key: str) -> Iterator[bytes]:
+    yield key.encode("utf-8", "surrogateescape")
+    with suppress(UnicodeEncodeError):
+        yield key.encode("latin-1")
+
+
 def application(state: State, log: Callable[[str], None]) -> Starlette:
     """log gets one line a request, without its contents."""
     endpoints = Endpoints(state)
@@ -107,6 +124,8 @@ def application(state: State, log: Callable[[str], None]) -> Starlette:
     routes.append(Route(PICTURE, endpoints.experts))
     routes.append(Route(DESCRIPTION, endpoints.description))
     routes.append(Route("/", endpoints.page))
+    models = [Route(f"{path}/{{id:path}}", endpoints.model) for path in ("/v1/models", "/models")]
+    routes += models
     for methods, endpoint, paths in (
         (["GET"], endpoints.read, READ),
         (["POST"], endpoints.generate, GENERATING),
@@ -134,47 +153,66 @@ class Endpoints:
         async def endpoint(request: Request) -> Any:
             state = self._state
             backend = state.ready()
-            body, data, changes = await self._body(request, route, backend.slot_context)
-            parallel, timeout = state.settings.parallel, state.settings.timeout
-            scoring: Scoring | None = None
-            conversation: Conversation | None = Conversation()
-            if wants_scores(route, data):
-                make = partial(Scoring, backend, state.scorer, data, lambda: state.stopping)
-                scoring = await asyncio.get_running_loop().run_in_executor(state.quick, make)
-                places = parallel  # nothing else decodes
-            else:
-                places = _places(data, parallel)
-                conversation = conversation_of(route, data) if parallel > 1 else None
-
-            async def check() -> None:
-                ask = partial(self._answer, backend)
-                await check_length(ask, route, body, data, backend.slot_context)
-
-            return Answer(
-                backend,
-                state.gate,
-                state.unread,
-                state.seats,
-                state.workers,
-                route,
-                body,
-                conversation=conversation,
-                is_stream=data.get("stream") is True,
-                places=places,
-                changes=changes,
-                most_s=float(timeout) if timeout else None,
-                is_stopping=lambda: state.stopping,
-                check=check,
-                compute=scoring.answer if scoring else None,
-            )
+            hold = await self._hold(request, backend)
+            try:
+                data, changes = await self._object(request, route, backend, hold)
+                return Holding(await self._answer_to(backend, route, data, changes), hold)
+            except BaseException:
+                hold.release()
+                raise
 
         return endpoint
+
+    async def _answer_to(
+        self, backend: Backend, route: str, data: dict[str, Any], changes: dict[str, Any]
+    ) -> Answer:
+        state = self._state
+        parallel, timeout = state.settings.parallel, state.settings.timeout
+        scoring = shape = None
+        conversation: Conversation | None = None
+        if wants_scores(route, data):
+            make = partial(Scoring, backend, state.scorer, data, lambda: state.stopping)
+            scoring = await asyncio.get_running_loop().run_in_executor(state.quick, make)
+            places, conversation = parallel, Conversation()  # nothing else decodes
+        else:
+            shape = settle_probs(route, data, backend.slot_context)
+            places = _places(data, parallel)
+            if parallel > 1:
+                conversation = conversation_of(route, data)
+        body = written(data)
+
+        async def check() -> None:
+            ask = partial(self._answer, backend)
+            await check_length(ask, route, body, json.loads(body), backend.slot_context)
+
+        return Answer(
+            backend,
+            state.gate,
+            state.unread,
+            state.seats,
+            state.workers,
+            route,
+            body,
+            conversation=conversation,
+            is_stream=data.get("stream") is True,
+            places=places,
+            changes=changes,
+            most_s=float(timeout) if timeout else None,
+            is_stopping=lambda: state.stopping,
+            check=check,
+            compute=scoring.answer if scoring else None,
+            shape=shape,
+        )
 
     def quick(self, route: str) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             backend = self._state.ready()
-            body, _, _ = await self._body(request, route, backend.slot_context)
-            return await self._ask(backend, route, body)
+            hold = await self._hold(request, backend)
+            try:
+                data, _ = await self._object(request, route, backend, hold)
+                return await self._ask(backend, route, written(data))
+            finally:
+                hold.release()
 
         return endpoint
 
@@ -183,6 +221,15 @@ class Endpoints:
             return await self._ask(self._state.ready(), route, b"")
 
         return endpoint
+
+    async def model(self, request: Request) -> Response:
+        """The one model, by its name."""
+        asked = request.path_params["id"]
+        _, text = await self._answer(self._state.ready(), "/v1/models", b"")
+        for found in json.loads(text)["data"]:
+            if found["id"] == asked:
+                return JSONResponse(found)
+        raise Refusal(404, f"there is no model '{asked[:80]}' here (GET /v1/models names it)")
 
     async def health(self, _request: Request) -> Response:
         self._state.ready()
@@ -207,30 +254,33 @@ class Endpoints:
             headers={"process-start-time-unix": str(self._state.began_s)},
         )
 
-    async def _body(
-        self, request: Request, route: str, n_ctx: int
-    ) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
-        """A request's body for llama.cpp, its object, and what it has for the policy."""
-        settings = self._state.settings
+    async def _hold(self, request: Request, backend: Backend) -> Hold:
+        """A place for a request's body, once there is room beside the others'."""
+        most = backend.most_body_bytes
+        together = bodies_bytes(most, self._state.settings.parallel)
+        return await self._state.bodies.hold(said_bytes(request, most), together)
+
+    async def _object(
+        self, request: Request, route: str, backend: Backend, hold: Hold
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A request's object for llama.cpp, and what it has for the policy."""
+        patience = self._state.settings.patience
         try:
-            body = await asyncio.wait_for(
-                read_body(request, settings.most_body_bytes(n_ctx)), settings.patience
-            )
+            body = await asyncio.wait_for(read_body(request, backend.most_body_bytes), patience)
         except asyncio.TimeoutError:
-            late = f"the request was not here after --patience, {settings.patience} s"
+            late = f"the request was not here after --patience, {patience} s"
             raise Refusal(408, late) from None
+        hold.shrink(len(body))
         data = read_object(body)
-        size = len(data)
         changes = data.pop(OURS, None) or {}
         if not isinstance(changes, dict):
             raise Refusal(400, f"{OURS} must be an object of settings")
-        for name in DROPPED:
-            data.pop(name, None)
         form = COUNTING.get(route, route)
-        settled = [settle(form, data) for settle in SETTLED]
-        if any(settled) or len(data) != size:
-            body = json.dumps(data).encode()
-        return body, data, changes
+        settle_unserved(form, data)
+        settle_fields(form, data, backend.slot_context)
+        for settle in SETTLED:
+            settle(form, data)
+        return data, changes
 
     async def _ask(self, backend: Backend, route: str, body: bytes) -> Response:
         status, text = await self._answer(backend, route, body)
@@ -245,11 +295,7 @@ class Endpoints:
 
 def _places(data: dict[str, Any], most: int) -> int:
     """How many sequences a request takes: its `n`. Raises Refusal for more than there are."""
-    n = data.get("n", data.get("n_cmpl", 1))
-    if n is None:
-        return 1
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise Refusal(400, "n must be a whole number from 1 on")
+    n: int = data.get("n_cmpl", data.get("n", 1))  # in llama.cpp's order
     if n > most:
         raise Refusal(400, f"n is {n}, and this server answers {most} at once (--parallel)")
     return n
@@ -299,7 +345,7 @@ class Door:
         if state.keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
             scheme, _, token = headers.get("authorization", "").partition(" ")
             brought = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            if not any(hmac.compare_digest(brought.encode(), key.encode()) for key in state.keys):
+            if not any(hmac.compare_digest(brought.encode("latin-1"), key) for key in state.keys):
                 return Refusal(401, "a key is missing or wrong: Authorization: Bearer KEY")
         return None
 

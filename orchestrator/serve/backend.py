@@ -21,8 +21,10 @@ from orchestrator.footprint import PROMPT_MARKS, part_bytes
 from orchestrator.meter import StoreCosts
 from orchestrator.native import FAILED, NativeRequest, NativeServer, ServerLibrary, ServerSpec
 from orchestrator.policy import policy_settings
+from orchestrator.serve.bodies import BODY_FACTOR, bodies_bytes
 from orchestrator.serve.library import Stopped
-from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.settings import LEAST_BODY_BYTES, ServeSettings
+from orchestrator.serve.shape import PROBS_BYTES
 
 # What HTTP and llama.cpp's server take beside what a chat takes, and each answer that decodes at
 # once. Measured with eight clients: 12.3 MiB, and 0.13 MiB more for each of eight answers.
@@ -30,8 +32,9 @@ PROCESS_BYTES = 15 * 2**20
 ANSWER_BYTES = 2**19
 # Of answers that are made and that nobody reads.
 UNREAD_BYTES = 4 * 2**20
-# For each token of the vocabulary: a place among what an answer may go on with; and once, where a
-# grammar refuses one, its code points and its places in the lists of those that are left
+# For each token of the vocabulary: a place among what an answer may go on with, and once among
+# those whose probabilities are asked for (get_token_probabilities); and once, where a grammar
+# refuses one, its code points and its places in the lists of those that are left
 # (llama_grammar_apply_impl).
 CANDIDATE_BYTES = 12
 GRAMMAR_TOKEN_BYTES = 256
@@ -51,16 +54,19 @@ def score_bytes(n_ctx: int) -> int:
     return SCORE_BYTES * max(SCORED_MOST, n_ctx)
 
 
-def server_config(config: Config, parallel: int) -> Config:
+def server_config(
+    config: Config, parallel: int, longest_body_bytes: int = LEAST_BODY_BYTES
+) -> Config:
     """The model's config for so many conversations at once. They share the context, each with as
     much of it as was asked for, and the memory for prompts that were read before."""
-    answers = ANSWER_BYTES * parallel + UNREAD_BYTES + score_bytes(config.ctx or 0)
+    bodies = BODY_FACTOR * bodies_bytes(longest_body_bytes, parallel)
+    answers = (ANSWER_BYTES + PROBS_BYTES) * parallel + UNREAD_BYTES
     return config.with_changes(
         ctx=config.ctx and config.ctx * parallel,
         sequences=parallel - 1,
         scored=SCORED_TOKENS,
-        beside=PROCESS_BYTES + answers,
-        beside_token=GRAMMAR_TOKEN_BYTES + CANDIDATE_BYTES * parallel,
+        beside=PROCESS_BYTES + bodies + answers + score_bytes(config.ctx or 0),
+        beside_token=GRAMMAR_TOKEN_BYTES + CANDIDATE_BYTES * (parallel + 1),
         conversations=True,
     )
 
@@ -98,7 +104,9 @@ class Backend:
         self.name = settings.alias or config.model.stem
         self.parallel = settings.parallel
         template = settings.chat_template
-        self.engine = Engine.open(server_config(config, settings.parallel), progress)
+        self.most_body_bytes = settings.most_body_bytes(config.ctx)
+        made = server_config(config, settings.parallel, self.most_body_bytes)
+        self.engine = Engine.open(made, progress)
         try:
             engine = self.engine
             self.slot_context = engine.n_ctx // settings.parallel

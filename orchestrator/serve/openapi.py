@@ -4,65 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-Schema = dict[str, Any]
+from orchestrator.serve.requests import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    REQUESTS,
+    STRING,
+    Schema,
+    listed,
+    named,
+    record,
+)
 
 JSON, STREAM, TEXT = "application/json", "text/event-stream", "text/plain"
 TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
-COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-SHARE: Schema = {"type": "number", "minimum": 0, "maximum": 1}
-NUMBER: Schema = {"type": "number"}
-STRING: Schema = {"type": "string"}
-FLAG: Schema = {"type": "boolean"}
-
-
-def listed(items: Schema, **more: Any) -> Schema:
-    return {"type": "array", "items": items, **more}
-
-
-def record(required: str = "", **properties: Schema) -> Schema:
-    """An object. required: names of properties, with spaces between. Further ones are ignored."""
-    made: Schema = {"type": "object", "properties": properties}
-    if required:
-        made["required"] = required.split()
-    return made
-
-
-def named(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-# A picture or a sound is a part too, and is refused: this server has text alone.
-CONTENT: Schema = {
-    "anyOf": [
-        STRING,
-        listed(record("type text", type={"const": "text"}, text=STRING), minItems=1),
-    ]
-}
-SAMPLING: dict[str, Schema] = {
-    "model": {**STRING, "description": "Any name: there is one model."},
-    "stream": {**FLAG, "description": "Server-sent events, and `data: [DONE]` at the end."},
-    "max_tokens": {**COUNT, "minimum": -1, "description": "-1 for as many as the context has."},
-    "temperature": {"type": "number", "minimum": 0, "maximum": 1e6},
-    "top_p": SHARE,
-    "min_p": SHARE,
-    "top_k": COUNT,
-    "seed": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
-    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "repeat_penalty": {"type": "number", "minimum": 0.01, "maximum": 10},
-    "stop": {"anyOf": [STRING, listed(STRING)]},
-    "logit_bias": {
-        "type": "object",
-        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        "description": "By token id.",
-    },
-    "return_progress": {**FLAG, "description": "In a stream: how much of the prompt is read."},
-    "stream_options": record(include_usage=FLAG),
-    "moe_edge": {
-        "type": "object",
-        "description": "Live settings of the policy, for this request. Only with --parallel 1.",
-    },
-}
 COSTS: dict[str, Schema] = {
     "hit_rate": {"type": ["number", "null"], "description": "Of what answers asked for."},
     "prefill_hit_rate": {"type": ["number", "null"]},
@@ -80,35 +35,14 @@ COSTS: dict[str, Schema] = {
     "policy": STRING,
     "shared_steps": FLAG,
 }
-FUNCTION = record("name", name=STRING, description=STRING, parameters={"type": "object"})
-CHOICES: Schema = {"enum": ["auto", "none", "required"]}
-MESSAGES: dict[str, Schema] = {
-    "messages": listed(
-        record("role content", role={"enum": ["user", "assistant"]}, content=CONTENT), minItems=1
-    ),
-    "max_tokens": {**COUNT, "minimum": 1},
-    "system": CONTENT,
-    "stop_sequences": listed(STRING),
-    "model": STRING,
-    "stream": FLAG,
-    "temperature": SHARE,
-    "top_k": COUNT,
-    "top_p": SHARE,
-}
-PROMPT: Schema = {"anyOf": [STRING, listed({"type": "integer", "minimum": 0})]}
 
 SCHEMAS: dict[str, Schema] = {
+    **REQUESTS,
     "Error": record(
         "error",
         error=record("code message type", code={"type": "integer"}, message=STRING, type=STRING),
     ),
     "Event": {**record("data", data=STRING), "description": "JSON, or [DONE] at the end."},
-    "Message": record(
-        "role content",
-        role={"enum": ["system", "developer", "user", "assistant", "tool"]},
-        content=CONTENT,
-        tool_call_id=STRING,
-    ),
     "Timings": {
         **record(
             "prompt_ms predicted_ms",
@@ -124,22 +58,6 @@ SCHEMAS: dict[str, Schema] = {
         **record(" ".join(COSTS.keys() - {"kl_estimate"}), **COSTS),
         "description": "What the experts cost; llama.cpp has no figures of its own here.",
     },
-    "ChatRequest": record(
-        "messages",
-        messages=listed(named("Message"), minItems=1),
-        **SAMPLING,
-        n={"type": "integer", "minimum": 1, "description": "At most --parallel."},
-        logprobs=FLAG,
-        top_logprobs={"type": "integer", "minimum": 0, "maximum": 20},
-        response_format=record(
-            "type",
-            type={"enum": ["text", "json_object", "json_schema"]},
-            json_schema=record(name=STRING, schema={"type": "object"}),
-        ),
-        tools=listed(record("type function", type={"const": "function"}, function=FUNCTION)),
-        tool_choice={"anyOf": [CHOICES, {"type": "object"}]},
-        parallel_tool_calls=FLAG,
-    ),
     "ChatAnswer": record(
         "choices model object usage",
         id=STRING,
@@ -157,17 +75,6 @@ SCHEMAS: dict[str, Schema] = {
         usage={"type": "object"},
         timings=named("Timings"),
     ),
-    "CompletionRequest": record(
-        "prompt",
-        prompt=PROMPT,
-        **SAMPLING,
-        echo={
-            **FLAG,
-            "description": "The likelihood of the prompt: with `logprobs`, `max_tokens` of 0 or 1, "
-            "and temperature 0 where that is 1. Any other is refused.",
-        },
-    ),
-    "NativeRequest": record("prompt", prompt=PROMPT, **SAMPLING),
     "CompletionAnswer": record(
         "choices model object usage",
         choices=listed(record("index text finish_reason", index=COUNT, text=STRING)),
@@ -177,28 +84,6 @@ SCHEMAS: dict[str, Schema] = {
         timings=named("Timings"),
     ),
     "NativeAnswer": record("content", content=STRING, timings=named("Timings")),
-    "ResponsesRequest": record(
-        "input",
-        input={
-            "anyOf": [
-                STRING,
-                listed(
-                    record(
-                        "role content",
-                        role={"enum": ["system", "user", "assistant"]},
-                        content=STRING,
-                    ),
-                    minItems=1,
-                ),
-            ]
-        },
-        instructions=STRING,
-        max_output_tokens=COUNT,
-        model=STRING,
-        stream=FLAG,
-        temperature=SAMPLING["temperature"],
-        top_p=SHARE,
-    ),
     "ResponsesAnswer": record(
         "object output status",
         object={"const": "response"},
@@ -206,8 +91,6 @@ SCHEMAS: dict[str, Schema] = {
         status=STRING,
         timings=named("Costs"),
     ),
-    "MessagesRequest": record("messages max_tokens", **MESSAGES),
-    "CountRequest": record("messages", **MESSAGES),
     "MessagesAnswer": record(
         "type role content",
         type={"const": "message"},
@@ -215,14 +98,6 @@ SCHEMAS: dict[str, Schema] = {
         content=listed(record("type", type=STRING)),
         timings=named("Costs"),
     ),
-    "InfillRequest": record(
-        "input_prefix input_suffix", input_prefix=STRING, input_suffix=STRING, prompt=STRING
-    ),
-    "TokenizeRequest": record(
-        "content", content=STRING, add_special=FLAG, parse_special=FLAG, with_pieces=FLAG
-    ),
-    "DetokenizeRequest": record("tokens", tokens=listed({"type": "integer", "minimum": 0})),
-    "TemplateRequest": record("messages", messages=listed(named("Message"), minItems=1)),
     "Experts": record(
         "mode layers",
         mode=STRING,
@@ -281,6 +156,8 @@ TOKENS = record("input_tokens", input_tokens=COUNT)
 CHAT_TOKENS = post("How long a chat's prompt is.", "ChatRequest", TOKENS)
 RESPONSES_TOKENS = post("How long a response's prompt is.", "ResponsesRequest", TOKENS)
 MODELS = get("The one model.", record("data", data=listed(record("id", id=STRING))))
+MODEL = get("The one model, by its name.", record("id", id=STRING))
+MODEL["get"]["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": STRING}]
 HEALTH = get("Whether the model is ready; needs no key.", record("status", status=STRING))
 PATHS: dict[str, Schema] = {
     "/v1/chat/completions": CHAT,
@@ -295,7 +172,7 @@ PATHS: dict[str, Schema] = {
     "/v1/messages": post(
         "Anthropic's messages.", "MessagesRequest", named("MessagesAnswer"), stream=True
     ),
-    "/v1/messages/count_tokens": post("How long a message's prompt is.", "CountRequest", TOKENS),
+    "/v1/messages/count_tokens": post("How long a message's prompt is.", "MessagesRequest", TOKENS),
     "/completion": NATIVE,
     "/completions": NATIVE,
     "/infill": post(
@@ -315,6 +192,8 @@ PATHS: dict[str, Schema] = {
     ),
     "/v1/models": MODELS,
     "/models": MODELS,
+    "/v1/models/{id}": MODEL,
+    "/models/{id}": MODEL,
     "/props": get("llama.cpp's settings.", {"type": "object"}),
     "/health": HEALTH,
     "/v1/health": HEALTH,
@@ -332,7 +211,7 @@ def document(has_key: bool) -> dict[str, Any]:
         "info": {
             "title": "moe-edge serve",
             "version": "1",
-            "description": "A local model for other programs. Unknown fields are ignored.",
+            "description": "A local model for other programs. Other fields are ignored.",
         },
         "paths": PATHS,
         "components": {"schemas": SCHEMAS},

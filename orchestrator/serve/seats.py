@@ -47,7 +47,7 @@ class Conversation:
 def conversation_of(route: str, data: dict[str, Any]) -> Conversation | None:
     """What a request goes on from; None where no sequence can be named for it."""
     prompt = data.get("prompt", data.get("input_prefix"))
-    if route in NAMELESS or data.get("n", data.get("n_cmpl", 1)) not in (None, 1):
+    if route in NAMELESS or data.get("n_cmpl", data.get("n", 1)) not in (None, 1):
         return None
     messages = data.get("messages", data.get("input"))
     if messages is not None:

@@ -10,9 +10,9 @@ from orchestrator.config import MOST_SEQUENCES
 from orchestrator.errors import ConfigError
 from orchestrator.settings import FROM_0, FROM_1, SIZE, Settings, setting
 
-# What a request may have for each token of the context, and what any may have. Reading one takes
-# ten times its length, which is in no plan.
-BODY_BYTES, LEAST_BODY_BYTES = 64, 2**20
+# How long a request may be for each token of the context, and in any case. Prose has four to five
+# bytes a token; what reading takes is in the plan, at forty times its length.
+BODY_BYTES, LEAST_BODY_BYTES = 16, 2**17
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -59,7 +59,7 @@ class ServeSettings(Settings):
         "The longest request.",
         within=FROM_1,
         unit=SIZE,
-        shown="1MiB, or 64 bytes for each token of the context",
+        shown="128KiB, or 16 bytes for each token of --ctx",
     )
     patience: int = setting(
         30,
@@ -86,9 +86,9 @@ class ServeSettings(Settings):
         more = (name.strip() for name in (self.allow_host or "").lower().split(","))
         return frozenset({*LOCAL_NAMES, self.host.lower(), *filter(None, more)})
 
-    def most_body_bytes(self, n_ctx: int) -> int:
-        """How long a request may be, for a context of so many tokens."""
-        return self.body_limit or max(LEAST_BODY_BYTES, BODY_BYTES * n_ctx)
+    def most_body_bytes(self, n_ctx: int | None) -> int:
+        """How long a request may be, where a context of so many tokens was asked for."""
+        return self.body_limit or max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
 
     def keys(self) -> frozenset[str]:
         """The keys that a request may bring; none where it needs none. Raises ConfigError where
@@ -96,7 +96,7 @@ class ServeSettings(Settings):
         read."""
         keys = {self.api_key} if self.api_key else set()
         if self.api_key_file is not None:
-            lines = self.api_key_file.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = self.api_key_file.read_text("utf-8", "surrogateescape").splitlines()
             keys |= {line.strip() for line in lines if line.strip()}
             if not keys:
                 raise ConfigError(f"--api-key-file {self.api_key_file}: it has no key in it")

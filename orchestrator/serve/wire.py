@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -30,6 +31,9 @@ STEP_FAILED = b"Compute error."
 GRAMMAR_FAILED = b"got exception: the grammar "
 # Its status for what a model cannot do, which is no failure of the server.
 NOT_SUPPORTED = 501
+# How deep a request may nest; and what the escape of a half of a character looks like.
+MOST_DEPTH = 100
+_HALVES = re.compile(rb"\\u[dD][89a-fA-F]")
 ERROR_EVENTS = (b'data: {"error"', b"event: error")
 EVENT_END = b"\n\n"
 # Anthropic's form of requests. Its clients see an error in a stream by the event's name alone.
@@ -58,34 +62,71 @@ def error_object(status: int, message: str, kind: str | None = None) -> dict[str
     return {"type": "error", "error": {"code": status, "message": message, "type": kind}}
 
 
+def said_bytes(request: Request, most_bytes: int) -> int:
+    """How long a body will be: as its head says, or else the most. Raises Refusal for more."""
+    said = request.headers.get("content-length", "")
+    if not (said.isascii() and said.isdigit()):
+        return most_bytes
+    if len(said) > 18 or int(said) > most_bytes:
+        raise _too_long(most_bytes)
+    return int(said)
+
+
+def _too_long(most_bytes: int) -> Refusal:
+    return Refusal(413, f"the request is longer than --body-limit, {format_size(most_bytes)}")
+
+
 async def read_body(request: Request, most_bytes: int) -> bytes:
     """The whole body. Raises Refusal for a longer one, before it is all here."""
-    said = request.headers.get("content-length", "")
-    too_long = Refusal(413, f"the request is longer than --body-limit, {format_size(most_bytes)}")
-    if said.isascii() and said.isdigit() and int(said) > most_bytes:
-        raise too_long
     body = bytearray()
     try:
         async for chunk in request.stream():
             body += chunk
             if len(body) > most_bytes:
-                raise too_long
+                raise _too_long(most_bytes)
     except ClientDisconnect:
         raise Refusal(400, "the request ended early") from None
     return bytes(body)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises Refusal for anything else."""
+    """The JSON object in a body. Raises Refusal for anything else, and for one that nests deeper
+    than anybody needs, or has half a character in it."""
     try:
         data = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        if _HALVES.search(body):
+            json.dumps(data, ensure_ascii=False).encode()
     except UnicodeDecodeError:
         raise Refusal(400, "the body is not UTF-8") from None
+    except UnicodeEncodeError:
+        raise Refusal(400, "a text of the body has half a character (a lone surrogate)") from None
     except (ValueError, RecursionError):
         raise Refusal(400, "the body is not JSON") from None
     if not isinstance(data, dict):
         raise Refusal(400, "the body must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > MOST_DEPTH and _is_deep(data):
+        raise Refusal(400, f"the body nests more than {MOST_DEPTH} deep")
     return data
+
+
+def written(data: dict[str, Any]) -> bytes:
+    """A request's object for llama.cpp. Raises Refusal for a number that JSON has no room for."""
+    try:
+        return json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        raise Refusal(400, "a number of the body is too large") from None
+
+
+def _is_deep(data: Any) -> bool:
+    level = [data]
+    for _ in range(MOST_DEPTH):
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, (dict, list))
+        ]
+    return bool(level)
 
 
 def _no_constant(name: str) -> float:
@@ -168,3 +209,22 @@ def _with_timings(text: bytes, ours: bytes) -> bytes:
         return text
     comma = b"" if whole[:-1].endswith(b"{") else b","
     return whole[:-1] + comma + b'"timings":{' + ours + b"}}" + text[len(whole) :]
+
+
+def mapped(part: bytes, is_stream: bool, change: Callable[[Any], Any]) -> bytes:
+    """A part of an answer with its JSON changed: all of it, or that of each event of a stream."""
+    if not is_stream:
+        return _changed(part, change)
+    mark = b"data: "
+    return b"\n".join(
+        mark + _changed(line[len(mark) :], change) if line.startswith(mark + b"{") else line
+        for line in part.split(b"\n")
+    )
+
+
+def _changed(text: bytes, change: Callable[[Any], Any]) -> bytes:
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return text
+    return json.dumps(change(data), ensure_ascii=False).encode()

@@ -47,7 +47,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "CompletionRequest": {"prompt": "One two", "max_tokens": 4},
     "ResponsesRequest": {"input": "One two", "max_output_tokens": 4},
     "MessagesRequest": {"messages": MESSAGES, "max_tokens": 4},
-    "CountRequest": {"messages": MESSAGES},
+    "NativeRequest": {"prompt": "One two", "max_tokens": 4},
     "InfillRequest": {"input_prefix": "One", "input_suffix": "three", "n_predict": 4},
     "TokenizeRequest": {"content": "One two"},
     "DetokenizeRequest": {"tokens": [1, 2, 3]},
@@ -215,15 +215,14 @@ FORMS: dict[str, Any] = {
 }
 
 
-def declared() -> dict[str, str]:
-    """Each field that upstream's server declares, and its kind."""
+def declared(cache: Path) -> dict[str, str]:
+    """Each field that upstream's server declares, and its kind. cache: with its source."""
     found: dict[str, str] = {}
-    for source in sorted(
-        cache_dir().glob("source/*/vendor/llama.cpp/tools/server/server-schema.cpp")
-    ):
-        for kind, name, rest in re.findall(
-            r'new field_(\w+)\("([^"]+)"(.*?);', source.read_text(), re.DOTALL
-        ):
+    for source in sorted(cache.glob("source/*/vendor/llama.cpp/tools/server/server-schema.cpp")):
+        text = re.sub(
+            r"^#if 0.*?^#endif|//[^\n]*", "", source.read_text(), flags=re.DOTALL | re.MULTILINE
+        )
+        for kind, name, rest in re.findall(r'new field_(\w+)\("([^"]+)"(.*?);', text, re.DOTALL):
             found[name] = kind
             found |= dict.fromkeys(re.findall(r'add_alias\("([^"]+)"', rest), kind)
     assert len(found) > 50, "upstream's server is not unpacked: run `make serve` once"
@@ -235,7 +234,7 @@ class Requests:
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
-        self._declared = declared()
+        self._declared = declared(cache_dir())
         self._paths: list[tuple[str, str, str]] = []
         for path, methods in PATHS.items():
             for method, operation in methods.items():

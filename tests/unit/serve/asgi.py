@@ -37,7 +37,16 @@ class Reply:
 class Client:
     """One request to an application; leave makes the client go away."""
 
-    def __init__(self, app: Any, method: str, path: str, body: bytes, **headers: str) -> None:
+    def __init__(
+        self,
+        app: Any,
+        method: str,
+        path: str,
+        body: bytes,
+        head: list[tuple[bytes, bytes]] | None = None,
+        **headers: str,
+    ) -> None:
+        """head: header fields as they are, in the place of those by name."""
         fields = {"host": "localhost:8080", **{k.replace("_", "-"): v for k, v in headers.items()}}
         self._app = app
         self._scope = {
@@ -46,7 +55,7 @@ class Client:
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
-            "headers": [(k.encode(), v.encode()) for k, v in fields.items()],
+            "headers": head or [(k.encode(), v.encode()) for k, v in fields.items()],
         }
         self._incoming = [{"type": "http.request", "body": body, "more_body": False}]
         self._gone = asyncio.Event()
@@ -156,6 +165,7 @@ class FakeBackend:
     """Gives out requests in turn, and remembers what it was asked."""
 
     slot_context = 512
+    most_body_bytes = 2**17
 
     def __init__(self, *requests: FakeRequest) -> None:
         self.requests = list(requests)

@@ -22,7 +22,11 @@ from orchestrator.serve.app import application
 from orchestrator.serve.wire import with_costs
 
 CHAT = "/v1/chat/completions"
-ASK, STREAM = {"messages": []}, {"messages": [], "stream": True}
+SAID = [{"role": "user", "content": "a"}]
+# What each path needs, and leaves out of the others' where it has no use for it.
+ASK = {"messages": SAID, "input": "a", "input_prefix": "a", "input_suffix": "b"}
+STREAM = {**ASK, "stream": True}
+ANY = json.dumps(ASK).encode()
 FINAL = b'data: {"choices": [], "timings": {"predicted_n": 3}}\n\n'
 
 
@@ -163,7 +167,8 @@ def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(
     reply = asyncio.run(streamed(app, hold, path))
     assert reply.status == 200 and reply.parts[0].startswith(b":")
     # An error that comes after the comments is an event, not a status.
-    assert reply.parts[-1] == named + b'data: {"error": {}}\n\n'
+    outer = b'"type": "error", ' if named else b""
+    assert reply.parts[-1] == named + b"data: {" + outer + b'"error": {}}\n\n'
     failed = asyncio.run(streamed(app, other, path)).parts[-1]
     assert failed.startswith(named + b'data: {"type": "error"') and b"the disk is gone" in failed
 
@@ -174,9 +179,9 @@ LONG, SHORT = b'{"input_tokens": 512}', b'{"input_tokens": 511}'
 @pytest.mark.parametrize(
     ("path", "data", "counts"),
     [
-        (CHAT, {"messages": []}, (LONG, SHORT)),
+        (CHAT, {"messages": SAID}, (LONG, SHORT)),
         ("/v1/responses", {"input": "a"}, (LONG, SHORT)),
-        ("/v1/messages", {"messages": []}, (LONG, SHORT)),
+        ("/v1/messages", {"messages": SAID}, (LONG, SHORT)),
         (
             "/v1/completions",
             {"prompt": "a"},
@@ -197,7 +202,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_stream_begins(
     body = json.dumps({**data, "stream": True}).encode()
 
     async def three() -> None:
-        running = asyncio.create_task(Client(app, "POST", CHAT, b"{}").run())
+        running = asyncio.create_task(Client(app, "POST", CHAT, ANY).run())
         while not backend.asked:
             await asyncio.sleep(0.01)
         long = await asyncio.wait_for(Client(app, "POST", path, body).run(), HANG_S)
@@ -224,7 +229,7 @@ def test_what_cannot_be_read_is_refused_before_its_stream_begins(
     app = application(state_with(backend), quiet)
 
     async def two() -> None:
-        running = asyncio.create_task(Client(app, "POST", CHAT, b"{}").run())
+        running = asyncio.create_task(Client(app, "POST", CHAT, ANY).run())
         while not backend.asked:
             await asyncio.sleep(0.01)
         body = json.dumps(STREAM).encode()
@@ -262,7 +267,7 @@ def test_nobody_waits_for_ever_and_the_line_is_bounded() -> None:
     app = application(state, quiet)
 
     async def three() -> list[int]:
-        clients = [Client(app, "POST", CHAT, b"{}") for _ in range(3)]
+        clients = [Client(app, "POST", CHAT, ANY) for _ in range(3)]
         replies = await asyncio.gather(*(client.run() for client in clients))
         return sorted(reply.status for reply in replies)
 
@@ -278,11 +283,11 @@ def test_a_client_that_leaves_ends_its_work_and_gives_its_place_back() -> None:
     app = application(state, quiet)
 
     async def leave() -> int:
-        client = Client(app, "POST", CHAT, b"{}")
+        client = Client(app, "POST", CHAT, ANY)
         running = asyncio.create_task(client.run())
         while not state.gate.running:
             await asyncio.sleep(0.01)
-        second = asyncio.create_task(Client(app, "POST", CHAT, b"{}").run())
+        second = asyncio.create_task(Client(app, "POST", CHAT, ANY).run())
         client.leave()
         await asyncio.wait_for(running, HANG_S)
         assert request.cancelled.is_set() and request.closed
@@ -299,7 +304,7 @@ def test_a_client_that_leaves_the_line_lets_nobody_in() -> None:
     app = application(state, quiet)
 
     async def leave() -> list[int]:
-        clients = [Client(app, "POST", CHAT, b"{}") for _ in range(3)]
+        clients = [Client(app, "POST", CHAT, ANY) for _ in range(3)]
         running = []
         for number, client in enumerate(clients):
             running.append(asyncio.create_task(client.run()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from click.testing import CliRunner
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
-from asgi import FakeBackend, FakeRequest, ask, state_with
+from asgi import Client, FakeBackend, FakeRequest, ask, state_with
 
 from orchestrator.cli import cli
 from orchestrator.errors import ConfigError
@@ -19,6 +21,10 @@ from orchestrator.serve.settings import ServeSettings
 
 CHAT = "/v1/chat/completions"
 MESSAGE = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def with_said(**more: Any) -> bytes:
+    return json.dumps({**MESSAGE, **more}).encode()
 
 
 def app_with(**settings: Any) -> Any:
@@ -61,6 +67,20 @@ def test_a_key_is_asked_for_where_there_is_one(headers: dict[str, str], status: 
     app = app_with(api_key="secret")
     assert ask(app, CHAT, MESSAGE, **headers).status == status
     assert ask(app, "/health").status == 200
+
+
+@pytest.mark.parametrize("kept", ["ключ", "clé", "cl\udce9"])
+def test_a_key_need_not_be_ascii(kept: str) -> None:
+    """Clients send UTF-8, some Latin-1; a file may have any bytes."""
+    app = app_with(api_key=kept)
+
+    def status(brought: bytes) -> int:
+        head = [(b"host", b"localhost"), (b"authorization", b"Bearer " + brought)]
+        return asyncio.run(Client(app, "POST", CHAT, with_said(), head).run()).status
+
+    assert status(kept.encode("utf-8", "surrogateescape")) == 200
+    assert status(b"cl\xe9") == (401 if kept == "ключ" else 200)
+    assert status("кльч".encode()) == 401
 
 
 def test_a_server_for_others_needs_a_key(tmp_path: Path) -> None:
@@ -115,27 +135,43 @@ def test_a_page_that_is_let_in_may_send_the_fields_of_its_sdk() -> None:
         (b"[]", 400, "JSON object"),
         (b'{"a": "\xff"}', 400, "not UTF-8"),
         (b'{"a": "' + b"x" * 2000 + b'"}', 413, "--body-limit"),
-        (b'{"n": 2}', 400, "--parallel"),
-        (b'{"n": "two"}', 400, "whole number"),
-        (b'{"response_format": "json"}', 400, "response_format must be"),
-        (b'{"response_format": {"json_schema": 1}}', 400, "json_schema must be"),
-        (b'{"response_format": {"type": "json_object", "schema": 123}}', 400, "a JSON schema"),
-        (b'{"response_format": {"json_schema": {"schema": "x"}}}', 400, "a JSON schema"),
-        (b'{"json_schema": [1]}', 400, "a JSON schema"),
+        (b'{"a": "\\ud800"}', 400, "half a character"),
+        (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "more than 200 deep"),
+        (with_said(seed=2, temperature=0.5).replace(b"0.5", b"1e400"), 400, "from 0 to"),
+        (with_said(chat_template_kwargs={"a": 0.5}).replace(b"0.5", b"1e400"), 400, "too large"),
+        (with_said(n=2), 400, "--parallel"),
+        (with_said(n="two"), 400, "n must be a whole number from 1"),
+        (with_said(n=1, n_cmpl=2), 400, "--parallel"),
     ],
 )
 def test_bodies_that_cannot_be_served(body: bytes, status: int, says: str) -> None:
-    reply = ask(app_with(body_limit=1000 if status == 413 else 2**20), CHAT, body)
+    state = state_with(FakeBackend())
+    if status == 413:
+        state.backend.most_body_bytes = 1000  # type: ignore[union-attr]
+    reply = ask(application(state, lambda _line: None), CHAT, body)
     assert reply.status == status
     assert says in reply.json()["error"]["message"]
 
 
 def test_a_body_is_as_long_as_the_context_has_use_for() -> None:
-    body = b'{"a": "' + b"x" * 2**20 + b'"}'
-    assert ask(app_with(), CHAT, body).status == 413
-    state = state_with(FakeBackend(FakeRequest(200, False, [b"{}"])))
-    state.backend.slot_context = 20_000  # type: ignore[union-attr]
-    assert ask(application(state, lambda _line: None), CHAT, body).status == 200
+    longest = [
+        ServeSettings(**settings).most_body_bytes(n_ctx)
+        for settings, n_ctx in (({}, None), ({}, 512), ({}, 2**15), ({"body_limit": 99}, 2**15))
+    ]
+    assert longest == [2**17, 2**17, 2**19, 99]
+
+
+def test_a_model_is_found_by_its_name() -> None:
+    found = {"id": "org/demo", "object": "model"}
+    text = json.dumps({"data": [found], "models": []}).encode()
+    app = application(
+        state_with(FakeBackend(*(FakeRequest(200, False, [text]) for _ in range(3)))),
+        lambda _line: None,
+    )
+    assert ask(app, "/v1/models/org/demo").json() == found
+    assert ask(app, "/models/org/demo").status == 200
+    other = ask(app, "/v1/models/gpt-5")
+    assert other.status == 404 and "'gpt-5'" in other.json()["error"]["message"]
 
 
 def test_paths_and_methods_that_there_are_not() -> None:

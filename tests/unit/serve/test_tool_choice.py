@@ -15,6 +15,7 @@ from orchestrator.serve.tools import settle_tool_choice
 from orchestrator.serve.wire import Refusal
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+SAID = [{"role": "user", "content": "a"}]
 
 
 def chat_tool(name: str) -> dict[str, Any]:
@@ -70,8 +71,8 @@ def test_words_stay_as_they_are() -> None:
 
 def test_a_count_reads_the_choice_as_the_answer_does() -> None:
     """What llama.cpp counts is the prompt of the request as it gets it for an answer."""
-    asked = {"messages": [], "tools": [plain_tool("a")], "tool_choice": {"type": "any"}}
-    named = {"messages": [], "tools": [chat_tool("a"), chat_tool("b")]}
+    asked = {"messages": SAID, "tools": [plain_tool("a")], "tool_choice": {"type": "any"}}
+    named = {"messages": SAID, "tools": [chat_tool("a"), chat_tool("b")]}
     named["tool_choice"] = {"type": "function", "function": {"name": "b"}}
     for path, data in (
         ("/v1/messages", asked),

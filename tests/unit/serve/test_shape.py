@@ -1,0 +1,119 @@
+"""Answers have the form of their path: probabilities, stops, errors, and none at all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
+
+from asgi import FakeBackend, FakeRequest, ask, state_with
+
+from orchestrator.serve.app import application
+
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+SAID = [{"role": "user", "content": "a"}]
+
+
+def token(text: str, logprob: float) -> dict[str, Any]:
+    other = {"token": "x", "logprob": -3.0, "id": 2, "bytes": [1]}
+    own = {"token": text, "logprob": logprob, "id": 1, "bytes": [1]}
+    return {**own, "top_logprobs": [own, other]}
+
+
+def answered(path: str, data: dict[str, Any], *answers: Any, status: int = 200) -> tuple[Any, Any]:
+    """(what llama.cpp got, what the client got; of a stream each event) for llama.cpp's answers."""
+    is_stream = bool(data.get("stream"))
+    parts = [json.dumps(each).encode() for each in answers]
+    if is_stream:
+        parts = [b"data: " + part + b"\n\n" for part in parts]
+    backend = FakeBackend(FakeRequest(status, is_stream, parts))
+    reply = ask(application(state_with(backend), lambda _line: None), path, data)
+    assert reply.status == status
+    events = [line[6:] for line in reply.body.split(b"\n") if line.startswith(b"data: ")]
+    got = [json.loads(each) for each in events] if is_stream else reply.json()
+    return json.loads(backend.asked[0][1]), got
+
+
+def completion(text: str, *tokens: Any, finish: str | None = "length") -> dict[str, Any]:
+    choice = {"index": 0, "text": text, "logprobs": {"content": list(tokens)}}
+    return {"choices": [{**choice, "finish_reason": finish}]}
+
+
+def test_a_completions_probabilities_have_openais_form() -> None:
+    two = completion("ab", token("a", -1.0), token("b", -2.0))
+    asked, got = answered(COMPLETIONS, {"prompt": "a", "logprobs": 2}, two)
+    assert asked["logprobs"] == 2
+    assert got["choices"][0]["logprobs"] == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-1.0, -2.0],
+        "top_logprobs": [{"a": -1.0, "x": -3.0}, {"b": -2.0, "x": -3.0}],
+        "text_offset": [0, 1],
+    }
+    asked, got = answered(COMPLETIONS, {"prompt": "a", "logprobs": 0}, two)
+    assert asked["logprobs"] == 1 and got["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+def test_offsets_go_on_through_a_stream() -> None:
+    parts = [completion("ab", token("ab", -1.0)), completion("c", token("c", -1.0))]
+    _, got = answered(COMPLETIONS, {"prompt": "a", "logprobs": 1, "stream": True}, *parts)
+    assert [each["choices"][0]["logprobs"]["text_offset"] for each in got] == [[0], [2]]
+
+
+@pytest.mark.parametrize("more", [{}, {"top_logprobs": 0}])
+def test_the_chosen_token_alone_has_no_alternatives(more: dict[str, Any]) -> None:
+    answer = {"choices": [{"index": 0, "logprobs": {"content": [token("a", -1.0)]}}]}
+    asked, got = answered(CHAT, {"messages": SAID, "logprobs": True, **more}, answer)
+    assert asked["top_logprobs"] == 1
+    (only,) = got["choices"][0]["logprobs"]["content"]
+    assert only["top_logprobs"] == [] and only["logprob"] == -1.0
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_no_tokens_are_none(is_stream: bool) -> None:
+    usage = {"completion_tokens": 1, "prompt_tokens": 3, "total_tokens": 4}
+    answer = {**completion("b", token("b", -1.0), finish="stop"), "usage": usage}
+    data = {"prompt": "a", "max_tokens": 0, "logprobs": 1, "stream": is_stream}
+    asked, got = answered(COMPLETIONS, data, answer)
+    (last,) = got if is_stream else [got]
+    assert asked["max_tokens"] == 1  # llama.cpp has no way to read a prompt and say nothing
+    assert last["choices"][0] == {
+        "index": 0,
+        "text": "",
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+    assert last["usage"] == {"completion_tokens": 0, "prompt_tokens": 3, "total_tokens": 3}
+    own = {"content": "b", "tokens": [1], "tokens_predicted": 1, "stop_type": "eos"}
+    _, got = answered("/completion", {"prompt": "a", "n_predict": 0}, own)
+    assert (got["content"], got["tokens_predicted"], got["stop_type"]) == ("", 0, "limit")
+
+
+@pytest.mark.parametrize(
+    ("reason", "sequence", "expected"),
+    [
+        ("end_turn", "###", ("stop_sequence", "###")),
+        ("end_turn", "<|im_end|>", ("end_turn", None)),  # the chat template's
+        ("tool_use", "###", ("tool_use", "###")),
+        ("max_tokens", None, ("max_tokens", None)),
+    ],
+)
+def test_a_sequence_that_stops_is_the_reason(reason: str, sequence: Any, expected: Any) -> None:
+    said = {"stop_reason": reason, "stop_sequence": sequence}
+    data = {"messages": SAID, "max_tokens": 5, "stop_sequences": ["###"]}
+    _, whole = answered(MESSAGES, data, {"type": "message", **said})
+    assert (whole["stop_reason"], whole["stop_sequence"]) == expected
+    event = {"type": "message_delta", "delta": said}
+    _, (streamed,) = answered(MESSAGES, {**data, "stream": True}, event)
+    assert tuple(streamed["delta"].values()) == expected
+
+
+def test_anthropics_clients_get_their_form_of_errors() -> None:
+    inner = {"code": 400, "message": "no such role", "type": "invalid_request_error"}
+    data = {"messages": SAID, "max_tokens": 5}
+    expected = {"type": "error", "error": inner}
+    assert answered(MESSAGES, data, {"error": inner}, status=400)[1] == expected
+    assert answered(MESSAGES, {**data, "stream": True}, inner)[1] == [expected]
+    assert answered(CHAT, data, {"error": inner}, status=400)[1] == {"error": inner}
