@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.file.layout import DOWN, GATE, UP
-from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.llama import Bindings
 from orchestrator.native import Library
 from orchestrator.policy import Rules, policy_class
@@ -69,7 +69,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...], float, dict[str, Any]]] = {
     "mixed": ("mixed", TIERS, 0.6, {}),
     "mixed 8/4": ("mixed", ("q8_0", "q4_k"), 0.7, {}),
     "firm": ("firm", ("q8_0",), 0.5, {}),
-    "firm, votes": ("firm", ("q8_0",), 0.5, {"votes": "6,2", "agree": "mol"}),
+    "firm, votes": ("firm", ("q8_0",), 0.5, {"votes": "3,2", "agree": "mol"}),
     "firm, climb": (
         "firm",
         ("q8_0",),
@@ -129,13 +129,15 @@ def make_run(seed: int = 20261125) -> Trace:
     rows: dict[str, list[np.ndarray]] = {
         name: []
         for name in (
-            *("ids", "weights", "tokens", "sequences"),
+            *("ids", "weights", "tokens", "phases", "sequences"),
             *("ahead_ids", "ahead_scores", "importance"),
         )
     }
-    events, marks = [], []
+    events, marks, answering = [], [], set()
     for number, (phase, of, said) in enumerate(steps):
         n = len(of)
+        phases = [Phase.DECODE if each in answering else Phase.PREFILL for each in of]
+        answering |= {sequence for what, sequence in said if what == PROMPT_ENDS}
         by_layer = [chosen(of, layer) for layer in range(N_LAYERS)]
         for layer, ids in enumerate(by_layer):
             ahead = [
@@ -147,6 +149,7 @@ def make_run(seed: int = 20261125) -> Trace:
             rows["ids"].append(ids)
             rows["weights"].append(falling(n))
             rows["tokens"].append(np.arange(n, dtype=np.int32))
+            rows["phases"].append(np.array(phases, np.uint8))
             rows["sequences"].append(np.array(of, np.int32))
             rows["ahead_ids"] += ahead
             rows["ahead_scores"] += [falling(n) for _ in ahead]
@@ -166,12 +169,13 @@ def make_run(seed: int = 20261125) -> Trace:
                 offset += whole // 3 * N_EXPERT
     each = rng.uniform(0.001, 0.02, (N_LAYERS, N_EXPERT, len(TIERS) + 1))
     lost = np.cumsum(each * (1, 1, 2, 20), axis=2)
-    n_rows = len(np.concatenate(rows["ids"]))
+    n_rows, n_ahead = (sum(map(len, rows[name])) for name in ("ids", "ahead_ids"))
+    every = sum(1 << kind for kind in (UP, GATE, DOWN))
     arrays = {
         **made.arrays,
         **{name: np.concatenate(values) for name, values in rows.items()},
         "slices": slices,
-        "start_tier": np.full((N_LAYERS, N_EXPERT), 254, np.uint8),
+        "start_tier": np.full((N_LAYERS, N_EXPERT), ABSENT, np.uint8),
         "start_hotness": rng.random((N_LAYERS, N_EXPERT)),
         "losses": lost[..., :-1],
         "costs": lost,
@@ -188,8 +192,10 @@ def make_run(seed: int = 20261125) -> Trace:
         "event_computed": columns[:, 5].astype(np.int32),
         "event_ns": 60_000 * columns[:, 2].astype(np.int64),
         "event_wait_us": np.zeros(len(columns), np.int64),
-        "held": np.full((n_rows, K), 254, np.uint8),
-        "ahead_held": np.full((len(np.concatenate(rows["ahead_ids"])), K), 254, np.uint8),
+        "held": np.full((n_rows, K), ABSENT, np.uint8),
+        "missing": np.full((n_rows, K), every, np.uint8),
+        "ahead_held": np.full((n_ahead, K), ABSENT, np.uint8),
+        "ahead_missing": np.full((n_ahead, K), every, np.uint8),
     }
     return Trace(header, arrays)
 

@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias must be"),
     "biases that pass": ({"logit_bias": [[n, 1] for n in range(1024)]}, ""),
     "texts of biases": ({"logit_bias": [["word " * 4000, 1]]}, "texts of logit_bias: 20000"),
-    "stops": ({"stop": ["x"] * 129}, "stop must be a text or a list of at most 128 items"),
+    "stops": ({"stop": ["x"] * 129}, "stop must be a list of at most 128 items"),
     "one long stop": ({"stop": "x" * 200}, ""),
     "samplers": ({"samplers": ["top_k"] * 33}, "samplers must be"),
     "samplers in short": ({"samplers": "k" * 33}, "samplers must be"),
@@ -65,6 +65,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_more_is_one_sentence(name: str) -> None:
     data, said = CASES[name]
     backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
+    backend.most_body_bytes = 2**20
     app = application(state_with(backend), lambda _line: None)
     path = COMPLETION if "prompt" in data else CHAT
     reply = ask(app, path, {"messages": MESSAGES, **data})

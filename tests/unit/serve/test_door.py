@@ -136,7 +136,7 @@ def test_a_page_that_is_let_in_may_send_the_fields_of_its_sdk() -> None:
         (b'{"a": "\xff"}', 400, "not UTF-8"),
         (b'{"a": "' + b"x" * 2000 + b'"}', 413, "--body-limit"),
         (b'{"a": "\\ud800"}', 400, "half a character"),
-        (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "more than 200 deep"),
+        (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "more than 100 deep"),
         (with_said(seed=2, temperature=0.5).replace(b"0.5", b"1e400"), 400, "from 0 to"),
         (with_said(chat_template_kwargs={"a": 0.5}).replace(b"0.5", b"1e400"), 400, "too large"),
         (with_said(n=2), 400, "--parallel"),
