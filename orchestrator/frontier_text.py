@@ -77,14 +77,19 @@ def draw(found: Frontier, title: str, path: Path) -> None:
             mine = [each for each in shown if each.name == name]
             colour = COLOURS[number % len(COLOURS)]
             axes.scatter(
-                *zip(*map(at, mine), strict=True),
+                [at(each)[0] for each in mine],
+                [at(each)[1] for each in mine],
                 s=44,
                 marker="os^DvP"[number % 6],
                 edgecolors=colour,
                 facecolors=["none" if each.kl is None else colour for each in mine],
                 zorder=3,
             )
-            one = {"marker": "os^DvP"[number % 6], "color": colour, "linestyle": "none"}
+            one: dict[str, Any] = {
+                "marker": "os^DvP"[number % 6],
+                "color": colour,
+                "linestyle": "none",
+            }
             axes.plot([], [], label=name, **one)  # full in the legend, whatever the points are
         if any(each.kl is None for each in shown):
             axes.axhline(unknown, color="#999999", linewidth=1, linestyle=":")
@@ -115,7 +120,7 @@ def draw(found: Frontier, title: str, path: Path) -> None:
             color="#999999",
             linewidth=1,
         )
-        ring = {"facecolors": "none", "edgecolors": "black", "zorder": 4}
+        ring: dict[str, Any] = {"facecolors": "none", "edgecolors": "black", "zorder": 4}
         axes.scatter(*at(found.taken), s=190, label="taken", **ring)
         axes.set_yscale("symlog", linthresh=_LEAST_KL)
         axes.set_ylim(bottom=-_LEAST_KL / 4)
