@@ -161,7 +161,7 @@ def test_a_model_that_ends_early_is_refused(model, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("memory", ["--ram=1GiB", "--expert-ram=600KiB"])
+@pytest.mark.parametrize("memory", ["--ram=1GiB", "--expert-ram=800KiB"])
 def test_a_file_name_may_be_any_bytes(model, tmp_path, memory):
     path = os.fsencode(tmp_path) + b"/a \n\xff\xc3\xbc.gguf"
     os.symlink(model, path)
@@ -177,7 +177,7 @@ def test_a_file_name_may_be_any_bytes(model, tmp_path, memory):
 
 
 def test_ctrl_c_during_an_answer(model):
-    config = Config.build(model=model, expert_ram=600 * 2**10, ctx=2048, seed=3, max_tokens=2000)
+    config = Config.build(model=model, expert_ram=800 * 2**10, ctx=2048, seed=3, max_tokens=2000)
     with Engine.open(config) as engine:
         session = Session(engine, config)
         pieces = []
