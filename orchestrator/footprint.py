@@ -65,7 +65,7 @@ def output_tokens(config: Config, n_vocab: int, n_ubatch: int) -> int:
     token's logits are there twice: in the scratch, and where they are read."""
     if config.logits_all:
         return n_ubatch
-    return max(1, min(n_ubatch, config.scored, SCORING_BYTES // (2 * 4 * n_vocab)))
+    return max(1, min(n_ubatch, config.scored, SCORING_BYTES // max(1, 2 * 4 * n_vocab)))
 
 
 def vocabulary_size(model: ExpertModel) -> int:

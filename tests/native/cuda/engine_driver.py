@@ -6,7 +6,7 @@ to go on with in the place of its own; routes: what the routers chose for each t
 watch: prefill has a callback, which takes what is offered, and the last token but one is prefill.
 Prints JSON: its own tokens, logits before each of them and behind the last, statistics, and what
 was taken of the device after each chunk of the prompt and in the end. Options that do not work
-print {"error": sentence}.
+print {"error": sentence, "needed": bytes of the smallest budget that works, or null}.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from orchestrator.config import Config
 from orchestrator.engine import Engine
-from orchestrator.errors import MoeEdgeError
+from orchestrator.errors import BudgetError, MoeEdgeError
 from orchestrator.events import Phase, RouteEvent
 from orchestrator.llama import Bindings
 from orchestrator.native import find_device
@@ -89,7 +89,8 @@ def main() -> None:
     try:
         print(json.dumps(decode(library, job)))
     except MoeEdgeError as error:
-        print(json.dumps({"error": str(error)}))
+        needed = error.needed_bytes if isinstance(error, BudgetError) else None
+        print(json.dumps({"error": str(error), "needed": needed}))
 
 
 def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:

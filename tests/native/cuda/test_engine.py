@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from gguf_tools.units import format_size
 
 from .conftest import HERE, Device, run_python
 
@@ -229,13 +230,12 @@ def test_vram_is_a_cap(
     options.pop("expert_ram", None)
     library = device.library
     model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
-    refused = engine(library, 0, **options, model=model, device="cuda0", vram=1)["error"]
-    least = least_vram(refused)
+    least = least_vram(engine(library, 0, **options, model=model, device="cuda0", vram=1))
     again = engine(library, 0, **options, model=model, device="cuda0", vram=least - 1)
-    assert f"{least} bytes" in again["error"]
+    assert least_vram(again) == least
     found = engine(library, 2, **options, model=model, device="cuda0", vram=least)
     if kernels or (not device.emulated and "error" in found):
-        measured = least_vram(found["error"])
+        measured = least_vram(found)
         assert measured > least
         least = measured + (16 << 20)  # a driver gives memory in steps
         found = engine(library, 2, **options, model=model, device="cuda0", vram=least)
@@ -243,9 +243,11 @@ def test_vram_is_a_cap(
     assert 0 < found["llama"] + found["slots"] < found["took"][-1] <= least
 
 
-def least_vram(said: str) -> int:
-    """The smallest --vram that works, as a refusal names it."""
-    return int(re.search(r"(\d{6,}) bytes", said).group(1))  # type: ignore[union-attr]
+def least_vram(refused: dict[str, Any]) -> int:
+    """The smallest --vram that works, of a refusal whose sentence names it."""
+    least: int = refused["needed"]
+    assert format_size(least, up=True) in refused["error"]
+    return least
 
 
 def test_what_kernels_take_is_measured(
@@ -257,12 +259,12 @@ def test_what_kernels_take_is_measured(
         pytest.skip("kernels of a chosen size are at hand in the emulation only")
     options = {"policy": "lru", "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
     options["device"] = "cuda0"
-    estimated = least_vram(engine(device.library, 0, **options, vram=1)["error"])
+    estimated = least_vram(engine(device.library, 0, **options, vram=1))
     found = engine(device.library, 2, **options, vram=estimated)
     few, all_of_them = found["slots_at_first"], found["slots"]
     assert found["used"] <= estimated and all_of_them > 2 * few
     monkeypatch.setenv("MOE_EMU_MODULE", str(16 << 20))
-    measured = least_vram(engine(device.library, 2, **options, vram=estimated)["error"])
+    measured = least_vram(engine(device.library, 2, **options, vram=estimated))
     assert measured > estimated
     cap = measured + (16 << 20)  # a driver gives memory in steps
     found = engine(device.library, 2, **options, vram=cap)
