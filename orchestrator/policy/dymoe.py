@@ -278,7 +278,7 @@ class DyMoE(Policy):
         return high
 
     def _lower_missing(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> list[int]:
-        """Returns what is not skipped."""
+        """Lowers or skips what has no need to be high. Returns what is not skipped."""
         high = self._high(event.layer, event.ids_array, event.weights_array, view)
         used = distinct(event.ids_array)
         out.tier_array[used[~high[used]]] = self._low

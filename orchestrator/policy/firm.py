@@ -1,5 +1,4 @@
-"""FIRM-MoE: what the layers before predict is loaded ahead, matrix by matrix, and how much of it
-is tuned."""
+"""FIRM-MoE: what earlier layers predict is loaded ahead, and how much of it is tuned."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ _DECODE = int(Phase.DECODE)
 
 # Tokens of one step, above which the union of what they are predicted to need is nearly all.
 _MOST_TOKENS = 8
-# What an earlier run tuned holds for slots as many as it had, within this share of them, and for
-# the same values of these settings.
+# What an earlier run tuned holds where there are about as many slots as it had, within this share.
 _SAME_SLOTS = 0.1
+# It holds for the same values of these settings alone.
 _TUNED_FOR = ("agree", "prefetch_kinds", "n_ahead", "waste_weight", "miss_weight")
 
 

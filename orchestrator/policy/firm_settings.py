@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError, SettingError
 from orchestrator.policy.heop import ALL, GROUPS, OFF, WAYS, Votes
+from orchestrator.policy.prefetch import OFF as NEVER
 from orchestrator.policy.prefetch import LookAhead
 from orchestrator.policy.votes import MOL, RANK, depth_of
 from orchestrator.policy.votes import WAYS as VOTES_WAYS
@@ -91,6 +92,13 @@ class FIRMSettings(LookAhead):
                 "votes",
                 f"must be K,P such as 4,1, or three of them as 4,1/8,3/8,3, not '{self.votes}'",
             ) from None
+        if self.prefetch == NEVER or self.n_ahead == 0:
+            for name, value in (("votes", self.votes), ("tune", self.tune)):
+                if value not in (None, OFF):
+                    off = "prefetch off" if self.prefetch == NEVER else "n_ahead 0"
+                    raise SettingError(
+                        name, f"is {value}, and nothing is loaded ahead with {off}: leave one out"
+                    )
         n_ahead, most = self.n_ahead, self.declared()["n_ahead"].within
         if self.agree != MOL and (deepest or 0) > 1:
             raise SettingError(

@@ -304,13 +304,17 @@ ggml_tensor * importance(const llm_graph_context & graph, const moe_edge_store &
     if (window == 0 || graph.n_tokens < 2 || !store.in_prefill() || a.graph != graph.ctx0 || a.il > il) {
         return nullptr;
     }
+    // Before there is an input for the window: one that no node reads has no memory to be filled.
+    ggml_tensor * cells = key_cells(graph, a.il);
+    if (!cells) {
+        return nullptr;
+    }
     ggml_tensor * weights = a.weights;
     if (window > 0) {
         // several streams number their cells in another way
         weights = a.q && a.mask && a.k->ne[3] == 1 ? weights_of(graph, a, window_rows(graph, store)) : nullptr;
     }
-    ggml_tensor * cells = key_cells(graph, a.il);
-    if (!weights || weights->ne[3] != 1 || !cells) {
+    if (!weights || weights->ne[3] != 1) {
         return nullptr;
     }
     ggml_tensor * args[] = { weights, cells };

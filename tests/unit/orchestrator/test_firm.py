@@ -238,6 +238,8 @@ def test_votes_that_were_asked_for_or_recalled_are_not_what_this_run_tuned() -> 
         ({"votes": "4,1", "n_ahead": 3}, "'n_ahead' is 3, and the votes '4,1' are of 1 layers"),
         ({"tune": "climb"}, "'tune' is climb, and votes says what would be tuned"),
         ({"tune": "all"}, "'tune' is all"),
+        ({"prefetch": "off"}, "'votes' is 4,3, and nothing is loaded ahead"),
+        ({"votes": None, "n_ahead": 0, "tune": "climb"}, "'tune' is climb, and nothing is loaded"),
         ({"votes": "5,1"}, "have 5 candidates, and this model's routers choose 4 experts"),
     ],
 )
@@ -312,7 +314,7 @@ def test_prompts_and_slots_are_dymoes_with_one_precision() -> None:
 
 
 def test_without_prefetch_nothing_is_asked_for() -> None:
-    policy = firm(prefetch="off")
+    policy = firm(prefetch="off", votes=None)
     assert policy.n_ahead == 0 and policy.report()["prefetch"] == "off"
     assert asked(policy, make(0, [USED[0]], [[row] for row in AHEAD[0]])) == []
 
