@@ -12,8 +12,7 @@ from orchestrator.native import Library, StoreSpec
 from orchestrator.plan import MemoryPlan
 
 # A token that needs an expert waits until it is laid out, too, and so streaming is slower with the
-# CPU's layout even for types whose layout pays after one use (EXPERIMENTS, "Where the CPU's own
-# layout pays").
+# CPU's layout even for types whose layout pays after one use (docs/experiments/layouts.md).
 RESIDENT_SHARE = 0.99
 
 

@@ -13,8 +13,8 @@ SIZES = (512, 1024, 2048, 4096)
 
 # Tokens of an answer for each token of its prompt, and how often an expert without a slot is used,
 # of the mean of all. The medians of conversations in Splitwise (ISCA 2024, Figure 3) are 1,020 and
-# 129 tokens. What has no slot is what was used least; half is on the safe side (EXPERIMENTS.md,
-# "Micro-batches by memory").
+# 129 tokens. What has no slot is what was used least; half is on the safe side
+# (docs/experiments/prompts.md, "Micro-batches by memory").
 ANSWER_SHARE = 1 / 8
 ABSENT_USE = 1 / 2
 

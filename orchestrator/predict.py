@@ -28,7 +28,7 @@ from orchestrator.policy.base import ModelShape, SlotPlan
 # Rows of activations for which costs are known; between them they grow evenly, and beyond the last
 # one with the rows.
 ROWS = (1, 4, 16, 64, 256)
-# Of the experts of the next layer, look-ahead finds so many (EXPERIMENTS.md, "FIRM-MoE").
+# Of the experts of the next layer, look-ahead finds so many (docs/experiments/firm.md).
 FORESEEN = 0.8
 _MOST_STEPS = 64
 

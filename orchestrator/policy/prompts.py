@@ -21,7 +21,7 @@ from orchestrator.policy.importance import (
 )
 
 # Of a layer's high slots: those that a prompt may fill with what it uses most, and those that
-# the rest of its experts pass through (EXPERIMENTS.md, "Long prompts").
+# the rest of its experts pass through (docs/experiments/prompts.md).
 _STAYS_SHARE = 0.75
 _PASSING_SHARE = 0.5
 

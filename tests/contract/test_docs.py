@@ -30,6 +30,10 @@ WRITTEN = [name for name in DOCS if name not in PAGES]
 ROOMS = r"(?:gguf_tools|orchestrator|patches|models|tests|docs|\.ci)"
 LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)")
 README_LINES = 150
+EXPERIMENTS_LINES = 400
+EXPERIMENT_PAGE_LINES = 60
+EXPERIMENT_PAGES = [name for name in DOCS if name.startswith("docs/experiments/")]
+CLAIM_COLUMNS = ["claim", "number", "day", "command", "verdict"]
 
 
 def text_of(name: str) -> str:
@@ -117,23 +121,53 @@ def test_readme_is_short() -> None:
     assert lines <= README_LINES, f"README.md has {lines} lines: what is long belongs in docs/"
 
 
-def test_every_experiment_has_a_date() -> None:
-    """An entry is a section without sections in it; its heading ends with a date."""
-    text = prose_of(text_of("EXPERIMENTS.md"))
-    headings = re.findall(r"^(##+) (.+)$", text, re.MULTILINE)
-    below = [*(len(marks) for marks, _ in headings[1:]), 0]
-    entries = [
-        heading
-        for (marks, heading), next_depth in zip(headings, below, strict=True)
-        if next_depth <= len(marks)
-    ]
-    assert entries
-    for heading in entries:
-        ends = re.search(r" \((\d{4}-\d{2}-\d{2})\)$", heading)
-        assert ends, f"EXPERIMENTS.md: {heading!r} does not end with a date as (2026-11-21)"
-        date.fromisoformat(ends[1])
-    bold = re.findall(r"^\*\*.*", text, re.MULTILINE)
-    assert not bold, f"EXPERIMENTS.md: an entry begins with a heading, not with {bold[0]!r}"
+def dated(text: str, where: str) -> None:
+    """Fails when the text does not end with a day in brackets, as (2026-11-21)."""
+    ends = re.search(r" \((\d{4}-\d{2}-\d{2})\)$", text)
+    assert ends, f"{where}: {text!r} does not end with a day as (2026-11-21)"
+    date.fromisoformat(ends[1])
+
+
+def test_experiments_are_short() -> None:
+    most = dict.fromkeys(EXPERIMENT_PAGES, EXPERIMENT_PAGE_LINES) | {
+        "EXPERIMENTS.md": EXPERIMENTS_LINES
+    }
+    for name, limit in most.items():
+        lines = len(text_of(name).splitlines())
+        assert lines <= limit, f"{name} has {lines} lines, at most {limit} are for it"
+
+
+def test_every_claim_has_a_number_a_day_a_command_and_a_verdict() -> None:
+    """Each section of EXPERIMENTS.md is one table of claims, or a list of what was given up."""
+    _, *sections = re.split(r"^## ", text_of("EXPERIMENTS.md"), flags=re.MULTILINE)
+    assert sections
+    for section in sections:
+        title, body = section.split("\n", 1)
+        rows = [line for line in body.splitlines() if line.startswith("|")]
+        items = re.findall(r"^- (.+(?:\n  .+)*)", body, re.MULTILINE)
+        assert bool(rows) != bool(items), f"EXPERIMENTS.md, {title}: one table or one list"
+        for item in items:
+            dated(" ".join(item.split()), f"EXPERIMENTS.md, {title}")
+        for place, row in enumerate(rows):
+            cells = [cell.strip() for cell in row.strip("|").split("|")]
+            if place == 0:
+                assert cells == CLAIM_COLUMNS, f"EXPERIMENTS.md, {title}: columns {cells}"
+            elif place > 1:
+                assert len(cells) == len(CLAIM_COLUMNS) and all(cells), f"EXPERIMENTS.md: {row}"
+                _, _, day, command, _ = cells
+                date.fromisoformat(day)
+                first = place == 2 and command.startswith("the same")
+                assert not first, f"EXPERIMENTS.md, {title}: the first command stands in full"
+
+
+@pytest.mark.parametrize("name", EXPERIMENT_PAGES)
+def test_every_section_of_an_experiment_has_a_day(name: str) -> None:
+    headings = re.findall(r"^##+ (.+)$", prose_of(text_of(name)), re.MULTILINE)
+    assert headings, f"{name} has no section"
+    for heading in headings:
+        dated(heading, name)
+    reached = {path for path, _ in linked("EXPERIMENTS.md")}
+    assert REPO / name in reached, f"EXPERIMENTS.md does not link to {name}"
 
 
 def test_every_native_source_has_its_line() -> None:
