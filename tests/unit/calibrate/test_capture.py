@@ -52,10 +52,9 @@ def test_inputs_ids_and_weights_fit_each_other(
                 # The router's input is the experts' here: its softmax over the chosen ones.
                 logits = x @ router.T
                 chosen = np.take_along_axis(logits, seen.ids[token], axis=1)
-                assert np.array_equal(
-                    np.sort(seen.ids[token], axis=1),
-                    np.sort(np.argsort(-logits, axis=1)[:, : seen.ids.shape[1]], axis=1),
-                )
+                # Experts whose logits are equal but for rounding may be either one's choice.
+                highest = -np.sort(-logits, axis=1)[:, : seen.ids.shape[1]]
+                assert np.allclose(-np.sort(-chosen, axis=1), highest, atol=1e-3)
                 share = np.exp(chosen - chosen.max(axis=1, keepdims=True))
                 share /= share.sum(axis=1, keepdims=True)
                 assert np.allclose(seen.weights[token], share, atol=0.01)
