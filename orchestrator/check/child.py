@@ -27,7 +27,7 @@ _EXPERTS_OUT = "ffn_moe_out-"
 def run(job: Job) -> Result:
     """Raises MoeEdgeError in one of its forms."""
     config = Config.build(**job.settings)
-    with Engine.open(config) as engine:
+    with Engine.open(config, compared=job.chosen) as engine:
         if job.layers:
             return watch_layers(engine, [*(job.prompt or ()), *(job.answer or ())], job.rows)
         found = describe(engine) | {"text": read_and_render(engine)}

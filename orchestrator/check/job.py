@@ -22,9 +22,10 @@ class Job:
 
     settings: of Config.build. rows: the file for the logits, float32 [1 + n_decode, n_vocab]:
     behind the prompt, and behind each decoded token. n_prompt: tokens of the prompt, None for a
-    micro-batch of the plan. prompt, answer: the tokens; None for a text of
-    our own and the likeliest tokens. layers: instead, prompt and answer are read in one batch, and
-    rows gets what the experts of each layer give, an .npz.
+    micro-batch of the plan. prompt, answer: the tokens; None for a text of our own and the
+    likeliest tokens. chosen: the settings are of a plan that a loss chose, and its policy may have
+    no use for some of them. layers: instead, prompt and answer are read in one batch, and rows gets
+    what the experts of each layer give, an .npz.
     """
 
     settings: dict[str, Any]
@@ -33,6 +34,7 @@ class Job:
     n_decode: int
     prompt: list[int] | None = None
     answer: list[int] | None = None
+    chosen: bool = False
     layers: bool = False
 
     def to_json(self) -> str:
