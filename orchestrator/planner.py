@@ -45,7 +45,8 @@ class Planner:
     """What a model can be on this machine, with what earlier runs learned of both."""
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
-        """Raises ConfigError for a device that is not here, NativeError without the library."""
+        """config: as opened; measuring this machine keeps to its cap. Raises ConfigError for a
+        device that is not here, NativeError without the library."""
         self.bindings = Bindings.load()
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
         check_misses(self.gpu, config)
@@ -135,7 +136,7 @@ class Planner:
         names = [tier.name for tier in self._model.tiers]
         with (
             Probe(self.bindings, config) as probe,
-            Predictor(self.bindings, config, self._model, reading) as predictor,
+            Predictor(self.bindings, self._config, self._model, reading) as predictor,
         ):
 
             def plan(asked: Config) -> MemoryPlan:

@@ -30,7 +30,6 @@ from orchestrator.config import Config
 from orchestrator.errors import GGUFError, MoeEdgeError
 from orchestrator.hardware import Machine
 from orchestrator.llama import Bindings
-from orchestrator.planner import Planner
 from orchestrator.policy import ALLOWED_LOSS
 
 Bar = Callable[[str, float | None], None]
@@ -149,18 +148,19 @@ class _Check:
 
     def _as_asked(self) -> Config | None:
         """What a chat would run, which learns nothing of a check's words; None where that cannot
-        be. A loss that is allowed chooses the policy here, with all of --ram, as for a chat."""
+        be. A loss that is allowed chooses the policy first, with all of --ram, as for a chat: in a
+        process of its own, whose memory is free again for the runs."""
         if not self.report["managed"]:
             return None
         config = self.config
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             self.bar("Measuring this machine", None)
-            try:
-                with ExpertModel.open(config.model, config.low) as model:
-                    config = Planner(config, model).runs(config).config
-            except MoeEdgeError as error:
-                self._problem(f"as asked: {error}")
+            job = Job(settings_of(config), os.devnull, None, 0, beside=private_bytes())
+            found = run_job(job)
+            if "error" in found:
+                self._problem(f"as asked: {found['error']}")
                 return None
+            config = Config.build(**found["settings"])
         return config.with_changes(remember=False)
 
     def _keep_own_memory(self) -> None:
