@@ -45,10 +45,11 @@ def check_unused(config: Config) -> None:
     options alone.
     """
     name = config.policy
+    by_loss = config.given(ALLOWED_LOSS) is not None
     for given in config.of_policies:
         having = owners(given)
-        if name is None and given == ALLOWED_LOSS:
-            continue  # it chooses the policy
+        if name is None and (given == ALLOWED_LOSS or (given == "losses" and by_loss)):
+            continue  # it chooses the policy, by what this table says
         if name is None and DEFAULT not in having:
             raise ConfigError(
                 f"{flag_of(given)} is for --policy {' or '.join(having)}: leave it out, or ask "
@@ -101,21 +102,22 @@ def make_policy(config: Config, choice: Choice, shape: ModelShape) -> Policy:
     return choice.policy(shape, settings, rules)
 
 
-def asks_less(config: Config, policy: type[Policy]) -> bool:
-    """Whether a config with this policy asks for more than the best tier in use. A file with
-    several tiers asks for nothing by itself; a second file does, unless the policy's settings say
-    that it computes all in the best tier."""
-    if config.exact:
-        return False
-    if config.low_tier is not None:
-        return True
-    if policy.lossless is None:
-        return policy.most_tiers > 1
-    settings = config.settings_of(policy)
-    asked = [(getattr(settings, name), value) for name, value in policy.lossless.items()]
-    if any(given not in (None, value) for given, value in asked):
-        return True
-    return config.low is not None and any(given is None for given, _ in asked)
+def without_effect(config: Config) -> str | None:
+    """A sentence about lower precisions that are given beside a setting of the policy with which
+    every expert is computed in the best tier; None where there are none, or a loss chooses the
+    policy."""
+    lower = [each for each in ("low", "low_tier") if getattr(config, each) is not None]
+    by_loss = config.policy is None and config.given(ALLOWED_LOSS) is not None
+    if not lower or by_loss or config.policy == PLAIN:
+        return None
+    settings = policy_class(config.policy or DEFAULT).lossless or {}
+    if not settings or any(config.given(name) != value for name, value in settings.items()):
+        return None
+    beside = " and ".join(f"{flag_of(name)} {value:g}" for name, value in settings.items())
+    return (
+        f"{' and '.join(map(flag_of, lower))}: no effect with {beside}, which computes every "
+        f"expert in the high precision."
+    )
 
 
 def wants_plain(config: Config, model: ExpertModel) -> bool:
@@ -128,7 +130,7 @@ def wants_plain(config: Config, model: ExpertModel) -> bool:
                 "--high-tier and --expert-ram, or choose another policy"
             )
         return True
-    less = asks_less(config, policy_class(DEFAULT))
+    less = config.asks_less(policy_class(DEFAULT))
     managed = config.force_managed or config.expert_ram is not None or less
     return config.policy is None and best and not managed
 
@@ -149,7 +151,7 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
             f"keeps some in lower ones: choose another --policy, or leave --exact out"
         )
     asking = policy or policy_class(DEFAULT)
-    lower = asking.most_tiers > 1 and asks_less(config, asking)
+    lower = asking.most_tiers > 1 and config.asks_less(asking)
     # The low tier, as far as the user said: one of that name, or any.
     named = None
     if lower and config.low_tier not in (None, SKIP_TIER):

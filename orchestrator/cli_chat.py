@@ -11,8 +11,8 @@ import click
 from orchestrator.cli_files import model_path
 from orchestrator.cli_options import (
     answer_options,
+    chat_config,
     conversation_options,
-    make_config,
     model_options,
     open_engine,
 )
@@ -55,7 +55,7 @@ def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> Non
     prompt = with_stdin(prompt, console)
     if prompt is None and as_json:
         raise click.UsageError("--json needs a prompt: give -p TEXT, or text on stdin")
-    config = make_config({**options, "remember": True, "conversations": True})
+    config = chat_config(options)
     folder = config.prompt_cache
     last = LastConversation(folder) if folder else None
     if resume and last is None:

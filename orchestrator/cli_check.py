@@ -10,7 +10,7 @@ import click
 
 from gguf_tools import interrupts
 from orchestrator.cli_files import AT_LEAST_1, FORCE, NEW_FILE
-from orchestrator.cli_options import make_config, model_options
+from orchestrator.cli_options import chat_config, model_options
 from orchestrator.console import Console, strip_controls
 
 
@@ -53,7 +53,7 @@ def check(
     console = Console()
     asked = CheckOptions(tokens=tokens, all_tiers=all_tiers, verify=not no_verify)
     try:
-        report = examine(make_config(options), asked, console.bar)
+        report = examine(chat_config(options), asked, console.bar)
     finally:
         console.end_bar()
     text = json.dumps(report) if as_json else strip_controls(render(report))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from orchestrator.cli_options import make_config, model_options
+from orchestrator.cli_options import chat_config, model_options
 from orchestrator.console import Console, strip_controls
 
 
@@ -20,7 +20,7 @@ def doctor(as_json: bool, **options: Any) -> None:
 
     console = Console()
     try:
-        health = examine(make_config(options), lambda what: console.bar(what, None))
+        health = examine(chat_config(options), lambda what: console.bar(what, None))
     finally:
         console.end_bar()
     click.echo(json.dumps(health.as_dict()) if as_json else strip_controls(render(health)))

@@ -105,6 +105,10 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     from orchestrator.eval import evaluate as run
 
     as_before = options.pop("as_before")
+    if as_before is not None and options["tokens"] is not None:
+        raise click.UsageError(
+            "--tokens is another name of --max-tokens: give one of the two, and leave the other out"
+        )
     options["tokens"] = options["tokens"] or as_before
     names = {field.name for field in fields(EvalOptions)}
     chosen = {name: options.pop(name) for name in names & options.keys()}

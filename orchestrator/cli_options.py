@@ -153,6 +153,12 @@ def make_config(options: dict[str, Any]) -> Config:
         raise bad_option(error) from error
 
 
+def chat_config(options: dict[str, Any]) -> Config:
+    """As make_config, of what `moe-edge chat` runs with these options. Commands that say what would
+    run, or try it, take the same."""
+    return make_config({**options, "remember": True, "conversations": True})
+
+
 def bad_option(error: SettingError) -> click.BadParameter:
     """The same about the option that asks for the setting."""
     return click.BadParameter(error.complaint, param_hint=f"'{flag_of(error.name)}'")

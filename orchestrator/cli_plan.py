@@ -10,7 +10,7 @@ import click
 
 from gguf_tools import interrupts
 from orchestrator.cli_files import FORCE, NEW_FILE
-from orchestrator.cli_options import make_config, model_options
+from orchestrator.cli_options import chat_config, model_options
 from orchestrator.console import progress_bar, strip_controls
 
 
@@ -41,7 +41,7 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
     if picture is not None:
         layer_plot.prepare(picture)
         interrupts.ends_with(picture)
-    config = make_config({**options, "remember": True, "conversations": True})
+    config = chat_config(options)
     if config.policy is not None:
         raise ConfigError(
             "--policy names the plan already: leave it out, and `moe-edge plan` compares them all"

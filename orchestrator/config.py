@@ -276,6 +276,23 @@ class Config(Settings):
         """How an answer's tokens are chosen where nothing else is asked for."""
         return Sampling(**{name: getattr(self, name) for name in Sampling.declared()})
 
+    def asks_less(self, policy: type[Policy]) -> bool:
+        """Whether anything may be computed below the best tier in use, with this policy. A file
+        with several tiers asks for nothing by itself. A low tier and a second file do, unless the
+        policy's settings say that it computes all in the best tier; skipping does in any case."""
+        if self.exact:
+            return False
+        if self.low_tier == SKIP_TIER:
+            return True
+        if policy.lossless is None:
+            return policy.most_tiers > 1
+        settings = self.settings_of(policy)
+        asked = [(getattr(settings, name), value) for name, value in policy.lossless.items()]
+        if any(given not in (None, value) for given, value in asked):
+            return True
+        lower = self.low_tier is not None or self.low is not None
+        return lower and any(given is None for given, _ in asked)
+
     def settings_of(self, policy: type[Policy]) -> Settings:
         """The settings of one policy: those given, the rest as it declares them."""
         return policy.Settings.of(self.of_policies)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,14 @@ from orchestrator.disk import Bandwidth, bytes_per_s, read_bandwidth
 from orchestrator.errors import MoeEdgeError
 from orchestrator.foreseen import Foreseen
 from orchestrator.hardware import more_than_there
+from orchestrator.kept_disk import kept_reading
 from orchestrator.llama import Bindings
 from orchestrator.native import Bandwidths, measure_device
 from orchestrator.plan import MemoryPlan
 from orchestrator.planner import Planner, Runs
 from orchestrator.policy import PLAIN, known_policies
 from orchestrator.predict import Prediction
-from orchestrator.predictor import Predictor, reading_of, spare_bytes
+from orchestrator.predictor import Predictor, spare_bytes
 from orchestrator.timings import DISTURBED
 
 # Tokens of the prompts that are predicted, and of the context behind which a token is.
@@ -123,11 +125,13 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
     with ExpertModel.open(config.model, config.low) as model:
         planner, note = _planner(bindings, config, model)
         gpu, machine = planner.gpu, planner.machine
-        begins("Measuring this machine")  # a loss that is allowed chooses by speeds
-        found, plan_note = _try_plan(planner, config)
-        plan = found.plan if found else None
         begins("Measuring the disk")
         disk = read_bandwidth(model, threads=config.io_threads)
+        # What is found now counts for the plan, for its prediction, and for those of later runs.
+        reading = kept_reading(model, config, disk)
+        begins("Measuring this machine")  # a loss that is allowed chooses by speeds
+        found, plan_note = _try_plan(partial(planner.runs, config))
+        plan = found.plan if found else None
         begins("Measuring the memory")
         memory_speed = memory_bandwidth(threads, spare_bytes(config, model))
         expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)
@@ -135,7 +139,6 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
         profiled = disturbed = False
         if gpu is None and found is not None:
             begins("Measuring the processor")
-            reading = reading_of(disk, config)
             with Predictor(bindings, config, model, reading, fresh=True) as predictor:
                 expected = expected_of(predictor, planner, config, found)
                 profiled, disturbed = predictor.profiled, predictor.disturbed
@@ -184,7 +187,7 @@ def expected_of(
     for name in known_policies() if config.policy is None else ():
         if name == found[0].policy:
             continue
-        other, _ = _try_plan(planner, config.compared(policy=name))
+        other, _ = _try_plan(partial(planner.compared, config.compared(policy=name)))
         # The policy that keeps everything in memory is none where that does not fit.
         if other is not None and other.plan.total_bytes <= other.plan.ram_bytes:
             time = predictor.of_plan(other.plan, other.config)
@@ -205,9 +208,9 @@ def _expected(plan: MemoryPlan, found: Prediction, chosen: bool) -> Expected:
     )
 
 
-def _try_plan(planner: Planner, config: Config) -> tuple[Runs | None, str]:
+def _try_plan(runs: Callable[[], Runs]) -> tuple[Runs | None, str]:
     try:
-        return planner.runs(config), ""
+        return runs(), ""
     except MoeEdgeError as error:
         return None, str(error)
 

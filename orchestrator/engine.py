@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.driver import Driver
 from orchestrator.errors import ConfigError, NativeError
@@ -41,29 +40,39 @@ class Engine:
     """
 
     def __init__(
-        self, config: Config, model: ExpertModel, progress: Callable[[float], None] | None
+        self,
+        config: Config,
+        model: ExpertModel,
+        progress: Callable[[float], None] | None,
+        compared: bool = False,
     ) -> None:
         self.model = model
         self.last_stats: GenerationStats | None = None
         self._loader = Loader(config, model)
-        runs = self._loader.planner.runs(config)
+        planner = self._loader.planner
+        runs = planner.compared(config) if compared else planner.runs(config)
         self.config = config = runs.config
         limit, folder = config.prompt_cache_limit, config.prompt_cache
         self._folder = PromptFolder(folder, limit) if folder else None
         self._shelf = Shelf(on_drop=self._folder.save_copy) if self._folder else Shelf()
-        self._loaded = self._loader.load(config, runs.plan, progress)
+        self._loaded = self._loader.load(runs, progress)
         self._prompts = self._prompt_cache()
 
     @classmethod
-    def open(cls, config: Config, progress: Callable[[float], None] | None = None) -> Engine:
+    def open(
+        cls,
+        config: Config,
+        progress: Callable[[float], None] | None = None,
+        compared: bool = False,
+    ) -> Engine:
         """Reads the file's layout, plans the memory and loads the dense weights.
 
-        progress gets the loaded share, 0 to 1. Raises MoeEdgeError in one of its forms.
+        progress gets the loaded share, 0 to 1. compared: as Planner.compared. Raises MoeEdgeError
+        in one of its forms.
         """
-        check_unused(config)
         model = ExpertModel.open(config.model, config.low)
         try:
-            return cls(config, model, progress)
+            return cls(config, model, progress, compared)
         except BaseException:
             model.close()
             raise
@@ -277,16 +286,16 @@ class Engine:
         return used
 
     def _restart(self, config: Config) -> None:
-        plan = self._loader.planner.runs(config).plan
-        old_plan = self.plan
+        runs = self._loader.planner.compared(config)
+        before = self._loaded.runs._replace(config=self.config)  # with what was changed live
         self._learn()
         self._prompts.put_away()
         self._loaded.close()
         try:
-            self._loaded = self._loader.load(config, plan)
-            self.config = config
+            self._loaded = self._loader.load(runs)
+            self.config = runs.config
         except BaseException:
-            self._loaded = self._loader.load(self.config, old_plan)
+            self._loaded = self._loader.load(before)
             raise
         finally:
             self._prompts = self._prompt_cache()

@@ -11,7 +11,7 @@ from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
 from gguf_tools.file.reader import metadata_value
 from orchestrator.config import Config
 from orchestrator.micro_batch import SIZES
-from orchestrator.policy import PLAIN, Policy, policy_class
+from orchestrator.policy import DEFAULT, PLAIN, Policy, policy_class
 from orchestrator.policy.base import ModelShape
 
 # Everything that is neither weights nor KV nor growing with the batch: the interpreter,
@@ -121,10 +121,10 @@ def _graph_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
 
 
 def _importance_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
-    """What token importance takes beside that, where the policy may want it: the attention weights
+    """What token importance takes beside that, where it may lower anything: the attention weights
     of the queries that it is taken from, of as many prompts as a step may have; and the queries and
     keys of a batch and its residual stream, which live longer for it."""
-    if config.importance == "load" or not _may_want_importance(config.policy):
+    if config.importance == "load" or not _may_want_importance(config):
         return 0
     hparams, tokens = model.hparams, step_tokens(config, n_ctx)
     window = config.importance_window * (1 + config.sequences)
@@ -134,11 +134,11 @@ def _importance_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     return 4 * (weights + tokens * (heads * hparams.key_length + hparams.embedding_length))
 
 
-def _may_want_importance(policy: str | None) -> bool:
-    if policy is None:
-        return True
-    own = None if policy == PLAIN else policy_class(policy).needs_importance
-    return own is not None and own is not Policy.needs_importance
+def _may_want_importance(config: Config) -> bool:
+    if config.policy == PLAIN:
+        return False
+    policy = policy_class(config.policy or DEFAULT)
+    return policy.needs_importance is not Policy.needs_importance and config.asks_less(policy)
 
 
 def part_bytes(model: ExpertModel, config: Config) -> int:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.choice import asks_less
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import SKIP_TIER
@@ -20,11 +19,9 @@ from orchestrator.plan import MemoryPlan
 from orchestrator.policy import (
     ALLOWED_LOSS,
     BASELINE,
-    DEFAULT,
     PLAIN,
     POLICIES,
     Policy,
-    policy_class,
 )
 from orchestrator.timings import AGREE
 
@@ -154,8 +151,8 @@ def frontier(config: Config, model: ExpertModel, known: Knowledge) -> Frontier:
     found = _marked(sorted(found, key=lambda each: each.token_s))
     if allowed is None:
         taken = next(each for each in found if _same(each, usual))
-        less = asks_less(plain, policy_class(DEFAULT)) or taken.tiers[0] != model.tiers[0].name
-        reason = "what the options ask for" if less else "lossless, as nothing less is asked for"
+        lossless = "lossless, as nothing less is asked for"
+        reason = lossless if taken.kl == 0.0 else "what the options ask for"
         why = f"{_what(taken)}: {reason}."
     else:
         taken = choose(found, allowed, known.before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
+from pathlib import Path
 from time import time
 
 from gguf_tools.experts import ExpertModel
@@ -14,7 +15,7 @@ from orchestrator.files import read_object, user_folder, write_whole
 from orchestrator.predict import Reading
 from orchestrator.predictor import reading_of
 from orchestrator.profile import identity
-from orchestrator.timings import Timings
+from orchestrator.timings import MOST_MOMENTS, Timings
 
 _FORMAT = "moe-edge disk 1"
 _LARGEST_BYTES = 1 << 20
@@ -23,20 +24,27 @@ _MIB = 1 << 20
 _LEAST_S = 1e-9
 
 
-def kept_reading(model: ExpertModel, config: Config) -> Reading:
-    """The disk, as it stands in the user cache for this file at this place: the best of several
-    moments, as Timings says, since other reads make a disk slower. Measures it for a second or two
-    where another moment is due. Raises OSError."""
-    place = f"{model.path.resolve()} {identity(model)} {config.io_threads}"
-    name = hashlib.sha256(place.encode()).hexdigest()[:24]
+def device_of(path: Path) -> int:
+    """The device that a file lies on: another one may be mounted at the same place."""
+    return path.stat().st_dev
+
+
+def kept_reading(model: ExpertModel, config: Config, measured: Bandwidth | None = None) -> Reading:
+    """The disk, as it stands in the user cache for this file at this place: the best of
+    MOST_MOMENTS, since other reads make a disk slower. Nothing tells whether a disk was quiet, so
+    that two moments which agree may both have been disturbed, and all of them are measured. Each
+    takes a second or two where it is due, unless it was `measured` just now. Raises OSError."""
+    place = [str(model.path.resolve()), device_of(model.path), identity(model)]
+    name = hashlib.sha256(json.dumps([*place, config.io_threads]).encode()).hexdigest()[:24]
     path = user_folder("cache") / "speed" / f"disk-{name}.json"
     data = None
     with suppress(OSError):
         data = read_object(path, _LARGEST_BYTES)
     known = data.get("timings") if data and data.get("format") == _FORMAT else {}
     timings = Timings.read(known, time())
-    if any(timings.is_due(each) for each in ("read", "core", "latency")):
-        disk = read_bandwidth(model, threads=config.io_threads)
+    keys = ("read", "core", "latency")
+    if measured is not None or any(timings.is_due(each, MOST_MOMENTS) for each in keys):
+        disk = measured or read_bandwidth(model, threads=config.io_threads)
         for each, seconds in (
             ("read", _MIB / disk.bytes_per_s),
             ("core", _MIB * disk.core_s_per_byte),
@@ -47,6 +55,6 @@ def kept_reading(model: ExpertModel, config: Config) -> Reading:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"format": _FORMAT, "timings": timings.as_dict()})
             write_whole(path, text)
-    read, core, latency = (timings.least(each) or _LEAST_S for each in ("read", "core", "latency"))
+    read, core, latency = (timings.least(each) or _LEAST_S for each in keys)
     kept = Bandwidth(_MIB / read, True, 0, core / _MIB, latency)
     return reading_of(kept, config)

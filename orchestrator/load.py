@@ -27,7 +27,7 @@ from orchestrator.native import (
     measure_product,
 )
 from orchestrator.plan import MemoryPlan
-from orchestrator.planner import Planner
+from orchestrator.planner import Planner, Runs
 from orchestrator.policy.base import Transition
 from orchestrator.profile import TunedKeeper, UsageKeeper
 from orchestrator.sequences import Sequences
@@ -53,7 +53,7 @@ class Loaded:
 
     def __init__(
         self,
-        plan: MemoryPlan,
+        runs: Runs,
         driver: PlainDriver,
         model: Model,
         context: Context,
@@ -61,13 +61,17 @@ class Loaded:
         parts: Sequence[Part],
     ) -> None:
         """parts: what is to be freed, in this order."""
-        self.plan = plan
+        self.runs = runs
         self.driver = driver
         self.model = model
         self.context = context
         self.steps = steps
         self.template = ChatTemplate(model.chat_template(), model.bos(), model.eos())
         self._parts = parts
+
+    @property
+    def plan(self) -> MemoryPlan:
+        return self.runs.plan
 
     def warm_up(self) -> None:
         """Reads a whole micro-batch and a token, with few experts a layer, and forgets them. What
@@ -133,7 +137,7 @@ class Loader:
         take."""
         return context_memory(self.bindings.library(), context.handle)[1]
 
-    def load(self, config: Config, plan: MemoryPlan, progress: Progress | None = None) -> Loaded:
+    def load(self, runs: Runs, progress: Progress | None = None) -> Loaded:
         """Loads what is planned. On a GPU it is loaded again where a prompt and a token took
         another amount of its memory than was estimated: more, and the cap would not hold; much
         less, and experts would lack it.
@@ -142,21 +146,22 @@ class Loader:
         Raises MoeEdgeError in one of its forms, and leaves nothing behind then.
         """
         if not self.on_gpu:
-            return self._load(config, plan, progress)
-        same_parts, more = config.with_changes(ubatch=plan.n_ubatch), 0
+            return self._load(runs, progress)
+        same_parts, more = runs.config.with_changes(ubatch=runs.plan.n_ubatch), 0
         for loads_left in reversed(range(MOST_LOADS)):
             free = self._free_at_first
-            loaded = self._load(config, plan, progress)
+            loaded = self._load(runs, progress)
             try:
                 beyond = self._taken_beyond(loaded, free)
             except BaseException:
                 loaded.close()
                 raise
-            if not loads_left or not is_worth_loading_again(plan, beyond):
+            if not loads_left or not is_worth_loading_again(runs.plan, beyond):
                 break
             loaded.close()
             more += beyond + SPARE_BYTES
             plan = self.planner.plan(same_parts, more)
+            runs = Runs(runs.config, plan, self.planner.loses(plan))
         return loaded
 
     @cached_property
@@ -176,8 +181,8 @@ class Loader:
         loaded.warm_up()
         return free_before - self._free_bytes() - loaded.plan.total_bytes
 
-    def _load(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Loaded:
-        self.planner.loses(plan)  # as it starts
+    def _load(self, runs: Runs, progress: Progress | None) -> Loaded:
+        config, plan = runs.config, runs.plan
         first = self._first(plan)
         # of the time that loading takes; experts are read before the first token, or never
         share = 0.5 if first else 1.0
@@ -221,7 +226,7 @@ class Loader:
             asked = config.ctx or plan.n_ctx + (plan.n_ctx == most)
             steps = Steps(context, driver, sequences, self.bindings.complaint, asked)
             context.should_stop = lambda: steps.cancelled
-            return Loaded(plan, driver, model, context, steps, parts)
+            return Loaded(runs, driver, model, context, steps, parts)
         except BaseException:
             _close(parts)
             raise

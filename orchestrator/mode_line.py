@@ -24,8 +24,11 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     pinned = stats.host_pinned or not loader.on_gpu
     pageable = "" if pinned else ", host memory not pinned"
     text = f"managed: {driver.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
-    loses = loader.planner.loses(plan).text
-    return text + layout_text(driver.store.spec) + loses + _served(driver, loader) + context
+    # A policy that keeps all experts in memory has learned since it started; others have settings
+    # that change while they run.
+    resident = driver.policy.all_resident
+    loses = loaded.runs.loses if resident else loader.planner.loses(plan)
+    return text + layout_text(driver.store.spec) + loses.text + _served(driver, loader) + context
 
 
 def _served(driver: Driver, loader: Loader) -> str:

@@ -104,8 +104,7 @@ def plan_memory(
 
     Without a policy: the plain upstream path where everything fits and neither a low tier
     nor expert slots are asked for; else the baseline where the high tier fits whole, so that
-    there is nothing to decide; else the default policy. That is lossless where the file has one
-    tier and none is skipped.
+    there is nothing to decide; else the default policy. That is lossless unless less is asked for.
 
     Where no context was asked for, it is the longest one that costs little, and the least one
     where the policy has no room beside that. Where no micro-batch was asked for, and no cap on

@@ -6,11 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from orchestrator import hardware
 from orchestrator.accelerator import check_misses, find_gpu, one_of_several, planned_device
+from orchestrator.choice import check_unused, without_effect
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.foreseen import Foreseen, Loses, foreseen
@@ -41,7 +45,8 @@ class Planner:
     """What a model can be on this machine, with what earlier runs learned of both."""
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
-        """Raises ConfigError for a device that is not here, NativeError without the library."""
+        """config: as opened; measuring this machine keeps to its cap. Raises ConfigError for a
+        device that is not here, NativeError without the library."""
         self.bindings = Bindings.load()
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
         check_misses(self.gpu, config)
@@ -52,13 +57,13 @@ class Planner:
         self.machine = hardware.probe(device)
         # Why the plan that a loss chose was chosen.
         self.chosen: str | None = None
-        self._foreseen: tuple[MemoryPlan, object, Foreseen] | None = None
 
     @property
     def note(self) -> str | None:
         """What was left aside, or will be slow."""
         notes = (
             self.chosen,
+            without_effect(self._config),
             self.hotness.note,
             self.losses.note,
             one_of_several(self.bindings, self.gpu),
@@ -68,7 +73,14 @@ class Planner:
         return " ".join(filter(None, notes)) or None
 
     def runs(self, config: Config) -> Runs:
-        """What runs with these settings. Raises what plan_memory and frontier do."""
+        """What runs with these settings. Raises what plan_memory and frontier do, and ConfigError
+        for an option that is of no use with the policy."""
+        check_unused(config)
+        return self.compared(config)
+
+    def compared(self, config: Config) -> Runs:
+        """As runs, with another policy than what was asked for: options that it has no use for are
+        left aside."""
         config = self._settled(config)
         plan = self.plan(config)
         return Runs(config, plan, self.loses(plan))
@@ -84,24 +96,27 @@ class Planner:
 
     def loses(self, plan: MemoryPlan) -> Foreseen:
         """What a plan is foreseen to lose, with its policy's settings as they are now. Where every
-        expert is in memory, as it starts: a plan has to be asked about before it runs."""
-        policy = plan.policy
-        settings = None if policy is None or policy.all_resident else policy.settings
-        known = self._foreseen
-        if known is None or known[0] is not plan or known[1] != settings:
-            uses = known_uses(self._config, self._model)
-            if uses is None:
-                size = self._model.n_layers, self._model.n_expert
-                uses = uniform_uses(*size, self._model.n_expert_used)
-            names = [tier.name for tier in self._model.tiers]
-            estimate, _ = self._estimate(names)
-            known = plan, settings, foreseen(plan, uses, estimate, names[0])
-            self._foreseen = known
-        return known[2]
+        expert is in memory, as the policy would start: ask before it runs, since it learns."""
+        uses, estimate = self._losing
+        return foreseen(plan, uses, estimate, self._model.tiers[0].name)
+
+    @cached_property
+    def _losing(self) -> tuple[np.ndarray, Loses | None]:
+        """How often tokens use each expert, as Knowledge has it, and what the file's tiers cost."""
+        model = self._model
+        uses = known_uses(self._config, model)
+        if uses is None:
+            uses = uniform_uses(model.n_layers, model.n_expert, model.n_expert_used)
+        return uses, self._estimate([tier.name for tier in model.tiers])[0]
 
     def frontier(self, config: Config) -> tuple[Frontier, str]:
         """The plans under a config that names no policy, and why nobody knows what they lose, empty
-        where that is known. Raises what `known` and orchestrator.frontier do."""
+        where that is known. A table of losses that is named says what they lose. Raises what
+        `known` and orchestrator.frontier do, and ConfigError for an option that is of no use."""
+        check_unused(config.with_changes(losses=None))
+        return self._frontier(config)
+
+    def _frontier(self, config: Config) -> tuple[Frontier, str]:
         with self.known(config) as known:
             taken = TakenPlans(config, self._model)
             found = frontier(config, self._model, replace(known, before=taken.recall()))
@@ -121,7 +136,7 @@ class Planner:
         names = [tier.name for tier in self._model.tiers]
         with (
             Probe(self.bindings, config) as probe,
-            Predictor(self.bindings, config, self._model, reading) as predictor,
+            Predictor(self.bindings, self._config, self._model, reading) as predictor,
         ):
 
             def plan(asked: Config) -> MemoryPlan:
@@ -150,7 +165,7 @@ class Planner:
         """With the plan that a loss which is allowed chooses, where no policy is named."""
         if config.policy is not None or config.given(ALLOWED_LOSS) is None:
             return config
-        found, _ = self.frontier(config)
+        found, _ = self._frontier(config)
         self.chosen = found.why
         return found.settled(config)
 

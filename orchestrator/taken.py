@@ -26,12 +26,11 @@ class TakenPlans:
     processor, in the user cache. What cannot be read or written there is done without."""
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
-        """Options of the model count, as --ram; those of an answer, a conversation or a server do
-        not."""
+        """All settings count by which a plan may differ, and so all but those of an answer."""
         counting = [
             name
             for name, each in Config.declared().items()
-            if each.option and not each.answer and not each.conversation and name != "model"
+            if not each.answer and name not in ("model", "prompt_cache_limit")
         ]
         asked = {name: getattr(config, name) for name in counting} | dict(config.of_policies)
         key = json.dumps([processor_name(), asked], default=str, sort_keys=True)

@@ -96,7 +96,7 @@ def load_within(path: Path, n_ctx: int, threads: int, room: Room) -> tuple[Exper
         )
         loader = Loader(config, model)
         try:
-            loaded = loader.load(config, loader.planner.plan(config))
+            loaded = loader.load(loader.planner.runs(config))
         except BudgetError as error:
             raise _too_small(room, error.needed_bytes + room.own) from error
     except BaseException:

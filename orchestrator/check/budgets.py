@@ -27,6 +27,7 @@ _ASIDE: dict[str, Any] = {
     "exact": True,
     "layout": "auto",
     "remember": False,
+    "conversations": False,
 }
 
 

@@ -30,6 +30,7 @@ from orchestrator.config import Config
 from orchestrator.errors import GGUFError, MoeEdgeError
 from orchestrator.hardware import Machine
 from orchestrator.llama import Bindings
+from orchestrator.policy import ALLOWED_LOSS
 
 Bar = Callable[[str, float | None], None]
 
@@ -129,6 +130,7 @@ class _Check:
 
     def run(self) -> None:
         """Every precision that was asked for, and what a user would get."""
+        asked = self._as_asked()
         self._keep_own_memory()
         subjects = list(self._subjects())
         managed = bool(self.report["managed"])
@@ -136,11 +138,30 @@ class _Check:
         with tempfile.TemporaryDirectory(prefix="moe-edge-check-") as folder:
             for subject in subjects:
                 self.report["tiers"].append(self._compare(subject, Path(folder)))
-            if self.report["managed"]:
+            if asked is not None:
                 rows = str(Path(folder) / "rows")
+                settings = settings_of(asked.with_changes(ram=self.config.ram))
                 # A whole micro-batch: what is promised is seen to hold where all of it is taken.
-                job = Job(settings_of(self.config), rows, None, self.options.tokens)
+                chosen = asked.policy != self.config.policy
+                job = Job(settings, rows, None, self.options.tokens, chosen=chosen)
                 self.report["as_asked"] = self._measure("as asked", job)
+
+    def _as_asked(self) -> Config | None:
+        """What a chat would run, which learns nothing of a check's words; None where that cannot
+        be. A loss that is allowed chooses the policy first, with all of --ram, as for a chat: in a
+        process of its own, whose memory is free again for the runs."""
+        if not self.report["managed"]:
+            return None
+        config = self.config
+        if config.policy is None and config.given(ALLOWED_LOSS) is not None:
+            self.bar("Measuring this machine", None)
+            job = Job(settings_of(config), os.devnull, None, 0, beside=private_bytes())
+            found = run_job(job)
+            if "error" in found:
+                self._problem(f"as asked: {found['error']}")
+                return None
+            config = Config.build(**found["settings"])
+        return config.with_changes(remember=False)
 
     def _keep_own_memory(self) -> None:
         """This process stays beside each run: --ram holds for both together."""

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools.experts import ExpertModel
 from gguf_tools.process import peak_rss_bytes
-from orchestrator.check.job import Job, Result
+from orchestrator.check.job import Job, Result, settings_of
 from orchestrator.check.words import PROSE, read_and_render
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.errors import BudgetError, MoeEdgeError
+from orchestrator.planner import Planner
 
 # What the experts of a layer give together, as llama.cpp's common MoE builder names it.
 _EXPERTS_OUT = "ffn_moe_out-"
@@ -27,11 +29,20 @@ _EXPERTS_OUT = "ffn_moe_out-"
 def run(job: Job) -> Result:
     """Raises MoeEdgeError in one of its forms."""
     config = Config.build(**job.settings)
-    with Engine.open(config) as engine:
+    if job.beside is not None:
+        return {"settings": settings_of(chosen_by_loss(config, job.beside))}
+    with Engine.open(config, compared=job.chosen) as engine:
         if job.layers:
             return watch_layers(engine, [*(job.prompt or ()), *(job.answer or ())], job.rows)
         found = describe(engine) | {"text": read_and_render(engine)}
         return found | play(engine, job) | counted(engine) | {"peak_rss": peak_rss_bytes()}
+
+
+def chosen_by_loss(config: Config, beside: int) -> Config:
+    """The config with the plan that a loss chooses. Measuring leaves so many bytes of the cap to
+    another process; the plan does not, so that it is a chat's."""
+    with ExpertModel.open(config.model, config.low) as model:
+        return Planner(config.with_changes(beside=beside), model).runs(config).config
 
 
 def describe(engine: Engine) -> Result:

@@ -22,9 +22,11 @@ class Job:
 
     settings: of Config.build. rows: the file for the logits, float32 [1 + n_decode, n_vocab]:
     behind the prompt, and behind each decoded token. n_prompt: tokens of the prompt, None for a
-    micro-batch of the plan. prompt, answer: the tokens; None for a text of
-    our own and the likeliest tokens. layers: instead, prompt and answer are read in one batch, and
-    rows gets what the experts of each layer give, an .npz.
+    micro-batch of the plan. prompt, answer: the tokens; None for a text of our own and the
+    likeliest tokens. chosen: the settings are of a plan that a loss chose, and its policy may have
+    no use for some of them. beside: instead, that choice is made, in a memory of which another
+    process has so many bytes; the result has its settings. layers: instead, prompt and answer are
+    read in one batch, and rows gets what the experts of each layer give, an .npz.
     """
 
     settings: dict[str, Any]
@@ -33,6 +35,8 @@ class Job:
     n_decode: int
     prompt: list[int] | None = None
     answer: list[int] | None = None
+    chosen: bool = False
+    beside: int | None = None
     layers: bool = False
 
     def to_json(self) -> str:

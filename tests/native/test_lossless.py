@@ -29,6 +29,8 @@ SHAPES = (
     "deepseek2-fused",
     "phimoe",
 )
+# Of the experts: all are critical, and slots for the low precision are set aside.
+ALL = 0.999
 PROMPT = [int(t) for t in np.random.default_rng(0).integers(0, 250, 40)]
 
 
@@ -93,7 +95,7 @@ def test_quotas_are_lossless_too(tiny_model: Callable[..., Path]) -> None:
     """DyMoE with everything critical: per-layer slots, look-ahead and prefetch, same logits."""
     model = tiny_model("qwen3moe", "q4_k", "q2_k")
     reference = run(model, 40)
-    options = {"policy": "dymoe", "high_tier": "q4_k", "low_tier": "q2_k", "retention": 1.0}
+    options = {"policy": "dymoe", "high_tier": "q4_k", "low_tier": "q2_k", "retention": ALL}
     budget = smallest_budget(model, **options)
     for factor in (1, 2, 20):
         found = run(model, 40, expert_ram=factor * budget, **options)
@@ -165,8 +167,8 @@ def test_tiers_on_a_device_are_those_in_memory(tiny_model: Callable[..., Path]) 
     the high tier; and a low request that finds no high copy computes the low file's."""
     model = tiny_model("qwen3moe", "q4_k", "q2_k")
     options = {"policy": "dymoe", "high_tier": "q4_k", "low_tier": "q2_k", "device": DEVICE}
-    budget = 2 * smallest_budget(model, retention=1.0, **options)
-    found = run(model, 40, expert_ram=budget, retention=1.0, **options)
+    budget = 2 * smallest_budget(model, retention=ALL, **options)
+    found = run(model, 40, expert_ram=budget, retention=ALL, **options)
     np.testing.assert_array_equal(found, run(model, 40))
     exact = {"exact_tiers": True, "retention": 0.5, "expert_ram": budget, "n_ahead": 0}
     np.testing.assert_array_equal(

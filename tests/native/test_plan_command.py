@@ -22,8 +22,9 @@ from orchestrator.console import Console
 from orchestrator.disk import Bandwidth
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
+from orchestrator.load import Loaded, Loader
 from orchestrator.plan import MemoryPlan
-from orchestrator.planner import Planner
+from orchestrator.planner import Planner, Runs
 from orchestrator.predict import Reading
 
 pytestmark = pytest.mark.usefixtures("library_folder")
@@ -60,7 +61,7 @@ class Predicts:
     def __init__(
         self, bindings: Any, config: Config, model: ExpertModel, reading: Any, fresh: bool = False
     ) -> None:
-        assert reading.bytes_per_s == 1e9
+        assert reading.bytes_per_s == pytest.approx(1e9)
         size = model.n_layers, model.n_expert
         self.uses = np.full(size, model.n_expert_used / model.n_expert)
 
@@ -78,7 +79,8 @@ class Predicts:
 def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(planner, "Predictor", Predicts)
     monkeypatch.setattr(planner, "spending", lambda *_: 5.0)
-    monkeypatch.setattr(planner, "kept_reading", lambda *_: Reading(1e9))
+    for module in (planner, doctor):
+        monkeypatch.setattr(module, "kept_reading", lambda *_: Reading(1e9))
     yield tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
 
 
@@ -118,6 +120,39 @@ def test_what_is_refused(model: Path, tmp_path: Path) -> None:
     assert refused.exit_code == 1 and "too little" in refused.stderr
     refused = run("-m", str(model), "--plot", str(tmp_path / "plans.txt"))
     assert refused.exit_code == 1 and "ends in .png or .svg" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"policy": "lru", "retention": 0.5}, "--retention has no effect with --policy lru"),
+        ({"policy": "lru", "low_tier": "q2_k"}, "--low-tier has no effect with --policy lru"),
+        ({"losses": Path("t.json")}, "--losses is for --policy context or floor or mixed"),
+    ],
+)
+def test_nobody_promises_what_a_chat_refuses(
+    model: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(doctor, "Predictor", Predicts)
+    monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, **__: Bandwidth(1e9, True, 4096))
+    config = Config.build(model=model, expert_ram=2 << 20, device="cpu", **asked)
+    with pytest.raises(ConfigError, match=said):
+        Engine.open(config)
+    assert said in doctor.examine(config).plan_line
+
+
+def test_other_policies_leave_aside_what_was_asked_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the table of doctor, and when a chat changes its policy."""
+    monkeypatch.setattr(doctor, "Predictor", Predicts)
+    monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, **__: Bandwidth(1e9, True, 4096))
+    asked = {"model": model, "expert_ram": 2 << 20, "device": "cpu"}
+    config = Config.build(**asked, retention=0.5, low_tier="q2_k")
+    assert {"dymoe", "lru", "firm"} <= {each.policy for each in doctor.examine(config).expected}
+    with Engine.open(config) as engine:
+        engine.set_policy("lru")
+        assert (engine.policy.name, engine.config.given("retention")) == ("lru", 0.5)
 
 
 def test_a_loss_that_nobody_fitted_is_refused(model: Path) -> None:
@@ -220,6 +255,50 @@ def test_an_engine_takes_the_plan_of_its_loss(fitted: Path) -> None:
     assert times["floor"]["token_ms"] < 0.8 * lossless["token_ms"]
     assert times["floor"]["kl"] == 0.05 and times["floor"]["settings"]["max_loss"] <= 0.05
     assert sum(line.startswith("*") for line in shown.stdout.splitlines()) == 1
+
+
+def test_a_named_table_chooses_a_plan(fitted: Path, tmp_path: Path) -> None:
+    """Without the table beside the model `plan` and a chat go by the named one alone."""
+    named = losses.default_path(fitted).rename(tmp_path / "named.json")
+    try:
+        args = ["-m", str(fitted), "--expert-ram", "2MiB", "--device", "cpu"]
+        args += ["--losses", str(named)]
+        for more in ([], ["--max-loss", "0.05"]):
+            shown = run(*args, *more)
+            assert shown.exit_code == 0 and not shown.stderr, shown.stderr
+        asked = {"model": fitted, "expert_ram": 2 << 20, "device": "cpu", "losses": named}
+        with Engine.open(Config.build(**asked, max_loss=0.05)) as engine:
+            assert "foreseen to lose" in engine.mode
+    finally:
+        named.rename(losses.default_path(fitted))
+
+
+def test_what_is_foreseen_is_said_of_the_start(
+    fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that keeps all experts in memory learns while it runs, and is not asked again: not
+    for the mode line, nor where another one could not be loaded and it comes back."""
+    config = Config.build(model=fitted, expert_ram=2 << 20, device="cpu", policy="dynaexq")
+    load = Loader._load
+
+    def fails(loader: Loader, runs: Runs, progress: Any) -> Loaded:
+        if runs.plan.policy is not None and runs.plan.policy.name == "lru":
+            raise MemoryError
+        return load(loader, runs, progress)
+
+    with Engine.open(config) as engine:
+        mode = engine.mode
+        assert "foreseen to lose" in mode
+        foreseen = planner.foreseen
+        monkeypatch.setattr(Loader, "_load", fails)
+        monkeypatch.setattr(
+            planner,
+            "foreseen",
+            lambda plan, *more: None if plan.policy.all_resident else foreseen(plan, *more),
+        )
+        with pytest.raises(MemoryError):
+            engine.set_policy("lru")
+        assert (engine.mode, engine.config.policy) == (mode, "dynaexq")
 
 
 def test_what_takes_long_is_announced_before_it_begins(

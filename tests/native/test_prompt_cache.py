@@ -148,7 +148,7 @@ def test_a_tool_call_and_its_answer_survive_a_restart(path: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     "settings",
-    [{"kv": "q8_0"}, {"high_tier": "q8_0"}, {"policy": "dymoe", "low_tier": "skip"}],
+    [{"kv": "q8_0"}, {"high_tier": "q4_k"}, {"policy": "dymoe", "low_tier": "skip"}],
     ids=str,
 )
 def test_other_settings_have_other_prompts(path: Path, tmp_path: Path, settings: dict) -> None:

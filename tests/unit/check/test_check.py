@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.pack import export
-from orchestrator.check import CheckOptions, budgets, checking, examine, render
+from orchestrator.check import CheckOptions, budgets, checking, child, examine, render
 from orchestrator.check.compare import compare_rows, first_layer
 from orchestrator.cli import cli
 from orchestrator.config import Config
@@ -260,6 +261,46 @@ def test_a_cap_holds_for_the_check_and_a_run_together(
         "as asked: --ram 200 MiB is too little: the smallest --ram that works is 136 MiB "
         "(96 MiB for the model, 40 MiB for the check beside it)"
     )
+
+
+@pytest.mark.usefixtures("one_budget")
+def test_what_a_loss_chooses_is_chosen_as_for_a_chat(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the whole cap, once, before the check's own memory comes off it: under another cap
+    another plan might be taken, and kept."""
+    own, ram = 40 << 20, 200 << 20
+    asked = {"ram": ram, "max_loss": 0.1, "remember": True, "conversations": True}
+
+    class Chooses:
+        def __init__(self, config: Config, _model: ExpertModel) -> None:
+            assert config == Config.build(**asked, beside=own)
+
+        def runs(self, config: Config) -> Any:
+            assert config == Config.build(**asked)
+            chosen = config.compared(policy="lru", high_tier="q2_k", max_loss=None)
+            return SimpleNamespace(config=chosen)
+
+    jobs = []
+
+    def runs(job: Any) -> dict[str, Any]:
+        if job.beside is not None:
+            assert not jobs
+            return child.run(job)
+        jobs.append(job)
+        return {"error": "none"}
+
+    monkeypatch.setattr(child, "Planner", Chooses)
+    monkeypatch.setattr(checking, "private_bytes", lambda: own)
+    monkeypatch.setattr(checking, "run_job", runs)
+    high, low = tiny_model("qwen3moe", "q4_k"), tiny_model("qwen3moe", "q2_k")
+    asked |= {"model": high, "low": low, "ctx": 256, "threads": 1}
+    examine(Config.build(**asked), CheckOptions(tokens=5, verify=False), lambda *_: None)
+    *compared, last = jobs
+    assert not any(each.chosen or each.settings["conversations"] for each in compared)
+    told = {name: last.settings[name] for name in ("policy", "high_tier", "ram", "conversations")}
+    assert told == {"policy": "lru", "high_tier": "q2_k", "ram": ram - own, "conversations": True}
+    assert last.chosen and not last.settings["remember"] and "max_loss" not in last.settings
 
 
 def test_what_is_larger_than_the_cap_is_mapped(model: Path) -> None:

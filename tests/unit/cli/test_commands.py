@@ -6,14 +6,17 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import fake_engine
 import pytest
 from click.testing import CliRunner
 
+from gguf_tools.experts import ExpertModel
 from orchestrator import cli_options as module
 from orchestrator.cli import cli
+from orchestrator.errors import MoeEdgeError
 
 
 @pytest.fixture
@@ -95,6 +98,24 @@ def test_errors_are_one_sentence_without_usage(opened):
     result = run("chat", "-m", "missing.gguf", "-p", "x")
     assert result.exit_code == 1
     assert result.stderr == "Error: missing.gguf: no such file\n"
+
+
+def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
+    """The commands that say it, or try it, have the chat's config."""
+    asked = []
+
+    def takes(config, *_):
+        asked.append(config)
+        raise MoeEdgeError("seen")
+
+    for name in ("cli_chat.open_engine", "doctor.examine", "check.examine", "planner.Planner"):
+        monkeypatch.setattr(f"orchestrator.{name}", takes)
+    monkeypatch.setattr(ExpertModel, "open", lambda *_: nullcontext())
+    commands = (["chat", "-p", "x"], ["plan"], ["doctor"], ["check"])
+    for command in commands:
+        assert run(*command, "-m", "x.gguf", "--ram", "120MB").stderr.endswith("Error: seen\n")
+    first, *others = asked
+    assert len(others) == 3 and all(each == first for each in others)
 
 
 def test_options_reach_the_config(opened):

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import usable_cores
+from orchestrator import doctor
 from orchestrator.accelerator import has_gpu_support
 from orchestrator.config import Config
+from orchestrator.disk import Bandwidth
 from orchestrator.doctor import examine, misses_line, render
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.footprint import device_shape
 from orchestrator.hardware import Device, Machine, more_than_there, too_many_threads
+from orchestrator.kept_disk import kept_reading
 from orchestrator.llama import Bindings
 from orchestrator.native import Bandwidths
 from orchestrator.plan import plan_memory
@@ -35,7 +39,8 @@ def test_a_machine_without_a_gpu(model: Path) -> None:
     pytest.importorskip("llama_cpp.llama_cpp")
     said: list[str] = []
     health = examine(Config.build(model=model, device="cpu", threads=1), said.append)
-    assert said == [f"Measuring the {what}" for what in ("disk", "memory", "processor")]
+    parts = ("the disk", "this machine", "the memory", "the processor")
+    assert said == [f"Measuring {part}" for part in parts]
     assert health.gpu is None and health.copies is None
     assert health.memory_speed > 0 and health.disk.bytes_per_s > 0
     text = render(health)
@@ -44,6 +49,32 @@ def test_a_machine_without_a_gpu(model: Path) -> None:
     assert render(replace(health, disturbed=True)).endswith(f"\n{DISTURBED}")
     assert DISTURBED not in render(replace(health, disturbed=False))
     assert json.loads(json.dumps(health.as_dict()))["gpu"] is None
+
+
+def test_predictions_go_by_the_disk_that_plans_go_by(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured counts for later plans, and what was measured better before for this one."""
+    pytest.importorskip("llama_cpp.llama_cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = Config.build(model=model, device="cpu", threads=1)
+
+    def predictor(*told: Any, **_: Any) -> None:
+        raise Predicted(told[3].bytes_per_s)
+
+    monkeypatch.setattr(doctor, "Predictor", predictor)
+    for found, stands in ((1e9, 1e9), (3e9, 3e9), (2e9, 3e9)):
+        measured = Bandwidth(found, True, 4096)
+        monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, disk=measured, **__: disk)
+        with pytest.raises(Predicted) as seen:
+            examine(config)
+        with ExpertModel.open(model) as opened:
+            kept = kept_reading(opened, config).bytes_per_s
+        assert seen.value.args[0] == kept == pytest.approx(stands)
+
+
+class Predicted(Exception):
+    """Of a disk that reads so many bytes a second."""
 
 
 def test_what_does_not_fit_is_said_instead_of_a_plan(model: Path) -> None:

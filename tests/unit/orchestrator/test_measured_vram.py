@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.config import Config
 from orchestrator.load import MOST_LOADS, SPARE_BYTES, Loaded, Loader
+from orchestrator.planner import Runs
 
 MIB = 2**20
 CAP, FREE = 1000 * MIB, 4000 * MIB
@@ -38,12 +39,17 @@ class Gpu:
     loads: list[int] = field(default_factory=list)
 
 
+def planned(plan: Plan) -> Runs:
+    return Runs(Config.build(model="m.gguf"), cast(Any, plan), cast(Any, None))
+
+
 def load(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """The plan that is kept."""
     loader = object.__new__(Loader)
     loader.gpu = cast(Any, SimpleNamespace(index=0))
 
-    def _load(_config: Config, plan: Plan, _progress: object) -> Any:
+    def _load(runs: Runs, _progress: object) -> Any:
+        plan = cast(Plan, runs.plan)
         gpu.loads.append(plan.more)
 
         def warm_up() -> None:
@@ -56,9 +62,10 @@ def load(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Plan:
         return SimpleNamespace(plan=plan, warm_up=warm_up, close=close)
 
     monkeypatch.setattr(loader, "_load", _load)
-    loader.planner = cast(Any, SimpleNamespace(plan=lambda _config, more: Plan(more)))
+    planner = SimpleNamespace(plan=lambda _config, more: Plan(more), loses=lambda _plan: None)
+    loader.planner = cast(Any, planner)
     monkeypatch.setattr(loader, "_free_bytes", lambda: FREE - gpu.taken - gpu.others)
-    found: Loaded = loader.load(Config.build(model="m.gguf"), cast(Any, Plan()))
+    found: Loaded = loader.load(planned(Plan()))
     return cast(Plan, found.plan)
 
 
@@ -96,6 +103,6 @@ def test_without_a_gpu_it_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> Non
     loader = object.__new__(Loader)
     loader.gpu = None
     loads: list[object] = []
-    monkeypatch.setattr(loader, "_load", lambda _config, plan, _progress: loads.append(plan))
-    loader.load(Config.build(model="m.gguf"), cast(Any, Plan(vram_bytes=0)))
+    monkeypatch.setattr(loader, "_load", lambda runs, _progress: loads.append(runs.plan))
+    loader.load(planned(Plan(vram_bytes=0)))
     assert len(loads) == 1

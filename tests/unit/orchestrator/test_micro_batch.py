@@ -171,13 +171,41 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(model: ExpertModel) ->
     n_head = max(model.hparams.n_head)
 
     def taken(sequences: int, **more: Any) -> int:
-        usual = {"policy": "dymoe", "ubatch": 512, "importance_window": 32}
+        usual = {"policy": "dymoe", "low_tier": "q2_k", "ubatch": 512, "importance_window": 32}
         config = Config.build(model=model.path, sequences=sequences, **(usual | more))
         load = config.with_changes(importance="load")
         return compute_bytes(model, config, 4096, 0) - compute_bytes(model, load, 4096, 0)
 
     assert taken(3) - taken(0) == 4 * 3 * 32 * 4096 * n_head
     assert taken(31) - taken(15) == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "reserved"),
+    [
+        ({}, False),
+        ({"policy": "dymoe"}, False),
+        ({"policy": "dymoe", "retention": 1.0, "low_tier": "q2_k"}, False),
+        ({"policy": "dymoe", "low_tier": "q2_k", "exact": True}, False),
+        ({"policy": "firm"}, False),
+        ({"policy": "mixed"}, False),
+        ({"policy": "plain"}, False),
+        ({"low_tier": "q2_k"}, True),
+        ({"low_tier": "skip", "retention": 1.0}, True),
+        ({"policy": "dymoe", "retention": 0.9}, True),
+    ],
+)
+def test_importance_takes_memory_where_a_prompt_may_be_lowered(
+    model: ExpertModel, asked: dict[str, Any], reserved: bool
+) -> None:
+    """And nowhere else does a policy want it, so that nothing is taken unplanned."""
+    config = Config.build(model=model.path, sequences=15, **asked)
+    without = config.with_changes(importance="load")
+    beside = compute_bytes(model, config, 4096, 0) - compute_bytes(model, without, 4096, 0)
+    assert (beside > 0) == reserved
+    if config.policy in (None, "dymoe", "firm"):
+        plan = plan_for(model, ctx=4096, expert_ram=8 * MIB, **{"policy": None} | asked)
+        assert plan.policy is not None and plan.policy.needs_importance == reserved
 
 
 def test_an_impossible_one_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from gguf_tools import inspect, synthetic
 from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator.choice import check_unused
+from orchestrator.choice import check_unused, without_effect
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.footprint import look_ahead_bytes, process_bytes, scratch_bytes, step_tokens
@@ -84,6 +84,8 @@ def test_a_packed_file_runs_its_best_tier_where_it_fits(models: dict[str, Expert
         ({"policy": "dymoe", "high_tier": "Q4_K"}, "dymoe", ("q4_k",)),
         ({"policy": "dymoe", "retention": 0.9}, "dymoe", ("q8_0", "q4_k")),
         ({"policy": "dymoe", "retention": 1.0}, "dymoe", ("q8_0",)),
+        ({"policy": "dymoe", "retention": 1.0, "low_tier": "q2_k"}, "dymoe", ("q8_0",)),
+        ({"policy": "floor", "max_loss": 0.0, "low_tier": "q2_k"}, "floor", ("q8_0",)),
         ({"policy": "floor", "max_loss": 0.0}, "floor", ("q8_0",)),
         ({"policy": "firm"}, "firm", ("q8_0",)),
         ({"retention": 0.9}, "dymoe", ("q8_0", "q4_k")),
@@ -153,8 +155,8 @@ def test_both_caps_hold(models: dict[str, ExpertModel]) -> None:
 
 
 def test_unknown_names_list_the_known(models: dict[str, ExpertModel]) -> None:
-    known = "lru, dymoe, dynaexq, firm, context, floor, mixed, plain"
-    with pytest.raises(PolicyError, match=known):
+    known = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
+    with pytest.raises(ConfigError, match=known):
         plan_for(models["one"], policy="belady")
     for key in ("high_tier", "low_tier"):
         with pytest.raises(GGUFError, match="q8_0, q4_k, q2_k"):
@@ -242,6 +244,37 @@ def test_a_loss_table_is_for_slots_that_lower_tiers_share(
         check_unused(asked)
     check_unused(asked.with_changes(losses=None))
     check_unused(asked.compared(policy="mixed"))
+
+
+def test_a_loss_table_is_used_where_a_loss_chooses_the_policy() -> None:
+    asked = Config.build(model="a.gguf", losses=Path("t.json"))
+    with pytest.raises(ConfigError, match="--losses is for --policy context or floor or mixed"):
+        check_unused(asked)
+    check_unused(asked.with_changes(max_loss=0.01))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"low_tier": "q2_k", "retention": 1.0}, "--low-tier: no effect with --retention 1"),
+        ({"low_tier": "skip", "retention": 1.0}, "--low-tier: no effect with --retention 1"),
+        ({"low": "b.gguf", "retention": 1.0}, "--low: no effect with --retention 1"),
+        (
+            {"low": "b.gguf", "low_tier": "q2_k", "policy": "floor", "max_loss": 0.0},
+            "--low and --low-tier: no effect with --max-loss 0",
+        ),
+        ({"low_tier": "q2_k", "retention": 0.9}, None),
+        ({"low_tier": "q2_k"}, None),
+        ({"retention": 1.0}, None),
+        ({"low_tier": "q2_k", "max_loss": 0.0}, None),
+        ({"low": "b.gguf", "policy": "mixed"}, None),
+    ],
+)
+def test_lower_precisions_that_nothing_will_ask_for_are_noted(
+    asked: dict[str, Any], said: str | None
+) -> None:
+    found = without_effect(Config.build(model="a.gguf", **asked))
+    assert found is None if said is None else str(found).startswith(said)
 
 
 def test_what_a_changed_policy_does_not_use_waits(models: dict[str, ExpertModel]) -> None:
