@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.serve.backend import Backend, score_bytes
+from orchestrator.serve.bodies import Body
 from orchestrator.serve.gate import Gate, TooMany, Unread
 from orchestrator.serve.parts import Parts
 from orchestrator.serve.seats import Conversation, Seats, with_seat
@@ -86,7 +87,7 @@ class Answer:
         seats: Seats,
         workers: Executor,
         route: str,
-        body: bytes,
+        body: Body,
         *,
         conversation: Conversation | None,
         is_stream: bool,
@@ -151,7 +152,7 @@ class Answer:
                 seat = self._seats.take(self._conversation)
                 held.callback(self._seats.leave, seat)
                 if self._compute is None:
-                    await self._ask(with_seat(self._body, seat), out, held, abort)
+                    await self._ask(with_seat(self._body.take(), seat), out, held, abort)
                     return
                 parts = await self._compute(seat or 0)
                 held.close()
@@ -174,6 +175,7 @@ class Answer:
         costs = self._backend.costs()
         shared = self._gate.running > 1
         request = self._backend.request(self._route, body)
+        del body  # llama.cpp has its own, as long as it is at work
 
         def at_end() -> None:
             self._final = costs()

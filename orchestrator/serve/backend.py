@@ -21,7 +21,7 @@ from orchestrator.footprint import PROMPT_MARKS, part_bytes
 from orchestrator.meter import StoreCosts
 from orchestrator.native import FAILED, NativeRequest, NativeServer, ServerLibrary, ServerSpec
 from orchestrator.policy import policy_settings
-from orchestrator.serve.bodies import BODY_FACTOR, bodies_bytes
+from orchestrator.serve.bodies import bodies_bytes
 from orchestrator.serve.library import Stopped
 from orchestrator.serve.settings import LEAST_BODY_BYTES, ServeSettings
 from orchestrator.serve.shape import PROBS_BYTES
@@ -59,7 +59,7 @@ def server_config(
 ) -> Config:
     """The model's config for so many conversations at once. They share the context, each with as
     much of it as was asked for, and the memory for prompts that were read before."""
-    bodies = BODY_FACTOR * bodies_bytes(longest_body_bytes, parallel)
+    bodies = bodies_bytes(longest_body_bytes, parallel)
     answers = (ANSWER_BYTES + PROBS_BYTES) * parallel + UNREAD_BYTES
     return config.with_changes(
         ctx=config.ctx and config.ctx * parallel,

@@ -1,4 +1,9 @@
-"""How many bytes of requests are in memory at once."""
+"""How many bytes of requests are in memory at once.
+
+A body counts once from its first byte on until its turn, whoever sends it. What is made of a body
+takes many times as much. So one thread at a time works with a body before its turn, and after it
+there are as many as may be answered at once.
+"""
 
 from __future__ import annotations
 
@@ -7,105 +12,129 @@ import ctypes
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
+from typing import TypeVar
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from orchestrator.serve.wire import Refusal
+
+T = TypeVar("T")
 
 # What reading a body takes, its tokens and llama.cpp's objects among it, for each of its bytes.
 # Measured: 37 for a text to be tokenized, 31 for one to be answered.
 BODY_FACTOR = 40
-# Of a body whose answer has begun, so much of that is left at most.
-LEFT = 1 / 8
-# Who held more than this lets the allocator give memory back that would else stay with it.
+# So many of the longest bodies may arrive and wait at once: as many as the queue has by default.
+KEPT = 16
+# The end of a body of this length lets the allocator give memory back that would else stay with it.
 TRIM_FROM_BYTES = 2**15
+# An entry of a request's state: its answer may wait for its client for longer than others.
+PACES_ITSELF = "paces_itself"
 
 
 def bodies_bytes(longest_bytes: int, parallel: int) -> int:
-    """How long bodies may be together: some full contexts for each answer that decodes, and beside
-    them the longest one, as which a body counts that does not say how long it is."""
-    return longest_bytes * (2 + parallel // 4)
+    """What bodies take together: those that arrive and wait, one that is looked at, and those of
+    the answers that decode."""
+    return longest_bytes * (KEPT + BODY_FACTOR * (1 + parallel))
 
 
 class Bodies:
-    """Lets bodies in as there is room for them. Of one event loop.
+    """All bodies of a server. Of one event loop.
 
-    A short one may pass a long one that waits: else one client would hold up all others.
+    kept_bytes: of those that arrive or wait; waiting: those that a thread will look at; refused:
+    those that there was no room for, ever.
     """
 
     def __init__(self, workers: Executor) -> None:
-        """workers: where memory is given back."""
-        self.held_bytes = 0
-        self._line: list[tuple[int, int, asyncio.Future[None]]] = []
+        """workers: where bodies are looked at, and where memory is given back."""
+        self.kept_bytes = self.waiting = self.refused = 0
         self._workers = workers
+        self._one = asyncio.Lock()
+        self._will_trim = False
 
-    async def hold(self, n_bytes: int, most_bytes: int) -> Hold:
-        """Waits until n_bytes more are at most most_bytes, or the only ones."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((n_bytes, most_bytes, turn))
-        self._call()
+    def keep(self, n_bytes: int, most_bytes: int) -> None:
+        """Counts n_bytes more, or fewer. Raises Refusal where they are more than most_bytes then.
+        Who waited for room could hold everybody up who sends nothing."""
+        if n_bytes > 0 and self.kept_bytes + n_bytes > most_bytes:
+            self.refused += 1
+            raise Refusal(503, "other requests take the memory for requests: try again later")
+        self.kept_bytes += n_bytes
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """What call returns on a thread, which works with one body: after those before it. Where it
+        is cancelled it ends with the work, whose memory is in use until then."""
+        self.waiting += 1
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._give(n_bytes)
-            self._call()
-            raise
-        return Hold(self._give, n_bytes)
+            await self._one.acquire()
+        finally:
+            self.waiting -= 1
+        try:
+            work = asyncio.get_running_loop().run_in_executor(self._workers, call)
+            try:
+                return await asyncio.shield(work)
+            finally:
+                await asyncio.wait({work})
+                if not work.cancelled():
+                    work.exception()  # nobody else asks for it where this was cancelled
+        finally:
+            self._one.release()
 
-    def _call(self) -> None:
-        waiting = []
-        for n_bytes, most_bytes, turn in self._line:
-            if turn.done():
-                continue  # its client left
-            if self.held_bytes and self.held_bytes + n_bytes > most_bytes:
-                waiting.append((n_bytes, most_bytes, turn))
-            else:
-                self.held_bytes += n_bytes
-                turn.set_result(None)
-        self._line = waiting
+    def trim_soon(self) -> None:
+        """Gives memory back, once for all who ask before it is done."""
+        if self._will_trim:
+            return
+        with suppress(RuntimeError):  # the server ends
+            self._workers.submit(self._trim)
+            self._will_trim = True
 
-    def _give(self, n_bytes: int) -> None:
-        self.held_bytes -= n_bytes
-        self._call()
-        if n_bytes >= TRIM_FROM_BYTES:
-            with suppress(RuntimeError):  # the server ends
-                self._workers.submit(trim)
+    def _trim(self) -> None:
+        self._will_trim = False
+        trim()
 
 
-class Hold:
-    """The place of one body. Release it, once or more often."""
+class Body:
+    """The body of one request. data: its bytes, until its turn. Close it."""
 
-    def __init__(self, give: Callable[[int], None], n_bytes: int) -> None:
-        self._give, self.n_bytes = give, n_bytes
+    def __init__(self, bodies: Bodies, longest_bytes: int) -> None:
+        """longest_bytes: of any request's body."""
+        self.data = b""
+        self._bodies, self._most_bytes = bodies, KEPT * longest_bytes
+        self._n_bytes = self._n_most = 0
 
-    def shrink(self, n_bytes: int) -> None:
-        """Gives back all but so many bytes."""
-        if n_bytes < self.n_bytes:
-            back, self.n_bytes = self.n_bytes - n_bytes, n_bytes
-            self._give(back)
+    def count(self, n_bytes: int) -> None:
+        """It is n_bytes long by now. Raises Refusal where there is no room for more."""
+        self._bodies.keep(n_bytes - self._n_bytes, self._most_bytes)
+        self._n_bytes = n_bytes
+        self._n_most = max(self._n_most, n_bytes)
 
-    def release(self) -> None:
-        self.shrink(0)
+    async def run(self, call: Callable[[], T]) -> T:
+        """What call, which works with this body, returns on a thread of its own."""
+        return await self._bodies.run(call)
+
+    def take(self) -> bytes:
+        """The bytes, at its turn: from now on it is one of those that are answered."""
+        data, self.data = self.data, b""
+        self.count(0)
+        return data
+
+    def close(self) -> None:
+        """Once nothing that was made of it is in use."""
+        self.take()
+        if self._n_most >= TRIM_FROM_BYTES:
+            self._bodies.trim_soon()
 
 
 class Holding:
-    """An answer that holds its request's body: all of it until its first part has come."""
+    """An answer, and the body of its request until its end."""
 
-    def __init__(self, answer: ASGIApp, hold: Hold) -> None:
-        self._answer, self._hold = answer, hold
+    def __init__(self, answer: ASGIApp, body: Body) -> None:
+        self._answer, self._body = answer, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        left = int(self._hold.n_bytes * LEFT)
-
-        async def sending(message: Message) -> None:
-            part = message.get("body", b"")
-            if part and not part.startswith(b":"):  # a comment says that the work goes on
-                self._hold.shrink(left)
-            await send(message)
-
+        scope.setdefault("state", {})[PACES_ITSELF] = True
         try:
-            await self._answer(scope, receive, sending)
+            await self._answer(scope, receive, send)
         finally:
-            self._hold.release()
+            self._body.close()
 
 
 def trim() -> None:

@@ -22,13 +22,12 @@ MOST_PROPERTIES = 512
 _SHAPES = ("json_schema", "response_format", "tools")
 
 
-def settle_bounds(_route: str, data: dict[str, Any]) -> bool:
+def settle_bounds(_route: str, data: dict[str, Any]) -> None:
     """Raises Refusal for a request that is more than what is bounded here; never changes it."""
     n_chars = sum(map(len, _texts(data.get("logit_bias"))))
     _refuse_above("the texts of logit_bias", n_chars, MOST_BIAS_CHARS, "characters")
     for name in _SHAPES:
         _check_schemas(name, data.get(name))
-    return False
 
 
 def _refuse_above(what: str, n: int, most: int, of: str) -> None:

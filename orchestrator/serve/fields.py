@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from orchestrator.serve.openapi import PATHS, SCHEMAS
@@ -71,50 +72,64 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int) -> None:
 def fault_of(schema: Schema, value: Any, where: str) -> str | None:
     """Why a value of JSON is not what a schema says, in a sentence; None where it is. where: the
     value's name for people, "" for the whole request. A property that is null counts as absent."""
+    return None if _fits(schema, value) else _fault(_resolved(schema), value, where)
+
+
+def _fits(schema: Schema, value: Any) -> bool:
     schema = _resolved(schema)
     if "anyOf" in schema:
-        return _fault_of_any(schema["anyOf"], value, where)
+        return any(_fits(choice, value) for choice in schema["anyOf"])
+    if not _is_kind(schema, value):
+        return False
+    if isinstance(value, list):
+        return _all_fit(schema.get("items", {}), value)
+    if isinstance(value, dict):
+        has_all = all(value.get(name) is not None for name in schema.get("required", ()))
+        return has_all and all(_fits(inner, each) for _, inner, each in _inside(schema, value))
+    return True
+
+
+def _all_fit(items: Schema, values: list[Any]) -> bool:
+    """Prompts are lists of up to a hundred thousand whole numbers: those are looked at together."""
+    if values and set(map(type, values)) == {int}:
+        ends = min(values), max(values)
+        for choice in map(_resolved, items.get("anyOf", [items])):
+            if choice.get("type") in ("integer", "number") and all(_fits(choice, n) for n in ends):
+                return True
+    return all(_fits(items, each) for each in values)
+
+
+def _inside(schema: Schema, value: dict[str, Any]) -> Iterator[tuple[str, Schema, Any]]:
+    """(name, schema, value) of the properties that a schema says anything about."""
+    for name, each in value.items():
+        inner = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
+        if inner is not None and each is not None:
+            yield name, inner, each
+
+
+def _fault(schema: Schema, value: Any, where: str) -> str:
+    """Of a value that does not fit. Names are made for it alone."""
+    if "anyOf" in schema:
+        kind = "array" if isinstance(value, list) else "object" if isinstance(value, dict) else None
+        near = [
+            each for each in map(_resolved, schema["anyOf"]) if kind and each.get("type") == kind
+        ]
+        # The fault within the one choice that is a list or an object as the value is.
+        return (
+            _fault(near[0], value, where) if len(near) == 1 else f"{where} must be {_words(schema)}"
+        )
     if not _is_kind(schema, value):
         return f"{where} must be {_words(schema)}"
-    if isinstance(value, dict):
-        return _fault_of_object(schema, value, where)
     if isinstance(value, list):
-        items = schema.get("items", {})
-        for number, each in enumerate(value):
-            fault = fault_of(items, each, f"{where}[{number}]")
-            if fault is not None:
-                return fault
-    return None
-
-
-def _fault_of_any(choices: list[Schema], value: Any, where: str) -> str | None:
-    """The fault of the one choice that is a list or an object as the value is, where there is one
-    such."""
-    faults = [fault_of(choice, value, where) for choice in choices]
-    if None in faults:
-        return None
-    kind = "array" if isinstance(value, list) else "object" if isinstance(value, dict) else None
-    near = [
-        fault
-        for choice, fault in zip(choices, faults, strict=True)
-        if kind is not None and _resolved(choice).get("type") == kind
-    ]
-    return near[0] if len(near) == 1 else f"{where} must be {_words({'anyOf': choices})}"
-
-
-def _fault_of_object(schema: Schema, value: dict[str, Any], where: str) -> str | None:
+        items = _resolved(schema["items"])
+        at = next(number for number, each in enumerate(value) if not _fits(items, each))
+        return _fault(items, value[at], f"{where}[{at}]")
     head = f"{where}." if where else ""
     for name in schema.get("required", ()):
         if value.get(name) is None:
             return f"{head}{name} is missing"
-    for name, each in value.items():
-        inner = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
-        fault = None
-        if inner is not None and each is not None:
-            fault = fault_of(inner, each, f"{head}{name[:80]}")
-        if fault is not None:
-            return fault
-    return None
+    name, inner, each = next(each for each in _inside(schema, value) if not _fits(*each[1:]))
+    return _fault(_resolved(inner), each, f"{head}{name[:80]}")
 
 
 def _is_kind(schema: Schema, value: Any) -> bool:

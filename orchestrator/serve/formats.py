@@ -9,21 +9,19 @@ from orchestrator.serve.wire import ANTHROPIC, Refusal
 _RESPONSES = "/v1/responses"
 
 
-def settle_format(route: str, data: dict[str, Any]) -> bool:
+def settle_format(route: str, data: dict[str, Any]) -> None:
     """Turns the forms that OpenAI's responses and Anthropic's messages have for a schema into that
-    of OpenAI's chat, which llama.cpp reads. Returns whether it changed the request.
+    of OpenAI's chat, which llama.cpp reads.
 
     Raises Refusal for a schema that is none: llama.cpp would leave it out, and the client would get
     any text.
     """
-    changed = False
     text = data.get("text")
     if route == _RESPONSES and isinstance(text, dict) and text.get("format") is not None:
         asked = text["format"]
         if isinstance(asked, dict) and asked.get("type") == "json_schema":
             asked = {"type": "json_schema", "json_schema": asked}
         data["response_format"] = asked
-        changed = True
     if route == ANTHROPIC:
         config = data.get("output_config")
         asked = config.get("format") if isinstance(config, dict) else None
@@ -32,9 +30,7 @@ def settle_format(route: str, data: dict[str, Any]) -> bool:
             if not isinstance(asked, dict) or asked.get("type") != "json_schema":
                 raise Refusal(400, "the format in output_config must be a json_schema")
             data["response_format"] = {"type": "json_schema", "json_schema": asked}
-            changed = True
     _check(data)
-    return changed
 
 
 def _check(data: dict[str, Any]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
 from orchestrator.serve.wire import ANTHROPIC, Refusal, message_of
 
@@ -16,12 +15,10 @@ COUNTING = {
 }
 _COUNTED_BY = {answering: counting for counting, answering in COUNTING.items()}
 
-Ask = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
+Ask = Callable[[str, bytes], tuple[int, bytes]]
 
 
-async def check_length(
-    ask: Ask, route: str, body: bytes, data: dict[str, Any], most_tokens: int
-) -> None:
+def check_length(ask: Ask, route: str, body: bytes, most_tokens: int) -> None:
     """Raises Refusal for a prompt that a context of so many tokens has no room for, and for one
     that cannot be read at all.
 
@@ -29,15 +26,15 @@ async def check_length(
     tells (several texts, gaps) pass, and are refused when their turn has come.
     """
     counting = _COUNTED_BY.get(route)
-    prompt = data.get("prompt")
+    prompt = json.loads(body).get("prompt")
     if counting is not None:
-        status, answer = await ask(counting, body)
+        status, answer = ask(counting, body)
         if status == 400:
             raise Refusal(400, message_of(answer))
         n_tokens = json.loads(answer)["input_tokens"] if status == 200 else 0
     elif isinstance(prompt, str):
         text = json.dumps({"content": prompt, "add_special": True, "parse_special": True})
-        status, answer = await ask("/tokenize", text.encode())
+        status, answer = ask("/tokenize", text.encode())
         n_tokens = len(json.loads(answer)["tokens"]) if status == 200 else 0
     else:
         is_tokens = isinstance(prompt, list) and all(isinstance(each, int) for each in prompt)

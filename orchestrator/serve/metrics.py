@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.events import Phase
 from orchestrator.serve.backend import Backend
+from orchestrator.serve.bodies import Bodies
 from orchestrator.serve.gate import Gate, Unread
 
 PREFIX = "moe_edge_"
 Labels = Mapping[str, str]
 
 
-def metrics_text(backend: Backend, gate: Gate, unread: Unread) -> str:
+def metrics_text(backend: Backend, gate: Gate, unread: Unread, bodies: Bodies) -> str:
     """Counters and gauges in Prometheus's text format."""
     lines: list[str] = []
     last = ""
-    for name, kind, help, labels, value in _samples(backend, gate, unread):
+    for name, kind, help, labels, value in _samples(backend, gate, unread, bodies):
         if name != last:
             lines += [f"# HELP {PREFIX}{name} {help}", f"# TYPE {PREFIX}{name} {kind}"]
             last = name
@@ -27,12 +28,16 @@ def metrics_text(backend: Backend, gate: Gate, unread: Unread) -> str:
 
 
 def _samples(
-    backend: Backend, gate: Gate, unread: Unread
+    backend: Backend, gate: Gate, unread: Unread, bodies: Bodies
 ) -> Iterator[tuple[str, str, str, Labels, float]]:
     yield "requests_running", "gauge", "Requests that decode now.", {}, gate.running
     yield "requests_waiting", "gauge", "Requests that wait for their turn.", {}, gate.waiting
     yield "requests_refused_total", "counter", "Requests refused with 429.", {}, gate.refused
     yield "unread_bytes", "gauge", "Answers that nobody has read.", {}, unread.n_bytes
+    yield "body_bytes", "gauge", "Requests that arrive or wait.", {}, bodies.kept_bytes
+    yield "bodies_waiting", "gauge", "Requests that wait to be looked at.", {}, bodies.waiting
+    refused = bodies.refused
+    yield "bodies_refused_total", "counter", "Requests refused for want of room.", {}, refused
     peak = peak_rss_bytes()
     yield "peak_resident_bytes", "gauge", "Most memory that the process had.", {}, peak
     plan = backend.engine.plan

@@ -63,6 +63,8 @@ COMMON: dict[str, Schema] = {
     "stream": {**FLAG, "description": "Server-sent events, and `data: [DONE]` at the end."},
     "moe_edge": {
         "type": "object",
+        "maxProperties": 32,
+        "additionalProperties": either(NUMBER, FLAG, {**STRING, "maxLength": 256}),
         "description": "Live settings of the policy, for this request. Only with --parallel 1.",
     },
 }

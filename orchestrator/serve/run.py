@@ -21,10 +21,11 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.llama import Bindings
-from orchestrator.serve.app import THREADS, State, application
+from orchestrator.serve.app import application
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.library import Stopped, server_library
 from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.state import THREADS, State
 from orchestrator.serve.wire import error_object
 
 CLOSE_S = 0.5  # that open answers get at the end
@@ -42,7 +43,8 @@ SWITCH_S = 0.0005
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, which closes a connection on which the head of a request does not come.
+    """uvicorn's, which closes a connection on which the head of a request does not come, and cuts
+    one that is to be closed and whose client does not take the rest.
 
     uvicorn itself bounds the time between two requests, until the first byte of the next one.
     """
@@ -59,7 +61,7 @@ class Protocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.most_connections:
             transport.write(_full())
-            transport.close()
+            self._close()
         else:
             self._wait_for_head()
 
@@ -85,7 +87,22 @@ class Protocol(H11Protocol):
     def _close_unused(self) -> None:
         self._waiting = None
         if self._awaits_head() and not self.transport.is_closing():
-            self.transport.close()
+            self._close()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._close()
+
+    def _close(self) -> None:
+        """A transport closes once all is sent, which is never where the client reads nothing."""
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(self.patience_s, self.transport.abort)
 
 
 def _full() -> bytes:
@@ -111,12 +128,12 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """asyncio accepts as many connections in a row as its backlog, also where none can be
-        accepted: with one it tries once a second."""
+        """Where no connection can be accepted, asyncio tries as often in a row as its backlog is
+        long, and then waits for a second. So its backlog is 1, and the system's is set after it."""
         asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)
         for each in sockets or ():
-            each.listen(BACKLOG)  # the system's own line is as long as before
+            each.listen(BACKLOG)
 
     def _failed(self, loop: asyncio.AbstractEventLoop, what: dict[str, Any]) -> None:
         if not str(what.get("message", "")).startswith("socket.accept()"):

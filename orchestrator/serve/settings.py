@@ -11,7 +11,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.settings import FROM_0, FROM_1, SIZE, Settings, setting
 
 # How long a request may be for each token of the context, and in any case. Prose has four to five
-# bytes a token; what reading takes is in the plan, at forty times its length.
+# bytes a token; what one takes that is worked with is in the plan, at forty times its length.
 BODY_BYTES, LEAST_BODY_BYTES = 16, 2**17
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -87,7 +87,7 @@ class ServeSettings(Settings):
         return frozenset({*LOCAL_NAMES, self.host.lower(), *filter(None, more)})
 
     def most_body_bytes(self, n_ctx: int | None) -> int:
-        """How long a request may be, where a context of so many tokens was asked for."""
+        """How long a request may be, where a context of so many tokens was asked for, or None was."""
         return self.body_limit or max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
 
     def keys(self) -> frozenset[str]:

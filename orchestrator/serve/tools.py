@@ -10,16 +10,16 @@ from orchestrator.serve.wire import ANTHROPIC, Refusal
 _MODES = ("auto", "none", "required")
 
 
-def settle_tool_choice(route: str, data: dict[str, Any]) -> bool:
+def settle_tool_choice(route: str, data: dict[str, Any]) -> None:
     """Turns a choice of tools into one of llama.cpp's words, and leaves out the tools that may not
-    be called. Returns whether it changed the request.
+    be called.
 
     A named function is required, once, and the only one that is offered. Raises Refusal for a
     choice that cannot be met.
     """
     choice, tools = data.get("tool_choice"), data.get("tools")
     if choice is None:
-        return False
+        return
     mode, names = _read(choice)
     if tools is not None and not isinstance(tools, list):
         raise Refusal(400, "tools must be a list")
@@ -30,14 +30,13 @@ def settle_tool_choice(route: str, data: dict[str, Any]) -> bool:
         offered = [tool for tool in offered if _name_of(tool) in names]
         if not offered:
             raise Refusal(400, f"tool_choice names {_listed(names)}, which is none of the tools")
-    before = dict(data)
     if route == ANTHROPIC:
         # Its form has no word of llama.cpp's for none: without tools, none is called.
         words = {"auto": "auto", "required": "any"}
         data.pop("tool_choice")
         if mode == "none":
             data.pop("tools", None)
-            return True
+            return
         data["tool_choice"] = {"type": words[mode]}
         if isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True:
             data["parallel_tool_calls"] = False
@@ -47,7 +46,6 @@ def settle_tool_choice(route: str, data: dict[str, Any]) -> bool:
             data["parallel_tool_calls"] = False
     if tools is not None:
         data["tools"] = offered
-    return data != before
 
 
 def _read(choice: Any) -> tuple[str, list[str] | None]:

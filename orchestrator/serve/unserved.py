@@ -37,9 +37,9 @@ _BLOCKS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_r
 _RUN_THERE = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset")
 
 
-def settle_unserved(route: str, data: dict[str, Any]) -> bool:
+def settle_unserved(route: str, data: dict[str, Any]) -> None:
     """Leaves out tools that a server would run, where others stand beside them: agents offer them
-    to any server. Returns whether it changed the request.
+    to any server.
 
     Raises Refusal for what cannot be served.
     """
@@ -57,12 +57,11 @@ def settle_unserved(route: str, data: dict[str, Any]) -> bool:
                 raise Refusal(400, f"content of type '{kind[:80]}' is not served: give it as text")
     tools = data.get("tools")
     if route not in (_RESPONSES, ANTHROPIC) or not isinstance(tools, list):
-        return False
+        return
     own = [tool for tool in tools if not _runs_there(route, tool)]
     if tools and not own:
         raise Refusal(400, "this server runs no tools: give functions that the client runs")
     data["tools"] = own
-    return len(own) != len(tools)
 
 
 def _blocks(messages: Any) -> Iterator[str]:

@@ -62,31 +62,31 @@ def error_object(status: int, message: str, kind: str | None = None) -> dict[str
     return {"type": "error", "error": {"code": status, "message": message, "type": kind}}
 
 
-def said_bytes(request: Request, most_bytes: int) -> int:
-    """How long a body will be: as its head says, or else the most. Raises Refusal for more."""
-    said = request.headers.get("content-length", "")
-    if not (said.isascii() and said.isdigit()):
-        return most_bytes
-    if len(said) > 18 or int(said) > most_bytes:
-        raise _too_long(most_bytes)
-    return int(said)
-
-
-def _too_long(most_bytes: int) -> Refusal:
-    return Refusal(413, f"the request is longer than --body-limit, {format_size(most_bytes)}")
-
-
-async def read_body(request: Request, most_bytes: int) -> bytes:
-    """The whole body. Raises Refusal for a longer one, before it is all here."""
-    body = bytearray()
+async def read_body(
+    request: Request, most_bytes: int, useful_bytes: int, count: Callable[[int], None]
+) -> bytes:
+    """The whole body. count gets how long it is by now. Raises Refusal for one that is or says that
+    it is longer than most_bytes, before it is all here. useful_bytes: what a context can use."""
+    body, said = bytearray(), request.headers.get("content-length", "")
     try:
+        if said.isascii() and said.isdigit() and (len(said) > 18 or int(said) > most_bytes):
+            raise _too_long(most_bytes, useful_bytes)
         async for chunk in request.stream():
+            count(len(body) + len(chunk))
             body += chunk
             if len(body) > most_bytes:
-                raise _too_long(most_bytes)
+                raise _too_long(most_bytes, useful_bytes)
     except ClientDisconnect:
         raise Refusal(400, "the request ended early") from None
     return bytes(body)
+
+
+def _too_long(most_bytes: int, useful_bytes: int) -> Refusal:
+    said = f"the request is longer than --body-limit, {format_size(most_bytes)}"
+    if useful_bytes > most_bytes:
+        wanted = format_size(useful_bytes).replace(" ", "")
+        said += f": the context has room for --body-limit {wanted}"
+    return Refusal(413, said)
 
 
 def read_object(body: bytes) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from threading import Event
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.serve.app import State
 from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.state import State
 
 # Only what hangs takes so long.
 HANG_S = 120.0

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from orchestrator.errors import NativeError
 from orchestrator.serve import answer
-from orchestrator.serve import app as app_module
+from orchestrator.serve import state as state_module
 from orchestrator.serve.app import application
 from orchestrator.serve.wire import with_costs
 
@@ -342,7 +342,7 @@ def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(
     monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
     """What is unread stays in memory, counted, and the oldest of it goes."""
-    monkeypatch.setattr(app_module, "UNREAD_BYTES", most_bytes)
+    monkeypatch.setattr(state_module, "UNREAD_BYTES", most_bytes)
     parts = [b"data: {}\n\n", FINAL]
     backend = FakeBackend(*(FakeRequest(200, True, parts) for _ in range(3)))
     state = state_with(backend, parallel=1, queue=0)

@@ -1,94 +1,217 @@
-"""Bodies together are as long as there is room for, and clients that leave hold nothing."""
+"""Bodies together are as long as there is room for, and who sends nothing holds nobody up."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
-from asgi import Client, FakeBackend, FakeRequest, state_with
+from asgi import HANG_S, Client, FakeBackend, FakeRequest, ask, state_with
 
+from orchestrator.serve import app as app_module
+from orchestrator.serve import bodies as module
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import server_config
-from orchestrator.serve.bodies import BODY_FACTOR, Bodies, Hold, bodies_bytes
+from orchestrator.serve.bodies import BODY_FACTOR, KEPT, TRIM_FROM_BYTES, Bodies, Body
+from orchestrator.serve.state import QUICK_THREAD
+from orchestrator.serve.wire import Refusal
 
-WORKERS = ThreadPoolExecutor(1)
-
-
-def test_bodies_wait_for_room_and_short_ones_pass() -> None:
-    async def run() -> None:
-        bodies = Bodies(WORKERS)
-        first = await bodies.hold(80, 100)
-        long = asyncio.create_task(bodies.hold(40, 100))
-        left = asyncio.create_task(bodies.hold(30, 100))
-        short = await bodies.hold(20, 100)
-        left.cancel()
-        first.shrink(60)
-        assert bodies.held_bytes == 80 and not long.done()
-        first.shrink(40)
-        held = await long
-        assert bodies.held_bytes == 100
-        for each in (first, first, short, held):
-            each.release()
-        assert bodies.held_bytes == 0
-        whole = await bodies.hold(500, 100)  # alone, it may be longer than all together
-        whole.release()
-
-    asyncio.run(run())
+WORKERS = ThreadPoolExecutor(2)
+COMPLETIONS = "/v1/completions"
+LONG = b'{"prompt": "' + b"a" * 100_000 + b'"}'
 
 
-def test_who_leaves_with_its_turn_gives_it_back() -> None:
-    async def run() -> None:
-        bodies = Bodies(WORKERS)
-        first = await bodies.hold(100, 100)
-        second = asyncio.create_task(bodies.hold(100, 100))
-        third = asyncio.create_task(bodies.hold(100, 100))
+def quiet(_line: str) -> None:
+    pass
+
+
+class Halted(Client):
+    """Sends a head, and of its body what it is given."""
+
+    def sends(self, part: bytes) -> None:
+        self._incoming = [{"type": "http.request", "body": part, "more_body": True}]
+
+
+def test_who_says_much_and_sends_nothing_holds_nobody_up() -> None:
+    """Place is taken by bytes that are here."""
+    state = state_with(FakeBackend(FakeRequest(200, False, [b"{}"])))
+    app = application(state, quiet)
+
+    async def run() -> int:
+        silent = []
+        for _ in range(40):
+            client = Halted(app, "POST", COMPLETIONS, b"", content_length=str(2**17))
+            client.sends(b"{")
+            silent.append((client, asyncio.create_task(client.run())))
         await asyncio.sleep(0)
-        first.release()
-        second.cancel()  # its turn has come, and it has not run
-        held: Hold = await third
-        assert bodies.held_bytes == 100 == held.n_bytes
+        body = b'{"content": "a"}'
+        served = Client(app, "POST", "/tokenize", body, content_length=str(len(body)))
+        status = (await asyncio.wait_for(served.run(), HANG_S)).status
+        assert state.bodies.kept_bytes == 40
+        for client, task in silent:
+            client.leave()
+            await task
+        return status
 
-    asyncio.run(run())
+    assert asyncio.run(run()) == 200
+    assert state.bodies.kept_bytes == 0
 
 
-def test_a_body_of_unknown_length_waits_for_no_answer() -> None:
-    async def run() -> None:
-        bodies = Bodies(WORKERS)
-        running = await bodies.hold(100, bodies_bytes(1000, 1))
-        unknown = await bodies.hold(1000, bodies_bytes(1000, 1))
-        assert bodies.held_bytes == running.n_bytes + unknown.n_bytes
+def test_requests_that_wait_count_once_and_hold_no_other_path_up() -> None:
+    """Before, two long ones took all that there was for any request."""
+    go_on = threading.Event()
+    running = FakeRequest(200, False, [b"{}"], hold=go_on)
+    others = [FakeRequest(200, False, [b"{}"]) for _ in range(7)]
+    state = state_with(FakeBackend(running, *others))
+    app = application(state, quiet)
 
-    asyncio.run(run())
+    async def run() -> list[int]:
+        clients = [asyncio.create_task(Client(app, "POST", COMPLETIONS, LONG).run())]
+        while state.gate.running < 1:
+            await asyncio.sleep(0.001)
+        clients += [
+            asyncio.create_task(Client(app, "POST", COMPLETIONS, LONG).run()) for _ in range(5)
+        ]
+        while state.gate.waiting < 5:
+            await asyncio.sleep(0.001)
+        assert state.bodies.kept_bytes == 5 * len(LONG)  # the one that runs is the gate's
+        quick = await Client(app, "POST", "/tokenize", b'{"content": "a"}').run()
+        go_on.set()
+        return [quick.status, *[(await client).status for client in clients]]
+
+    assert asyncio.run(run()) == [200] * 7
+    assert state.bodies.kept_bytes == 0
+
+
+def test_a_body_without_room_is_refused_at_once() -> None:
+    state = state_with(FakeBackend(FakeRequest(200, False, [b"{}"])))
+    app = application(state, quiet)
+    state.bodies.keep(KEPT * 2**17 - 10, KEPT * 2**17)
+    reply = ask(app, COMPLETIONS, {"prompt": "a" * 20})
+    assert reply.status == 503 and reply.headers["retry-after"] == "1"
+    assert "try again later" in reply.json()["error"]["message"]
+    assert state.bodies.refused == 1
+    state.bodies.keep(10 - KEPT * 2**17, 0)
+    assert state.bodies.kept_bytes == 0  # the refused one holds nothing
+    assert ask(app, COMPLETIONS, {"prompt": "a" * 20}).status == 200
 
 
 def test_each_request_gives_its_room_back() -> None:
-    """Also one that is refused, and each of many at once on a path without a line."""
+    """Also one that is refused, one that is longer when it is written anew, and one that leaves."""
     answers = [FakeRequest(200, False, [b"{}"]) for _ in range(20)]
     state = state_with(FakeBackend(*answers))
-    app = application(state, lambda _line: None)
-    peaks = []
+    app = application(state, quiet)
 
     async def once(path: str, body: bytes) -> int:
-        reply = await Client(app, "POST", path, body, content_length=str(len(body))).run()
-        peaks.append(state.bodies.held_bytes)
-        return reply.status
+        return (await Client(app, "POST", path, body).run()).status
 
     async def run() -> list[int]:
         text = b'{"content": "' + b"a" * 60_000 + b'"}'
         asks = [once("/tokenize", text) for _ in range(10)]
-        asks += [once("/v1/completions", b'{"prompt": "a"}'), once("/v1/completions", b"{")]
-        return await asyncio.gather(*asks)
+        asks += [once(COMPLETIONS, b'{"prompt":[1,1,1,1,1,1]}'), once(COMPLETIONS, b"{")]
+        leaving = Halted(app, "POST", COMPLETIONS, b"")
+        leaving.sends(b"{")
+        leaving.leave()
+        return await asyncio.gather(*asks, once("/tokenize", b""), leaving_status(leaving))
 
-    assert asyncio.run(run()) == [200] * 11 + [400]
-    assert state.bodies.held_bytes == 0
-    assert max(peaks) <= bodies_bytes(2**17, 1)
+    async def leaving_status(client: Client) -> int:
+        return (await client.run()).status
+
+    assert asyncio.run(run()) == [200] * 11 + [400] * 3
+    assert state.bodies.kept_bytes == state.bodies.waiting == 0
 
 
-def test_the_plan_counts_them(tmp_path: object) -> None:
+def test_one_thread_at_a_time_works_with_a_body_to_its_end() -> None:
+    """Who leaves takes its place along only when the work has ended."""
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        at_work.set()
+        go_on.wait(HANG_S)
+
+    async def run() -> None:
+        bodies = Bodies(WORKERS)
+        first = asyncio.create_task(bodies.run(work))
+        await asyncio.to_thread(at_work.wait, HANG_S)
+        left = asyncio.create_task(bodies.run(work))
+        second = asyncio.create_task(bodies.run(lambda: "second"))
+        await asyncio.sleep(0)
+        assert bodies.waiting == 2
+        left.cancel()
+        first.cancel()
+        await asyncio.wait({left})
+        assert bodies.waiting == 1 and not first.done() and not second.done()
+        go_on.set()
+        assert await second == "second" and bodies.waiting == 0
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+    asyncio.run(run())
+
+
+def test_bodies_are_looked_at_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of a hundred thousand tokens takes a while."""
+    threads = []
+    usual = app_module.settle_fields
+
+    def settle(*arguments: Any) -> None:
+        threads.append(threading.current_thread().name)
+        usual(*arguments)
+
+    monkeypatch.setattr(app_module, "settle_fields", settle)
+    app = application(
+        state_with(FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2)))), quiet
+    )
+    assert ask(app, COMPLETIONS, {"prompt": "a"}).status == 200
+    assert ask(app, "/tokenize", {"content": "a"}).status == 200
+    assert len(threads) == 2 and all(name.startswith(QUICK_THREAD) for name in threads)
+
+
+def test_memory_is_given_back_once_for_all_who_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of each long body, and never twice in the line of the threads."""
+    trimmed, go_on = [], threading.Event()
+    monkeypatch.setattr(module, "trim", lambda: trimmed.append(1))
+
+    async def run() -> None:
+        workers = ThreadPoolExecutor(1)
+        workers.submit(go_on.wait, HANG_S)
+        bodies = Bodies(workers)
+        for n_bytes in (10, TRIM_FROM_BYTES, 2 * TRIM_FROM_BYTES, TRIM_FROM_BYTES):
+            body = Body(bodies, 2**20)
+            body.count(n_bytes // 2)
+            body.count(n_bytes)
+            body.take()
+            body.close()
+        go_on.set()
+        workers.shutdown()
+
+    asyncio.run(run())
+    assert trimmed == [1]
+
+
+def test_a_body_never_counts_for_more_than_there_is() -> None:
+    async def run() -> None:
+        bodies = Bodies(WORKERS)
+        bodies_of = [Body(bodies, 100) for _ in range(KEPT + 1)]
+        for body in bodies_of[:-1]:
+            body.count(100)
+        with pytest.raises(Refusal):
+            bodies_of[-1].count(1)
+        bodies_of[0].take()
+        bodies_of[-1].count(100)
+        for body in bodies_of:
+            body.close()
+        assert bodies.kept_bytes == 0 and bodies.refused == 1
+
+    asyncio.run(run())
+
+
+def test_the_plan_counts_them() -> None:
     from orchestrator.config import Config
 
     config = Config.build(model="a.gguf")
@@ -96,5 +219,5 @@ def test_the_plan_counts_them(tmp_path: object) -> None:
         server_config(config, parallel, longest).beside
         for parallel, longest in ((1, 1000), (1, 2000), (4, 1000))
     )
-    assert longer - one == 2 * BODY_FACTOR * 1000
-    assert more - one > BODY_FACTOR * 1000
+    assert longer - one == (KEPT + 2 * BODY_FACTOR) * 1000
+    assert more - one > 3 * BODY_FACTOR * 1000

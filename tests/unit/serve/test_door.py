@@ -15,7 +15,7 @@ pytest.importorskip("starlette", reason="starlette is missing: run `make build`"
 from asgi import Client, FakeBackend, FakeRequest, ask, state_with
 
 from orchestrator.cli import cli
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NativeError
 from orchestrator.serve.app import application
 from orchestrator.serve.settings import ServeSettings
 
@@ -159,6 +159,55 @@ def test_a_body_is_as_long_as_the_context_has_use_for() -> None:
         for settings, n_ctx in (({}, None), ({}, 512), ({}, 2**15), ({"body_limit": 99}, 2**15))
     ]
     assert longest == [2**17, 2**17, 2**19, 99]
+
+
+def test_a_body_that_the_context_has_room_for_is_told_which_limit_it_needs() -> None:
+    """Without --ctx the context is known once the model has loaded, and the limit before."""
+    for n_ctx, says in (
+        (512, "128 KiB"),
+        (2**15, ": the context has room for --body-limit 512KiB"),
+    ):
+        backend = FakeBackend()
+        backend.slot_context = n_ctx
+        app = application(state_with(backend), lambda _line: None)
+        reply = ask(app, CHAT, b" " * 2**18)
+        said = reply.json()["error"]["message"]
+        assert reply.status == 413 and "--body-limit" in said and says in said, said
+        assert ("the context has room" in said) is (n_ctx > 512)
+
+
+class Failing(FakeBackend):
+    def request(self, route: str, body: bytes) -> FakeRequest:
+        raise NativeError("there was no memory for the answer")
+
+
+def test_a_native_failure_on_a_quick_path_is_its_sentence() -> None:
+    app = application(state_with(Failing()), lambda _line: None)
+    for path, data in (("/tokenize", {"content": "a"}), ("/props", None)):
+        reply = ask(app, path, data)
+        assert reply.status == 500
+        assert reply.json()["error"]["message"] == "there was no memory for the answer"
+
+
+def test_a_count_for_anthropics_clients_has_errors_in_their_form() -> None:
+    error = b'{"error": {"code": 400, "message": "no", "type": "invalid_request_error"}}'
+    for path, outer in (
+        ("/v1/messages/count_tokens", "error"),
+        ("/v1/chat/completions/input_tokens", None),
+    ):
+        backend = FakeBackend(FakeRequest(400, False, [error]))
+        app = application(state_with(backend), lambda _line: None)
+        reply = ask(app, path, MESSAGE)
+        assert reply.status == 400 and reply.json()["error"]["message"] == "no"
+        assert reply.json().get("type") == outer
+
+
+def test_settings_for_the_policy_are_few_and_short() -> None:
+    """They are kept while a request waits."""
+    app = application(state_with(FakeBackend()), lambda _line: None)
+    for wrong in ({"a": []}, {"a": "x" * 300}, {str(n): 1 for n in range(33)}):
+        reply = ask(app, CHAT, {**MESSAGE, "moe_edge": wrong})
+        assert reply.status == 400 and "moe_edge" in reply.json()["error"]["message"]
 
 
 def test_a_model_is_found_by_its_name() -> None:

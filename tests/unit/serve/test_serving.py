@@ -76,6 +76,8 @@ def test_an_answer_has_our_costs_and_the_memory_is_kept(served: Served) -> None:
     hits = re.search(r'moe_edge_expert_hits_total\{phase="decode"\} (\d+)', metrics)
     assert hits is not None and int(hits[1]) > 0
     assert "llamacpp:tokens_predicted_total" in metrics
+    for name in ("body_bytes", "bodies_waiting", "bodies_refused_total"):
+        assert f"\nmoe_edge_{name} 0\n" in metrics
     names = re.findall(r"^# TYPE (\S+)", metrics, re.M)
     assert len(names) == len(set(names))
 

@@ -1,0 +1,198 @@
+"""Clients that do not read their answers, or still send when it is there already."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
+
+import uvicorn
+from asgi import HANG_S, Client, FakeBackend, FakeRequest, state_with
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from orchestrator.serve import door
+from orchestrator.serve.app import application
+from orchestrator.serve.door import PART_BYTES
+from orchestrator.serve.run import Protocol, _Server
+
+BIG = json.dumps({"tokens": [1] * 3_000_000}).encode()
+HEAD = b"HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def quiet(_line: str) -> None:
+    pass
+
+
+@contextmanager
+def running(app: ASGIApp, patience_s: float) -> Iterator[tuple[int, Any]]:
+    """(port, uvicorn's state) of an application behind a socket."""
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    sock.listen(64)
+    config = uvicorn.Config(
+        app,
+        http=type("Patient", (Protocol,), {"patience_s": patience_s}),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        timeout_keep_alive=1,
+        timeout_graceful_shutdown=1,
+        backlog=1,
+    )
+    server = _Server(config, quiet)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
+    thread.start()
+    try:
+        yield sock.getsockname()[1], server.server_state
+    finally:
+        server.should_exit = True
+        thread.join(HANG_S)
+        sock.close()
+
+
+def connected(port: int, received_bytes: int = 0) -> socket.socket:
+    sock = socket.socket()
+    if received_bytes:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received_bytes)
+    sock.settimeout(HANG_S)
+    sock.connect(("127.0.0.1", port))
+    return sock
+
+
+def all_of(sock: socket.socket) -> bytes:
+    said = b""
+    while part := sock.recv(1 << 16):
+        said += part
+    return said
+
+
+def wait_until_none(state: Any) -> None:
+    for _ in range(int(HANG_S * 100)):
+        if not state.connections:
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("a connection stays")
+
+
+def test_who_reads_no_quick_answer_loses_its_connection() -> None:
+    """What it does not take is counted meanwhile."""
+    backend = FakeBackend(*(FakeRequest(200, False, [BIG]) for _ in range(4)))
+    state = state_with(backend, patience=1)
+    with running(application(state, quiet), 1.0) as (port, server):
+        socks = [connected(port, 4096) for _ in range(3)]
+        for sock in socks:
+            sock.sendall(b"GET /props " + HEAD + b"\r\n")
+        reading = connected(port)
+        reading.sendall(b"GET /props " + HEAD + b"Connection: close\r\n\r\n")
+        assert all_of(reading).endswith(BIG)
+        wait_until_none(server)
+        for sock in (*socks, reading):
+            sock.close()
+    assert state.unread.n_bytes == 0
+
+
+def test_a_long_quick_answer_goes_out_in_parts_and_is_counted() -> None:
+    state = state_with(FakeBackend(FakeRequest(200, False, [BIG])))
+    app = application(state, quiet)
+    counted = []
+
+    async def run() -> list[bytes]:
+        client = Client(app, "GET", "/props", b"")
+        send = client._send
+
+        async def sending(message: dict[str, Any]) -> None:
+            counted.append(state.unread.n_bytes)
+            await send(message)
+
+        client._send = sending  # type: ignore[method-assign]
+        return (await client.run()).parts
+
+    parts = asyncio.run(run())
+    assert b"".join(parts) == BIG and max(map(len, parts)) <= PART_BYTES
+    assert max(counted) == len(BIG) and state.unread.n_bytes == 0
+
+
+@pytest.mark.parametrize("head", [HEAD + b"\r\n", HEAD + b"Connection: close\r\n\r\n"])
+def test_a_connection_that_is_to_be_closed_ends_where_nobody_reads(head: bytes) -> None:
+    """`close` alone waits for its client for ever, with what is in the buffer."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await Response(BIG)(scope, receive, send)
+
+    with running(app, 0.2) as (port, server), connected(port, 4096) as sock:
+        sock.sendall(b"GET / " + head)
+        sock.recv(1)
+        wait_until_none(server)
+
+
+@pytest.mark.parametrize(
+    ("host", "length", "status"),
+    [("evil.example", 10 * 2**20, 421), ("localhost", 10 * 2**20, 413), ("localhost", 2**18, 413)],
+)
+def test_a_refusal_arrives_though_its_client_still_sends(
+    host: str, length: int, status: int
+) -> None:
+    """A connection that is closed on unread bytes is reset, and what was said is lost."""
+    with running(application(state_with(FakeBackend()), quiet), 30.0) as (port, _):
+        for _ in range(5):
+            with connected(port) as sock:
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+                sock.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + b"x" * length)
+                said = all_of(sock)
+            assert said.startswith(f"HTTP/1.1 {status} ".encode()) and b'"message"' in said
+
+
+def test_what_nobody_reads_is_dropped_for_a_while_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(door, "DROP_S", 0.1)
+    with running(application(state_with(FakeBackend()), quiet), 30.0) as (port, server):
+        with connected(port) as sock:
+            sock.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: evil\r\nConnection: close\r\n"
+                b"Content-Length: 1000\r\n\r\n"
+            )
+            assert all_of(sock).startswith(b"HTTP/1.1 421 ")
+        with connected(port) as sock:  # and one that waits to be asked is not
+            sock.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: evil\r\nConnection: close\r\n"
+                b"Expect: 100-continue\r\nContent-Length: 1000\r\n\r\n"
+            )
+            assert all_of(sock).startswith(b"HTTP/1.1 421 ")
+        wait_until_none(server)
+
+
+def test_at_the_end_of_the_server_nobody_is_waited_for() -> None:
+    """Neither who still sends then, nor who is waited for already."""
+    state = state_with(FakeBackend())
+    app = application(state, quiet)
+
+    class Sending(Client):
+        waits = False
+
+        async def _receive(self) -> dict[str, Any]:
+            self.waits = True
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def run() -> None:
+        waiting = Sending(app, "POST", "/tokenize", b"", host="evil", content_length="10")
+        task = asyncio.create_task(waiting.run())
+        while not waiting.waits:
+            await asyncio.sleep(0)
+        state.stopping = True
+        task.cancel()
+        assert (await task).status == 421
+        late = Sending(app, "POST", "/tokenize", b"", host="evil", content_length="10")
+        assert (await late.run()).status == 421 and not late.waits
+
+    asyncio.run(run())
