@@ -15,9 +15,14 @@ from typing import Any
 from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
+# Why moe_edge_request_run ended before the end of an answer.
+_FAILURES = {
+    -1: "there was no memory for the answer",
+    -2: "the client is too far behind the answer: too much of it was not read",
+}
 
 
 class CServerConfig(ctypes.Structure):
@@ -39,6 +44,7 @@ class CServerConfig(ctypes.Structure):
         ("top_p", ctypes.c_float),
         ("min_p", ctypes.c_float),
         ("verbosity", ctypes.c_int32),
+        ("most_ahead", ctypes.c_int32),
     ]
 
 
@@ -90,6 +96,7 @@ class ServerSpec:
     cache_mib: int = 0
     checkpoints: int = 0
     loud: bool = False
+    most_ahead: int = 2**19
 
     def as_c(self) -> CServerConfig:
         template = self.chat_template
@@ -109,6 +116,7 @@ class ServerSpec:
             top_p=self.top_p,
             min_p=self.min_p,
             verbosity=4 if self.loud else -1,
+            most_ahead=self.most_ahead,
         )
 
 
@@ -233,7 +241,7 @@ class NativeRequest:
             with self._closing:
                 self._rest = self._take()
             if failed:
-                raise NativeError("there was no memory for the answer")
+                raise NativeError(_FAILURES[failed])
         finally:
             self.close()
             if ready >= 0:

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.serve.backend import Backend, score_bytes
+from orchestrator.serve.backend import SCORE_BYTES, Backend
 from orchestrator.serve.bodies import Body
 from orchestrator.serve.gate import Gate, TooMany, Unread
 from orchestrator.serve.parts import Parts
@@ -106,6 +106,7 @@ class Answer:
         self._backend, self._gate, self._workers = backend, gate, workers
         self._unread, self._sending = unread, 0  # bytes that the client does not take
         self._final: dict[str, Any] | None = None  # its costs, once the work has ended
+        self._is_over = False  # nobody takes any more of it
         self._seats, self._conversation = seats, conversation
         self._route, self._body = route, body
         self._is_stream, self._places, self._most_s = is_stream, places, most_s
@@ -118,13 +119,14 @@ class Answer:
         # Closes the connection with what is unsent: who reads nothing would keep it for ever.
         abort = scope.get("state", {}).get("abort", lambda: None)
         work = asyncio.create_task(self._work(out, abort))
-        gone = asyncio.create_task(_client_gone(receive))
+        gone = asyncio.create_task(self._client_gone(receive))
         try:
             await asyncio.wait(
                 {work, gone}, timeout=self._most_s, return_when=asyncio.FIRST_COMPLETED
             )
             if work.done():
                 return work.result()
+            self._is_over = True
             work.cancel()
             await asyncio.wait({work})
             if not gone.done():
@@ -134,6 +136,7 @@ class Answer:
                 except asyncio.TimeoutError:
                     abort()
         finally:
+            self._is_over = True
             self._unread.leave(self)
             for task in (work, gone):
                 task.cancel()
@@ -156,10 +159,11 @@ class Answer:
                     return
                 parts = await self._compute(seat or 0)
                 held.close()
-                self._unread.keep(self, score_bytes(self._backend.slot_context), abort)
+                self._unread.keep(self, SCORE_BYTES * self._backend.most_scored, abort)
                 await out.begin(200, JSON)
                 for part in parts:
                     await out.part(part)
+                    await asyncio.sleep(0)  # a part takes a while to write: others go on meanwhile
                 await out.part(b"", more=False)
             except ConfigError as error:
                 await out.fail(400, str(error))
@@ -172,15 +176,28 @@ class Answer:
         self, body: bytes, out: Outlet, held: ExitStack, abort: Callable[[], None]
     ) -> None:
         """Runs the request on a thread of its own and sends what comes."""
-        costs = self._backend.costs()
-        shared = self._gate.running > 1
+        until_now = self._backend.costs()
+        is_shared = self._gate.running > 1
         request = self._backend.request(self._route, body)
         del body  # llama.cpp has its own, as long as it is at work
 
+        def costs() -> dict[str, Any]:
+            nonlocal is_shared
+            is_shared = is_shared or self._gate.running > 1
+            return {**until_now(), "shared_steps": is_shared}
+
         def at_end() -> None:
-            self._final = costs()
+            self._final = costs()  # what runs afterwards is no part of it
             held.close()
-            self._unread.keep(self, self._sending + request.n_left, abort)
+            if not self._is_over:
+                self._unread.keep(self, self._sending + request.n_left, abort)
+
+        def made(text: bytes, status: int, is_stream: bool) -> bytes:
+            if self._shape is not None:
+                text = self._shape(text, is_stream)
+            if status == 200 and has_costs(text, is_stream, self._route):
+                text = with_costs(text, self._final or costs(), is_stream, self._route)
+            return text
 
         try:
             parts = Parts(request, self._workers, at_end)
@@ -202,17 +219,13 @@ class Answer:
                 failed_at = failure_at(status, text)
                 if failed_at >= 0:
                     if failed_at:
-                        await self._send(out, status, is_stream, text[:failed_at])
+                        before = made(text[:failed_at], status, is_stream)
+                        await self._send(out, status, is_stream, before)
                     raise self._failed(text[failed_at:])
                 if status == NOT_SUPPORTED:
                     raise Refusal(400, message_of(text))
-                if self._shape is not None:
-                    text = self._shape(text, is_stream)
-                shared = shared or self._gate.running > 1
-                if status == 200 and has_costs(text, is_stream, self._route):
-                    ours = {**(self._final or costs()), "shared_steps": shared}
-                    text = with_costs(text, ours, is_stream, self._route)
-                await self._send(out, status, is_stream, text)
+                is_shared = is_shared or self._gate.running > 1
+                await self._send(out, status, is_stream, made(text, status, is_stream))
             await parts.close()  # raises what the thread raised, while an error can be said
             if out.status is None:
                 await out.begin(request.status, JSON)
@@ -248,7 +261,7 @@ class Answer:
             if not turn.done():
                 await out.ping()
 
-
-async def _client_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    async def _client_gone(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._is_over = True

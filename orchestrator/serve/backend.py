@@ -32,26 +32,31 @@ PROCESS_BYTES = 15 * 2**20
 ANSWER_BYTES = 2**19
 # Of answers that are made and that nobody reads.
 UNREAD_BYTES = 4 * 2**20
+# How far a stream that is being made may be ahead of its client: a stream further ahead ends. At
+# worst it is there six times: twice while it grows, twice where it was taken from, and for Python
+# and the socket.
+AHEAD_BYTES = 2**19
+AHEAD_COPIES = 6
 # For each token of the vocabulary: a place among what an answer may go on with, and once among
 # those whose probabilities are asked for (get_token_probabilities); and once, where a grammar
 # refuses one, its code points and its places in the lists of those that are left
 # (llama_grammar_apply_impl).
 CANDIDATE_BYTES = 12
 GRAMMAR_TOKEN_BYTES = 256
-# A prompt is scored in parts of so many tokens at most. Nothing else decodes then, so that a row of
-# logits as probabilities takes what a grammar would.
+# A prompt is scored in parts of so many tokens at most. The memory for a grammar's look at each
+# token of the vocabulary is free then, since nothing else decodes: the probabilities of one row are
+# computed in it.
 SCORED_TOKENS = 32
 # How many of the likeliest tokens a score may come with: OpenAI's limit for completions. Of each
-# token that was scored there is itself, its place, these, and their log-probabilities. A request
-# has so many tokens at most, or one context.
+# token that was scored there is itself, its place, these, and their log-probabilities.
 MOST_LIKELIEST = 5
 SCORE_BYTES = 4 + 12 * (1 + MOST_LIKELIEST)
 SCORED_MOST = 16384
 
 
-def score_bytes(n_ctx: int) -> int:
-    """What the scores of one request take, where each conversation has so many tokens."""
-    return SCORE_BYTES * max(SCORED_MOST, n_ctx)
+def most_scored(config: Config) -> int:
+    """How many tokens a request may have scored. config: the model's, for one conversation."""
+    return max(SCORED_MOST, config.ctx or 0)
 
 
 def server_config(
@@ -60,12 +65,13 @@ def server_config(
     """The model's config for so many conversations at once. They share the context, each with as
     much of it as was asked for, and the memory for prompts that were read before."""
     bodies = bodies_bytes(longest_body_bytes, parallel)
-    answers = (ANSWER_BYTES + PROBS_BYTES) * parallel + UNREAD_BYTES
+    each = ANSWER_BYTES + PROBS_BYTES + AHEAD_COPIES * AHEAD_BYTES
+    answers = each * parallel + UNREAD_BYTES
     return config.with_changes(
         ctx=config.ctx and config.ctx * parallel,
         sequences=parallel - 1,
         scored=SCORED_TOKENS,
-        beside=PROCESS_BYTES + bodies + answers + score_bytes(config.ctx or 0),
+        beside=PROCESS_BYTES + bodies + answers + SCORE_BYTES * most_scored(config),
         beside_token=GRAMMAR_TOKEN_BYTES + CANDIDATE_BYTES * (parallel + 1),
         conversations=True,
     )
@@ -105,6 +111,7 @@ class Backend:
         self.parallel = settings.parallel
         template = settings.chat_template
         self.most_body_bytes = settings.most_body_bytes(config.ctx)
+        self.most_scored = most_scored(config)
         made = server_config(config, settings.parallel, self.most_body_bytes)
         self.engine = Engine.open(made, progress)
         try:
@@ -129,6 +136,7 @@ class Backend:
                 chat_template=template.read_text(encoding="utf-8") if template else None,
                 cache_mib=cache_mib,
                 checkpoints=checkpoints,
+                most_ahead=AHEAD_BYTES,
                 loud=native_log_enabled(),
             )
             self._native = NativeServer(library, engine.llama.handle, engine.context.handle, spec)
@@ -139,6 +147,7 @@ class Backend:
             # the server has tried with two tokens what the context's memory can do
             engine.store.reset_stats()
             engine.store.sequence_end()
+            engine.store.set_phase(None)  # on a GPU a prompt's, since kernels were tried
             if engine.driver.may_wait:
                 self._native.set_before_step(self._before_step)
         self._thread = threading.Thread(target=self._native.run, name="decode", daemon=True)

@@ -1,8 +1,8 @@
-"""What a request may make llama.cpp compute before anybody can end it, as far as no schema of its
-fields says it: `orchestrator.serve.requests` has how many there may be of what.
+"""Bounds of requests for which llama.cpp would compute for long before anybody can end it.
 
-Where the work cannot be told from the request, as with grammars, the native server counts it
-(`patches/native/server/moe-edge-bounds.h`)."""
+Here are those that the schema of a field cannot say. How many entries each field may have is in
+`orchestrator.serve.requests`. How much work a grammar is cannot be told from its text, so the
+native server counts it while it is done (`patches/native/server/moe-edge-bounds.h`)."""
 
 from __future__ import annotations
 

@@ -96,8 +96,10 @@ class Parts:
     def _clear(self, _thread: asyncio.Future[None]) -> None:
         """The thread writes no more."""
         self._close_pipe()
-        self._at_end()
-        self._answer(True)
+        try:
+            self._at_end()
+        finally:
+            self._answer(True)
 
     def _close_pipe(self) -> None:
         self._loop.remove_reader(self._from)

@@ -22,13 +22,14 @@ import numpy as np
 
 from orchestrator.eval.arithmetic import log_softmax
 from orchestrator.llama import Model
-from orchestrator.serve.backend import MOST_LIKELIEST, SCORED_MOST, Backend, sentence_of
+from orchestrator.serve.backend import Backend, sentence_of
 from orchestrator.serve.library import Stopped
+from orchestrator.serve.requests import LIMITS, SEVERAL
 from orchestrator.serve.wire import Refusal
 
 _ROUTE = "/v1/completions"
 # What would change which token follows, or where the answer ends.
-_NOT_WITH = ("stop", "logit_bias", "grammar", "json_schema", "response_format")
+_NOT_WITH = ("stop", "logit_bias", "grammar", "json_schema")
 # What JSON has in the place of minus infinity.
 _LEAST = -9999.0
 # So many tokens of an answer are written at once.
@@ -67,22 +68,23 @@ class Scores:
 
 
 def wants_scores(route: str, data: dict[str, Any]) -> bool:
-    """Whether a request is for the likelihood of its prompt. Raises Refusal for any other echo."""
-    echo = data.get("echo")
-    if route != _ROUTE or echo is None or echo is False:
+    """Whether a request is for the likelihood of its prompt; data: as its schema has it. Raises
+    Refusal for any other echo."""
+    if route != _ROUTE or not data.get("echo"):
         return False
-    if echo is not True:
-        raise Refusal(400, "echo must be true or false")
-    logprobs, n_more = data.get("logprobs"), data.get("max_tokens")
-    if not _is_count(logprobs, MOST_LIKELIEST):
-        raise Refusal(400, f"echo needs logprobs, a whole number from 0 to {MOST_LIKELIEST}")
-    if not _is_count(n_more, 1):
+    if "logprobs" not in data:
+        raise Refusal(400, "echo needs logprobs: it is for the likelihood of a prompt")
+    if data.get("max_tokens") not in (0, 1):
         raise Refusal(400, "echo needs max_tokens of 0 or 1: it is for the likelihood of a prompt")
+    for name in LIMITS:
+        if name != "max_tokens" and name in data:
+            raise Refusal(400, f"echo goes by max_tokens alone: leave {name} out")
     if data.get("stream"):
         raise Refusal(400, "echo is not served as a stream: leave stream out")
-    if data.get("n") not in (None, 1):
-        raise Refusal(400, "echo is served once for each prompt: leave n out")
-    if n_more and data.get("temperature") != 0:
+    for name in SEVERAL:
+        if data.get(name, 1) != 1:
+            raise Refusal(400, f"echo is served once for each prompt: leave {name} out")
+    if data["max_tokens"] and data.get("temperature") != 0:
         raise Refusal(400, "echo with max_tokens of 1 needs temperature 0: the likeliest token")
     for name in _NOT_WITH:
         if data.get(name):
@@ -108,7 +110,7 @@ class Scoring:
         model, room = backend.engine.llama, backend.slot_context - self._n_behind
         self._prompts = [_read(model, asked, room) for asked in _asked(data.get("prompt"))]
         n_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
-        most = max(SCORED_MOST, backend.slot_context)
+        most = backend.most_scored
         if n_tokens > most:
             raise Refusal(
                 400,
@@ -313,10 +315,6 @@ def _asked(prompt: Any) -> list[str] | list[list[int]]:
 
 def _are_tokens(values: list[Any]) -> bool:
     return bool(values) and all(type(each) is int for each in values)
-
-
-def _is_count(value: Any, most: int) -> bool:
-    return type(value) is int and 0 <= value <= most
 
 
 def _read(model: Model, asked: str | list[int], most: int) -> Prompt:

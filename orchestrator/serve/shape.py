@@ -24,6 +24,9 @@ def settle_probs(route: str, data: dict[str, Any], most_tokens: int) -> Shape | 
     both together. Returns what turns parts of its answer into the form of its path; None where they
     have it.
 
+    llama.cpp keeps the answers to all prompts of a request until the last one is made, so that they
+    share the memory. Further answers to a prompt (`n`) take a place each, and so have memory each.
+
     most_tokens: of an answer. Raises Refusal for more than an answer has memory for.
     """
     shaping = Shaping(route, data)
@@ -38,9 +41,7 @@ def settle_probs(route: str, data: dict[str, Any], most_tokens: int) -> Shape | 
         data[name] = 1
     _bound(name, data, most_tokens)
     if shaping.has_no_tokens:
-        for limit in LIMITS:
-            data.pop(limit, None)
-        data["max_tokens"] = 1  # llama.cpp reads the prompt for no less
+        _limit(data, 1)  # llama.cpp reads the prompt for no less
     return shaping.shape if shaping.is_needed else None
 
 
@@ -49,20 +50,37 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     if not n_probs:
         return
     each = (STREAM_BYTES if data.get("stream") else WHOLE_BYTES) * (2 if data.get("verbose") else 1)
-    room = PROBS_BYTES // (each * (n_probs + 1))
+    n_prompts = _prompts(data.get("prompt"))
+    most = PROBS_BYTES // (each * n_prompts)  # tokens and alternatives of one answer
+    room = most // (n_probs + 1)
+    of = "an answer" if n_prompts == 1 else f"each of {n_prompts} answers"
     if room < 1:
-        raise Refusal(400, f"{name} is {n_probs}: an answer has memory for {PROBS_BYTES // each}")
+        raise Refusal(400, f"{name} is {n_probs}: {of} has memory for {max(0, most - 1)}")
     limit = limit_of(data)
     if limit is None:
         if room < most_tokens:
-            data["max_tokens"] = room
+            _limit(data, room)
     elif min(limit, most_tokens) > room:
         raise Refusal(
             400,
-            f"an answer of {limit} tokens with {n_probs} alternatives each has no room in memory: "
+            f"{of} of {limit} tokens with {n_probs} alternatives each has no room in memory: "
             f"ask for {room} tokens or fewer alternatives"
             + ("" if data.get("stream") else ", or for a stream"),
         )
+
+
+def _prompts(prompt: Any) -> int:
+    """How many prompts llama.cpp takes a request's for: with a token in it, a list is one."""
+    if not isinstance(prompt, list) or any(isinstance(each, int) for each in prompt):
+        return 1
+    return max(1, len(prompt))
+
+
+def _limit(data: dict[str, Any], n_tokens: int) -> None:
+    """Lets an answer have so many tokens, whatever the request says by any name."""
+    for name in LIMITS:
+        data.pop(name, None)
+    data["max_tokens"] = n_tokens
 
 
 def limit_of(data: dict[str, Any]) -> int | None:

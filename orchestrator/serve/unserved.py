@@ -9,7 +9,8 @@ from typing import Any
 from orchestrator.serve.wire import ANTHROPIC, Refusal
 
 _CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-_NATIVE = "/completion"
+_NATIVE, _INFILL = "/completion", "/infill"
+_ECHO = "/v1/completions has it, for the likelihood of a prompt"
 # Fields that change what an answer is, by path, and what to do about them.
 _FIELDS = {
     _CHAT: {
@@ -20,13 +21,16 @@ _FIELDS = {
     _COMPLETIONS: {
         "suffix": "/infill fills gaps, for models that can",
     },
-    _NATIVE: {"echo": "/v1/completions has it, for the likelihood of a prompt"},
+    _NATIVE: {"echo": _ECHO},
+    _INFILL: {"echo": _ECHO},
     _RESPONSES: {
+        "echo": _ECHO,
         "conversation": "nothing is stored, so give the whole conversation as input",
         "background": "nothing is stored, so wait for the answer",
         "prompt": "nothing is stored, so give the text as input",
     },
     ANTHROPIC: {
+        "echo": _ECHO,
         "mcp_servers": "this server runs no tools",
         "container": "this server runs no tools",
     },

@@ -212,7 +212,12 @@ def _with_timings(text: bytes, ours: bytes) -> bytes:
 
 
 def mapped(part: bytes, is_stream: bool, change: Callable[[Any], Any]) -> bytes:
-    """A part of an answer with its JSON changed: all of it, or that of each event of a stream."""
+    """A part of an answer with its JSON changed: all of it, or that of each event of a stream.
+
+    Others wait meanwhile, in a thread as well, since Python's lock is held by one call of `json`.
+    Whole answers are short enough for that: 240 KB with all probabilities that there is memory for
+    take 12 ms, and a text of 131,072 tokens 5 ms.
+    """
     if not is_stream:
         return _changed(part, change)
     mark = b"data: "

@@ -14,8 +14,10 @@ from served import DEMO, server_library
 
 from orchestrator.config import Config
 from orchestrator.engine import Engine
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NativeError
+from orchestrator.events import Phase
 from orchestrator.native import ServerLibrary
+from orchestrator.serve import backend as backend_module
 from orchestrator.serve.backend import Backend, server_config
 from orchestrator.serve.settings import ServeSettings
 
@@ -293,6 +295,38 @@ def test_stopping_ends_what_runs(native: ServerLibrary) -> None:
         backend.close()
         os.close(ready)
         os.close(tell)
+
+
+def test_a_stream_that_nobody_takes_ends_early(
+    native: ServerLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it makes is in memory until then; the sequence is free afterwards."""
+    monkeypatch.setattr(backend_module, "AHEAD_BYTES", 4000)
+    with closing(open_backend(native, config_of("plain"))) as backend:
+        data = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        request = backend.request("/v1/completions", json.dumps(data).encode())
+        with pytest.raises(NativeError, match="too far behind"):
+            request.run()
+        text, is_all = request.take()
+        assert is_all and 4000 < len(text) < 8000 and b"[DONE]" not in text
+        assert greedy(backend)["choices"]
+
+
+def test_answers_are_answers_behind_kernels_that_were_tried(
+    native: ServerLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where a step with a prompt comes before the first request."""
+    real = Engine.open
+
+    def warmed(*args: Any) -> Engine:
+        engine = real(*args)
+        engine._loaded.warm_up()
+        return engine
+
+    monkeypatch.setattr(Engine, "open", warmed)
+    with closing(open_backend(native, config_of("lru"))) as backend:
+        greedy(backend)
+        assert backend.engine.store.stats().requests[Phase.DECODE] > 0
 
 
 def test_who_finds_nothing_is_told_once(native: ServerLibrary) -> None:

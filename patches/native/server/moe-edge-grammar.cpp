@@ -27,7 +27,10 @@ template <typename... Rest> [[noreturn]] static void refuse(const char * format,
     throw std::invalid_argument(::format(format, rest...));
 }
 
-// What it reports is raised, and what it prints where it caught an error is that error.
+// What upstream logs as an error is raised here. Where it reads a grammar, it catches each error, prints it with
+// fprintf and goes on. Here fprintf is `throw`, with what it would print left out, so that the error which it caught
+// goes on to us. Outside of a catch such a `throw` would end the process: those are in functions that print a grammar,
+// which nobody calls.
 #undef LLAMA_LOG_ERROR
 #undef LLAMA_LOG_DEBUG
 #define LLAMA_LOG_ERROR(...) refuse(__VA_ARGS__)

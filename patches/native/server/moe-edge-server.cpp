@@ -43,6 +43,9 @@ thread_local moe_edge_server * running = nullptr;
 
 const int32_t ABORTED = 2, FAILED = -2;
 
+// Of a request that ends before its end.
+const int NO_MEMORY = -1, TOO_FAR_AHEAD = -2;
+
 struct route {
     const char * path;
     server_http_context::handler_t server_routes::* handler;
@@ -130,12 +133,13 @@ struct moe_edge_server {
     server_context   context;
     server_routes    routes;
     llama_context *  llama;
+    const size_t     most_ahead;
     std::atomic<bool> stopping{false};
     moe_edge_server_before_step before_step = nullptr;
     void *           before_step_user = nullptr;
 
     moe_edge_server(const moe_edge_server_config & config, llama_context * llama)
-        : params(params_of(config)), routes(params, context), llama(llama) {
+        : params(params_of(config)), routes(params, context), llama(llama), most_ahead(config.most_ahead) {
         llama_set_abort_callback(llama, should_abort, &stopping);
     }
     moe_edge_server(const moe_edge_server &) = delete;
@@ -186,8 +190,8 @@ void begin(moe_edge_request & request) {
     }
 }
 
-// Whoever found nothing to take is told that something has come.
-void add(moe_edge_request & request, const std::string & part, int ready) {
+// Whoever found nothing to take is told that something has come. Returns whether more may come before that is taken.
+bool add(moe_edge_request & request, const std::string & part, int ready) {
     std::lock_guard<std::mutex> lock(request.mutex);
     request.come += part;
     if (request.awaited && !part.empty() && ready >= 0) {
@@ -195,9 +199,10 @@ void add(moe_edge_request & request, const std::string & part, int ready) {
         const ssize_t written = write(ready, "", 1);
         (void) written;  // a pipe that is full has told already
     }
+    return request.come.size() <= request.server->most_ahead;
 }
 
-void answer(moe_edge_request & request, int ready) {
+int answer(moe_edge_request & request, int ready) {
     begin(request);
     server_http_res & answer = *request.answer;
     {
@@ -207,14 +212,17 @@ void answer(moe_edge_request & request, int ready) {
     }
     if (!answer.is_stream()) {
         add(request, answer.data, ready);
-        return;
+        return 0;
     }
     std::string part;
     for (bool more = true; more;) {
         part.clear();
         more = answer.next(part);
-        add(request, part, ready);
+        if (!add(request, part, ready) && more) {
+            return TOO_FAR_AHEAD;
+        }
     }
+    return 0;
 }
 
 }  // namespace
@@ -334,10 +342,9 @@ moe_edge_request * moe_edge_request_create(
 
 int moe_edge_request_run(moe_edge_request * request, int ready) {
     try {
-        answer(*request, ready);
-        return 0;
+        return answer(*request, ready);
     } catch (...) {
-        return -1;
+        return NO_MEMORY;
     }
 }
 

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define MOE_EDGE_SERVER_ABI_VERSION 4
+#define MOE_EDGE_SERVER_ABI_VERSION 5
 
 #if defined(_WIN32)
 #    define MOE_EDGE_SERVER_API __declspec(dllexport)
@@ -44,6 +44,7 @@ typedef struct moe_edge_server_config {
     float        top_p;
     float        min_p;
     int32_t      verbosity;      // of upstream's own log, on stderr; -1: silent
+    int32_t      most_ahead;     // bytes that a stream may have which nobody has taken yet
 } moe_edge_server_config;
 
 MOE_EDGE_SERVER_API int moe_edge_server_abi_version(void);
@@ -81,8 +82,8 @@ MOE_EDGE_SERVER_API moe_edge_request * moe_edge_request_create(
     moe_edge_server * server, const char * route, const char * body, size_t body_size);
 
 // Answers the request, to its end. ready: a file descriptor that gets a byte when something has come for one who
-// found nothing at the last moe_edge_request_take; -1 where nobody waits. Returns 0, or -1 where it ended before its end:
-// there was no memory for it.
+// found nothing at the last moe_edge_request_take; -1 where nobody waits. Returns 0, or where it ended before its end: -1
+// where there was no memory for it, -2 where it is a stream of which most_ahead bytes were not taken.
 MOE_EDGE_SERVER_API int moe_edge_request_run(moe_edge_request * request, int ready);
 
 // Beside moe_edge_request_run: what has come since the last call, valid until the next one. It is whole events where

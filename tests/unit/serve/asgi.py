@@ -165,6 +165,7 @@ class FakeBackend:
     """Gives out requests in turn, and remembers what it was asked."""
 
     slot_context = 512
+    most_scored = 16384
     most_body_bytes = 2**17
 
     def __init__(self, *requests: FakeRequest) -> None:

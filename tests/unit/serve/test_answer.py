@@ -137,6 +137,20 @@ def test_what_came_before_a_step_failed_is_sent() -> None:
     assert b"the disk is gone" in reply.parts[1] and len(reply.parts) == 2
 
 
+def test_what_came_before_a_step_failed_has_its_form_and_its_costs() -> None:
+    said = {"index": 0, "text": "a", "logprobs": {"content": []}}
+    event = json.dumps({"choices": [said], "timings": {}}).encode()
+    failed = b'{"error": {"message": "Compute error."}}'
+    parts = [b"data: " + part + b"\n\n" for part in (event, failed)]
+    request = FakeRequest(200, True, parts, at_once=True)
+    request.run()
+    data = {"prompt": "a", "logprobs": 1, "stream": True}
+    app = application(state_with(FakeBackend(request)), quiet)
+    got = json.loads(ask(app, "/v1/completions", data).parts[0].removeprefix(b"data: "))
+    assert got["choices"][0]["logprobs"]["text_offset"] == []
+    assert got["timings"]["hit_rate"] == 0.5
+
+
 async def streamed(
     app: ASGIApp,
     goes_on: Event,
@@ -364,6 +378,61 @@ def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(
             reply = await asyncio.wait_for(task, HANG_S)
             assert b'"hit_rate"' in reply.body
         assert state.unread.n_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_steps_are_shared_with_who_came_before_the_end() -> None:
+    """Also where the end is taken once its place is given back."""
+    pause, other = Event(), Event()
+    backend = FakeBackend(
+        FakeRequest(200, True, [b"data: {}\n\n", FINAL], pause=pause),
+        FakeRequest(200, False, [b"{}"], other),
+    )
+    state = state_with(backend, parallel=2)
+    app = application(state, quiet)
+
+    async def run() -> Reply:
+        deaf = Deaf(app, STREAM)
+        first = asyncio.create_task(deaf.run())
+        await deaf.heard(bool)
+        second = asyncio.create_task(Client(app, "POST", CHAT, ANY).run())
+        await asyncio.wait_for(until(lambda: state.gate.running == 2), HANG_S)
+        pause.set()
+        await asyncio.wait_for(until(lambda: state.gate.running == 1), HANG_S)
+        deaf.hears.set()
+        reply = await asyncio.wait_for(first, HANG_S)
+        other.set()
+        await asyncio.wait_for(second, HANG_S)
+        return reply
+
+    assert b'"shared_steps": true' in asyncio.run(run()).body
+
+
+def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "UNREAD_BYTES", 1)
+    parts = [b"data: {}\n\n", FINAL]
+    backend = FakeBackend(
+        FakeRequest(200, True, parts), FakeRequest(200, True, parts, pause=Event())
+    )
+    state = state_with(backend)
+    app = application(state, quiet)
+
+    async def run() -> None:
+        slow, leaving = Deaf(app, STREAM), Client(app, "POST", CHAT, json.dumps(STREAM).encode())
+        running = []
+        for each in (slow, leaving):
+            running.append(asyncio.create_task(each.run()))
+            await each.heard(bool)
+            await asyncio.wait_for(
+                until(lambda: state.unread.n_bytes > 0),
+                HANG_S,
+            )
+        leaving.leave()
+        await asyncio.wait_for(running[1], HANG_S)
+        assert state.gate.running == 0 and not slow.aborted.is_set()
+        slow.hears.set()
+        await asyncio.wait_for(running[0], HANG_S)
 
     asyncio.run(run())
 

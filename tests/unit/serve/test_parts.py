@@ -255,6 +255,34 @@ def test_what_the_thread_raises_is_raised() -> None:
         through(make, all_of)
 
 
+class Mute(Made):
+    """It tells nobody of its end."""
+
+    def run(self, ready: int) -> None:
+        self._make(self)
+        self._ended = True
+
+
+def test_the_end_is_told_where_what_follows_it_fails() -> None:
+    def fail() -> None:
+        raise RuntimeError("no idea")
+
+    async def run(request: Made) -> list[Any]:
+        errors: list[Any] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _loop, what: errors.append(what["exception"]))
+        with ThreadPoolExecutor(1) as workers:
+            parts = Parts(request, workers, fail)  # type: ignore[arg-type]
+            assert await asyncio.wait_for(parts.next(None), HANG_S) == (b"", True)
+            await parts.close()
+        return errors
+
+    loop = Loop()
+    errors = loop.run_until_complete(run(Mute(Made.until_awaited, loop)))
+    loop.close()
+    assert [str(error) for error in errors] == ["no idea"]
+
+
 def test_a_request_for_which_no_pipe_can_be_had_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> tuple[int, int]:
         raise OSError(24, "Too many open files")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import signal
@@ -20,7 +21,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
-from asgi import FakeBackend, FakeRequest, ask, state_with
+from asgi import Client, FakeBackend, FakeRequest, Reply, ask, state_with
 from served import DEMO, HANG_S, Served, serving
 
 from orchestrator.config import Config
@@ -28,13 +29,20 @@ from orchestrator.engine import Engine
 from orchestrator.eval.arithmetic import log_softmax
 from orchestrator.eval.judge import Judge
 from orchestrator.serve.app import application
-from orchestrator.serve.backend import SCORED_TOKENS, Stopped
+from orchestrator.serve.backend import (
+    SCORE_BYTES,
+    SCORED_MOST,
+    SCORED_TOKENS,
+    Stopped,
+    most_scored,
+    server_config,
+)
 
 PATH = "/v1/completions"
 ASK = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0}
 BEGIN, N_VOCAB = 256, 257
 # Most that the demo model takes for a context of 512 tokens, twice.
-RAM = "130MiB"
+RAM = "140MiB"
 TEXT = "The fox sat by the river and looked at the stars. A star, they said, is hot and far away. "
 
 
@@ -95,7 +103,7 @@ def scored(data: dict[str, Any], model: ByteModel | None = None) -> Any:
     ("path", "change", "names"),
     [
         (PATH, {"logprobs": None}, "logprobs"),
-        (PATH, {"logprobs": 6}, "0 to 5"),
+        (PATH, {"logprobs": 6}, "from 0 to 5"),
         (PATH, {"logprobs": True}, "logprobs"),
         (PATH, {"logprobs": "1"}, "logprobs"),
         (PATH, {"max_tokens": None}, "max_tokens"),
@@ -106,11 +114,15 @@ def scored(data: dict[str, Any], model: ByteModel | None = None) -> Any:
         (PATH, {"max_tokens": 1, "temperature": 0.5}, "temperature"),
         (PATH, {"stream": True}, "stream"),
         (PATH, {"n": 2}, "n out"),
+        (PATH, {"n_cmpl": 3}, "n_cmpl out"),
+        (PATH, {"n_predict": 50}, "n_predict out"),
+        (PATH, {"n_predict": -1}, "n_predict out"),
+        (PATH, {"max_completion_tokens": 0}, "max_completion_tokens out"),
         (PATH, {"stop": ["a"]}, "stop"),
         (PATH, {"logit_bias": {"1": 1}}, "logit_bias"),
         (PATH, {"echo": "yes"}, "echo must be"),
         (PATH, {"echo": 1}, "echo must be"),
-        (PATH, {"prompt": None}, "prompt must be"),
+        (PATH, {"prompt": None}, "prompt is missing"),
         (PATH, {"prompt": []}, "prompt must be"),
         (PATH, {"prompt": [[]]}, "prompt must be"),
         (PATH, {"prompt": ["a", 1]}, "prompt must be"),
@@ -119,12 +131,16 @@ def scored(data: dict[str, Any], model: ByteModel | None = None) -> Any:
         (PATH, {"prompt": ""}, "empty"),
         (PATH, {"prompt": ["a", ""]}, "empty"),
         (PATH, {"prompt": [N_VOCAB]}, f"token {N_VOCAB}"),
-        (PATH, {"prompt": [2**70]}, "token"),
-        (PATH, {"prompt": [-1]}, "token -1"),
+        (PATH, {"prompt": [2**70]}, "prompt must be"),
+        (PATH, {"prompt": [-1]}, "prompt must be"),
+        (PATH, {"prompt": {"prompt_string": "a"}}, "prompt must be"),
         (PATH, {"prompt": "a" * 513}, "513 tokens exceeds"),
         (PATH, {"prompt": "a" * 512, "max_tokens": 1, "temperature": 0}, "512 tokens exceeds"),
         (PATH, {"prompt": ["a" * 512] * 33}, "together"),
         ("/completion", {}, "/v1/completions"),
+        ("/infill", {}, "/v1/completions"),
+        ("/v1/responses", {}, "/v1/completions"),
+        ("/v1/messages", {}, "/v1/completions"),
     ],
 )
 def test_any_other_echo_is_refused(path: str, change: dict[str, Any], names: str) -> None:
@@ -136,7 +152,7 @@ def test_any_other_echo_is_refused(path: str, change: dict[str, Any], names: str
 
 def test_without_echo_nothing_changes() -> None:
     backend = ScoringBackend()
-    data = ASK | {"echo": False, "logprobs": 5}
+    data = ASK | {"echo": False, "logprobs": 5, "max_tokens": 9}
     assert ask(application(state_with(backend), lambda _line: None), PATH, data).status == 200
     assert json.loads(backend.asked[0][1]) == data
 
@@ -208,6 +224,42 @@ def test_one_token_more_is_the_likeliest(prompt: str, text: str, finish: str) ->
 def test_none_of_the_likeliest_leaves_the_token_itself() -> None:
     (choice,) = scored(ASK | {"logprobs": 0})["choices"]
     assert choice["logprobs"]["top_logprobs"] == [None, {"b": pytest.approx(np.log(2 / 3))}]
+
+
+def test_others_go_on_while_the_answer_is_written() -> None:
+    turns, turns_at_parts = 0, []
+
+    class Counting(Client):
+        async def _send(self, message: dict[str, Any]) -> None:
+            turns_at_parts.append(turns)
+            await super()._send(message)
+
+    async def run() -> Reply:
+        app = application(state_with(ScoringBackend()), lambda _line: None)
+        body = json.dumps(ASK | {"prompt": "a" * 512}).encode()
+        asking = asyncio.create_task(Counting(app, "POST", PATH, body).run())
+        nonlocal turns
+        while not asking.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return asking.result()
+
+    assert asyncio.run(run()).json()["choices"]
+    bodies = turns_at_parts[1:]
+    assert len(bodies) > 8 and len(set(bodies)) == len(bodies)
+
+
+def test_what_is_scored_is_what_the_plan_has() -> None:
+    config = Config.build(model="a.gguf")
+    longer = config.with_changes(ctx=SCORED_MOST + 100)
+    assert [most_scored(each) for each in (config, longer)] == [SCORED_MOST, SCORED_MOST + 100]
+    planned = [server_config(each, 1, 1000).beside for each in (config, longer)]
+    assert planned[1] - planned[0] == 100 * SCORE_BYTES
+    backend = ScoringBackend()
+    backend.most_scored = 3
+    app = application(state_with(backend), lambda _line: None)
+    refused = ask(app, PATH, ASK | {"prompt": ["ab", "cd"]})
+    assert refused.status == 400 and "echo 3 at most" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -330,7 +382,12 @@ def test_a_client_that_leaves_ends_it(live: Served) -> None:
         connection.close()
     wait_for(live, running=0)
     # Had it been read to its end, its line would have a status of its own.
-    assert sum("POST /v1/completions 499" in line for line in live.lines) == 3
+    for _ in range(100 * HANG_S):
+        if sum("POST /v1/completions 499" in line for line in live.lines) == 3:
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("they were read to their end: " + "\n".join(live.lines))
     assert post(live, ASK)["choices"]
 
 

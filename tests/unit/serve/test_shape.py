@@ -12,8 +12,10 @@ pytest.importorskip("starlette", reason="starlette is missing: run `make build`"
 from asgi import FakeBackend, FakeRequest, ask, state_with
 
 from orchestrator.serve.app import application
+from orchestrator.serve.requests import LIMITS
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+NATIVE = "/completion"
 SAID = [{"role": "user", "content": "a"}]
 
 
@@ -69,6 +71,49 @@ def test_the_chosen_token_alone_has_no_alternatives(more: dict[str, Any]) -> Non
     assert asked["top_logprobs"] == 1
     (only,) = got["choices"][0]["logprobs"]["content"]
     assert only["top_logprobs"] == [] and only["logprob"] == -1.0
+
+
+FIVE = {"prompt": "a", "logprobs": 5}
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "most"),
+    [
+        (COMPLETIONS, FIVE, 426),
+        (COMPLETIONS, FIVE | {"n_predict": -1}, 426),  # which llama.cpp reads first
+        (COMPLETIONS, FIVE | {"n_predict": -1, "max_tokens": 9}, 426),
+        (COMPLETIONS, FIVE | {"max_completion_tokens": -1, "stream": True}, None),
+        (COMPLETIONS, FIVE | {"prompt": ["a", "b"]}, 213),
+        (COMPLETIONS, FIVE | {"prompt": [[1, 2], "b", [3]]}, 142),
+        (COMPLETIONS, FIVE | {"prompt": [1, 2, 3]}, 426),
+        (COMPLETIONS, FIVE | {"prompt": ["a", 2, "b"]}, 426),  # one prompt of both
+        (COMPLETIONS, FIVE | {"prompt": ["a"] * 64, "stream": True}, 53),
+        (COMPLETIONS, FIVE | {"prompt": ["a"] * 64}, 6),
+        (NATIVE, {"prompt": "a", "n_probs": 2559}, 1),
+    ],
+)
+def test_probabilities_of_all_prompts_have_one_bound(
+    path: str, data: dict[str, Any], most: int | None
+) -> None:
+    """most: tokens of each answer; None where the context ends it before."""
+    asked, _ = answered(path, data, {})
+    limits = {name: asked[name] for name in LIMITS if name in asked}
+    left = {name: data[name] for name in LIMITS if name in data}
+    assert limits == (left if most is None else {"max_tokens": most})
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "says"),
+    [
+        (COMPLETIONS, FIVE | {"max_tokens": 427}, "an answer of 427 tokens"),
+        (COMPLETIONS, FIVE | {"prompt": ["a", "b"], "max_tokens": 214}, "ask for 213 tokens"),
+        (NATIVE, {"prompt": "a", "n_probs": 2560}, "an answer has memory for 2559"),
+        (NATIVE, {"prompt": ["a"] * 64, "n_probs": 40}, "each of 64 answers has memory for 39"),
+    ],
+)
+def test_more_probabilities_are_refused(path: str, data: dict[str, Any], says: str) -> None:
+    reply = ask(application(state_with(FakeBackend()), lambda _line: None), path, data)
+    assert reply.status == 400 and says in reply.json()["error"]["message"], reply.body
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
