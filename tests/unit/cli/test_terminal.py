@@ -127,7 +127,7 @@ def test_tab_completes_a_command(start):
 
 def test_the_history_may_be_unwritable(start, tmp_path):
     (tmp_path / "state").write_text("a file, not a folder")
-    terminal = start(XDG_STATE_HOME=str(tmp_path / "state"))
+    terminal = start(XDG_STATE_HOME=str(tmp_path / "state"), columns=400)
     assert "History is not kept: " in terminal.greeting
     assert "Hi there!" in terminal.ask("hello")
 
@@ -233,7 +233,7 @@ def test_a_message_of_several_lines(start):
 
 
 def test_a_file_stands_before_one_message(start, tmp_path):
-    terminal = start()
+    terminal = start(columns=400)
     text = tmp_path / "a text.txt"
     text.write_text("Grüße\n")
     assert f"5 characters of {text} stand" in terminal.ask(f"/read {text}")
@@ -264,7 +264,7 @@ def test_the_statistics_line_without_unicode(start):
 
 
 def test_save_replaces_only_its_own_file(start, tmp_path):
-    terminal = start()
+    terminal = start(columns=400)
     other = tmp_path / "other.txt"
     other.write_text("mine")
     terminal.ask("hello")

@@ -20,7 +20,7 @@ from orchestrator import planner as planner_module
 from orchestrator.config import Config
 from orchestrator.driver import Driver
 from orchestrator.engine import Engine, Sampling
-from orchestrator.errors import ConfigError, NativeError, PolicyError
+from orchestrator.errors import ConfigError, NativeError
 from orchestrator.hardware import Machine
 from orchestrator.native import Misses
 from orchestrator.plan import plan_memory
@@ -355,7 +355,7 @@ def test_retention_is_checked(opened: tuple[Engine, FakeContext]) -> None:
 def test_a_policy_that_cannot_start_changes_nothing(opened: tuple[Engine, FakeContext]) -> None:
     engine, _ = opened
     mode = engine.mode
-    with pytest.raises(PolicyError, match="belady"):
+    with pytest.raises(ConfigError, match="belady"):
         engine.set_policy("belady")
     with pytest.raises(NativeError, match="no store"):
         engine.set_policy("lru")

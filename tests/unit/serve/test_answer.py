@@ -410,7 +410,7 @@ def test_steps_are_shared_with_who_came_before_the_end() -> None:
 
 
 def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "UNREAD_BYTES", 1)
+    monkeypatch.setattr(state_module, "UNREAD_BYTES", 1)
     parts = [b"data: {}\n\n", FINAL]
     backend = FakeBackend(
         FakeRequest(200, True, parts), FakeRequest(200, True, parts, pause=Event())
