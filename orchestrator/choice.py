@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import ModelShape, Rules
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.events import SKIP_TIER
@@ -16,9 +17,7 @@ from orchestrator.policy import (
     DEFAULT,
     PLAIN,
     PLAIN_REASON,
-    ModelShape,
     Policy,
-    Rules,
     owners,
     policy_class,
 )

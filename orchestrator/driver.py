@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.allocation.slots import Transition
 from orchestrator.estimate import LossMeter
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport
 from orchestrator.idle import Idle
 from orchestrator.native import FAILED, Store
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Callback, Transition
+from orchestrator.policy.base import Callback
 
 # (resident, target), as Store.states() has them.
 States = tuple[np.ndarray, np.ndarray]

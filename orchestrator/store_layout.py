@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.footprint import Placed
 from orchestrator.native import Misses, Slices, StoreSpec
 from orchestrator.plan import MemoryPlan
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Callback, SlotPlan
+from orchestrator.policy.base import Callback
 
 StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
 

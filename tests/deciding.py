@@ -17,15 +17,16 @@ from typing import ClassVar
 
 import numpy as np
 
+from orchestrator.allocation.prompts import even_slots, layer_groups
+from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.driver import Driver
 from orchestrator.estimate import KlEstimate, LossMeter
 from orchestrator.events import ComputedStep, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.llama import Bindings
 from orchestrator.native import Library, Simulation, Slices, Store, StoreSpec
 from orchestrator.policy import POLICIES
-from orchestrator.policy.base import Callback, ModelShape, Policy, SlotPlan
+from orchestrator.policy.base import Callback, Policy
 from orchestrator.policy.floor import Floor
-from orchestrator.policy.prompts import even_slots, layer_groups
 
 N_LAYERS, N_EXPERT, K, SLICE_BYTES, KINDS = 48, 128, 8, 589_824, (1, 0, 3)
 WARM_UP = 8

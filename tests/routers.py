@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
 from orchestrator.observe import Node, Observer
-from orchestrator.policy import ModelShape, Policy
+from orchestrator.policy import Policy
 from orchestrator.policy.base import Callback
 
 _LOGITS = "ffn_moe_logits-"

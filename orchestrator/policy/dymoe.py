@@ -8,6 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from orchestrator.allocation import prefetch
+from orchestrator.allocation.importance import gate_critical, gate_order
+from orchestrator.allocation.monitor import Monitor, Prediction
+from orchestrator.allocation.prefetch import AUTO, OFF, ON, LookAhead
+from orchestrator.allocation.prompts import Prompts, layer_groups
+from orchestrator.allocation.retention import COSINE, FLAT, SCHEDULES, realised, solve
+from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotPlan, divide
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     SKIP,
@@ -18,21 +25,7 @@ from orchestrator.events import (
     StoreView,
     distinct,
 )
-from orchestrator.policy import prefetch
-from orchestrator.policy.base import (
-    Callback,
-    ModelShape,
-    Policy,
-    Rules,
-    Share,
-    SlotPlan,
-    divide,
-)
-from orchestrator.policy.importance import gate_critical, gate_order
-from orchestrator.policy.monitor import Monitor, Prediction
-from orchestrator.policy.prefetch import AUTO, OFF, ON, LookAhead
-from orchestrator.policy.prompts import Prompts, layer_groups
-from orchestrator.policy.retention import COSINE, FLAT, SCHEDULES, realised, solve
+from orchestrator.policy.base import Callback, Policy
 from orchestrator.settings import setting
 
 _DECODE = int(Phase.DECODE)

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from orchestrator.policy.base import Policy, Share, SlotGroup, SlotPlan, Transition, divide
+from orchestrator.allocation.slots import Share, SlotGroup, SlotPlan, Transition, divide
+from orchestrator.policy.base import Policy
 
 
 class LRU(Policy):

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.units import format_size
+from orchestrator.allocation.prefetch import LookAhead
 from orchestrator.choice import tiers_between, unused_option
 from orchestrator.errors import BudgetError, ConfigError, TraceError
 from orchestrator.estimate import not_fitted
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native import MAX_AHEAD, Library
 from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class, policy_settings
-from orchestrator.policy.prefetch import LookAhead
 from orchestrator.replay.agreement import (
     agreement,
     counted,

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.file.layout import COMPUTE_ORDER
+from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
 from orchestrator.driver import Driver
 from orchestrator.errors import ConfigError
 from orchestrator.estimate import KlEstimate, LossMeter
@@ -21,8 +22,7 @@ from orchestrator.events import ComputedStep, Phase, RouteEvent, StoreView
 from orchestrator.footprint import model_shape
 from orchestrator.losses import load
 from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
-from orchestrator.policy import ModelShape, Policy, Rules
-from orchestrator.policy.base import SlotPlan
+from orchestrator.policy import Policy
 from orchestrator.replay.follow import RecordedVersions
 from orchestrator.replay.trace import Event, Step, Trace
 from orchestrator.settings import Settings

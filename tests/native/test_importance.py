@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
-from orchestrator.policy import ModelShape, Policy
+from orchestrator.policy import Policy
 from orchestrator.policy.base import Callback
 
 from .attention import Attention, received, streams

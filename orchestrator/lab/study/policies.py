@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.allocation.slots import Transition
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Transition
 
 
 class Wrapper:

@@ -23,7 +23,8 @@ POLICY = '''
 
 from dataclasses import dataclass
 
-from orchestrator.policy.base import Callback, Policy, SlotGroup, SlotPlan
+from orchestrator.allocation.slots import SlotGroup, SlotPlan
+from orchestrator.policy.base import Callback, Policy
 from orchestrator.settings import Settings, setting
 
 

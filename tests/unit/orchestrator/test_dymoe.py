@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import in_one_step, make_decision, make_event, make_shape, make_view, prefetches
 
+from orchestrator.allocation.importance import gate_critical, gate_order
+from orchestrator.allocation.retention import solve
+from orchestrator.allocation.slots import Rules
 from orchestrator.errors import PolicyError
 from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase
-from orchestrator.policy import Rules, known_policies, policy_class
+from orchestrator.policy import known_policies, policy_class
 from orchestrator.policy.base import Callback
 from orchestrator.policy.dymoe import DyMoE
-from orchestrator.policy.importance import gate_critical, gate_order
-from orchestrator.policy.retention import solve
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -13,14 +13,13 @@ from plain_store import PlainStore, expert_bytes, make, report
 from shapes import make_shape
 
 from gguf_tools.units import format_size
+from orchestrator.allocation.slots import ModelShape, Rules
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy import ModelShape, Rules
 from orchestrator.policy.base import Callback
 from orchestrator.policy.dymoe import DyMoE
-from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq
+from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq, ExpertState, least_resident_bytes
 from orchestrator.policy.lru import LRU
-from orchestrator.policy.versions import ExpertState, least_resident_bytes
 
 HI, LO = ExpertState.HI, ExpertState.LO
 

@@ -8,7 +8,7 @@ from shapes import make_decision, make_event, make_shape, make_view
 
 from orchestrator.events import Phase
 from orchestrator.policy.base import Callback
-from orchestrator.policy.versions import HIGH, LOW, ExpertState
+from orchestrator.policy.dynaexq import HIGH, LOW, ExpertState
 
 LO = ExpertState.LO
 

@@ -12,7 +12,7 @@ from orchestrator.errors import BudgetError, ConfigError, PolicyError, SettingEr
 from orchestrator.events import ABSENT, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.firm import FIRM
-from orchestrator.policy.firm_settings import read_votes, write_votes
+from orchestrator.policy.firm.settings import read_votes, write_votes
 
 SHAPE = make_shape(n_layers=6, n_expert=16, k=4, tiers=("q4_k",))
 STEP_DONE = StepReport(Phase.DECODE, 1, 1000.0)

@@ -11,12 +11,12 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
 from orchestrator.driver import Driver, PlainDriver
 from orchestrator.events import ABSENT
 from orchestrator.idle import Idle
 from orchestrator.policy import POLICIES
-from orchestrator.policy.base import ModelShape
 from orchestrator.profile import UsageKeeper, cached_path
 
 WANTED = [(0, expert, 0) for expert in range(50)]

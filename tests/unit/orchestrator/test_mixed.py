@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from moving import settle
 from test_near_slots import BITS, N_EXPERT, N_LAYERS, TIERS, five_tiers
 
+from orchestrator.allocation.hull import Hull, lost
+from orchestrator.allocation.pools import Places, TierPools
+from orchestrator.allocation.slots import ModelShape, Rules
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy import ModelShape, Rules
-from orchestrator.policy.allocation import Hull, lost
 from orchestrator.policy.base import Callback, TierOffer
-from orchestrator.policy.exchange import exchanges, moves
-from orchestrator.policy.mixed import Mixed, nominal, slot_sizes, weights
-from orchestrator.policy.tier_pools import Places, TierPools
+from orchestrator.policy.mixed import Mixed, exchanges, moves, nominal, slot_sizes, weights
 
 
 def make(shape: ModelShape, **options: object) -> Mixed:

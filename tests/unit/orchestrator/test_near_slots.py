@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from moving import settle
 from shapes import make_decision, make_event, make_view
 
+from orchestrator.allocation.placement import PlacementSettings, place
+from orchestrator.allocation.slots import ModelShape, Transition
 from orchestrator.driver import Driver
 from orchestrator.errors import PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy import ModelShape
-from orchestrator.policy.base import Transition
 from orchestrator.policy.context import Context
-from orchestrator.policy.placement import PlacementSettings, place
 
 TIERS = ("q8_0", "q4_k", "q3_k", "q2_k", "q1_0")
 BITS = (8.5, 4.5, 3.44, 2.63, 1.13)

@@ -8,16 +8,24 @@ from dataclasses import replace
 from typing import Any
 
 from gguf_tools.file.layout import COMPUTE_ORDER
+from orchestrator.allocation.monitor import Monitor, Prediction
+from orchestrator.allocation.prefetch import AUTO, ON
+from orchestrator.allocation.prefetch import OFF as NEVER
+from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
+from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
 from orchestrator.errors import PolicyError, SettingError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
-from orchestrator.policy.base import Callback, ModelShape, Policy, Rules, SlotPlan
-from orchestrator.policy.firm_settings import FIRMSettings, read_votes, write_votes
-from orchestrator.policy.heop import OFF, Tuner, Weights, absent_of, group_of, unused_and_missed
-from orchestrator.policy.monitor import Monitor, Prediction
-from orchestrator.policy.prefetch import AUTO, ON
-from orchestrator.policy.prefetch import OFF as NEVER
-from orchestrator.policy.prompts import Prompts, even_slots, layer_groups
-from orchestrator.policy.votes import MARGIN, RANK, agreed, depth_of, every_set, mask_of
+from orchestrator.policy.base import Callback, Policy
+from orchestrator.policy.firm.heop import (
+    OFF,
+    Tuner,
+    Weights,
+    absent_of,
+    group_of,
+    unused_and_missed,
+)
+from orchestrator.policy.firm.settings import FIRMSettings, read_votes, write_votes
+from orchestrator.policy.firm.votes import MARGIN, RANK, agreed, depth_of, every_set, mask_of
 
 _DECODE = int(Phase.DECODE)
 
