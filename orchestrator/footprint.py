@@ -12,7 +12,7 @@ from gguf_tools.file.reader import metadata_value
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
 from orchestrator.micro_batch import SIZES
-from orchestrator.policy import PLAIN, Policy, policy_class
+from orchestrator.policy import PLAIN, policy_class
 
 # Everything that is neither weights nor KV nor growing with the batch: the interpreter,
 # numpy, the libraries, thread stacks, tables; and, for each token of the vocabulary, its
@@ -137,8 +137,7 @@ def _importance_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
 def _may_want_importance(policy: str | None) -> bool:
     if policy is None:
         return True
-    own = None if policy == PLAIN else policy_class(policy).needs_importance
-    return own is not None and own is not Policy.needs_importance
+    return policy != PLAIN and policy_class(policy).wants.importance
 
 
 def part_bytes(model: ExpertModel, config: Config) -> int:

@@ -86,7 +86,8 @@ class MemoryPlan:
     @property
     def absent_bytes(self) -> int:
         """Experts in the best tier in use that have no slot; 0 where each is in memory."""
-        if self.slots is None or self.shape is None or (self.policy and self.policy.all_resident):
+        whole = self.policy is not None and self.policy.wants.all_resident
+        if self.slots is None or self.shape is None or whole:
             return 0
         return max(0, self.shape.all_slot_bytes() - self.slots.total_bytes)
 

@@ -86,7 +86,7 @@ class Planner:
         """What a plan is foreseen to lose, with its policy's settings as they are now. Where every
         expert is in memory, as it starts: a plan has to be asked about before it runs."""
         policy = plan.policy
-        settings = None if policy is None or policy.all_resident else policy.settings
+        settings = None if policy is None or policy.wants.all_resident else policy.settings
         known = self._foreseen
         if known is None or known[0] is not plan or known[1] != settings:
             uses = known_uses(self._config, self._model)

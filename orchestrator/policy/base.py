@@ -6,7 +6,7 @@ No clock, no I/O, no global; the same object runs live and in replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -58,42 +58,71 @@ class TierOffer:
         return self.shape(tier).all_slot_bytes() <= self.budget_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What a policy wants of those who run it. The class has the most that any of its instances
+    wants; an instance has its own, by its settings and slots, and may change it in `plan` and in
+    `recall`.
+
+    callback: in which steps it is asked. default_tier: what is asked for in the others. n_ahead:
+    how many layers ahead the routers are asked, 0 for none. importance: events of prompts carry the
+    attention that tokens receive. counts: StepReport.counts. tiers: StepReport.resident and target.
+    transition_rate: bytes per second that its transitions may read beside decoding, 0 for no limit.
+    all_resident: it has every expert in memory, so that only its transitions change versions.
+    by_residency: what it decides depends on what is in memory, and so on the disk.
+    """
+
+    callback: Callback = Callback.NEVER
+    default_tier: int = 0
+    n_ahead: int = 0
+    importance: bool = False
+    counts: bool = False
+    tiers: bool = False
+    transition_rate: int = 0
+    all_resident: bool = False
+    by_residency: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Precisions:
+    """The precisions that a policy works with.
+
+    least, most: how many. keeps: what every expert is kept in one of, as "two precisions", where
+    none may be skipped. skips: it may skip experts, whatever its lower tiers are; where none is
+    named, it has none. lossless: values of its settings with which every expert is computed in the
+    best tier; None where there are none.
+    """
+
+    least: int = 1
+    most: int = MAX_TIERS
+    keeps: str | None = None
+    skips: bool = False
+    lossless: Mapping[str, Any] | None = None
+
+
 class Policy:
     """One way to decide. The class says what a policy wants, its methods what it does; what a
     policy leaves alone does nothing.
 
     name: what a user calls it; summary: what it does, in a sentence for tables of the documents.
-    Settings: the record of its own settings, all of which become options. least_tiers, most_tiers:
-    how many precisions it works with. keeps: what every expert is kept in one of, as "two
-    precisions", where none may be skipped. reason: why other policies' options have no effect with
-    it, the end of "NAME, which ...". callback: when it is asked. counts: StepReport.counts is
-    wanted. follows_tiers: StepReport.resident and target are. learns: its hotness is kept for the
-    next start. tunes: what it tuned is. weighs_losses: what each expert loses in each tier is
-    wanted, where it is known; per_use: with its usual gate weights, in nats where that was fitted.
-    foresees: what its choices cost is needed. skips: it may skip experts, whatever its lower tiers
-    are; where none is named, it has none. default_tier: what is asked for where the policy is not.
-    lossless: values of its settings with which every expert is computed in the best tier; None
-    where there are none.
+    reason: why other policies' options have no effect with it, the end of "NAME, which ...".
+    Settings: the record of its own settings, all of which become options. learns: its hotness is
+    kept for the next start. tunes: what it tuned is. weighs_losses: what each expert loses in each
+    tier is wanted, where it is known; per_use: with its usual gate weights, in nats where that was
+    fitted. foresees: what its choices cost is needed.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str] = ""
-    Settings: ClassVar[type[Settings]] = Settings
-    least_tiers: ClassVar[int] = 1
-    keeps: ClassVar[str | None] = None
-    most_tiers: ClassVar[int] = MAX_TIERS
     reason: ClassVar[str] = "has settings of its own"
-    counts: ClassVar[bool] = False
-    follows_tiers: ClassVar[bool] = False
+    Settings: ClassVar[type[Settings]] = Settings
+    precisions: ClassVar[Precisions] = Precisions()
     learns: ClassVar[bool] = False
     tunes: ClassVar[bool] = False
     foresees: ClassVar[bool] = False
-    skips: ClassVar[bool] = False
     per_use: ClassVar[bool] = False
-    lossless: ClassVar[Mapping[str, Any] | None] = None
     weighs_losses: bool = False
-    default_tier: int = 0
-    callback: Callback = Callback.NEVER
+    wants: Wants = Wants()
 
     # How often it renewed what it wants in memory.
     updates: int = 0
@@ -101,21 +130,22 @@ class Policy:
     def __init_subclass__(cls, **more: Any) -> None:
         """Raises TypeError for a policy whose decisions nobody would ever ask for."""
         super().__init_subclass__(**more)
-        if cls.callback is Callback.NEVER and cls.decide is not Policy.decide:
+        if cls.wants.callback is Callback.NEVER and cls.decide is not Policy.decide:
             raise TypeError(f"{cls.__name__} decides, and its callback is Callback.NEVER")
 
     def __init__(self, shape: ModelShape, settings: Any = None, rules: Rules | None = None) -> None:
         """settings: a record of the class's Settings, None for its defaults. Raises PolicyError
         where the policy cannot work with the model's tiers."""
-        skips = rules is not None and rules.skip
-        if self.keeps is not None and (len(shape.tiers) < self.least_tiers or skips):
+        skips, precisions = rules is not None and rules.skip, self.precisions
+        too_few = len(shape.tiers) < precisions.least
+        if precisions.keeps is not None and (too_few or skips):
             raise PolicyError(
-                f"the policy {self.name} keeps each expert in one of {self.keeps}: give --low FILE "
-                f"or a file packed with several tiers, and not --low-tier skip"
+                f"the policy {self.name} keeps each expert in one of {precisions.keeps}: give "
+                f"--low FILE or a file packed with several tiers, and not --low-tier skip"
             )
-        if len(shape.tiers) < self.least_tiers:
+        if too_few:
             raise PolicyError(
-                f"the policy {self.name} works with {self.least_tiers} precisions: give --low FILE "
+                f"the policy {self.name} works with {precisions.least} precisions: give --low FILE "
                 f"or a file packed with as many tiers"
             )
         self.shape = shape
@@ -137,31 +167,6 @@ class Policy:
     def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
         """A sentence about a setting that can do nothing beside the others that were asked for."""
         return None
-
-    @property
-    def by_residency(self) -> bool:
-        """Whether what it decides depends on what is in memory, and so on the disk."""
-        return False
-
-    @property
-    def n_ahead(self) -> int:
-        """How many layers ahead it wants the routers asked, 0 for none."""
-        return 0
-
-    @property
-    def needs_importance(self) -> bool:
-        """Whether prefill events must carry the attention that tokens receive."""
-        return False
-
-    @property
-    def all_resident(self) -> bool:
-        """Whether every expert is in memory, so that only its transitions change versions."""
-        return False
-
-    @property
-    def transition_rate(self) -> int:
-        """Bytes per second that its transitions may read beside decoding, 0 for no limit."""
-        return 0
 
     @property
     def fresh(self) -> bool:
@@ -218,13 +223,13 @@ class Policy:
         resident: uint8 [n_layers, n_expert] as of StepReport. used: how often tokens used each
         expert, not negative, [n_layers, n_expert]; where nobody did, they come last, by layers.
         """
-        if self.all_resident:
+        if self.wants.all_resident:
             return ()
         share = used / np.maximum(used.sum(axis=1, keepdims=True), 1e-300)
         order = np.argsort(-share, axis=None, kind="stable")
         layers, experts = np.unravel_index(order, share.shape)
         absent = resident[layers, experts] == ABSENT
-        tier = self.default_tier
+        tier = self.wants.default_tier
         pairs = zip(layers[absent].tolist(), experts[absent].tolist(), strict=True)
         return [(layer, expert, tier) for layer, expert in pairs]
 
@@ -247,7 +252,7 @@ class Policy:
     def restore_sequence(self, sequence: int, state: bytes) -> None:
         """A sequence goes on, with what save_sequence gave. Raises PolicyError for other bytes."""
 
-    def wants(self, phase: Phase) -> bool:
+    def wants_report(self, phase: Phase) -> bool:
         """Whether the report of a step of this phase has to carry what it asks for. Where not, its
         counts come with the next one that does, and no expert may be on its way until then."""
         return True

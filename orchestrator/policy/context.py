@@ -28,7 +28,7 @@ from orchestrator.allocation.settings import Background, Shared
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan, Transition
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
-from orchestrator.policy.base import Callback, Policy
+from orchestrator.policy.base import Callback, Policy, Precisions, Wants
 from orchestrator.settings import again, setting
 
 # Experts of a layer by the near tiers that share their slots.
@@ -251,12 +251,10 @@ class Context(Policy):
         "token waits for it."
     )
     Settings = ContextSettings
-    least_tiers = 2
     reason = "places every expert by the prompt"
-    keeps = "several precisions"
-    callback = Callback.PREFILL
-    counts = True
-    follows_tiers = True
+    precisions = Precisions(least=2, keeps="several precisions")
+    # One layer ahead, for the last layer's part of a prompt.
+    wants = Wants(Callback.PREFILL, n_ahead=1, counts=True, tiers=True, all_resident=True)
     learns = True
     settings: ContextSettings
 
@@ -279,7 +277,12 @@ class Context(Policy):
                 f"--near-place {HOST}"
             )
         size = shape.n_layers, shape.n_expert
-        self.default_tier = len(shape.tiers) - 1
+        rate = self.settings.transition_rate or 0
+        self.wants = replace(
+            self.wants,
+            default_tier=len(shape.tiers) - 1,
+            transition_rate=0 if self._waits else rate,  # none where a token waits for them
+        )
         self.updates = 0
         self.use = SequenceUse(*size)
         self._n_hot = 0
@@ -321,20 +324,6 @@ class Context(Policy):
         """Slot bytes of an expert, int64 [n_layers, n_tiers]."""
         slots = placed_shape(self.shape, self._on_host).slots
         return np.array([[sum(sizes.values()) for sizes in tiers] for tiers in slots], np.int64)
-
-    @property
-    def n_ahead(self) -> int:
-        """One, for the last layer's part of a prompt."""
-        return 1
-
-    @property
-    def all_resident(self) -> bool:
-        return True
-
-    @property
-    def transition_rate(self) -> int:
-        """None where a token waits for them."""
-        return 0 if self._waits else self.settings.transition_rate or 0
 
     @property
     def _waits(self) -> bool:
@@ -420,7 +409,7 @@ class Context(Policy):
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Experts as they are in memory; counts what the layer's tokens use."""
         layer, last = event.layer, self.shape.n_layers - 1
-        np.minimum(view.resident_array[layer], self.default_tier, out=out.tier_array)
+        np.minimum(view.resident_array[layer], self.wants.default_tier, out=out.tier_array)
         if self.use.begin(event.step):
             self._predicted = False
         of = event.sequences_array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -23,7 +23,7 @@ from orchestrator.allocation.slots import (
     divide,
 )
 from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
-from orchestrator.policy.base import Callback, TierOffer
+from orchestrator.policy.base import Callback, Precisions, TierOffer, Wants
 from orchestrator.policy.learning import Learning
 from orchestrator.settings import again, setting
 
@@ -246,11 +246,9 @@ class DynaExq(Learning):
         "background, and no token waits for it."
     )
     Settings = DynaExqSettings
-    least_tiers = most_tiers = 2
     reason = "fills the budget with high copies"
-    keeps = "two precisions"
-    default_tier = LOW
-    callback = Callback.ALWAYS
+    precisions = Precisions(least=2, most=2, keeps="two precisions")
+    wants = Wants(Callback.ALWAYS, default_tier=LOW, all_resident=True)
     settings: DynaExqSettings
 
     def __init__(
@@ -300,10 +298,6 @@ class DynaExq(Learning):
         )
         return next(fits, below[-1])
 
-    @property
-    def all_resident(self) -> bool:
-        return not self.caching
-
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert low, and n_l = spare bytes / (high - low) of each layer high instead;
         where that does not fit, slots for some copies of each layer. Raises BudgetError."""
@@ -319,7 +313,8 @@ class DynaExq(Learning):
             self.capacity, self.cached = np.full(self.shape.n_layers, n_high), np.array(n_low)
         # What is resident needs no callback, and nor do low copies alone.
         asked = self.caching and self.capacity.any()
-        self.callback = Callback.ALWAYS if asked else Callback.NEVER
+        callback = Callback.ALWAYS if asked else Callback.NEVER
+        self.wants = replace(self.wants, callback=callback, all_resident=not self.caching)
         return slots
 
     def asked_shares(self) -> Sequence[float]:

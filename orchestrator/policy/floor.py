@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from orchestrator.events import (
     StepReport,
     StoreView,
 )
-from orchestrator.policy.base import Callback, Policy
+from orchestrator.policy.base import Callback, Policy, Precisions, Wants
 from orchestrator.settings import again, setting
 
 # One way to save reading, an expert in a lower tier or skipped: (nats a byte that is saved, expert,
@@ -287,12 +287,10 @@ class Floor(Policy):
         "computed low where that saves most reading. What is in memory is skipped last."
     )
     Settings = FloorSettings
-    most_tiers = 2
     reason = "decides by the loss that is allowed"
-    callback = Callback.ALWAYS
-    skips = True
+    precisions = Precisions(most=2, skips=True, lossless={"max_loss": 0.0})
+    wants = Wants(Callback.ALWAYS, by_residency=True)
     foresees = True
-    lossless: ClassVar[Mapping[str, Any]] = {"max_loss": 0.0}
     settings: FloorSettings
 
     def __init__(
@@ -309,12 +307,15 @@ class Floor(Policy):
         self._high_bytes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
         self._accounts: dict[int, Account] = {}
         self._prompts = Prompts(self.rules, lambda layer, n_used: n_used, ())
-        self._prefetch = self.settings.prefetch if self.n_ahead else OFF
+        ahead = (self.settings.n_ahead or 0) if self.settings.prefetch != OFF else 0
+        rate = rate_of(self.settings.transition_rate)
+        self.wants = replace(self.wants, n_ahead=ahead, transition_rate=rate)
+        self._prefetch = self.settings.prefetch if ahead else OFF
         self._monitor = Monitor()
         self._prediction = Prediction(shape.n_layers)
         self._running: list[Account] = []
         self._asks_ahead = False
-        self._behind = ReadBehind(shape, self.transition_rate)
+        self._behind = ReadBehind(shape, rate)
         self._step, self._tokens, self._spent = -1, 0, 0.0
         self._routed = self._missing = self._lowered = self._missing_before = 0
         self._keep_top = self.settings.keep_top
@@ -322,18 +323,6 @@ class Floor(Policy):
         self._present_price = math.inf
         self._reads_behind = self.settings.read_behind
         self.settings_changed()
-
-    @property
-    def by_residency(self) -> bool:
-        return True
-
-    @property
-    def n_ahead(self) -> int:
-        return (self.settings.n_ahead or 0) if self.settings.prefetch != OFF else 0
-
-    @property
-    def transition_rate(self) -> int:
-        return rate_of(self.settings.transition_rate)
 
     @property
     def fresh(self) -> bool:

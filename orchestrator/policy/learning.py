@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from orchestrator.allocation.hotness import Hotness, Intervals
@@ -17,8 +19,6 @@ class Learning(Policy):
     _settled: nothing is under way, or waits to be moved, so that the policy has nothing to do until
     the scores are new. What counts each of its steps leaves it False."""
 
-    counts = True
-    follows_tiers = True
     learns = True
     settings: Intervals
 
@@ -27,12 +27,10 @@ class Learning(Policy):
     ) -> None:
         """Raises PolicyError where the policy cannot work with the model's tiers."""
         super().__init__(shape, settings, rules)
+        rate = rate_of(self.settings.transition_rate)
+        self.wants = replace(self.wants, counts=True, tiers=True, transition_rate=rate)
         self._hotness = Hotness(shape, self.settings)
         self._settled = False
-
-    @property
-    def transition_rate(self) -> int:
-        return rate_of(self.settings.transition_rate)
 
     @property
     def fresh(self) -> bool:
@@ -48,7 +46,7 @@ class Learning(Policy):
         """Starts from the S of an earlier run, [n_layers, n_expert]."""
         self._hotness.set(scores)
 
-    def wants(self, phase: Phase) -> bool:
+    def wants_report(self, phase: Phase) -> bool:
         """Not while every expert is where it should be, and the scores stay as they are."""
         return not self._settled or self._hotness.may_end(phase)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from orchestrator.allocation.settings import Shared
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan, Transition
 from orchestrator.errors import BudgetError
 from orchestrator.events import ABSENT, Phase, StepReport
-from orchestrator.policy.base import Callback, TierOffer
+from orchestrator.policy.base import Precisions, TierOffer, Wants
 from orchestrator.policy.learning import Learning
 from orchestrator.settings import again
 
@@ -151,10 +151,9 @@ class Mixed(Learning):
         "background, and no token waits for it."
     )
     Settings = MixedSettings
-    least_tiers = 2
     reason = "fills the budget with the best precisions"
-    keeps = "several precisions"
-    callback = Callback.NEVER
+    precisions = Precisions(least=2, keeps="several precisions")
+    wants = Wants(all_resident=True)
     weighs_losses = per_use = True
     settings: MixedSettings
 
@@ -166,7 +165,7 @@ class Mixed(Learning):
     ) -> None:
         """Raises PolicyError where the model has no second precision in use."""
         super().__init__(shape, settings, rules)
-        self.default_tier = len(shape.tiers) - 1
+        self.wants = replace(self.wants, default_tier=len(shape.tiers) - 1)
         self._known: np.ndarray | None = None
         self._losses = nominal(shape)
         self._weighted: np.ndarray | None = None  # of the scores as they are
@@ -190,10 +189,6 @@ class Mixed(Learning):
             if shape.all_slot_bytes() <= SMALL * n_experts * offer.budget_bytes:
                 return at
         return max(0, fits - 1)
-
-    @property
-    def all_resident(self) -> bool:
-        return True
 
     @property
     def losses(self) -> np.ndarray | None:
@@ -266,7 +261,7 @@ class Mixed(Learning):
             for layer, expert in np.ndindex(wanted.shape)
         ]
 
-    def wants(self, phase: Phase) -> bool:
+    def wants_report(self, phase: Phase) -> bool:
         """As every policy that learns, but that fast tokens do not each look after what is under
         way."""
         looks = not self._settled and self._unseen_us >= LOOK_US

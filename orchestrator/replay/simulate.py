@@ -176,7 +176,7 @@ def simulate(
         driver.set_route()
         if setup.estimate is not None:
             driver.meter = LossMeter(setup.estimate, policy.rules.exact)
-        held = Held(driver) if recorded_us and (policy.by_residency or policy.tunes) else None
+        held = Held(driver) if recorded_us and (policy.wants.by_residency or policy.tunes) else None
         clock.set_speed(speed.bytes_per_s, speed.latency_us)
         driver.load_first(policy.start())
         follow = None

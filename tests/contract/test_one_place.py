@@ -117,4 +117,4 @@ def test_every_policy_says_what_it_does() -> None:
     for policy in POLICIES.values():
         assert policy.summary.endswith("."), policy.name
         assert policy.reason and not policy.reason.endswith(".")
-        assert 1 <= policy.least_tiers <= policy.most_tiers
+        assert 1 <= policy.precisions.least <= policy.precisions.most

@@ -201,7 +201,7 @@ def test_counts_are_what_was_routed(both: Path) -> None:
             return original(report)
 
         policy.step_done = step_done  # type: ignore[method-assign]
-        policy.wants = lambda _: True  # type: ignore[method-assign]
+        policy.wants_report = lambda _: True  # type: ignore[method-assign]
         k = engine.model.n_expert_used
         engine.eval(PROMPT[:20], 0)
         engine.eval([7], 20)

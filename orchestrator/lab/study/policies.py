@@ -56,7 +56,7 @@ class Counts(Wrapper):
         mean: np.ndarray = self._total / self.steps
         return mean
 
-    def wants(self, phase: Phase) -> bool:
+    def wants_report(self, phase: Phase) -> bool:
         """Every step is counted by itself."""
         return True
 

@@ -50,11 +50,11 @@ def draw(rng: np.random.Generator, shares: np.ndarray, k: int) -> np.ndarray:
 def test_it_counts_and_needs_no_callback() -> None:
     shape = make_shape()
     policy, _ = make(shape)
-    assert policy.counts and policy.learns
-    assert policy.callback is Callback.NEVER
-    assert policy.default_tier == LOW
+    assert policy.wants.counts and policy.learns
+    assert policy.wants.callback is Callback.NEVER
+    assert policy.wants.default_tier == LOW
     for other in (LRU, DyMoE):
-        assert not other.counts and other(shape).hotness is None
+        assert not other.wants.counts and other(shape).hotness is None
 
 
 @pytest.mark.parametrize(

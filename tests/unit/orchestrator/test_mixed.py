@@ -66,7 +66,11 @@ def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd: bool, ten
         used[group] += int((tiers[layer] == tier).sum())
     assert all(n <= group.n_slots for n, group in zip(used, plan.groups, strict=True))
     assert lost(policy.weighted, tiers) <= before
-    assert policy.callback is Callback.NEVER and policy.all_resident and policy.default_tier == 4
+    assert (
+        policy.wants.callback is Callback.NEVER
+        and policy.wants.all_resident
+        and policy.wants.default_tier == 4
+    )
 
 
 def test_tiers_that_nobody_has_take_no_slots_of_their_own() -> None:

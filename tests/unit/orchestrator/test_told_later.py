@@ -25,14 +25,14 @@ N_STEPS = 400
 class Always(Mixed):
     """Told of every step."""
 
-    def wants(self, phase: Phase) -> bool:
+    def wants_report(self, phase: Phase) -> bool:
         return True
 
 
 class AlwaysHot(DynaExq):
     """Told of every step."""
 
-    def wants(self, phase: Phase) -> bool:
+    def wants_report(self, phase: Phase) -> bool:
         return True
 
 
