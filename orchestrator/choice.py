@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import ModelShape, Rules
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.events import SKIP_TIER
@@ -16,9 +17,7 @@ from orchestrator.policy import (
     DEFAULT,
     PLAIN,
     PLAIN_REASON,
-    ModelShape,
     Policy,
-    Rules,
     owners,
     policy_class,
 )
@@ -69,7 +68,7 @@ def check_unused(config: Config) -> None:
         raise ConfigError(
             f"--renormalize is for --low-tier {SKIP_TIER}: leave it out, or ask for that"
         )
-    if name is not None and (name == PLAIN or policy_class(name).most_tiers == 1):
+    if name is not None and (name == PLAIN or policy_class(name).precisions.most == 1):
         for lower in ("low", "low_tier"):
             if getattr(config, lower) is not None:
                 raise unused_option(lower, name)
@@ -91,7 +90,7 @@ def make_policy(config: Config, choice: Choice, shape: ModelShape) -> Policy:
     rules = Rules(choice.skip, config.renormalize, config.exact_tiers)
     settings = config.settings_of(choice.policy)
     if config.exact:
-        needed = choice.policy.lossless or {}
+        needed = choice.policy.precisions.lossless or {}
         for name, value in needed.items():
             if config.of_policies.get(name, value) != value:
                 raise ConfigError(
@@ -110,7 +109,7 @@ def without_effect(config: Config) -> str | None:
     by_loss = config.policy is None and config.given(ALLOWED_LOSS) is not None
     if not lower or by_loss or config.policy == PLAIN:
         return None
-    settings = policy_class(config.policy or DEFAULT).lossless or {}
+    settings = policy_class(config.policy or DEFAULT).precisions.lossless or {}
     if not settings or any(config.given(name) != value for name, value in settings.items()):
         return None
     beside = " and ".join(f"{flag_of(name)} {value:g}" for name, value in settings.items())
@@ -144,14 +143,14 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
     """
     names = [tier.name for tier in model.tiers]
     policy = None if config.policy is None else policy_class(config.policy)
-    mixes = policy is not None and policy.lossless is None and policy.most_tiers > 1
+    mixes = policy is not None and policy.precisions.lossless is None and policy.precisions.most > 1
     if config.exact and policy is not None and mixes:
         raise PolicyError(
             f"--exact computes every expert in the high precision, and the policy {policy.name} "
             f"keeps some in lower ones: choose another --policy, or leave --exact out"
         )
     asking = policy or policy_class(DEFAULT)
-    lower = asking.most_tiers > 1 and config.asks_less(asking)
+    lower = asking.precisions.most > 1 and config.asks_less(asking)
     # The low tier, as far as the user said: one of that name, or any.
     named = None
     if lower and config.low_tier not in (None, SKIP_TIER):
@@ -173,9 +172,9 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
     if policy is None:
         tunes = config.low is not None or config.low_tier is not None or config.of_policies
         policy = policy_class(BASELINE if offer.fits_whole(high) and not tunes else DEFAULT)
-    asked = config.low_tier == SKIP_TIER and policy.most_tiers > 1
-    skip = (policy.skips or asked) and not config.exact
-    if low is None or asked or (policy.skips and named is None):
+    asked = config.low_tier == SKIP_TIER and policy.precisions.most > 1
+    skip = (policy.precisions.skips or asked) and not config.exact
+    if low is None or asked or (policy.precisions.skips and named is None):
         return Choice(policy, (high,), skip)
     return Choice(policy, tiers_between(policy, high, named, len(names)), skip)
 
@@ -183,8 +182,8 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
 def tiers_between(policy: type[Policy], high: int, low: int | None, n: int) -> tuple[int, ...]:
     """The tiers that a policy works with, of n: from the high one on, at most as many as it wants,
     the last of them the low one that was named."""
-    if policy.most_tiers == 1:
+    if policy.precisions.most == 1:
         return (high,)
     end = n if low is None else low + 1
-    tiers = tuple(range(high, end))[: policy.most_tiers]
+    tiers = tuple(range(high, end))[: policy.precisions.most]
     return tiers if low is None else (*tiers[:-1], low)

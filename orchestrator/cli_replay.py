@@ -12,6 +12,7 @@ import click
 
 from gguf_tools import interrupts
 from gguf_tools.units import format_size
+from orchestrator.allocation.placement import PlacementSettings
 from orchestrator.cli_files import AT_LEAST_1, FILE, FORCE, NEW_FILE, Number, refuse_taken
 from orchestrator.cli_options import (
     bad_option,
@@ -29,7 +30,6 @@ from orchestrator.console import Console, strip_controls
 from orchestrator.errors import SettingError
 from orchestrator.lab.registry import REPLAY_STUDIES, load_replay_study
 from orchestrator.policy import DEFAULT, POLICIES, policy_settings
-from orchestrator.policy.placement import PlacementSettings
 from orchestrator.replay.near_data import (
     Generated,
     Machine,

@@ -284,10 +284,12 @@ class Config(Settings):
             return False
         if self.low_tier == SKIP_TIER:
             return True
-        if policy.lossless is None:
-            return policy.most_tiers > 1
+        if policy.precisions.lossless is None:
+            return policy.precisions.most > 1
         settings = self.settings_of(policy)
-        asked = [(getattr(settings, name), value) for name, value in policy.lossless.items()]
+        asked = [
+            (getattr(settings, name), value) for name, value in policy.precisions.lossless.items()
+        ]
         if any(given not in (None, value) for given, value in asked):
             return True
         lower = self.low_tier is not None or self.low is not None

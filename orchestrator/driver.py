@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.allocation.slots import Transition
 from orchestrator.estimate import LossMeter
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport
 from orchestrator.idle import Idle
 from orchestrator.native import FAILED, Store
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Callback, Transition
+from orchestrator.policy.base import Callback
 
 # (resident, target), as Store.states() has them.
 States = tuple[np.ndarray, np.ndarray]
@@ -136,19 +137,19 @@ class Driver(PlainDriver):
 
     def asks(self, phase: int) -> bool:
         """Whether the policy is asked in the steps of a phase."""
-        return phase in _ASKED[self.policy.callback]
+        return phase in _ASKED[self.policy.wants.callback]
 
     @contextmanager
     def few_experts(self) -> Iterator[None]:
         policy, decision = self.policy, self.store.decision
-        others = [t for t in range(len(policy.shape.tiers)) if t != policy.default_tier]
+        others = [t for t in range(len(policy.shape.tiers)) if t != policy.wants.default_tier]
         # what is there changes by transitions alone where the policy is not asked
-        may_ask = policy.callback is Callback.ALWAYS
+        may_ask = policy.wants.callback is Callback.ALWAYS
 
         def on_route(event: RouteEvent) -> None:
             first, *more = event.ids_array[0].tolist()
             decision.tier_array[:] = SKIP
-            decision.tier_array[first] = policy.default_tier
+            decision.tier_array[first] = policy.wants.default_tier
             resident = self.store.view.resident_array[event.layer]
             there = [(expert, resident[expert]) for expert in more if resident[expert] in others]
             for expert, tier in zip(more, others, strict=False) if may_ask else there:
@@ -169,7 +170,7 @@ class Driver(PlainDriver):
     def on_route_unasked(self, event: RouteEvent) -> None:
         """What the store does by itself where the policy is not asked: its default tier, or a
         better one that is in memory."""
-        tier, decision = self.policy.default_tier, self.store.decision
+        tier, decision = self.policy.wants.default_tier, self.store.decision
         if tier:
             resident = self.store.view.resident_array[event.layer]
             np.minimum(resident, tier, out=decision.tier_array)
@@ -185,16 +186,16 @@ class Driver(PlainDriver):
         """Tells the policy what it wants to know of a step; returns the transitions that it asks
         for. states: in the place of the store's own."""
         policy = self.policy
-        wanted = policy.wants(step.phase)
-        counts = self.store.take_counts() if policy.counts else None
+        wanted = policy.wants_report(step.phase)
+        counts = self.store.take_counts() if policy.wants.counts else None
         resident = target = None
-        if policy.follows_tiers and wanted:
+        if policy.wants.tiers and wanted:
             resident, target = self.store.states() if states is None else states
         if self.meter is not None:
             if self.meter.costs and not self.asks(step.phase):
                 if wanted or self.meter.fresh:  # what moves counts where it was last seen
                     held = self.store.resident() if resident is None else resident
-                    self.meter.holds(np.minimum(held, policy.default_tier))
+                    self.meter.holds(np.minimum(held, policy.wants.default_tier))
                 self.meter.counted(self.store.take_counts() if counts is None else counts)
             self.meter.step_done(step.phase, step.n_tokens)
         if counts is not None:
@@ -225,18 +226,18 @@ class Driver(PlainDriver):
         """Lets the policy decide in the way it wants: in the steps in which it is asked, and by
         its default tier in the others. route: what is called instead, in every step."""
         if route is not None:
-            self.store.set_route(route, self.policy.default_tier)
+            self.store.set_route(route, self.policy.wants.default_tier)
             return
-        phases = _ASKED[self.policy.callback]
+        phases = _ASKED[self.policy.wants.callback]
         asked = self.on_route if phases else None
-        self.store.set_route(asked, self.policy.default_tier, phases)
+        self.store.set_route(asked, self.policy.wants.default_tier, phases)
 
     def load_first(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None = None
     ) -> None:
         """Reads what the policy wants in memory before the first token, and sets how fast it may
         exchange that later."""
-        self.store.set_transition_rate(self.policy.transition_rate)
+        self.store.set_transition_rate(self.policy.wants.transition_rate)
         if first:
             self.store.warm(first, progress)
             self.store.reset_stats()
@@ -264,7 +265,7 @@ class Driver(PlainDriver):
         an expert cannot be read, the rest comes in the background."""
         policy, store = self.policy, self.store
         failed = store.stats().transitions_failed
-        while policy.follows_tiers:
+        while policy.wants.tiers:
             moves = policy.before_answer(*store.states())
             if moves is None or not (moves or self._under_way()):
                 break
@@ -303,7 +304,7 @@ class Driver(PlainDriver):
     def used(self) -> np.ndarray | None:
         if self.store.closed:
             return None
-        if not self.policy.counts:  # else the policy takes them
+        if not self.policy.wants.counts:  # else the policy takes them
             self.store.take_counts()
         return self.store.taken_counts()
 

@@ -9,10 +9,10 @@ from typing import Protocol, TypeVar
 from gguf_tools.experts import DEFAULT_KV, ExpertModel, Slice, Tier
 from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
 from gguf_tools.file.reader import metadata_value
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
 from orchestrator.micro_batch import SIZES
-from orchestrator.policy import DEFAULT, PLAIN, Policy, policy_class
-from orchestrator.policy.base import ModelShape
+from orchestrator.policy import DEFAULT, PLAIN, policy_class
 
 # Everything that is neither weights nor KV nor growing with the batch: the interpreter,
 # numpy, the libraries, thread stacks, tables; and, for each token of the vocabulary, its
@@ -138,7 +138,7 @@ def _may_want_importance(config: Config) -> bool:
     if config.policy == PLAIN:
         return False
     policy = policy_class(config.policy or DEFAULT)
-    return policy.needs_importance is not Policy.needs_importance and config.asks_less(policy)
+    return policy.wants.importance and config.asks_less(policy)
 
 
 def part_bytes(model: ExpertModel, config: Config) -> int:

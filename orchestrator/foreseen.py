@@ -51,7 +51,7 @@ def foreseen(plan: MemoryPlan, uses: np.ndarray, estimate: Loses | None, base: s
     tiers, policy = plan.tiers, plan.policy
     if policy is None:
         return _of_shares([(tiers[0], 1.0)], 0.0, uses, estimate, base)
-    if policy.all_resident:
+    if policy.wants.all_resident:
         started = _started(policy, uses.shape, tiers)
         if not started.any():
             return Foreseen(0.0, False, base)

@@ -243,13 +243,13 @@ def _asked(
     """Settings of the plans that one policy has. Where it has a lossless form: that in each of
     some tiers of the file, and each of them with the low one that was asked for, or else with the
     next lower one, and with skipping. Else as it chooses, where the file has several."""
-    mixes = policy.most_tiers > 1
-    if policy.lossless is None:
+    mixes = policy.precisions.most > 1
+    if policy.precisions.lossless is None:
         if not mixes or len(every) > 1:
             yield {"policy": name}
         return
     for high in names:
-        yield {"policy": name, "high_tier": high, "low_tier": None, **policy.lossless}
+        yield {"policy": name, "high_tier": high, "low_tier": None, **policy.precisions.lossless}
         if mixes:
             below = every[every.index(high) + 1 :][:1]
             for low in [low_tier] if low_tier else [*below, SKIP_TIER]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from orchestrator.allocation.slots import Transition
 from orchestrator.native import Store
-from orchestrator.policy.base import Transition
 
 
 class Idle:

@@ -23,9 +23,9 @@ def wants_own_layout(config: Config, plan: MemoryPlan) -> bool:
     if config.use_extra_bufts is False or plan.slots is None:
         return False
     policy = plan.policy
-    if policy is not None and policy.all_resident:
+    if policy is not None and policy.wants.all_resident:
         # Versions change in the background and seldom, unless tokens wait for them.
-        return policy.transition_rate > 0
+        return policy.wants.transition_rate > 0
     return plan.slots.total_bytes >= RESIDENT_SHARE * plan.expert_bytes
 
 

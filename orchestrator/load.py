@@ -9,6 +9,7 @@ from functools import cached_property
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.accelerator import serve_misses, with_product_times
+from orchestrator.allocation.slots import Transition
 from orchestrator.config import Config
 from orchestrator.damage import Checksums, DataCheck, managed_places, with_checksums
 from orchestrator.driver import Driver, PlainDriver
@@ -28,7 +29,6 @@ from orchestrator.native import (
 )
 from orchestrator.plan import MemoryPlan
 from orchestrator.planner import Planner, Runs
-from orchestrator.policy.base import Transition
 from orchestrator.profile import TunedKeeper, UsageKeeper
 from orchestrator.sequences import Sequences
 from orchestrator.steps import Steps

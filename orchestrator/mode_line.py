@@ -26,7 +26,7 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     text = f"managed: {driver.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
     # A policy that keeps all experts in memory has learned since it started; others have settings
     # that change while they run.
-    resident = driver.policy.all_resident
+    resident = driver.policy.wants.all_resident
     loses = loaded.runs.loses if resident else loader.planner.loses(plan)
     return text + layout_text(driver.store.spec) + loses.text + _served(driver, loader) + context
 

@@ -10,6 +10,7 @@ from typing import Any
 from gguf_tools.experts import KV_TYPES, ExpertModel
 from gguf_tools.file.layout import BLOCK
 from gguf_tools.units import format_size
+from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.choice import choose, make_policy, wants_plain
 from orchestrator.config import Config
 from orchestrator.context_length import longest_affordable
@@ -26,8 +27,7 @@ from orchestrator.footprint import (
 )
 from orchestrator.hardware import Device, Machine
 from orchestrator.micro_batch import SIZES, best_plan
-from orchestrator.policy import BASELINE, PLAIN, ModelShape, Policy, policy_class
-from orchestrator.policy.base import SlotPlan
+from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class
 from orchestrator.room import Graph, Room, host_bytes, room_of
 
 # Bytes of scratch for a context of so many tokens and so many at once.
@@ -86,7 +86,8 @@ class MemoryPlan:
     @property
     def absent_bytes(self) -> int:
         """Experts in the best tier in use that have no slot; 0 where each is in memory."""
-        if self.slots is None or self.shape is None or (self.policy and self.policy.all_resident):
+        whole = self.policy is not None and self.policy.wants.all_resident
+        if self.slots is None or self.shape is None or whole:
             return 0
         return max(0, self.shape.all_slot_bytes() - self.slots.total_bytes)
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.events import SKIP
-from orchestrator.policy.base import ModelShape, SlotPlan
 
 # Rows of activations for which costs are known; between them they grow evenly, and beyond the last
 # one with the rows.

@@ -110,7 +110,7 @@ class Predictor:
         else:
             layout = OWN if wants_own_layout(config, plan) else FILE
             there = expected(plan, self.uses)
-            asked = plan.policy.callback is Callback.ALWAYS
+            asked = plan.policy.wants.callback is Callback.ALWAYS
         return self._prediction(plan.tiers, layout, there, plan.n_ubatch, asked)
 
     def of_tiers(self, tiers: np.ndarray, n_ubatch: int, layout: str = OWN) -> Prediction:
@@ -153,7 +153,7 @@ def expected(plan: MemoryPlan, uses: np.ndarray) -> Residency:
     in the tier in which its policy starts it, where all stay in memory; else what was used last."""
     assert plan.policy is not None and plan.shape is not None and plan.slots is not None
     policy, shape = plan.policy, plan.shape
-    if policy.all_resident:
+    if policy.wants.all_resident:
         started = deepcopy(policy)
         if started.learns:
             started.set_hotness(uses)
@@ -161,5 +161,5 @@ def expected(plan: MemoryPlan, uses: np.ndarray) -> Residency:
         for layer, expert, tier in started.start():
             tiers[layer, expert] = tier
         return resident(tiers, uses, len(shape.tiers))
-    foreseen = FORESEEN if policy.n_ahead else 0.0
+    foreseen = FORESEEN if policy.wants.n_ahead else 0.0
     return cached(shape, plan.slots, uses, policy.asked_mix(uses), foreseen)

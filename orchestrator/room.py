@@ -69,7 +69,10 @@ def room_of(
     more_scratch, graph_bytes = graph
     compute = compute_bytes(model, config, n_ctx, graph_bytes) + more_scratch
     device = machine.device
-    may_look = not plain and policy_class(config.policy or DEFAULT).callback is not Callback.NEVER
+    may_look = False
+    if not plain:
+        wants = policy_class(config.policy or DEFAULT).wants
+        may_look = wants.callback is not Callback.NEVER
     ahead = look_ahead_bytes(model) if may_look else 0
     if device is None:
         scratch = process_bytes(model, config) + compute + ahead

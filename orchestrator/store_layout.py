@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.footprint import Placed
 from orchestrator.native import Misses, Slices, StoreSpec
 from orchestrator.plan import MemoryPlan
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Callback, SlotPlan
+from orchestrator.policy.base import Callback
 
 StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
 
@@ -48,10 +49,10 @@ def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) 
         n_tiers=len(shape.tiers),
         n_expert=shape.n_expert,
         n_expert_used=shape.n_expert_used,
-        n_ahead=policy.n_ahead,
+        n_ahead=policy.wants.n_ahead,
         exact_tiers=policy.rules.exact
-        and policy.callback is not Callback.NEVER
-        and not policy.all_resident,
+        and policy.wants.callback is not Callback.NEVER
+        and not policy.wants.all_resident,
         **rest,
     )
 
@@ -86,6 +87,6 @@ def store_layers(
 
 def importance_window(config: Config, plan: MemoryPlan) -> int:
     """Queries whose attention makes a prompt's token scores: 0 none, -1 all."""
-    if plan.policy is None or not plan.policy.needs_importance:
+    if plan.policy is None or not plan.policy.wants.importance:
         return 0
     return {"window": config.importance_window, "exact": -1, "load": 0}[config.importance]

@@ -10,11 +10,11 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import MAX_TIERS, GGMLType, bits_per_weight, fitting_type
 from gguf_tools.units import format_size
+from orchestrator.allocation.hull import Hull
 from orchestrator.config import Config
 from orchestrator.hardware import Machine
 from orchestrator.plan import plan_memory
 from orchestrator.policy import BASELINE
-from orchestrator.policy.allocation import Hull
 
 # Types that need no importance matrix, and are quick to make.
 TYPES = (

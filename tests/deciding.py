@@ -17,15 +17,16 @@ from typing import ClassVar
 
 import numpy as np
 
+from orchestrator.allocation.prompts import even_slots, layer_groups
+from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.driver import Driver
 from orchestrator.estimate import KlEstimate, LossMeter
 from orchestrator.events import ComputedStep, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.llama import Bindings
 from orchestrator.native import Library, Simulation, Slices, Store, StoreSpec
 from orchestrator.policy import POLICIES
-from orchestrator.policy.base import Callback, ModelShape, Policy, SlotPlan
+from orchestrator.policy.base import Callback, Policy, Wants
 from orchestrator.policy.floor import Floor
-from orchestrator.policy.prompts import even_slots, layer_groups
 
 N_LAYERS, N_EXPERT, K, SLICE_BYTES, KINDS = 48, 128, 8, 589_824, (1, 0, 3)
 WARM_UP = 8
@@ -38,7 +39,7 @@ class Empty(Policy):
     """Decides nothing."""
 
     name: ClassVar[str] = "empty"
-    callback = Callback.ALWAYS
+    wants = Wants(Callback.ALWAYS)
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         return layer_groups(SHAPE, [[n] for n in even_slots(SHAPE, budget_bytes)])
@@ -86,7 +87,7 @@ def spec_of(policy: Policy, plan: SlotPlan) -> StoreSpec:
         n_expert=N_EXPERT,
         n_expert_used=K,
         max_tokens=1,
-        n_ahead=policy.n_ahead,
+        n_ahead=policy.wants.n_ahead,
         n_io_threads=4,
         simulated=True,
     )
@@ -116,7 +117,7 @@ def measured(library: Library, name: str, evict_mib: float, n_tokens: int) -> st
                 store.reset_stats()
             for layer, (ids, weights) in enumerate(token):
                 ahead = none
-                if policy.n_ahead and layer + 1 < N_LAYERS:
+                if policy.wants.n_ahead and layer + 1 < N_LAYERS:
                     ahead = token[layer + 1][0][None, None], token[layer + 1][1][None, None]
                 through += 1
                 clock.route(layer, ids[None], weights[None], np.zeros(1, np.int32), *ahead)

@@ -13,13 +13,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
+from orchestrator.allocation.importance import gate_order, token_order
+from orchestrator.allocation.slots import ModelShape, Rules, SlotGroup, SlotPlan
 from orchestrator.events import Phase
 from orchestrator.footprint import model_shape
 from orchestrator.llama import Bindings
-from orchestrator.policy import ModelShape, Rules
-from orchestrator.policy.base import SlotGroup, SlotPlan
 from orchestrator.policy.dymoe import DyMoE
-from orchestrator.policy.importance import gate_order, token_order
 from orchestrator.replay import Trace, read_trace
 from orchestrator.replay.simulate import Compute, Transport, set_up, simulate
 

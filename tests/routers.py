@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
 from orchestrator.observe import Node, Observer
-from orchestrator.policy import ModelShape, Policy
-from orchestrator.policy.base import Callback
+from orchestrator.policy import Policy
+from orchestrator.policy.base import Callback, Wants
 
 _LOGITS = "ffn_moe_logits-"
 
@@ -45,7 +46,7 @@ class Recorder(Policy):
     """Keeps what is predicted, and decides nothing."""
 
     name = "recorder"
-    callback = Callback.ALWAYS
+    wants = Wants(Callback.ALWAYS)
 
     def __init__(self, shape: ModelShape, watched: Watched) -> None:
         super().__init__(shape)

@@ -59,7 +59,7 @@ def plain(config: Config, path: Path, machine: Machine) -> Config:
 
 def lossless(config: Config, path: Path, tier: str, policy: str, cap: int | None) -> Config:
     """A policy that computes everything in one tier of a file."""
-    asked = dict(POLICIES[policy].lossless or {}) | _at_once(config)
+    asked = dict(POLICIES[policy].precisions.lossless or {}) | _at_once(config)
     option = cap_option(config)
     return config.compared(
         policy=policy, model=path, high_tier=tier, **_ASIDE | asked | {option: cap}
@@ -111,7 +111,7 @@ def half_way() -> list[str]:
     return [
         name
         for name, policy in POLICIES.items()
-        if policy.lossless is not None and name != BASELINE and not policy.foresees
+        if policy.precisions.lossless is not None and name != BASELINE and not policy.foresees
     ]
 
 

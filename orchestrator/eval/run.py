@@ -143,7 +143,7 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
         engine = stack.enter_context(Engine.open(config, loading(report)))
         windows = cut(engine)
         shadow = None
-        if engine.managed and engine.policy.by_residency and not options.reuse:
+        if engine.managed and engine.policy.wants.by_residency and not options.reuse:
             time = VirtualTime.of(engine, options.bandwidth, options.latency_us, options.compute_ms)
             shadow = stack.enter_context(virtual_store(engine, time))
         result: dict[str, Any] = {

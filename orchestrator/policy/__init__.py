@@ -1,6 +1,7 @@
 """The policies by name. A policy decides; the native store moves the bytes.
 
-A new policy is one file here and one line in POLICIES.
+A policy is one file or one folder here, its import below, and its line in POLICIES. No policy
+imports another: what several of them compute with is in orchestrator/allocation.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from orchestrator.errors import PolicyError
-from orchestrator.policy.base import ModelShape, Policy, Rules
+from orchestrator.policy.base import Policy
 from orchestrator.policy.context import Context
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import DynaExq
@@ -19,7 +20,16 @@ from orchestrator.policy.mixed import Mixed
 from orchestrator.settings import Setting
 
 POLICIES: dict[str, type[Policy]] = {
-    each.name: each for each in (LRU, DyMoE, DynaExq, FIRM, Context, Floor, Mixed)
+    each.name: each
+    for each in (
+        LRU,
+        DyMoE,
+        DynaExq,
+        FIRM,
+        Context,
+        Floor,
+        Mixed,
+    )
 }
 
 # The upstream path without a store, which a user asks for like a policy.
@@ -28,7 +38,7 @@ PLAIN_REASON = "runs the best precision alone"
 # What others are compared with, and what decides where everything fits the slots.
 BASELINE = LRU.name
 # What decides where not everything fits.
-DEFAULT = DyMoE.name
+DEFAULT = "dymoe" if "dymoe" in POLICIES else BASELINE
 # The setting that chooses a plan where no policy is named: what an answer may lose, mean KL from
 # the best tier in nats a token.
 ALLOWED_LOSS = "max_loss"
@@ -71,9 +81,7 @@ __all__ = [
     "PLAIN",
     "PLAIN_REASON",
     "POLICIES",
-    "ModelShape",
     "Policy",
-    "Rules",
     "known_policies",
     "owners",
     "policy_class",

@@ -13,81 +13,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gguf_tools.file.layout import MAX_TIERS
-from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.allocation.slots import (
+    ModelShape,
+    Rules,
+    SlotPlan,
+    Transition,
+)
+from orchestrator.errors import PolicyError
 from orchestrator.estimate import KlEstimate
 from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.settings import Settings
-
-Transition = tuple[int, int, int]  # layer, expert, tier to bring it to
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A model as policies see it, reduced to the tiers in use (tier 0 the best of them).
-
-    slots[layer][tier] maps a matrix kind to its slot size in bytes. bits: that a weight takes in
-    each tier, empty where that is not known. shares_slots: a slot may hold any tier that it is
-    large enough for, as in host memory. host_slots: beside a device, slots in the host's memory.
-    """
-
-    n_expert: int
-    n_expert_used: int
-    tiers: tuple[str, ...]
-    slots: tuple[tuple[dict[int, int], ...], ...]
-    bits: tuple[float, ...] = ()
-    shares_slots: bool = True
-    host_slots: tuple[tuple[dict[int, int], ...], ...] = ()
-
-    @property
-    def n_layers(self) -> int:
-        return len(self.slots)
-
-    def expert_slot_bytes(self, layer: int, tier: int) -> int:
-        """Slot bytes of one whole expert: all of its matrices."""
-        return sum(self.slots[layer][tier].values())
-
-    def all_slot_bytes(self, tier: int = 0) -> int:
-        """Slot bytes of every expert in one tier."""
-        return self.n_expert * sum(self.expert_slot_bytes(il, tier) for il in range(self.n_layers))
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What holds for every policy. skip: the tier of no bytes is in use, below the others.
-    renormalize: the weights of a token's other experts make up for the skipped ones. exact: what
-    is decided does not depend on what is in memory."""
-
-    skip: bool = False
-    renormalize: bool = False
-    exact: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SlotGroup:
-    """Slots of one size that evict each other in least-recently-used order. n_passing: how many of
-    them passing requests may take from the others. on_host: the host's threads compute them."""
-
-    slot_bytes: int
-    n_slots: int
-    n_passing: int = 1
-    on_host: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SlotPlan:
-    """Slot groups, and which one holds each (layer, kind, tier). total_bytes leaves host_bytes out,
-    those of slots in the host's memory behind a device."""
-
-    groups: tuple[SlotGroup, ...]
-    group_of: dict[tuple[int, int, int], int]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(each.slot_bytes * each.n_slots for each in self.groups if not each.on_host)
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(each.slot_bytes * each.n_slots for each in self.groups if each.on_host)
 
 
 class Callback(Enum):
@@ -123,42 +58,71 @@ class TierOffer:
         return self.shape(tier).all_slot_bytes() <= self.budget_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What a policy wants of those who run it. The class has the most that any of its instances
+    wants; an instance has its own, by its settings and slots, and may change it in `plan` and in
+    `recall`.
+
+    callback: in which steps it is asked. default_tier: what is asked for in the others. n_ahead:
+    how many layers ahead the routers are asked, 0 for none. importance: events of prompts carry the
+    attention that tokens receive. counts: StepReport.counts. tiers: StepReport.resident and target.
+    transition_rate: bytes per second that its transitions may read beside decoding, 0 for no limit.
+    all_resident: it has every expert in memory, so that only its transitions change versions.
+    by_residency: what it decides depends on what is in memory, and so on the disk.
+    """
+
+    callback: Callback = Callback.NEVER
+    default_tier: int = 0
+    n_ahead: int = 0
+    importance: bool = False
+    counts: bool = False
+    tiers: bool = False
+    transition_rate: int = 0
+    all_resident: bool = False
+    by_residency: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Precisions:
+    """The precisions that a policy works with.
+
+    least, most: how many. keeps: what every expert is kept in one of, as "two precisions", where
+    none may be skipped. skips: it may skip experts, whatever its lower tiers are; where none is
+    named, it has none. lossless: values of its settings with which every expert is computed in the
+    best tier; None where there are none.
+    """
+
+    least: int = 1
+    most: int = MAX_TIERS
+    keeps: str | None = None
+    skips: bool = False
+    lossless: Mapping[str, Any] | None = None
+
+
 class Policy:
     """One way to decide. The class says what a policy wants, its methods what it does; what a
     policy leaves alone does nothing.
 
     name: what a user calls it; summary: what it does, in a sentence for tables of the documents.
-    Settings: the record of its own settings, all of which become options. least_tiers, most_tiers:
-    how many precisions it works with. keeps: what every expert is kept in one of, as "two
-    precisions", where none may be skipped. reason: why other policies' options have no effect with
-    it, the end of "NAME, which ...". callback: when it is asked. counts: StepReport.counts is
-    wanted. follows_tiers: StepReport.resident and target are. learns: its hotness is kept for the
-    next start. tunes: what it tuned is. weighs_losses: what each expert loses in each tier is
-    wanted, where it is known; per_use: with its usual gate weights, in nats where that was fitted.
-    foresees: what its choices cost is needed. skips: it may skip experts, whatever its lower tiers
-    are; where none is named, it has none. default_tier: what is asked for where the policy is not.
-    lossless: values of its settings with which every expert is computed in the best tier; None
-    where there are none.
+    reason: why other policies' options have no effect with it, the end of "NAME, which ...".
+    Settings: the record of its own settings, all of which become options. learns: its hotness is
+    kept for the next start. tunes: what it tuned is. weighs_losses: what each expert loses in each
+    tier is wanted, where it is known; per_use: with its usual gate weights, in nats where that was
+    fitted. foresees: what its choices cost is needed.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str] = ""
-    Settings: ClassVar[type[Settings]] = Settings
-    least_tiers: ClassVar[int] = 1
-    keeps: ClassVar[str | None] = None
-    most_tiers: ClassVar[int] = MAX_TIERS
     reason: ClassVar[str] = "has settings of its own"
-    counts: ClassVar[bool] = False
-    follows_tiers: ClassVar[bool] = False
+    Settings: ClassVar[type[Settings]] = Settings
+    precisions: ClassVar[Precisions] = Precisions()
     learns: ClassVar[bool] = False
     tunes: ClassVar[bool] = False
     foresees: ClassVar[bool] = False
-    skips: ClassVar[bool] = False
     per_use: ClassVar[bool] = False
-    lossless: ClassVar[Mapping[str, Any] | None] = None
     weighs_losses: bool = False
-    default_tier: int = 0
-    callback: Callback = Callback.NEVER
+    wants: Wants = Wants()
 
     # How often it renewed what it wants in memory.
     updates: int = 0
@@ -166,21 +130,22 @@ class Policy:
     def __init_subclass__(cls, **more: Any) -> None:
         """Raises TypeError for a policy whose decisions nobody would ever ask for."""
         super().__init_subclass__(**more)
-        if cls.callback is Callback.NEVER and cls.decide is not Policy.decide:
+        if cls.wants.callback is Callback.NEVER and cls.decide is not Policy.decide:
             raise TypeError(f"{cls.__name__} decides, and its callback is Callback.NEVER")
 
     def __init__(self, shape: ModelShape, settings: Any = None, rules: Rules | None = None) -> None:
         """settings: a record of the class's Settings, None for its defaults. Raises PolicyError
         where the policy cannot work with the model's tiers."""
-        skips = rules is not None and rules.skip
-        if self.keeps is not None and (len(shape.tiers) < self.least_tiers or skips):
+        skips, precisions = rules is not None and rules.skip, self.precisions
+        too_few = len(shape.tiers) < precisions.least
+        if precisions.keeps is not None and (too_few or skips):
             raise PolicyError(
-                f"the policy {self.name} keeps each expert in one of {self.keeps}: give --low FILE "
-                f"or a file packed with several tiers, and not --low-tier skip"
+                f"the policy {self.name} keeps each expert in one of {precisions.keeps}: give "
+                f"--low FILE or a file packed with several tiers, and not --low-tier skip"
             )
-        if len(shape.tiers) < self.least_tiers:
+        if too_few:
             raise PolicyError(
-                f"the policy {self.name} works with {self.least_tiers} precisions: give --low FILE "
+                f"the policy {self.name} works with {precisions.least} precisions: give --low FILE "
                 f"or a file packed with as many tiers"
             )
         self.shape = shape
@@ -202,31 +167,6 @@ class Policy:
     def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
         """A sentence about a setting that can do nothing beside the others that were asked for."""
         return None
-
-    @property
-    def by_residency(self) -> bool:
-        """Whether what it decides depends on what is in memory, and so on the disk."""
-        return False
-
-    @property
-    def n_ahead(self) -> int:
-        """How many layers ahead it wants the routers asked, 0 for none."""
-        return 0
-
-    @property
-    def needs_importance(self) -> bool:
-        """Whether prefill events must carry the attention that tokens receive."""
-        return False
-
-    @property
-    def all_resident(self) -> bool:
-        """Whether every expert is in memory, so that only its transitions change versions."""
-        return False
-
-    @property
-    def transition_rate(self) -> int:
-        """Bytes per second that its transitions may read beside decoding, 0 for no limit."""
-        return 0
 
     @property
     def fresh(self) -> bool:
@@ -283,13 +223,13 @@ class Policy:
         resident: uint8 [n_layers, n_expert] as of StepReport. used: how often tokens used each
         expert, not negative, [n_layers, n_expert]; where nobody did, they come last, by layers.
         """
-        if self.all_resident:
+        if self.wants.all_resident:
             return ()
         share = used / np.maximum(used.sum(axis=1, keepdims=True), 1e-300)
         order = np.argsort(-share, axis=None, kind="stable")
         layers, experts = np.unravel_index(order, share.shape)
         absent = resident[layers, experts] == ABSENT
-        tier = self.default_tier
+        tier = self.wants.default_tier
         pairs = zip(layers[absent].tolist(), experts[absent].tolist(), strict=True)
         return [(layer, expert, tier) for layer, expert in pairs]
 
@@ -312,7 +252,7 @@ class Policy:
     def restore_sequence(self, sequence: int, state: bytes) -> None:
         """A sequence goes on, with what save_sequence gave. Raises PolicyError for other bytes."""
 
-    def wants(self, phase: Phase) -> bool:
+    def wants_report(self, phase: Phase) -> bool:
         """Whether the report of a step of this phase has to carry what it asks for. Where not, its
         counts come with the next one that does, and no expert may be on its way until then."""
         return True
@@ -346,49 +286,3 @@ class Policy:
     def describe(self) -> str:
         """One phrase for the mode line."""
         return f"{self.name} {'/'.join(self.shape.tiers)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One claim on a budget: at least `floor` units, at most `full`, in proportion to weight."""
-
-    unit_bytes: int
-    floor: int
-    full: int
-    weight: float
-
-
-def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
-    """Units for each share: clamp(s * weight, floor, full) with the largest s whose sum fits
-    the budget; what rounding left over goes, unit by unit, to the share that is furthest
-    below its proportion. Raises BudgetError when the floors alone do not fit."""
-    needed = sum(share.unit_bytes * share.floor for share in shares)
-    if needed > budget_bytes:
-        raise BudgetError(
-            f"{budget_bytes} bytes are too few for the expert slots: "
-            f"the smallest budget that works is {needed} bytes",
-            needed,
-        )
-
-    def counts(scale: float) -> list[int]:
-        return [max(share.floor, min(share.full, int(scale * share.weight))) for share in shares]
-
-    def cost(units: Sequence[int]) -> int:
-        return sum(share.unit_bytes * n for share, n in zip(shares, units, strict=True))
-
-    positive = [share for share in shares if share.weight > 0]
-    low, high = 0.0, max((share.full / share.weight for share in positive), default=0.0) + 1.0
-    if cost(counts(high)) <= budget_bytes:
-        return counts(high)
-    for _ in range(64):
-        middle = (low + high) / 2
-        low, high = (middle, high) if cost(counts(middle)) <= budget_bytes else (low, middle)
-    units, waiting = counts(low), [i for i, share in enumerate(shares) if share.weight > 0]
-    rest = budget_bytes - cost(units)
-    while waiting := [
-        i for i in waiting if units[i] < shares[i].full and shares[i].unit_bytes <= rest
-    ]:
-        neediest = min(waiting, key=lambda i: (units[i] + 1) / shares[i].weight)
-        units[neediest] += 1
-        rest -= shares[neediest].unit_bytes
-    return units

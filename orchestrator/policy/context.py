@@ -4,27 +4,17 @@ near-data paper, section 4)."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.errors import BudgetError, PolicyError
-from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
-from orchestrator.policy.base import (
-    Callback,
-    ModelShape,
-    Policy,
-    Rules,
-    SlotPlan,
-    Transition,
-)
-from orchestrator.policy.dynaexq import DynaExqSettings
-from orchestrator.policy.near_pools import like_counts, near_counts, near_pools, placed_shape
-from orchestrator.policy.placement import (
+from orchestrator.allocation.placement import (
+    IMPORTANCE,
     PlacementSettings,
+    bit_budget,
     importance,
     near_tiers,
     nominal_bits,
@@ -32,10 +22,167 @@ from orchestrator.policy.placement import (
     place,
     shares,
 )
-from orchestrator.policy.sequence_use import SequenceUse
-from orchestrator.policy.tier_pools import TierPools
-from orchestrator.policy.versions import Background
+from orchestrator.allocation.pools import Places, TierPools
+from orchestrator.allocation.prefix_split import prefix_split
+from orchestrator.allocation.settings import Background, Shared
+from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan, Transition
+from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
+from orchestrator.policy.base import Callback, Policy, Precisions, Wants
 from orchestrator.settings import again, setting
+
+# Experts of a layer by the near tiers that share their slots.
+NearCounts = Mapping[tuple[int, ...], int]
+
+
+def near_counts(tiers: Sequence[int], counts: Sequence[int], share: bool) -> NearCounts:
+    """counts[i] experts of a layer in tiers[i], with slots of their own, or with shared ones."""
+    if share:
+        return {tuple(tiers): sum(counts)}
+    return {(tier,): n for tier, n in zip(tiers, counts, strict=True)}
+
+
+def like_counts(tiers: Sequence[str], n_cold: int, settings: PlacementSettings) -> tuple[int, ...]:
+    """How many of n_cold experts of a layer get each near tier where all are alike. Raises
+    PolicyError where the least bits are more than near_bits."""
+    bits = [nominal_bits(tier) for tier in tiers]
+    if settings.near_bits < bits[-1]:
+        raise PolicyError(
+            f"--near-bits {settings.near_bits:g} is less than {tiers[-1]} has: name a lower tier, "
+            f"or ask for {bits[-1]} or more"
+        )
+    losses = nominal_losses(bits, 1, n_cold)[0]
+    weights = 1 / np.arange(1.0, n_cold + 1) if settings.near_weights == IMPORTANCE else None
+    return prefix_split(losses, bits, bit_budget(n_cold, settings), weights)
+
+
+def placed_shape(shape: ModelShape, on_host: bool) -> ModelShape:
+    """The shape with slots as large as they are where they are: below tier 0 on_host or not."""
+    if not on_host:
+        return shape
+    pairs = zip(shape.slots, shape.host_slots, strict=True)
+    return replace(shape, slots=tuple((there[0], *here[1:]) for there, here in pairs))
+
+
+def near_pools(shape: ModelShape, n_hot: int, near: NearCounts, on_host: bool) -> TierPools:
+    """Slots for n_hot experts of each layer in tier 0 and for the near ones. on_host: these are in
+    the host's memory behind a GPU, with its threads computing them."""
+    used = {tier for tiers in near for tier in tiers}
+    unused = set(range(1, len(shape.tiers))) - used
+    places = [Places((0,), n_hot, reserve=False)]
+    places += [Places((tier,), 0, on_host=on_host) for tier in sorted(unused)]
+    places += [Places(tiers, n, on_host=on_host) for tiers, n in near.items()]
+    return TierPools(placed_shape(shape, on_host), places)
+
+
+_MAGIC = b"moe-edge use 1\n"
+
+
+@dataclass(slots=True)
+class _Use:
+    """counts P and gates W, float64 [n_layers, n_expert] each."""
+
+    counts: np.ndarray
+    gates: np.ndarray
+
+
+class SequenceUse:
+    """Sums of the sequences that are in memory; what those that are over used is in `past`, float64
+    [n_layers, n_expert].
+
+    A token of a prompt counts for its own sequence. What a decode step used is known for all of its
+    tokens together, so that it counts in equal parts for all sequences in memory: their sum is
+    exact, and so is a sequence that is alone. Answers have no gate sums.
+    """
+
+    def __init__(self, n_layers: int, n_expert: int) -> None:
+        self._size = n_layers, n_expert
+        self.past = self._zeros()
+        self._of: dict[int, _Use] = {}
+        self._step = -1
+        self._in_step: dict[int, _Use] = {}
+        self._given: set[int] = set()  # restored since the last step
+
+    def _zeros(self) -> np.ndarray:
+        return np.zeros(self._size)
+
+    def _new(self) -> _Use:
+        return _Use(self._zeros(), self._zeros())
+
+    @property
+    def counts(self) -> np.ndarray:
+        """P of all sequences in memory, float64 [n_layers, n_expert]."""
+        return self._sum([each.counts for each in self._of.values()])
+
+    @property
+    def gates(self) -> np.ndarray:
+        """W of them."""
+        return self._sum([each.gates for each in self._of.values()])
+
+    def _sum(self, parts: list[np.ndarray]) -> np.ndarray:
+        total: np.ndarray = np.sum([self._zeros(), *parts], axis=0)
+        return total
+
+    def begin(self, step: int) -> bool:
+        """A layer of this step follows: whether it is the step's first one. What a failed step
+        counted is dropped."""
+        if step == self._step:
+            return False
+        self._step = step
+        self._in_step.clear()
+        return True
+
+    def count(self, layer: int, ids: np.ndarray, gates: np.ndarray, sequences: np.ndarray) -> None:
+        """Tokens of the running step: the experts ids and their weights gates [T, k], and the
+        sequence of each token [T]."""
+        for sequence in sorted(set(sequences.tolist())):
+            mine = sequences == sequence
+            use = self._in_step.setdefault(sequence, self._new())
+            chosen, n = ids[mine].ravel(), self._size[1]
+            use.counts[layer] += np.bincount(chosen, minlength=n)
+            use.gates[layer] += np.bincount(chosen, gates[mine].ravel(), n)
+
+    def step_done(self, report: StepReport) -> None:
+        """A step that succeeded: sequences end and begin, and what it used is added."""
+        for sequence in {*report.ends, *report.starts} - self._given:
+            if (over := self._of.pop(sequence, None)) is not None:
+                self.past += over.counts
+        self._given.clear()
+        for sequence in report.starts:
+            self._of.setdefault(sequence, self._new())
+        if report.phase == Phase.PREFILL:
+            for sequence, use in self._in_step.items():
+                mine = self._of.setdefault(sequence, self._new())
+                mine.counts += use.counts
+                mine.gates += use.gates
+            self._in_step.clear()
+        elif self._of and report.counts is not None:
+            part = report.counts / len(self._of)
+            for use in self._of.values():
+                use.counts += part
+        elif report.counts is not None:
+            self.past += report.counts
+
+    def save(self, sequence: int) -> bytes | None:
+        """What one sequence used so far; None for one that is not in memory."""
+        use = self._of.get(sequence)
+        if use is None:
+            return None
+        return _MAGIC + np.stack([use.counts, use.gates]).astype("<f8").tobytes()
+
+    def restore(self, sequence: int, state: bytes) -> None:
+        """A sequence goes on from where another one was saved, in the place of what it used itself.
+        Raises PolicyError for what save did not write for this model."""
+        n_layers, n_expert = self._size
+        body = state[len(_MAGIC) :]
+        if not state.startswith(_MAGIC) or len(body) != 16 * n_layers * n_expert:
+            raise PolicyError("the state of a sequence is damaged, or of another model")
+        sums = np.frombuffer(body, "<f8").reshape(2, n_layers, n_expert).astype(np.float64)
+        if not (np.isfinite(sums).all() and (sums >= 0).all()):
+            raise PolicyError("the state of a sequence is damaged: it has impossible sums")
+        self._of[sequence] = _Use(sums[0].copy(), sums[1].copy())
+        self._given.add(sequence)
+
 
 OWN, SHARED = "own", "shared"
 ASYNC, WAIT = "async", "wait"
@@ -46,7 +193,7 @@ AUTO, DEVICE, HOST = "auto", "device", "host"
 class ContextSettings(PlacementSettings, Background):
     """What a user can tune."""
 
-    hot_experts: int | None = again(DynaExqSettings, "hot_experts")
+    hot_experts: int | None = again(Shared, "hot_experts")
     near_tiers: str | None = setting(
         None,
         "Precisions of the experts that are not hot, as q4_k,q2_k.",
@@ -66,13 +213,7 @@ class ContextSettings(PlacementSettings, Background):
         "the GPU has no room for all.",
         choices=(AUTO, DEVICE, HOST),
     )
-    losses: Path | None = setting(
-        None,
-        "The loss table that experts' precisions go by, of moe-edge calibrate; with context for "
-        "--near-slots shared alone.",
-        shown="FILE.calib.json",
-        recorded=False,
-    )
+    losses: Path | None = again(Shared, "losses")
     placement: str = setting(
         ASYNC,
         "Experts move beside the answer (async), or before its first token, which waits (wait).",
@@ -110,12 +251,10 @@ class Context(Policy):
         "token waits for it."
     )
     Settings = ContextSettings
-    least_tiers = 2
     reason = "places every expert by the prompt"
-    keeps = "several precisions"
-    callback = Callback.PREFILL
-    counts = True
-    follows_tiers = True
+    precisions = Precisions(least=2, keeps="several precisions")
+    # One layer ahead, for the last layer's part of a prompt.
+    wants = Wants(Callback.PREFILL, n_ahead=1, counts=True, tiers=True, all_resident=True)
     learns = True
     settings: ContextSettings
 
@@ -138,7 +277,12 @@ class Context(Policy):
                 f"--near-place {HOST}"
             )
         size = shape.n_layers, shape.n_expert
-        self.default_tier = len(shape.tiers) - 1
+        rate = self.settings.transition_rate or 0
+        self.wants = replace(
+            self.wants,
+            default_tier=len(shape.tiers) - 1,
+            transition_rate=0 if self._waits else rate,  # none where a token waits for them
+        )
         self.updates = 0
         self.use = SequenceUse(*size)
         self._n_hot = 0
@@ -180,20 +324,6 @@ class Context(Policy):
         """Slot bytes of an expert, int64 [n_layers, n_tiers]."""
         slots = placed_shape(self.shape, self._on_host).slots
         return np.array([[sum(sizes.values()) for sizes in tiers] for tiers in slots], np.int64)
-
-    @property
-    def n_ahead(self) -> int:
-        """One, for the last layer's part of a prompt."""
-        return 1
-
-    @property
-    def all_resident(self) -> bool:
-        return True
-
-    @property
-    def transition_rate(self) -> int:
-        """None where a token waits for them."""
-        return 0 if self._waits else self.settings.transition_rate or 0
 
     @property
     def _waits(self) -> bool:
@@ -279,7 +409,7 @@ class Context(Policy):
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Experts as they are in memory; counts what the layer's tokens use."""
         layer, last = event.layer, self.shape.n_layers - 1
-        np.minimum(view.resident_array[layer], self.default_tier, out=out.tier_array)
+        np.minimum(view.resident_array[layer], self.wants.default_tier, out=out.tier_array)
         if self.use.begin(event.step):
             self._predicted = False
         of = event.sequences_array

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from orchestrator.allocation import prefetch
+from orchestrator.allocation.importance import gate_critical, gate_order
+from orchestrator.allocation.monitor import Monitor, Prediction
+from orchestrator.allocation.prefetch import AUTO, OFF, ON, LookAhead
+from orchestrator.allocation.prompts import Prompts, layer_groups
+from orchestrator.allocation.retention import COSINE, FLAT, SCHEDULES, realised, solve
+from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotPlan, divide
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     SKIP,
@@ -18,21 +25,7 @@ from orchestrator.events import (
     StoreView,
     distinct,
 )
-from orchestrator.policy import prefetch
-from orchestrator.policy.base import (
-    Callback,
-    ModelShape,
-    Policy,
-    Rules,
-    Share,
-    SlotPlan,
-    divide,
-)
-from orchestrator.policy.importance import gate_critical, gate_order
-from orchestrator.policy.monitor import Monitor, Prediction
-from orchestrator.policy.prefetch import AUTO, OFF, ON, LookAhead
-from orchestrator.policy.prompts import Prompts, layer_groups
-from orchestrator.policy.retention import COSINE, FLAT, SCHEDULES, realised, solve
+from orchestrator.policy.base import Callback, Policy, Precisions, Wants
 from orchestrator.settings import setting
 
 _DECODE = int(Phase.DECODE)
@@ -105,10 +98,9 @@ class DyMoE(Policy):
         "for the next layer as long as that pays."
     )
     Settings = DyMoESettings
-    most_tiers = 2
     reason = "decides token by token"
-    callback = Callback.ALWAYS
-    lossless: ClassVar[Mapping[str, Any]] = {"retention": 1.0}
+    precisions = Precisions(most=2, lossless={"retention": 1.0})
+    wants = Wants(Callback.ALWAYS, importance=True)
     settings: DyMoESettings
 
     def __init__(
@@ -122,7 +114,16 @@ class DyMoE(Policy):
         self.settings = self.settings.settled()
         self._one_precision = len(shape.tiers) < 2 and not self.rules.skip
         self._low = SKIP if self.rules.skip or len(shape.tiers) < 2 else 1
-        self._prefetch = self.settings.prefetch if self.n_ahead else OFF
+        by_gates = self.settings.lower_which == GATES
+        # Exact decisions do not depend on what is in memory.
+        ahead = self.settings.prefetch != OFF and not (self.rules.exact and by_gates)
+        self.wants = replace(
+            self.wants,
+            n_ahead=(self.settings.n_ahead or 0) if ahead else 0,
+            importance=not self._one_precision,
+            by_residency=not by_gates and not self._one_precision,
+        )
+        self._prefetch = self.settings.prefetch if self.wants.n_ahead else OFF
         self._monitor = Monitor()
         self._prediction = Prediction(shape.n_layers)
         self._prompts = Prompts(
@@ -135,17 +136,6 @@ class DyMoE(Policy):
             self._high,
         )
         self.settings_changed()
-
-    @property
-    def by_residency(self) -> bool:
-        return self.settings.lower_which == MISSING and not self._one_precision
-
-    @property
-    def n_ahead(self) -> int:
-        """None where what is computed must not depend on what is in memory."""
-        exact = self.rules.exact and self.settings.lower_which == GATES
-        wanted = self.settings.prefetch != OFF and not exact
-        return (self.settings.n_ahead or 0) if wanted else 0
 
     def settings_changed(self) -> None:
         """Solves the depth schedule for the share of critical experts.
@@ -166,11 +156,6 @@ class DyMoE(Policy):
         self._prefill_counts: dict[int, list[int]] = {}
         self.retention = retention
         self.realised = realised(self.critical, k)
-
-    @property
-    def needs_importance(self) -> bool:
-        """Whether prefill decides by the attention that tokens receive."""
-        return not self._one_precision
 
     def prefill_critical(self, layer: int, n_used: int) -> int:
         """t_l = ceil(r(l) * M) of a prompt in a step, M being the experts that any of its tokens
@@ -237,7 +222,7 @@ class DyMoE(Policy):
         used = event.ids.tolist()
         if t < k:
             out.renormalize = self.rules.renormalize
-            if self.by_residency:
+            if self.wants.by_residency:
                 used = self._lower_missing(event, view, out)
             elif event.n_tokens == 1:
                 tier = out.tier
@@ -264,7 +249,7 @@ class DyMoE(Policy):
         that are not there high, at most k - t_l with the lowest gates are lowered, but never one of
         its first quarter, which is the first one at least, nor what another token needs high."""
         t = self.critical[layer]
-        if not self.by_residency:
+        if not self.wants.by_residency:
             return gate_critical(ids, weights, t, self.shape.n_expert)
         k = ids.shape[1]
         most, kept_high = k - t, max(1, k // 4)

@@ -2,37 +2,209 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
-from orchestrator.policy.base import (
-    Callback,
+from orchestrator.allocation.hotness import Intervals
+from orchestrator.allocation.pools import MAX_QUEUE, Pool, Pools, Tracker, pools_by_size, slot_plan
+from orchestrator.allocation.settings import Shared
+from orchestrator.allocation.slots import (
     ModelShape,
     Rules,
+    Share,
     SlotPlan,
-    TierOffer,
     Transition,
+    divide,
 )
-from orchestrator.policy.hotness import Intervals, Learning
-from orchestrator.policy.versions import (
-    HIGH,
-    LOW,
-    ExpertState,
-    Swap,
-    Tracker,
-    VersionPools,
-    as_range,
-    cache_plan,
-    expert_states,
-    least_resident_bytes,
-    resident_plan,
-)
-from orchestrator.settings import setting
+from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
+from orchestrator.policy.base import Callback, Precisions, TierOffer, Wants
+from orchestrator.policy.learning import Learning
+from orchestrator.settings import again, setting
+
+HIGH, LOW = 0, 1
+
+
+class ExpertState(IntEnum):
+    """What memory holds of an expert, and what is under way (DynaExq 3.2)."""
+
+    ABSENT = 0
+    HI = 1
+    LO = 2
+    PROMOTING = 3
+    DEMOTING = 4
+
+
+# [resident, target], either of them tier 0, tier 1, or absent.
+_STATES = np.zeros((3, 3), np.uint8)
+_STATES[0] = ExpertState.HI, ExpertState.DEMOTING, ExpertState.DEMOTING
+_STATES[1] = ExpertState.PROMOTING, ExpertState.LO, ExpertState.DEMOTING
+
+
+def expert_states(resident: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The ExpertState of each expert, uint8 [n_layers, n_expert], from StepReport.resident and
+    target; one that is complete and not published yet counts as under way."""
+    found: np.ndarray = _STATES[np.minimum(resident, 2), np.minimum(target, 2)]
+    return found
+
+
+@dataclass(slots=True)
+class Swap:
+    """One change of a layer's hot set: `down` is demoted, its high slot goes to `up`. down None:
+    a high slot is free already. promoting: the second half has been asked for."""
+
+    layer: int
+    up: int
+    down: int | None
+    promoting: bool = False
+
+    @property
+    def moving(self) -> int:
+        """The expert that its present half moves."""
+        return self.up if self.promoting or self.down is None else self.down
+
+
+# One low slot beyond what is needed for each so many experts: as many swaps may be under way.
+_EXPERTS_PER_SWAP = 64
+_MAX_SWAPS = 4
+# Of the slots beside one token's experts: those for high copies where not all low ones fit.
+CACHED_HIGH = 0.5
+
+
+class VersionPools(Pools):
+    """The pools of two versions. capacity[layer] is n_l, experts that may be high at once."""
+
+    def __init__(self, pools: Sequence[Sequence[Pool]], capacity: Sequence[int]) -> None:
+        """pools[tier]"""
+        super().__init__(pools, len(capacity))
+        self.capacity = tuple(capacity)
+
+    def shortlist(self, swaps: Sequence[Swap]) -> list[Swap]:
+        """The first MAX_QUEUE of each low pool, whose slots in reserve its swaps go through: so a
+        pool that moves slowly leaves places to the others."""
+        listed = Counter[int]()
+        kept = []
+        for swap in swaps:
+            pool = int(self._pool_of[LOW][swap.layer])
+            listed[pool] += 1
+            if listed[pool] <= MAX_QUEUE:
+                kept.append(swap)
+        return kept
+
+    def track(self, states: np.ndarray) -> Tracker:
+        """states uint8 [n_layers, n_expert]: an expert between two versions holds both."""
+        present = states != ExpertState.ABSENT
+        without = ExpertState.LO, ExpertState.HI
+        return self.free((present & (states != other)).sum(axis=1) for other in without)
+
+
+def resident_plan(
+    shape: ModelShape, budget_bytes: int, most_high: int | None
+) -> tuple[SlotPlan, VersionPools] | None:
+    """Slots for every expert in one of two versions, as many high as fit: n_l = spare bytes /
+    (high - low), the same in every layer, at most most_high; None where that takes more than
+    the budget even with one high expert of each slot size.
+
+    A swap demotes first, into a low slot in reserve, and promotes into the high slot that this
+    frees; so low pools have a few slots more than experts, and high pools none.
+    """
+    high, low = pools_by_size(shape, HIGH), pools_by_size(shape, LOW)
+    n = shape.n_expert
+    spare = budget_bytes - _low_bytes(low, n)
+    full = n if most_high is None else min(n, most_high)
+    if full == 0:
+        spare -= sum(pool.unit_bytes for pool in high)  # the store wants a slot in every tier
+    first = {pool.layers[0] for pool in high}
+    shares = [
+        Share(_gain(high, low, layer), min(full, int(layer in first)), full, 1.0)
+        for layer in range(shape.n_layers)
+    ]
+    if spare < sum(share.unit_bytes * share.floor for share in shares):
+        return None
+    capacity = divide(shares, spare)
+    tiers = (
+        tuple(
+            Pool(pool.layers, pool.sizes, max(1, sum(capacity[layer] for layer in pool.layers)))
+            for pool in high
+        ),
+        tuple(
+            Pool(
+                pool.layers,
+                pool.sizes,
+                sum(n - capacity[layer] for layer in pool.layers) + _reserve(pool, n),
+            )
+            for pool in low
+        ),
+    )
+    return slot_plan(tiers), VersionPools(tiers, capacity)
+
+
+def least_resident_bytes(shape: ModelShape) -> int:
+    """The smallest budget of resident_plan: low copies of all experts and those in reserve, of
+    which one of each slot size is high instead."""
+    high, low = pools_by_size(shape, HIGH), pools_by_size(shape, LOW)
+    promoted = sum(_gain(high, low, pool.layers[0]) for pool in high)
+    return _low_bytes(low, shape.n_expert) + promoted
+
+
+def _low_bytes(low: Sequence[Pool], n_expert: int) -> int:
+    """Low copies of all experts, and the slots in reserve."""
+    return sum(
+        pool.unit_bytes * (n_expert * len(pool.layers) + _reserve(pool, n_expert)) for pool in low
+    )
+
+
+def _gain(high: Sequence[Pool], low: Sequence[Pool], layer: int) -> int:
+    """What one expert takes more when it is high."""
+    return max(1, _unit(high, layer) - _unit(low, layer))
+
+
+def _reserve(pool: Pool, n_expert: int) -> int:
+    return min(_MAX_SWAPS, max(1, len(pool.layers) * n_expert // _EXPERTS_PER_SWAP))
+
+
+def _unit(pools: Sequence[Pool], layer: int) -> int:
+    return next(pool.unit_bytes for pool in pools if layer in pool.layers)
+
+
+def cache_plan(
+    shape: ModelShape, budget_bytes: int, most_high: int | None
+) -> tuple[SlotPlan, int, list[int]]:
+    """Slots for some copies of each layer: (plan, experts high in every layer, low copies of each
+    layer). Raises BudgetError.
+
+    Of what low copies of one token's experts leave, CACHED_HIGH is for high copies, for most_high
+    experts at most. Where it is too little for one of them in every layer, there are only those
+    that the store wants: one high slot of each size, that nobody asks for.
+    """
+    layers = range(shape.n_layers)
+    low_bytes = [shape.expert_slot_bytes(layer, LOW) for layer in layers]
+    spare = budget_bytes - shape.n_expert_used * sum(low_bytes)
+    high_bytes = sum(shape.expert_slot_bytes(layer, HIGH) for layer in layers)
+    n_high = max(0, int(CACHED_HIGH * spare) // high_bytes)
+    n_high = min(n_high, shape.n_expert if most_high is None else most_high)
+    if n_high:
+        high = [Pool((layer,), shape.slots[layer][HIGH], n_high) for layer in layers]
+    else:
+        high = [Pool(pool.layers, pool.sizes, 1) for pool in pools_by_size(shape, HIGH)]
+    rest = shape.n_expert - n_high
+    shares = [Share(each, 1, max(1, rest), 1.0) for each in low_bytes]
+    fixed = [Share(pool.unit_bytes, pool.n_slots, pool.n_slots, 0.0) for pool in high]
+    counts = divide([*shares, *fixed], budget_bytes)[: shape.n_layers]
+    low = [Pool((layer,), shape.slots[layer][LOW], n_slots) for layer, n_slots in enumerate(counts)]
+    return slot_plan((high, low)), n_high, counts
+
+
+def as_range(counts: np.ndarray) -> str:
+    """The fewest and the most, as text."""
+    fewest, most = int(counts.min()), int(counts.max())
+    return str(fewest) if fewest == most else f"{fewest} to {most}"
+
 
 # As numbers: each step compares with them often, and to look up a member is a call of Python.
 HIGH_STATE, LOW_STATE = int(ExpertState.HI), int(ExpertState.LO)
@@ -43,26 +215,13 @@ UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING)))
 class DynaExqSettings(Intervals):
     """What a user can tune."""
 
-    hysteresis: float = setting(
-        0.25,
-        "By how many mean scores of its layer an expert has to be hotter than the one that it "
-        "replaces.",
-        within=(0.0, 1e6),
-        hidden=True,
-    )
     rank_slack: int = setting(
         0,
         "How many ranks below the hot set an expert may fall before it is replaced.",
         within=(0, 65535),
         hidden=True,
     )
-    hot_experts: int | None = setting(
-        None,
-        "The most experts of a layer that may be high.",
-        within=(0, 65535),
-        shown="what the budget has room for",
-        hidden=True,
-    )
+    hot_experts: int | None = again(Shared, "hot_experts")
 
 
 class DynaExq(Learning):
@@ -87,11 +246,9 @@ class DynaExq(Learning):
         "background, and no token waits for it."
     )
     Settings = DynaExqSettings
-    least_tiers = most_tiers = 2
     reason = "fills the budget with high copies"
-    keeps = "two precisions"
-    default_tier = LOW
-    callback = Callback.ALWAYS
+    precisions = Precisions(least=2, most=2, keeps="two precisions")
+    wants = Wants(Callback.ALWAYS, default_tier=LOW, all_resident=True)
     settings: DynaExqSettings
 
     def __init__(
@@ -141,10 +298,6 @@ class DynaExq(Learning):
         )
         return next(fits, below[-1])
 
-    @property
-    def all_resident(self) -> bool:
-        return not self.caching
-
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert low, and n_l = spare bytes / (high - low) of each layer high instead;
         where that does not fit, slots for some copies of each layer. Raises BudgetError."""
@@ -160,7 +313,8 @@ class DynaExq(Learning):
             self.capacity, self.cached = np.full(self.shape.n_layers, n_high), np.array(n_low)
         # What is resident needs no callback, and nor do low copies alone.
         asked = self.caching and self.capacity.any()
-        self.callback = Callback.ALWAYS if asked else Callback.NEVER
+        callback = Callback.ALWAYS if asked else Callback.NEVER
+        self.wants = replace(self.wants, callback=callback, all_resident=not self.caching)
         return slots
 
     def asked_shares(self) -> Sequence[float]:

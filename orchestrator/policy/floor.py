@@ -3,30 +3,209 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
+from orchestrator.allocation.importance import gate_order
+from orchestrator.allocation.monitor import Monitor, Prediction
+from orchestrator.allocation.prefetch import AUTO, OFF, ON, LookAhead
+from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
+from orchestrator.allocation.retention import COSINE, FLAT, SCHEDULES, ratios
+from orchestrator.allocation.settings import Background, Shared, rate_of
+from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
 from orchestrator.errors import PolicyError
 from orchestrator.estimate import KlEstimate
-from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
-from orchestrator.policy.base import Callback, ModelShape, Policy, Rules, SlotPlan
-from orchestrator.policy.context import ContextSettings
-from orchestrator.policy.importance import gate_order
-from orchestrator.policy.monitor import Monitor, Prediction
-from orchestrator.policy.prefetch import AUTO, OFF, ON, LookAhead
-from orchestrator.policy.prompts import Prompts, even_slots, layer_groups
-from orchestrator.policy.read_behind import ReadBehind
-from orchestrator.policy.retention import COSINE, FLAT, SCHEDULES, ratios
-from orchestrator.policy.savings import Account, LayerCosts, Way, layer_costs, spend, spend_all
-from orchestrator.policy.versions import Background, rate_of
+from orchestrator.events import (
+    ABSENT,
+    SKIP,
+    DecisionBuffer,
+    Phase,
+    RouteEvent,
+    StepReport,
+    StoreView,
+)
+from orchestrator.policy.base import Callback, Policy, Precisions, Wants
 from orchestrator.settings import again, setting
 
-_DECODE = int(Phase.DECODE)
+# One way to save reading, an expert in a lower tier or skipped: (nats a byte that is saved, expert,
+# tier, nats, instead_of). nats: what it costs a token with a gate weight of 1; instead_of: the tier
+# that the expert has to be lowered to before, None for no other. A plain tuple, since some are made
+# and sorted in each layer of each token.
+Way = tuple[float, int, int, float, int | None]
 
+
+class Account:
+    """What one sequence may still lose, in nats: left of the tokens before, and spent on the
+    running one."""
+
+    __slots__ = ("left", "spent")
+
+    def __init__(self) -> None:
+        self.left = self.spent = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """What it costs and saves to lower an expert of one layer.
+
+    skip, low: nats of each expert with a gate weight of 1, skipped and in tier 1, float64
+    [n_expert]. high_bytes, low_bytes: of an expert in tiers 0 and 1, 0 where there is one tier.
+    present_bytes: of reading, what skipping an expert saves that is in memory high.
+    """
+
+    skip: memoryview
+    low: memoryview
+    high_bytes: int
+    low_bytes: int
+    present_bytes: float
+
+    @property
+    def dearest(self) -> float:
+        """No way costs a token more, in nats a byte: above it a price changes nothing."""
+        saved = (self.high_bytes, self.low_bytes, self.present_bytes)
+        return max(self.skip) / min(each for each in saved if each)
+
+    @property
+    def least_present(self) -> float:
+        """What skipping an expert in memory with a gate weight of 1 costs at least, in nats a byte;
+        infinite where that saves nothing."""
+        return min(self.skip) / self.present_bytes if self.present_bytes else math.inf
+
+    def ways(self, expert: int, square: float, resident: int) -> Sequence[Way]:
+        """What may be done with an expert. square: the sum of its squared gate weights over the
+        tokens that want it; resident: its tier in memory, or ABSENT.
+
+        A low copy in memory stands for the high one. An absent expert is skipped; or read low,
+        where that costs less for each byte than skipping, and then skipped instead. One in memory
+        high is only skipped.
+        """
+        skip, n_bytes, low_bytes = self.skip[expert], self.high_bytes, self.low_bytes
+        if resident == 0:
+            return ((square * skip / self.present_bytes, expert, SKIP, skip, None),)
+        if low_bytes:
+            low = self.low[expert]
+            if resident != ABSENT:
+                return ((square * low / n_bytes, expert, resident, low, None),)
+            if low * n_bytes < skip * (n_bytes - low_bytes):
+                more = skip - low
+                return (
+                    (square * low / (n_bytes - low_bytes), expert, 1, low, None),
+                    (square * more / low_bytes, expert, SKIP, more, 1),
+                )
+        return ((square * skip / n_bytes, expert, SKIP, skip, None),)
+
+
+def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list[LayerCosts]:
+    """Of each layer. present: what skipping an expert in memory saves, as a share of what a missing
+    one does."""
+    found = []
+    for layer, nats in enumerate(estimate.nats):
+        n_bytes = [shape.expert_slot_bytes(layer, tier) for tier in range(len(shape.tiers))]
+        low_bytes = n_bytes[1] if len(n_bytes) > 1 else 0
+        skip, low = (nats[:, column].copy().data.toreadonly() for column in (-1, 1))
+        found.append(LayerCosts(skip, low, n_bytes[0], low_bytes, present * n_bytes[0]))
+    return found
+
+
+def spend(
+    ways: list[Way], squares: Mapping[int, float], account: Account, price: float, allowed: float
+) -> dict[int, int]:
+    """Takes the ways of one token, the cheapest first, up to a price in nats a byte, as long as
+    something is left: of `allowed` nats, and of what the account has from before. squares: of the
+    experts' gate weights. Returns {expert: tier}, and adds what was spent to the account."""
+    lowered: dict[int, int] = {}
+    spent, most = account.spent, account.left + allowed
+    ways.sort()
+    for nats_per_byte, expert, tier, nats, instead_of in ways:
+        if nats_per_byte > price:
+            break
+        bill = squares[expert] * nats
+        if spent + bill <= most and lowered.get(expert) == instead_of:
+            spent += bill
+            lowered[expert] = tier
+    account.spent = spent
+    return lowered
+
+
+def spend_all(
+    ways: list[Way],
+    claims: Mapping[int, Sequence[tuple[Account, float]]],
+    price: float,
+    allowed: float,
+) -> dict[int, int]:
+    """As spend, of several tokens, all of which have to have something left for an expert that they
+    want. claims: of each token that wants an expert, its account and the square of its gate
+    weight."""
+    lowered: dict[int, int] = {}
+    ways.sort()
+    for nats_per_byte, expert, tier, nats, instead_of in ways:
+        if nats_per_byte > price:
+            break
+        bills = [(account, square * nats) for account, square in claims[expert]]
+        broke = any(account.spent + bill > account.left + allowed for account, bill in bills)
+        if broke or lowered.get(expert) != instead_of:
+            continue
+        for account, bill in bills:
+            account.spent += bill
+        lowered[expert] = tier
+    return lowered
+
+
+# What is lowered again within so many steps is read. What comes up once is worth no slot.
+AGAIN_STEPS = 4
+# Experts that reads may be ahead of their rate.
+_BURST_EXPERTS = 8
+
+
+class ReadBehind:
+    """Asks for the high copies of experts that were lowered twice within a few steps, within a
+    rate."""
+
+    def __init__(self, shape: ModelShape, rate: int) -> None:
+        """rate: bytes a second, 0 for no limit."""
+        self._rate, self._granted = rate, 0.0
+        self._bytes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
+        never = -AGAIN_STEPS - 1
+        self._lowered_at = [[never] * shape.n_expert for _ in range(shape.n_layers)]
+        self._pending: tuple[int, list[int]] = (0, [])
+
+    def ask(
+        self,
+        step: int,
+        layer: int,
+        lowered: Iterable[int],
+        resident: memoryview,
+        out: DecisionBuffer,
+    ) -> None:
+        """Asks for what the layer before left, as far as the rate goes: for the layer that is being
+        computed, the store takes no prefetch. lowered: experts of this layer; resident: what its
+        experts have in memory, best tier or ABSENT."""
+        before, experts = self._pending
+        if experts:
+            n, n_bytes = len(experts), self._bytes[before]
+            if self._rate:
+                n = min(n, int(max(0.0, self._granted) // n_bytes))
+                self._granted -= n * n_bytes
+            out.prefetch_all(before, experts[:n], 0)
+        lowered_at, again = self._lowered_at[layer], []
+        for expert in lowered:
+            if resident[expert] != 0:
+                if step - lowered_at[expert] <= AGAIN_STEPS:
+                    again.append(expert)
+                lowered_at[expert] = step
+        self._pending = layer, again
+
+    def step_done(self, us: float) -> None:
+        """The rate grants what a step of so many microseconds may read."""
+        most = _BURST_EXPERTS * self._bytes[0]
+        self._granted = min(self._granted + self._rate * us / 1e6, most)
+
+
+_DECODE = int(Phase.DECODE)
 # Tokens whose budget may wait to be spent: what one token leaves, the next ones have.
 _CARRIED_TOKENS = 16
 # The share of a token's miss of its budget by which the price changes.
@@ -81,7 +260,7 @@ class FloorSettings(LookAhead):
         hidden=True,
     )
     transition_rate: int | None = again(Background, "transition_rate")
-    losses: Path | None = again(ContextSettings, "losses")
+    losses: Path | None = again(Shared, "losses")
 
 
 class Floor(Policy):
@@ -108,12 +287,10 @@ class Floor(Policy):
         "computed low where that saves most reading. What is in memory is skipped last."
     )
     Settings = FloorSettings
-    most_tiers = 2
     reason = "decides by the loss that is allowed"
-    callback = Callback.ALWAYS
-    skips = True
+    precisions = Precisions(most=2, skips=True, lossless={"max_loss": 0.0})
+    wants = Wants(Callback.ALWAYS, by_residency=True)
     foresees = True
-    lossless: ClassVar[Mapping[str, Any]] = {"max_loss": 0.0}
     settings: FloorSettings
 
     def __init__(
@@ -130,12 +307,15 @@ class Floor(Policy):
         self._high_bytes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
         self._accounts: dict[int, Account] = {}
         self._prompts = Prompts(self.rules, lambda layer, n_used: n_used, ())
-        self._prefetch = self.settings.prefetch if self.n_ahead else OFF
+        ahead = (self.settings.n_ahead or 0) if self.settings.prefetch != OFF else 0
+        rate = rate_of(self.settings.transition_rate)
+        self.wants = replace(self.wants, n_ahead=ahead, transition_rate=rate)
+        self._prefetch = self.settings.prefetch if ahead else OFF
         self._monitor = Monitor()
         self._prediction = Prediction(shape.n_layers)
         self._running: list[Account] = []
         self._asks_ahead = False
-        self._behind = ReadBehind(shape, self.transition_rate)
+        self._behind = ReadBehind(shape, rate)
         self._step, self._tokens, self._spent = -1, 0, 0.0
         self._routed = self._missing = self._lowered = self._missing_before = 0
         self._keep_top = self.settings.keep_top
@@ -143,18 +323,6 @@ class Floor(Policy):
         self._present_price = math.inf
         self._reads_behind = self.settings.read_behind
         self.settings_changed()
-
-    @property
-    def by_residency(self) -> bool:
-        return True
-
-    @property
-    def n_ahead(self) -> int:
-        return (self.settings.n_ahead or 0) if self.settings.prefetch != OFF else 0
-
-    @property
-    def transition_rate(self) -> int:
-        return rate_of(self.settings.transition_rate)
 
     @property
     def fresh(self) -> bool:

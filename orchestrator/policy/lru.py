@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, ClassVar
 
 import numpy as np
 
-from orchestrator.policy.base import Policy, Share, SlotGroup, SlotPlan, Transition, divide
+from orchestrator.allocation.slots import Share, SlotGroup, SlotPlan, Transition, divide
+from orchestrator.policy.base import Policy, Precisions
 
 
 class LRU(Policy):
@@ -17,9 +17,8 @@ class LRU(Policy):
 
     name = "lru"
     summary = "The null baseline: one precision, load on demand, evict what was used longest ago."
-    most_tiers = 1
     reason = "runs one precision"
-    lossless: ClassVar[Mapping[str, Any]] = {}
+    precisions = Precisions(most=1, lossless={})
 
     def likely(self, resident: np.ndarray, used: np.ndarray) -> Sequence[Transition]:
         """Whole layers, from the first on, each with what was used most first. A prompt comes next,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.events import Phase
-from orchestrator.policy.base import ModelShape, SlotPlan
 from orchestrator.replay.trace import Trace
 
 Expert = tuple[int, int]  # (layer, expert)

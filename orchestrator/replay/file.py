@@ -17,10 +17,11 @@ import numpy as np
 from gguf_tools.file.layout import DOWN, KINDS, MAX_TIERS
 from gguf_tools.file.opening import open_file
 from orchestrator import files
+from orchestrator.allocation.slots import Rules
 from orchestrator.errors import PolicyError, SettingError, TraceError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.native import MAX_AHEAD
-from orchestrator.policy import Rules, policy_class
+from orchestrator.policy import policy_class
 from orchestrator.replay.trace import (
     ARRAYS,
     COUNTERS,

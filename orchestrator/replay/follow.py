@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from orchestrator.allocation.slots import Transition
 from orchestrator.driver import Driver
 from orchestrator.errors import TraceError
 from orchestrator.native import Simulation, Store
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Transition
 from orchestrator.replay.trace import Step, Trace
 
 

@@ -151,7 +151,7 @@ class Recorder:
         self._tokens_of_step.append(event.n_tokens)
         self._ticks.append(False)
         self._step_us.append(0.0)
-        if not self._policy.all_resident:
+        if not self._policy.wants.all_resident:
             return
         resident = self._engine.store.view.resident_array
         for layer, expert in np.argwhere(resident != self._resident).tolist():

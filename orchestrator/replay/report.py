@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.units import format_size
+from orchestrator.allocation.prefetch import LookAhead
 from orchestrator.choice import tiers_between, unused_option
 from orchestrator.errors import BudgetError, ConfigError, TraceError
 from orchestrator.estimate import not_fitted
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native import MAX_AHEAD, Library
 from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class, policy_settings
-from orchestrator.policy.prefetch import LookAhead
 from orchestrator.replay.agreement import (
     agreement,
     counted,
@@ -131,12 +131,12 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         )
     asked = set_up_for(trace, options, policy_class(options.policy or header.policy), speed)
     name = asked.policy.name
-    if options.clock == RECORDED and not asked.policy.all_resident:
+    if options.clock == RECORDED and not asked.policy.wants.all_resident:
         raise ConfigError(
             f"--clock recorded is for versions that change, and with {name} none did: leave it out"
         )
     unchanged = not changes and options.clock != SIMULATED
-    as_recorded = asked.policy.all_resident and unchanged
+    as_recorded = asked.policy.wants.all_resident and unchanged
     plain = asked
     if name != BASELINE:
         bare = replace(options, settings={})
@@ -162,7 +162,7 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         "io_threads": speed.threads,
         "link": options.link or SHARED,
         "wait": options.wait or MATRIX,
-        "transition_rate": asked.policy.transition_rate,
+        "transition_rate": asked.policy.wants.transition_rate,
         "clock": RECORDED if as_recorded else SIMULATED,
         "compute_ms": {
             "prefill_token": _per(compute_us[Phase.PREFILL] / 1000, tokens[Phase.PREFILL]),
@@ -247,14 +247,14 @@ def _tiers(
     if same and header.policy == policy.name:
         in_use = tuple(trace.tier_index(name) for name in header.in_use)
         return in_use, header.rules.skip
-    if policy.most_tiers == 1:
+    if policy.precisions.most == 1:
         return (first,), False
-    if low in (None, SKIP_TIER) or (policy.skips and options.low_tier is None):
-        return (first,), policy.skips or low == SKIP_TIER
+    if low in (None, SKIP_TIER) or (policy.precisions.skips and options.low_tier is None):
+        return (first,), policy.precisions.skips or low == SKIP_TIER
     last = trace.tier_index(low or "")
     if last <= first:
         raise TraceError(f"the low tier {low} is not below the high tier {high}")
-    return tiers_between(policy, first, last, len(header.tiers)), policy.skips
+    return tiers_between(policy, first, last, len(header.tiers)), policy.precisions.skips
 
 
 def _work(trace: Trace, time: Compute) -> tuple[list[int], list[float]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.file.layout import COMPUTE_ORDER
+from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
 from orchestrator.driver import Driver
 from orchestrator.errors import ConfigError
 from orchestrator.estimate import KlEstimate, LossMeter
@@ -21,8 +22,7 @@ from orchestrator.events import ComputedStep, Phase, RouteEvent, StoreView
 from orchestrator.footprint import model_shape
 from orchestrator.losses import load
 from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
-from orchestrator.policy import ModelShape, Policy, Rules
-from orchestrator.policy.base import SlotPlan
+from orchestrator.policy import Policy
 from orchestrator.replay.follow import RecordedVersions
 from orchestrator.replay.trace import Event, Step, Trace
 from orchestrator.settings import Settings
@@ -176,7 +176,7 @@ def simulate(
         driver.set_route()
         if setup.estimate is not None:
             driver.meter = LossMeter(setup.estimate, policy.rules.exact)
-        held = Held(driver) if recorded_us and (policy.by_residency or policy.tunes) else None
+        held = Held(driver) if recorded_us and (policy.wants.by_residency or policy.tunes) else None
         clock.set_speed(speed.bytes_per_s, speed.latency_us)
         driver.load_first(policy.start())
         follow = None

@@ -64,10 +64,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import Tier
+from orchestrator.allocation.slots import Rules
 from orchestrator.errors import TraceError
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native import MAX_TIERS
-from orchestrator.policy import Rules
 
 FORMAT = "moe-edge-trace"
 VERSION = 8

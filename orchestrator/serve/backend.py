@@ -248,7 +248,7 @@ class Backend:
         if not engine.managed:
             return {"mode": engine.mode, "layers": 0}
         store = engine.store
-        if not engine.policy.counts:  # else the policy takes them
+        if not engine.policy.wants.counts:  # else the policy takes them
             store.take_counts()
         stats = store.stats()
         resident = store.resident()

@@ -33,7 +33,7 @@ LAYERS = (
         "orchestrator.files",
         "orchestrator.plotting",
     ),
-    ("orchestrator.native", "orchestrator.estimate"),
+    ("orchestrator.native", "orchestrator.allocation", "orchestrator.estimate"),
     (
         "orchestrator.mix",
         "orchestrator.policy",

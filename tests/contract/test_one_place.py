@@ -12,8 +12,9 @@ from orchestrator.policy import BASELINE, POLICIES, Policy, owners, policy_setti
 
 REPO = Path(__file__).resolve().parents[2]
 ORCHESTRATOR = REPO / "orchestrator"
-# The rooms that may name a policy: the policies themselves, and what compares them.
-FREE = ("policy", "lab")
+# The rooms that may name a policy and its settings: the policies themselves, what they share, and
+# what compares them.
+FREE = ("allocation", "policy", "lab")
 
 
 # Events and the store have these words for what they do themselves.
@@ -116,4 +117,4 @@ def test_every_policy_says_what_it_does() -> None:
     for policy in POLICIES.values():
         assert policy.summary.endswith("."), policy.name
         assert policy.reason and not policy.reason.endswith(".")
-        assert 1 <= policy.least_tiers <= policy.most_tiers
+        assert 1 <= policy.precisions.least <= policy.precisions.most

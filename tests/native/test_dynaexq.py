@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from orchestrator import profile
+from orchestrator.allocation.pools import Pool, slot_plan
+from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.config import Config
 from orchestrator.engine import Engine, Sampling
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import ABSENT, Phase
-from orchestrator.policy import dynaexq, versions
-from orchestrator.policy.base import ModelShape, SlotPlan
+from orchestrator.policy import dynaexq
 
 from .conftest import DEVICES
 from .transition_driver import HANG_S
@@ -80,16 +81,13 @@ def test_promoting_everything(
 
     def room_for_both(
         shape: ModelShape, _budget: int, _most: int | None
-    ) -> tuple[SlotPlan, versions.VersionPools]:
+    ) -> tuple[SlotPlan, dynaexq.VersionPools]:
         layers = range(shape.n_layers)
         pools = tuple(
-            tuple(
-                versions.Pool((layer,), shape.slots[layer][tier], shape.n_expert)
-                for layer in layers
-            )
+            tuple(Pool((layer,), shape.slots[layer][tier], shape.n_expert) for layer in layers)
             for tier in (0, 1)
         )
-        return versions.slot_plan(pools), versions.VersionPools(pools, [0] * shape.n_layers)
+        return slot_plan(pools), dynaexq.VersionPools(pools, [0] * shape.n_layers)
 
     monkeypatch.setattr(dynaexq, "resident_plan", room_for_both)
     options = {"policy": "dynaexq", "expert_ram": PLENTY, "update_steps": 0}
@@ -203,7 +201,7 @@ def test_counts_are_what_was_routed(both: Path) -> None:
             return original(report)
 
         policy.step_done = step_done  # type: ignore[method-assign]
-        policy.wants = lambda _: True  # type: ignore[method-assign]
+        policy.wants_report = lambda _: True  # type: ignore[method-assign]
         k = engine.model.n_expert_used
         engine.eval(PROMPT[:20], 0)
         engine.eval([7], 20)

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
 from orchestrator.engine import Engine
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
-from orchestrator.policy import ModelShape, Policy
-from orchestrator.policy.base import Callback
+from orchestrator.policy import Policy
+from orchestrator.policy.base import Callback, Wants
 
 from .attention import Attention, received, streams
 
@@ -28,7 +29,7 @@ class Recorder(Policy):
     """Keeps each event's importance, and decides nothing."""
 
     name = "recorder"
-    callback = Callback.ALWAYS
+    wants = Wants(Callback.ALWAYS)
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape)

@@ -68,7 +68,8 @@ class Watched:
         self.policy, self.store = self.engine.policy, self.engine.store
         shape = self.policy.shape
         self.policy._prompts.room = [(shape.n_expert, shape.n_expert)] * shape.n_layers
-        self.nothing = StoreView(np.full((shape.n_layers, shape.n_expert), ABSENT, np.uint8))
+        size = shape.n_layers, shape.n_expert
+        self.nothing = StoreView(np.full(size, ABSENT, np.uint8), np.full(size, 255, np.uint8))
         self.decoder = Decoder(self.engine._loaded.model, n_ubatch=64)
         self.store.set_route(self.on_route)
         self.layers: list[Decided] = []

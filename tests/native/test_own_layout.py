@@ -102,7 +102,7 @@ def test_auto_is_for_experts_that_stay(tiny_model: Callable[..., Path]) -> None:
     asked = SETTINGS | {"model": path, "low": low, "policy": "dynaexq", "expert_ram": nearly}
     for rate, changed in ((1 << 20, True), (0, False)):
         with Engine.open(Config.build(transition_rate=rate, **asked)) as engine:
-            assert engine.policy.all_resident
+            assert engine.policy.wants.all_resident
             assert ("q4_0 in this CPU's own layout" in engine.mode) == changed
             one_by_one(engine.eval)
             engine.store.check()

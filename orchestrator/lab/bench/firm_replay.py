@@ -20,7 +20,7 @@ from orchestrator.lab.lists import numbers
 from orchestrator.native import MAX_AHEAD, CStats
 from orchestrator.policy import policy_class
 from orchestrator.policy.firm import FIRM
-from orchestrator.policy.votes import MARGIN, MOL, RANK
+from orchestrator.policy.firm.votes import MARGIN, MOL, RANK
 from orchestrator.replay import ReplayOptions, Trace
 from orchestrator.replay.record import Disk, Recorder, dense_share
 from orchestrator.replay.report import set_up_for, speed_and_time

@@ -19,6 +19,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import processor_name
 from gguf_tools.synthetic.tensors import RESIDUAL_POWER
 from orchestrator import disk
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.errors import ConfigError
 from orchestrator.footprint import model_shape
 from orchestrator.lab.bench import host
@@ -27,7 +28,6 @@ from orchestrator.lab.bench.job import Job, longest_context
 from orchestrator.lab.bench.models import DEMO_TEXT, LOW, Note, build_models, build_uniform
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import Result
-from orchestrator.policy.base import ModelShape
 
 START_SECONDS = 300.0
 

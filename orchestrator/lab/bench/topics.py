@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.allocation.placement import nominal_bits
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import MANAGED, NO_REPACK, REPACK, RESIDENT, Case, mapped
@@ -31,7 +32,6 @@ from orchestrator.lab.bench.topics_figures import (
 from orchestrator.lab.lists import numbers
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
 from orchestrator.policy.dynaexq import DynaExq
-from orchestrator.policy.placement import nominal_bits
 from orchestrator.settings import FROM_1, again, setting
 
 ALL_LOW, FIXED, RESTLESS = "all low", "fixed hot set", "no hysteresis"

@@ -14,6 +14,8 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator import losses, profile
+from orchestrator.allocation.hull import Hull, lost, unevenness
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.eval import arithmetic
 from orchestrator.eval.arithmetic import Estimate
 from orchestrator.eval.compare import Reference, ReferencePart
@@ -29,8 +31,6 @@ from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.lab.study.uniform import tiers_of
 from orchestrator.lab.table import Column, Row, Table, percent
-from orchestrator.policy import ModelShape
-from orchestrator.policy.allocation import Hull, lost, unevenness
 from orchestrator.policy.mixed import nominal, slot_sizes
 
 EVERYTHING = "all"

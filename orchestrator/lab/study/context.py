@@ -12,6 +12,7 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
+from orchestrator.allocation.placement import PlacementSettings, importance, shares
 from orchestrator.errors import ConfigError
 from orchestrator.eval.text import Window
 from orchestrator.lab.study import plot
@@ -26,7 +27,6 @@ from orchestrator.lab.study.similarity import dense, top
 from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Subject
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
-from orchestrator.policy.placement import PlacementSettings, importance, shares
 
 # A window gives nothing to compare with fewer tokens in its prompt or in its answer.
 LEAST = 8

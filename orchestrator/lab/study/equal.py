@@ -13,6 +13,7 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.engine import Engine
 from orchestrator.errors import BudgetError
 from orchestrator.eval import arithmetic
@@ -35,7 +36,6 @@ from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import SKIP, Score, Subject
 from orchestrator.lab.study.uniform import UniformFile, tiers_of
 from orchestrator.lab.table import Column, Row, Table
-from orchestrator.policy import ModelShape
 from orchestrator.policy.base import TierOffer
 from orchestrator.policy.mixed import Mixed
 

@@ -7,11 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchestrator.eval import arithmetic
-from orchestrator.eval.arithmetic import Estimate
-from orchestrator.lab.study.context import Usage
-from orchestrator.losses import LossTable
-from orchestrator.policy.placement import (
+from orchestrator.allocation.placement import (
     IMPORTANCE,
     PLAIN,
     PlacementSettings,
@@ -22,7 +18,11 @@ from orchestrator.policy.placement import (
     place,
     shares,
 )
-from orchestrator.policy.prefix_split import MAX_WIDTHS
+from orchestrator.allocation.prefix_split import MAX_WIDTHS
+from orchestrator.eval import arithmetic
+from orchestrator.eval.arithmetic import Estimate
+from orchestrator.lab.study.context import Usage
+from orchestrator.losses import LossTable
 
 PAPER, NO_PRIOR, OURS = "prompt, losses alone (the paper)", "prompt, weighted", "prompt and profile"
 ALIKE = "prompt and profile, losses alone"

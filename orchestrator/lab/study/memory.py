@@ -36,7 +36,7 @@ from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.lab.study.uniform import UniformFile
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
-from orchestrator.policy.versions import HIGH, LOW
+from orchestrator.policy.dynaexq import HIGH, LOW
 
 HELD = (0.25, 0.5, 0.75)  # shares of the experts that a budget holds high
 GOAL = 1.3

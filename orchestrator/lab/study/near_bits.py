@@ -15,6 +15,8 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator import losses, profile
+from orchestrator.allocation.placement import PLAIN, shares
+from orchestrator.allocation.slots import Transition
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.eval import arithmetic
@@ -40,9 +42,7 @@ from orchestrator.lab.study.residency import halves
 from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.lab.table import Column, Row, Table, percent
-from orchestrator.policy.base import Transition
 from orchestrator.policy.context import OWN, SHARED, ContextSettings
-from orchestrator.policy.placement import PLAIN, shares
 
 BITS = (3.0, 2.0)
 HOT = (0.25, 0.5)  # shares of the experts of a layer; the paper's is one half

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.allocation.slots import Transition
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Transition
 
 
 class Wrapper:
@@ -56,7 +56,7 @@ class Counts(Wrapper):
         mean: np.ndarray = self._total / self.steps
         return mean
 
-    def wants(self, phase: Phase) -> bool:
+    def wants_report(self, phase: Phase) -> bool:
         """Every step is counted by itself."""
         return True
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from orchestrator import profile
+from orchestrator.allocation.placement import nominal_bits
 from orchestrator.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.eval.compare import Reference
@@ -22,9 +23,7 @@ from orchestrator.eval.text import Window
 from orchestrator.footprint import model_shape
 from orchestrator.lab.study.policies import Counts
 from orchestrator.lab.study.subject import Score, Subject
-from orchestrator.policy.dynaexq import DynaExq
-from orchestrator.policy.placement import nominal_bits
-from orchestrator.policy.versions import HIGH, LOW, resident_plan
+from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq, resident_plan
 
 # Of hot sets that are chosen at random.
 SEEDS = (1, 2, 3)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from orchestrator.allocation.retention import SCHEDULES
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import DONE, LABEL, quality, row_of
 from orchestrator.lab.study.study import Configuration, ScoredStudy, Scores
 from orchestrator.lab.study.subject import SKIP, Subject
 from orchestrator.lab.table import Column, Table
-from orchestrator.policy.retention import SCHEDULES
 
 HIGH = "high"
 RATIOS = (0.6, 0.75, 0.9)

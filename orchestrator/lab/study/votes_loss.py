@@ -13,8 +13,8 @@ from orchestrator.lab.study import plot
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.native import Library
 from orchestrator.policy.firm import FIRM
-from orchestrator.policy.heop import ALL, CLIMB, GROUPS, Tuner, Votes
-from orchestrator.policy.votes import MOL, depth_of
+from orchestrator.policy.firm.heop import ALL, CLIMB, GROUPS, Tuner, Votes
+from orchestrator.policy.firm.votes import MOL, depth_of
 from orchestrator.replay import ReplayOptions, Trace
 from orchestrator.replay.report import set_up_for, speed_and_time
 from orchestrator.replay.simulate import simulate

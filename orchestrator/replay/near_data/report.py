@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.allocation.placement import PlacementSettings, shares
 from orchestrator.errors import ConfigError
-from orchestrator.policy.placement import PlacementSettings, shares
 from orchestrator.replay.near_data import strategies
 from orchestrator.replay.near_data.machine import SHAPES, Machine, Shape
 from orchestrator.replay.near_data.routing import Generated, Routing, cosine, from_trace, generated

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.policy.placement import PlacementSettings, importance, nominal_losses, place
+from orchestrator.allocation.placement import PlacementSettings, importance, nominal_losses, place
 from orchestrator.replay.near_data.machine import FULL_BITS, Machine, Shape
 from orchestrator.replay.near_data.routing import Routing, Sequence
 

@@ -23,7 +23,8 @@ POLICY = '''
 
 from dataclasses import dataclass
 
-from orchestrator.policy.base import Callback, Policy, SlotGroup, SlotPlan
+from orchestrator.allocation.slots import SlotGroup, SlotPlan
+from orchestrator.policy.base import Callback, Policy, Precisions, Wants
 from orchestrator.settings import Settings, setting
 
 
@@ -37,11 +38,9 @@ class Stripes(Policy):
     name = "stripes"
     summary = "experts by their index"
     Settings = StripesSettings
-    least_tiers = most_tiers = 3
     reason = "goes by the index"
-    callback = Callback.PREFILL
-    default_tier = 2
-    counts = follows_tiers = True
+    precisions = Precisions(least=3, most=3)
+    wants = Wants(Callback.PREFILL, default_tier=2, counts=True, tiers=True)
     seen = None
 
     def plan(self, budget_bytes):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from orchestrator.policy.base import SlotPlan, Transition
+from orchestrator.allocation.slots import SlotPlan, Transition
 
 
 def settle(

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from orchestrator.allocation.slots import ModelShape, SlotPlan, Transition
 from orchestrator.events import ABSENT, Phase, StepReport
-from orchestrator.policy import ModelShape
-from orchestrator.policy.base import SlotPlan, Transition
-from orchestrator.policy.dynaexq import DynaExq
-from orchestrator.policy.versions import HIGH, LOW, ExpertState
+from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq, ExpertState
 
 HI, LO = ExpertState.HI, ExpertState.LO
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.events import ABSENT, MAX_PREFETCH, DecisionBuffer, Phase, RouteEvent, StoreView
-from orchestrator.policy.base import ModelShape
 
 UP, GATE, DOWN = 0, 1, 3
 

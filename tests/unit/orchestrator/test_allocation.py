@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.allocation.hull import Hull, lost, unevenness
+from orchestrator.allocation.placement import IMPORTANCE, PlacementSettings, place
 from orchestrator.errors import BudgetError
-from orchestrator.policy.allocation import Hull, lost, unevenness
-from orchestrator.policy.placement import IMPORTANCE, PlacementSettings, place
 
 SIZES = np.array([[9, 5, 4, 2], [8, 6, 3, 1]])
 

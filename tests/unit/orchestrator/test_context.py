@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from moving import settle
 from shapes import in_one_step, make_decision, make_event, make_shape, make_view
 
-from orchestrator.errors import BudgetError, PolicyError
-from orchestrator.events import Phase, StepReport
-from orchestrator.policy import ModelShape, Rules
-from orchestrator.policy.context import Context
-from orchestrator.policy.placement import (
+from orchestrator.allocation.placement import (
     PlacementSettings,
     importance,
     nominal_bits,
     nominal_losses,
     place,
 )
+from orchestrator.allocation.slots import ModelShape, Rules
+from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.events import Phase, StepReport
+from orchestrator.policy.context import Context
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 PAPER = {"prior_tokens": 0.0, "near_weights": "plain"}

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import in_one_step, make_decision, make_event, make_shape, make_view, prefetches
 
+from orchestrator.allocation.importance import gate_critical, gate_order
+from orchestrator.allocation.retention import solve
+from orchestrator.allocation.slots import Rules
 from orchestrator.errors import PolicyError
 from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase
-from orchestrator.policy import Rules, known_policies, policy_class
+from orchestrator.policy import known_policies, policy_class
 from orchestrator.policy.base import Callback
 from orchestrator.policy.dymoe import DyMoE
-from orchestrator.policy.importance import gate_critical, gate_order
-from orchestrator.policy.retention import solve
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -313,7 +314,7 @@ def test_unknown_policy_lists_the_known() -> None:
 def test_lru_needs_no_python() -> None:
     shape = make_shape()
     policy = policy_class("lru")(shape)
-    assert policy.callback is Callback.NEVER
+    assert policy.wants.callback is Callback.NEVER
     out = make_decision(shape)
     policy.decide(make_event(shape, np.random.default_rng(0)), make_view(shape), out)
     assert not any(out.tier)
@@ -364,7 +365,7 @@ def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates() -> None:
         retention=0.75, schedule="flat", lower_which="missing", prefetch="off"
     )
     policy = DyMoE(shape, settings, Rules(skip=True))
-    assert policy.by_residency and policy.critical == [3, 3]
+    assert policy.wants.by_residency and policy.critical == [3, 3]
 
     def skipped(rows: list[list[int]], here: list[int]) -> set[int]:
         event = make_event(shape, np.random.default_rng(0), n_tokens=len(rows))
@@ -382,7 +383,7 @@ def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates() -> None:
     assert skipped([[5, 2, 7, 0]], [0, 7, 2]) == set()
     assert skipped([[5, 2, 7, 0], [1, 0, 3, 4]], []) == {4}
     assert skipped([[5, 2, 7, 0], [1, 6, 3, 0]], [2]) == {0}
-    assert not DyMoE(shape, DyMoE.Settings(lower_which="missing")).by_residency
+    assert not DyMoE(shape, DyMoE.Settings(lower_which="missing")).wants.by_residency
 
 
 def test_of_missing_ones_the_first_quarter_is_never_lowered() -> None:

@@ -48,7 +48,7 @@ def test_experts_are_in_one_precision(policy: str | None, model: Path) -> None:
     _, plan = planned(model, policy=policy, expert_ram=1 << 20)
     assert plan.tiers == (0,) and not plan.skip
     assert plan.policy is not None and plan.policy.asked_shares() == (1.0,)
-    for name, value in (plan.policy.lossless or {}).items():
+    for name, value in (plan.policy.precisions.lossless or {}).items():
         assert getattr(plan.policy.settings, name) == value
 
 

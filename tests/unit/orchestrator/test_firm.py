@@ -12,7 +12,7 @@ from orchestrator.errors import BudgetError, ConfigError, PolicyError, SettingEr
 from orchestrator.events import ABSENT, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.firm import FIRM
-from orchestrator.policy.firm_settings import read_votes, write_votes
+from orchestrator.policy.firm.settings import read_votes, write_votes
 
 SHAPE = make_shape(n_layers=6, n_expert=16, k=4, tiers=("q4_k",))
 STEP_DONE = StepReport(Phase.DECODE, 1, 1000.0)
@@ -108,7 +108,7 @@ def test_fewer_candidates_and_layers_by_group() -> None:
 
 def test_ways_to_agree_that_need_one_layer() -> None:
     rank, margin = firm(agree="rank", votes="2,1"), firm(agree="margin", votes="2,1")
-    assert (rank.n_ahead, margin.n_ahead, firm().n_ahead) == (1, 1, 3)
+    assert tuple(each.wants.n_ahead for each in (rank, margin, firm())) == (1, 1, 3)
     assert [e for _, e, *_ in token(rank)[0]] == [4, 5]
     assert [e for _, e, *_ in token(margin)[0]] == [4, 5, 6]  # at least 2 * 0.05
 
@@ -186,13 +186,13 @@ TUNED = {
 def test_what_was_tuned_is_where_the_next_one_starts() -> None:
     policy = firm(votes=None)
     policy.recall(TUNED)
-    assert policy.n_ahead == 2 and policy.report()["tuned"]
+    assert policy.wants.n_ahead == 2 and policy.report()["tuned"]
     assert policy.settings.votes == "2,1/4,2/3,1"  # what a trace says of it
     odd = ({"slots": 50}, {"votes": "x"}, {"votes": 3}, {"slots": None}, {"votes": "5,1"})
     for other in (*odd, {"votes": "2,4"}, *({name: None} for name in TUNED)):
         policy = firm(votes=None)
         policy.recall(TUNED | other)
-        assert policy.n_ahead == 3 and not policy.report()["tuned"], other
+        assert policy.wants.n_ahead == 3 and not policy.report()["tuned"], other
     assert firm(votes=None).tuned is None  # nothing is tuned yet
 
 
@@ -249,11 +249,11 @@ def test_what_would_have_no_effect_is_refused(settings: dict[str, Any], said: st
 
 
 def test_as_many_layers_look_ahead_as_vote() -> None:
-    assert [firm(votes=votes).n_ahead for votes in ("4,4", "4,1/4,2/4,1", "4,1", None)] == [
+    assert [firm(votes=votes).wants.n_ahead for votes in ("4,4", "4,1/4,2/4,1", "4,1", None)] == [
         *(4, 2, 1),
         3,
     ]
-    assert firm(tune="off", votes="4,2").n_ahead == 2
+    assert firm(tune="off", votes="4,2").wants.n_ahead == 2
 
 
 def test_a_recorded_run_with_other_votes() -> None:
@@ -315,7 +315,7 @@ def test_prompts_and_slots_are_dymoes_with_one_precision() -> None:
 
 def test_without_prefetch_nothing_is_asked_for() -> None:
     policy = firm(prefetch="off", votes=None)
-    assert policy.n_ahead == 0 and policy.report()["prefetch"] == "off"
+    assert policy.wants.n_ahead == 0 and policy.report()["prefetch"] == "off"
     assert asked(policy, make(0, [USED[0]], [[row] for row in AHEAD[0]])) == []
 
 

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from shapes import UP, make_decision, make_shape, make_view, prefetches
 
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.estimate import KlEstimate
 from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase, RouteEvent, StepReport
 from orchestrator.policy import floor
-from orchestrator.policy.base import ModelShape
-from orchestrator.policy.floor import Floor
-from orchestrator.policy.read_behind import AGAIN_STEPS
+from orchestrator.policy.floor import AGAIN_STEPS, Floor
 
 K = 4
 ONE = make_shape(n_layers=3, n_expert=8, k=K, tiers=("q4_k",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.policy.heop import (
+from orchestrator.policy.firm.heop import (
     Climb,
     Grid,
     Tuner,
@@ -13,7 +13,7 @@ from orchestrator.policy.heop import (
     group_of,
     unused_and_missed,
 )
-from orchestrator.policy.votes import every_set, mask_of
+from orchestrator.policy.firm.votes import every_set, mask_of
 
 HALF = Weights()
 

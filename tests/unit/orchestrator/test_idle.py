@@ -11,12 +11,12 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
 from orchestrator.driver import Driver, PlainDriver
 from orchestrator.events import ABSENT
 from orchestrator.idle import Idle
 from orchestrator.policy import POLICIES
-from orchestrator.policy.base import ModelShape
 from orchestrator.profile import UsageKeeper, cached_path
 
 WANTED = [(0, expert, 0) for expert in range(50)]
@@ -131,7 +131,7 @@ def test_a_policy_that_keeps_every_expert_asks_for_none() -> None:
     slots = tuple(({0: 64, 1: 64, 3: 64}, {0: 32, 1: 32, 3: 32}) for _ in range(2))
     policy = POLICIES["dynaexq"](ModelShape(4, 2, ("q4_k", "q2_k"), slots))
     policy.plan(2 * 4 * 3 * 40)
-    assert policy.all_resident
+    assert policy.wants.all_resident
     assert policy.likely(np.full((2, 4), ABSENT, np.uint8), np.ones((2, 4))) == ()
 
 

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from moving import settle
 from test_near_slots import BITS, N_EXPERT, N_LAYERS, TIERS, five_tiers
 
+from orchestrator.allocation.hull import Hull, lost
+from orchestrator.allocation.pools import Places, TierPools
+from orchestrator.allocation.slots import ModelShape, Rules
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy import ModelShape, Rules
-from orchestrator.policy.allocation import Hull, lost
 from orchestrator.policy.base import Callback, TierOffer
-from orchestrator.policy.exchange import exchanges, moves
-from orchestrator.policy.mixed import Mixed, nominal, slot_sizes, weights
-from orchestrator.policy.tier_pools import Places, TierPools
+from orchestrator.policy.mixed import Mixed, exchanges, moves, nominal, slot_sizes, weights
 
 
 def make(shape: ModelShape, **options: object) -> Mixed:
@@ -67,7 +66,11 @@ def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd: bool, ten
         used[group] += int((tiers[layer] == tier).sum())
     assert all(n <= group.n_slots for n, group in zip(used, plan.groups, strict=True))
     assert lost(policy.weighted, tiers) <= before
-    assert policy.callback is Callback.NEVER and policy.all_resident and policy.default_tier == 4
+    assert (
+        policy.wants.callback is Callback.NEVER
+        and policy.wants.all_resident
+        and policy.wants.default_tier == 4
+    )
 
 
 def test_tiers_that_nobody_has_take_no_slots_of_their_own() -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from orchestrator.policy.monitor import (
+from orchestrator.allocation.monitor import (
     BLOCK_STEPS,
     FIRST_STEPS,
     LONGEST_STEPS,

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from moving import settle
 from shapes import make_decision, make_event, make_view
 
+from orchestrator.allocation.placement import PlacementSettings, place
+from orchestrator.allocation.slots import ModelShape, Transition
 from orchestrator.driver import Driver
 from orchestrator.errors import PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy import ModelShape
-from orchestrator.policy.base import Transition
+from orchestrator.policy.base import Wants
 from orchestrator.policy.context import Context
-from orchestrator.policy.placement import PlacementSettings, place
 
 TIERS = ("q8_0", "q4_k", "q3_k", "q2_k", "q1_0")
 BITS = (8.5, 4.5, 3.44, 2.63, 1.13)
@@ -194,15 +194,15 @@ def test_only_a_policy_that_waits_settles():
     rng, shape = np.random.default_rng(5), five_tiers()
     for waits in (False, True):
         policy = make(shape, hot_experts=4, placement="wait" if waits else "async")
-        assert policy.transition_rate == 0
+        assert policy.wants.transition_rate == 0
         resident = placed(policy)
         assert not policy.before_answer(resident, resident)
         prefill(policy, rng, 1, resident)
         told(policy, Phase.PREFILL, resident, resident, starts=(0,))
         assert bool(policy.before_answer(resident, resident)) == waits
     slow = Context(shape, Context.Settings(placement="wait", transition_rate=5))
-    assert slow.transition_rate == 0
-    assert Context(shape, Context.Settings(transition_rate=5)).transition_rate == 5
+    assert slow.wants.transition_rate == 0
+    assert Context(shape, Context.Settings(transition_rate=5)).wants.transition_rate == 5
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -222,7 +222,7 @@ def test_an_answer_waits_for_what_is_under_way_as_well(waits: bool):
         begin_step=lambda phase: left.__setitem__(0, left[0] - 1),
     )
     policy = SimpleNamespace(
-        follows_tiers=True, before_answer=lambda *states: () if waits else None
+        wants=Wants(tiers=True), before_answer=lambda *states: () if waits else None
     )
     Driver(policy, store, lambda: None).before_answer()
     assert left == [0 if waits else 3] and not any(asked)

@@ -18,13 +18,13 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
 from orchestrator import products as products_module
 from orchestrator import speeds as speeds_module
+from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan
 from orchestrator.config import Config
 from orchestrator.events import SKIP
 from orchestrator.footprint import vocabulary_size
 from orchestrator.hardware import Machine
 from orchestrator.llama import Bindings
 from orchestrator.plan import plan_memory
-from orchestrator.policy.base import ModelShape, SlotGroup, SlotPlan
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.predict import (
     ROWS,

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
+from orchestrator.allocation.prefix_split import prefix_split
 from orchestrator.errors import PolicyError
-from orchestrator.policy.prefix_split import prefix_split
 
 PAPER = (4, 3, 2, 1)
 

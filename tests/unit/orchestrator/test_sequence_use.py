@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.errors import PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.sequence_use import SequenceUse
+from orchestrator.policy.context import SequenceUse
 
 SIZE = (2, 4)
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from shapes import DOWN, GATE, UP, make_shape
 
 from gguf_tools.file.layout import slot_bytes
+from orchestrator.allocation.slots import ModelShape, Share, divide
 from orchestrator.errors import BudgetError
 from orchestrator.policy import policy_class
-from orchestrator.policy.base import ModelShape, Share, divide
 from orchestrator.policy.dymoe import DyMoE
 
 SHARES = st.lists(

@@ -10,14 +10,13 @@ import pytest
 from shapes import make_shape
 from test_near_slots import five_tiers
 
+from orchestrator.allocation.slots import ModelShape, Transition
 from orchestrator.driver import Driver
 from orchestrator.estimate import KlEstimate, LossMeter
 from orchestrator.events import ComputedStep, Phase
 from orchestrator.native import Store
-from orchestrator.policy import ModelShape
-from orchestrator.policy.base import Transition
 from orchestrator.policy.dynaexq import DynaExq
-from orchestrator.policy.hotness import Learning
+from orchestrator.policy.learning import Learning
 from orchestrator.policy.mixed import LOOK_US, Mixed
 
 N_STEPS = 400
@@ -26,14 +25,14 @@ N_STEPS = 400
 class Always(Mixed):
     """Told of every step."""
 
-    def wants(self, phase: Phase) -> bool:
+    def wants_report(self, phase: Phase) -> bool:
         return True
 
 
 class AlwaysHot(DynaExq):
     """Told of every step."""
 
-    def wants(self, phase: Phase) -> bool:
+    def wants_report(self, phase: Phase) -> bool:
         return True
 
 

@@ -8,9 +8,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from orchestrator.allocation.pools import Tracker
+from orchestrator.allocation.slots import Transition
 from orchestrator.events import ABSENT
-from orchestrator.policy.base import Transition
-from orchestrator.policy.versions import HIGH, LOW, ExpertState, Tracker, expert_states
+from orchestrator.policy.dynaexq import HIGH, LOW, ExpertState, expert_states
 
 
 @pytest.mark.parametrize("resident, target", list(product((HIGH, LOW, ABSENT), repeat=2)))

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.policy.monitor import Prediction
-from orchestrator.policy.votes import (
-    WAYS,
-    agreed,
-    depth_of,
-    every_set,
-    least_score,
-    mask_of,
-)
+from orchestrator.allocation.monitor import Prediction
+from orchestrator.policy.firm.votes import WAYS, agreed, depth_of, every_set, least_score, mask_of
 
 # What three layers predict of one, nearest first; four candidates each, best first.
 VOTES = [[5, 2, 7, 1], [2, 5, 9, 7], [7, 2, 4, 5]]

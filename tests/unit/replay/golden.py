@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.file.layout import DOWN, GATE, UP
+from orchestrator.allocation.slots import Rules, Transition
 from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.llama import Bindings
 from orchestrator.native import Library
-from orchestrator.policy import Rules, policy_class
-from orchestrator.policy.base import Transition
+from orchestrator.policy import policy_class
 from orchestrator.replay.file import read_trace, write_trace
 from orchestrator.replay.simulate import Compute, Setup, Transport, foreseen, set_up, simulate
 from orchestrator.replay.trace import ENDS, PROMPT_ENDS, STARTS, Trace

@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 from traces import make_trace, random_trace
 
+from orchestrator.allocation.placement import PlacementSettings
 from orchestrator.cli import cli
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import Phase
-from orchestrator.policy.placement import PlacementSettings
 from orchestrator.replay import write_trace
 from orchestrator.replay.near_data import Machine, NearData, Workload, report, strategies
 from orchestrator.replay.near_data.machine import SHAPES

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from traces import EXPERT_BYTES, decode, make_trace, over, random_trace
 
 from gguf_tools.file.layout import DOWN, GATE, UP
+from orchestrator.allocation.slots import Rules
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, NativeError, TraceError
 from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.native import MAX_TIERS, Library, Simulation, Store
-from orchestrator.policy import Rules
 from orchestrator.replay import ReplayOptions, Trace, render, replay
 from orchestrator.replay.simulate import Compute, Outcome, Setup, Transport, simulate
 from orchestrator.replay.trace import ENDS, PROMPT_ENDS, STARTS

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from gguf_tools.file.layout import DOWN, GATE, KINDS, UP
+from orchestrator.allocation.slots import Rules
 from orchestrator.events import ABSENT, Phase
-from orchestrator.policy import Rules, policy_class
+from orchestrator.policy import policy_class
 from orchestrator.replay.simulate import Setup, set_up
 from orchestrator.replay.trace import COUNTERS, STARTS, VERSION, Header, Trace
 

@@ -20,7 +20,7 @@ from orchestrator.lab.bench.firm_replay import (
 )
 from orchestrator.lab.bench.firm_replay import FirmOptions as Options
 from orchestrator.policy import POLICIES
-from orchestrator.policy.votes import WAYS
+from orchestrator.policy.firm.votes import WAYS
 
 
 @pytest.mark.parametrize("k", [2, 8])

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from gguf_tools.experts import ExpertModel
 from orchestrator import losses
+from orchestrator.allocation.placement import PlacementSettings
 from orchestrator.cli import cli
 from orchestrator.lab.study.context import Usage
 from orchestrator.lab.study.expected_loss import (
@@ -31,7 +32,6 @@ from orchestrator.lab.study.expected_loss import (
 )
 from orchestrator.lab.study.near_bits import UNIFORM
 from orchestrator.losses import Candidate, LossTable
-from orchestrator.policy.placement import PlacementSettings
 
 TWO = NearTiers(("q4_k", "q2_k"), (4, 2))
 

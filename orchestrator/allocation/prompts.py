@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchestrator.events import SKIP, DecisionBuffer, RouteEvent, StoreView, distinct
-from orchestrator.policy import prefetch
-from orchestrator.policy.base import ModelShape, Rules, Share, SlotGroup, SlotPlan, divide
-from orchestrator.policy.importance import (
+from orchestrator.allocation import prefetch
+from orchestrator.allocation.importance import (
     Ranking,
     by_sequence,
     heavy_hitters,
@@ -19,6 +17,8 @@ from orchestrator.policy.importance import (
     together,
     token_order,
 )
+from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotGroup, SlotPlan, divide
+from orchestrator.events import SKIP, DecisionBuffer, RouteEvent, StoreView, distinct
 
 # Of a layer's high slots: those that a prompt may fill with what it uses most, and those that
 # the rest of its experts pass through (docs/experiments/prompts.md).

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.policy.votes import mask_of
+from orchestrator.policy.firm.votes import mask_of
 
 CLIMB, ALL, OFF = WAYS = ("climb", "all", "off")
 GROUPS = ("shallow", "middle", "deep")

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from orchestrator.allocation.prefetch import OFF as NEVER
+from orchestrator.allocation.prefetch import LookAhead
 from orchestrator.errors import ConfigError, SettingError
-from orchestrator.policy.heop import ALL, GROUPS, OFF, WAYS, Votes
-from orchestrator.policy.prefetch import OFF as NEVER
-from orchestrator.policy.prefetch import LookAhead
-from orchestrator.policy.votes import MOL, RANK, depth_of
-from orchestrator.policy.votes import WAYS as VOTES_WAYS
+from orchestrator.policy.firm.heop import ALL, GROUPS, OFF, WAYS, Votes
+from orchestrator.policy.firm.votes import MOL, RANK, depth_of
+from orchestrator.policy.firm.votes import WAYS as VOTES_WAYS
 from orchestrator.settings import setting
 
 # Settings that say which votes count. What a recorded run had of the last three holds for its own

@@ -1,5 +1,4 @@
-"""How much each expert is used, as a moving average over intervals (DynaExq, 3.5), and what
-policies have in common that go by it."""
+"""How much each expert is used, as a moving average over intervals (DynaExq, 3.5)."""
 
 from __future__ import annotations
 
@@ -7,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orchestrator.allocation.settings import Background
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import ModelShape, Policy, Rules
-from orchestrator.policy.versions import Background, rate_of
 from orchestrator.settings import setting
 
 
@@ -33,6 +32,13 @@ class Intervals(Background):
     )
     hotness_decay: float = setting(
         0.8, "The alpha of the hotness's moving average.", within=(0.0, 1.0), hidden=True
+    )
+    hysteresis: float = setting(
+        0.25,
+        "By how many mean scores of its layer an expert has to be hotter than the one that it "
+        "replaces.",
+        within=(0.0, 1e6),
+        hidden=True,
     )
 
 
@@ -106,52 +112,3 @@ class Hotness:
         self._steps = self._tokens = 0
         self._us = 0.0
         self.updates += 1
-
-
-class Learning(Policy):
-    """A policy that goes by `Hotness`, and changes versions in the background at the usual rate.
-
-    _settled: nothing is under way, or waits to be moved, so that the policy has nothing to do until
-    the scores are new. What counts each of its steps leaves it False."""
-
-    counts = True
-    follows_tiers = True
-    learns = True
-    settings: Intervals
-
-    def __init__(
-        self, shape: ModelShape, settings: Intervals | None = None, rules: Rules | None = None
-    ) -> None:
-        """Raises PolicyError where the policy cannot work with the model's tiers."""
-        super().__init__(shape, settings, rules)
-        self._hotness = Hotness(shape, self.settings)
-        self._settled = False
-
-    @property
-    def transition_rate(self) -> int:
-        return rate_of(self.settings.transition_rate)
-
-    @property
-    def fresh(self) -> bool:
-        """Whether no step was reported yet."""
-        return self._hotness.fresh
-
-    @property
-    def hotness(self) -> np.ndarray:
-        """S, float64 [n_layers, n_expert], a copy; zeros before the first update."""
-        return self._hotness.copy()
-
-    def set_hotness(self, scores: np.ndarray) -> None:
-        """Starts from the S of an earlier run, [n_layers, n_expert]."""
-        self._hotness.set(scores)
-
-    def wants(self, phase: Phase) -> bool:
-        """Not while every expert is where it should be, and the scores stay as they are."""
-        return not self._settled or self._hotness.may_end(phase)
-
-    def _count(self, report: StepReport) -> bool:
-        """Counts a step; whether the scores are new."""
-        if not self._hotness.count(report):
-            return False
-        self.updates += 1
-        return True

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from orchestrator.allocation.importance import Ranking
 from orchestrator.errors import ConfigError
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
-from orchestrator.policy.importance import Ranking
 from orchestrator.settings import Settings, setting
 
 PREFETCHES = ("auto", "on", "off")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orchestrator.allocation.prefix_split import MAX_WIDTHS, prefix_split
 from orchestrator.errors import PolicyError
-from orchestrator.policy.prefix_split import MAX_WIDTHS, prefix_split
 from orchestrator.settings import Settings, setting
 
 PLAIN, IMPORTANCE = "plain", "importance"

@@ -7,16 +7,24 @@ from dataclasses import replace
 from typing import Any
 
 from gguf_tools.file.layout import COMPUTE_ORDER
+from orchestrator.allocation.monitor import Monitor, Prediction
+from orchestrator.allocation.prefetch import AUTO, ON
+from orchestrator.allocation.prefetch import OFF as NEVER
+from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
+from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
 from orchestrator.errors import PolicyError, SettingError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
-from orchestrator.policy.base import Callback, ModelShape, Policy, Rules, SlotPlan
-from orchestrator.policy.firm_settings import FIRMSettings, read_votes, write_votes
-from orchestrator.policy.heop import OFF, Tuner, Weights, absent_of, group_of, unused_and_missed
-from orchestrator.policy.monitor import Monitor, Prediction
-from orchestrator.policy.prefetch import AUTO, ON
-from orchestrator.policy.prefetch import OFF as NEVER
-from orchestrator.policy.prompts import Prompts, even_slots, layer_groups
-from orchestrator.policy.votes import MARGIN, RANK, agreed, depth_of, every_set, mask_of
+from orchestrator.policy.base import Callback, Policy, Precisions, Wants
+from orchestrator.policy.firm.heop import (
+    OFF,
+    Tuner,
+    Weights,
+    absent_of,
+    group_of,
+    unused_and_missed,
+)
+from orchestrator.policy.firm.settings import FIRMSettings, read_votes, write_votes
+from orchestrator.policy.firm.votes import MARGIN, RANK, agreed, depth_of, every_set, mask_of
 
 _DECODE = int(Phase.DECODE)
 
@@ -49,9 +57,9 @@ class FIRM(Policy):
         "vote of several layers, is an option."
     )
     Settings = FIRMSettings
-    most_tiers = 1
     reason = "runs one precision"
-    callback = Callback.ALWAYS
+    precisions = Precisions(most=1)
+    wants = Wants(Callback.ALWAYS)
     tunes = True
     settings: FIRMSettings
 
@@ -90,7 +98,10 @@ class FIRM(Policy):
 
     def _make_tuner(self) -> None:
         asked = self.settings
-        start = self.shape.n_expert_used, depth_of(asked.agree, self.n_ahead)
+        # Where what is computed must not depend on what is in memory, nothing is loaded ahead.
+        ahead = asked.prefetch != NEVER and not self.rules.exact
+        self.wants = replace(self.wants, n_ahead=(asked.n_ahead or 0) if ahead else 0)
+        start = self.shape.n_expert_used, depth_of(asked.agree, self.wants.n_ahead)
         self.tuner = Tuner(
             asked.way,
             group_of(self.shape.n_layers),
@@ -102,12 +113,6 @@ class FIRM(Policy):
         )
         if asked.votes is not None:
             self.tuner.fix(read_votes(asked.votes))
-
-    @property
-    def n_ahead(self) -> int:
-        """None where what is computed must not depend on what is in memory."""
-        wanted = self.settings.prefetch != NEVER and not self.rules.exact
-        return (self.settings.n_ahead or 0) if wanted else 0
 
     @property
     def fresh(self) -> bool:
@@ -123,7 +128,7 @@ class FIRM(Policy):
     @property
     def tuned(self) -> Mapping[str, Any] | None:
         """What this run tuned, once it is fixed: votes, and what they were tuned for."""
-        if not self.tuner.tuned or not self.n_ahead or self.settings.way == OFF or self.fresh:
+        if not self.tuner.tuned or not self.wants.n_ahead or self.settings.way == OFF or self.fresh:
             return None
         found = {"votes": write_votes(self.tuner.chosen), "slots": self._slots}
         return found | self._tuned_for()
@@ -137,7 +142,7 @@ class FIRM(Policy):
         where this one would tune for the same: with as many layers, matrices and weights of the
         loss, and about as many slots."""
         asked, votes, slots = self.settings, tuned.get("votes"), tuned.get("slots")
-        if not self.n_ahead or asked.way == OFF or not isinstance(votes, str):
+        if not self.wants.n_ahead or asked.way == OFF or not isinstance(votes, str):
             return
         if not isinstance(slots, int) or abs(slots - self._slots) > _SAME_SLOTS * self._slots:
             return
@@ -149,7 +154,7 @@ class FIRM(Policy):
             recalled = replace(asked, votes=votes, n_ahead=None, tune=None).settled()
         except (ValueError, SettingError):
             return
-        if (recalled.n_ahead or 0) <= self.n_ahead:
+        if (recalled.n_ahead or 0) <= self.wants.n_ahead:
             self.settings = recalled
             self._make_tuner()
 
@@ -196,7 +201,7 @@ class FIRM(Policy):
             found = agreed(way, votes, candidates, layers, scores)
             expected += found if one else [each for each in found if each not in expected]
             if one and tuner.counts_all:
-                self._every = every_set(way, votes, depth_of(way, self.n_ahead), scores)
+                self._every = every_set(way, votes, depth_of(way, self.wants.n_ahead), scores)
         return expected
 
     def _ask(
@@ -240,7 +245,7 @@ class FIRM(Policy):
 
     def step_done(self, report: StepReport) -> tuple[()]:
         """The tuning and the monitor learn from decode steps of one token."""
-        if report.phase == _DECODE and report.n_tokens == 1 and self.n_ahead:
+        if report.phase == _DECODE and report.n_tokens == 1 and self.wants.n_ahead:
             if self._prefetches():
                 self.tuner.token()
             if self.settings.prefetch == AUTO:
@@ -252,7 +257,7 @@ class FIRM(Policy):
         recall, eq. 7; precision, eq. 8; size, the mean of |S|, without which the two say nothing;
         and absent_precision, that of what was not in memory. By group of layers: votes, [K, P];
         loss, the mean of eq. 11. tuned: whether they are fixed."""
-        how = self.settings.prefetch if self.n_ahead else NEVER
+        how = self.settings.prefetch if self.wants.n_ahead else NEVER
         if how == AUTO:
             how = ON if self._monitor.pays else "paused"
         return {
@@ -268,7 +273,7 @@ class FIRM(Policy):
 
     def describe(self) -> str:
         asked, text = self.settings, f"firm {self.shape.tiers[0]}, one precision"
-        if not self.n_ahead:
+        if not self.wants.n_ahead:
             return text
         pairs = dict.fromkeys(self.tuner.by_group().values())
         votes = " ".join(f"{k},{p}" for k, p in pairs)
