@@ -63,7 +63,7 @@ class Timings:
         kept = self._of.get(key)
         return min(each.seconds for each in kept) if kept else None
 
-    def is_due(self, key: str, agree: int = 2) -> bool:
+    def is_due(self, key: str, alike: int = 2) -> bool:
         """Whether to time it now: there is nothing of a quiet machine, or not so many timings that
         agree, and then the last timing is some time ago."""
         kept = self._of.get(key, [])
@@ -73,7 +73,7 @@ class Timings:
             return another or len(kept) < MOST_MOMENTS
         least = min(each.seconds for each in kept)
         agreeing = sum(each.quiet and each.seconds <= AGREE * least for each in kept)
-        return another and agreeing < agree and quiet < MOST_MOMENTS
+        return another and agreeing < alike and quiet < MOST_MOMENTS
 
     def was_quiet(self, key: str) -> bool:
         """Whether any of its timings is of a quiet machine."""
