@@ -87,7 +87,7 @@ class ServeSettings(Settings):
         return frozenset({*LOCAL_NAMES, self.host.lower(), *filter(None, more)})
 
     def most_body_bytes(self, n_ctx: int | None) -> int:
-        """How long a request may be, where a context of so many tokens was asked for, or None was."""
+        """How long a request may be, where a context of so many tokens was asked for, if any."""
         return self.body_limit or max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
 
     def keys(self) -> frozenset[str]:
