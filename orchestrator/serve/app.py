@@ -14,10 +14,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from gguf_tools.units import format_size
 from orchestrator.errors import MoeEdgeError
 from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
-from orchestrator.serve.bodies import Body, Holding
+from orchestrator.serve.bodies import PIECES_SHARE, VALUE_BYTES, Body, Holding
 from orchestrator.serve.bounds import settle_bounds
 from orchestrator.serve.door import HEALTH, PICTURE, Door, Log, Way, error_response
 from orchestrator.serve.fields import fault_of, settle_fields
@@ -58,6 +59,7 @@ DESCRIPTION = "/openapi.json"
 SETTLED = (settle_tool_choice, settle_format, settle_bounds)
 # The field with live settings of the policy for one request.
 OURS = "moe_edge"
+TOKEN_LISTS = ("prompt", "content", "tokens")
 
 
 def application(state: State, log: Callable[[str], None]) -> Starlette:
@@ -109,7 +111,7 @@ class Endpoints:
             try:
                 answer = await body.run(partial(self._answer_to, backend, route, body))
                 body.count(len(body.data))  # written anew, it may be longer
-                return Holding(answer, body)
+                return Holding(answer, body, paces_itself=True)
             except BaseException:
                 body.close()
                 raise
@@ -165,7 +167,7 @@ class Endpoints:
         )
 
     def quick(self, route: str) -> Callable[[Request], Any]:
-        async def endpoint(request: Request) -> Response:
+        async def endpoint(request: Request) -> Any:
             backend = self._state.ready()
             body = await self._read(request, backend)
 
@@ -178,9 +180,12 @@ class Endpoints:
 
             try:
                 status, text = await body.run(work)
-                return Response(text, status, media_type="application/json")
-            finally:
+                body.take()
+                answer = Response(text, status, media_type="application/json")
+                return Holding(answer, body, paces_itself=False)
+            except BaseException:
                 body.close()
+                raise
 
         return endpoint
 
@@ -261,12 +266,34 @@ def _object(route: str, body: bytes, backend: Backend) -> tuple[dict[str, Any], 
     fault = fault_of(COMMON[OURS], changes, OURS)
     if fault is not None:
         raise Refusal(400, fault)
+    _check_values(data, len(body), backend.most_body_bytes)
     form = COUNTING.get(route, route)
     settle_unserved(form, data)
     settle_fields(form, data, backend.slot_context)
     for settle in SETTLED:
         settle(form, data)
     return data, changes
+
+
+def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> None:
+    """Raises Refusal for a request of which more would be made than there is memory for."""
+    most = longest_bytes // PIECES_SHARE
+    if data.get("with_pieces") and n_bytes > most:
+        raise Refusal(400, f"with_pieces takes a request of at most {format_size(most)}")
+    most = longest_bytes // VALUE_BYTES
+    # Tokens are numbers in lists of their own, which take no more than texts do.
+    level = [value for name, value in data.items() if name not in TOKEN_LISTS]
+    n_values = 0
+    while level:
+        n_values += len(level)
+        if n_values > most:
+            raise Refusal(400, f"a request has at most {most} values, and this one has more")
+        level = [
+            child
+            for each in level
+            if isinstance(each, (dict, list))
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
 
 
 def _places(data: dict[str, Any], most: int) -> int:

@@ -23,8 +23,12 @@ T = TypeVar("T")
 # What reading a body takes, its tokens and llama.cpp's objects among it, for each of its bytes.
 # Measured: 37 for a text to be tokenized, 31 for one to be answered.
 BODY_FACTOR = 40
-# So many of the longest bodies may arrive and wait at once: as many as the queue has by default.
-KEPT = 16
+# So many of the longest bodies may arrive and wait at once.
+KEPT = 8
+# What is made of small values takes more than other bodies do, a hundred times their length and
+# above: a request has one value for so many bytes of the longest body; and so is a text shorter
+# whose tokens are written as pieces, which take 250 times its length.
+VALUE_BYTES, PIECES_SHARE = 12, 8
 # The end of a body of this length lets the allocator give memory back that would else stay with it.
 TRIM_FROM_BYTES = 2**15
 # An entry of a request's state: its answer may wait for its client for longer than others.
@@ -124,13 +128,15 @@ class Body:
 
 
 class Holding:
-    """An answer, and the body of its request until its end."""
+    """An answer, and the body of its request until its end. paces_itself: it has bounds of its own
+    for a client that does not read."""
 
-    def __init__(self, answer: ASGIApp, body: Body) -> None:
-        self._answer, self._body = answer, body
+    def __init__(self, answer: ASGIApp, body: Body, *, paces_itself: bool) -> None:
+        self._answer, self._body, self._paces_itself = answer, body, paces_itself
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})[PACES_ITSELF] = True
+        if self._paces_itself:
+            scope.setdefault("state", {})[PACES_ITSELF] = True
         try:
             await self._answer(scope, receive, send)
         finally:

@@ -202,6 +202,23 @@ def test_a_count_for_anthropics_clients_has_errors_in_their_form() -> None:
         assert reply.json().get("type") == outer
 
 
+def test_what_takes_more_memory_than_its_length_says_is_less() -> None:
+    """Small values and pieces of tokens take a hundred times their length and more."""
+    app = application(
+        state_with(FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2)))),
+        lambda _line: None,
+    )
+    for path, data, says in (
+        (CHAT, {**MESSAGE, "chat_template_kwargs": {"a": [[]] * 11_000}}, "at most 10922 values"),
+        ("/tokenize", {"content": "a" * 20_000, "with_pieces": True}, "at most 16 KiB"),
+        ("/tokenize", {"content": [1] * 20_000}, ""),
+        ("/tokenize", {"content": "a" * 15_000, "with_pieces": True}, ""),
+    ):
+        reply = ask(app, path, data)
+        assert reply.status == (400 if says else 200), reply.body
+        assert says in reply.body.decode()
+
+
 def test_settings_for_the_policy_are_few_and_short() -> None:
     """They are kept while a request waits."""
     app = application(state_with(FakeBackend()), lambda _line: None)
