@@ -18,7 +18,7 @@ from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepRepor
 from orchestrator.idle import Idle
 from orchestrator.native import FAILED, Store
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Callback
+from orchestrator.policy.base import Callback, KeepsSequences, Tunes, WaitsBeforeAnswer
 
 # (resident, target), as Store.states() has them.
 States = tuple[np.ndarray, np.ndarray]
@@ -258,14 +258,14 @@ class Driver(PlainDriver):
     @property
     def may_wait(self) -> bool:
         """Whether the first token of an answer may wait for the policy."""
-        return type(self.policy).before_answer is not Policy.before_answer
+        return isinstance(self.policy, WaitsBeforeAnswer)
 
     def before_answer(self) -> None:
         """Behind a prompt: what an answer's first token waits for, done. After a cancel, or where
         an expert cannot be read, the rest comes in the background."""
         policy, store = self.policy, self.store
         failed = store.stats().transitions_failed
-        while policy.wants.tiers:
+        while isinstance(policy, WaitsBeforeAnswer):
             moves = policy.before_answer(*store.states())
             if moves is None or not (moves or self._under_way()):
                 break
@@ -309,10 +309,12 @@ class Driver(PlainDriver):
         return self.store.taken_counts()
 
     def save_sequence(self, sequence: int) -> bytes | None:
-        return self.policy.save_sequence(sequence)
+        policy = self.policy
+        return policy.save_sequence(sequence) if isinstance(policy, KeepsSequences) else None
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        self.policy.restore_sequence(sequence, state)
+        if isinstance(self.policy, KeepsSequences):
+            self.policy.restore_sequence(sequence, state)
         if self.on_restored is not None:
             self.on_restored(sequence, state)
 
@@ -346,5 +348,6 @@ class Driver(PlainDriver):
         return self.policy.hotness
 
     def tuned(self) -> tuple[str, Mapping[str, Any]] | None:
-        found = self.policy.tuned
-        return None if found is None else (self.policy.name, found)
+        policy = self.policy
+        found = policy.tuned if isinstance(policy, Tunes) else None
+        return None if found is None else (policy.name, found)

@@ -12,6 +12,7 @@ import numpy as np
 from orchestrator.events import SKIP
 from orchestrator.plan import MemoryPlan
 from orchestrator.policy import ALLOWED_LOSS, Policy
+from orchestrator.policy.base import Foresees
 
 
 class Loses(Protocol):
@@ -59,7 +60,7 @@ def foreseen(plan: MemoryPlan, uses: np.ndarray, estimate: Loses | None, base: s
         return Foreseen(kl, False, base)
     shares = [*zip(tiers, policy.asked_shares(), strict=False)]
     skipped = max(0.0, 1.0 - sum(share for _, share in shares))
-    spends = getattr(policy.settings, ALLOWED_LOSS) if policy.foresees else 0.0
+    spends = getattr(policy.settings, ALLOWED_LOSS) if isinstance(policy, Foresees) else 0.0
     return _of_shares([*shares, (SKIP, skipped)], spends, uses, estimate, base)
 
 

@@ -29,6 +29,7 @@ from orchestrator.native import (
 )
 from orchestrator.plan import MemoryPlan
 from orchestrator.planner import Planner, Runs
+from orchestrator.policy.base import Tunes
 from orchestrator.profile import TunedKeeper, UsageKeeper
 from orchestrator.sequences import Sequences
 from orchestrator.steps import Steps
@@ -252,9 +253,10 @@ class Loader:
         if policy is None:
             return ()
         self.planner.teach(policy, plan.tier_names)
-        tuned = self.tuned.recall(policy.name) if policy.tunes else None
-        if tuned is not None:
-            policy.recall(tuned)
+        if isinstance(policy, Tunes):
+            tuned = self.tuned.recall(policy.name)
+            if tuned is not None:
+                policy.recall(tuned)
         return policy.start()
 
     def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:

@@ -24,6 +24,7 @@ from orchestrator.llama import Bindings
 from orchestrator.losses import LossKeeper
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS, Policy
+from orchestrator.policy.base import Foresees
 from orchestrator.predict import Prediction, uniform_uses
 from orchestrator.predictor import Predictor, known_uses
 from orchestrator.probe import Probe
@@ -155,7 +156,7 @@ class Planner:
             losses = self.losses.recall(tier_names, policy.per_use)
         if losses is not None:
             policy.set_losses(losses)
-        if policy.foresees:
+        if isinstance(policy, Foresees):
             policy.set_estimate(self.losses.needed(tier_names))
         known = self.hotness.recall() if policy.learns else None
         if known is not None:
@@ -172,7 +173,7 @@ class Planner:
     def _spending(self, found: Prediction, plan: MemoryPlan) -> Prediction:
         """With what a policy that foresees its loss skips."""
         policy = plan.policy
-        if policy is None or not policy.foresees:
+        if policy is None or not isinstance(policy, Foresees):
             return found
         estimate = self.losses.needed(plan.tier_names)
         nats = estimate.nats[..., -1] * estimate.gates

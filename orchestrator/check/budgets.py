@@ -14,6 +14,7 @@ from orchestrator.hardware import Machine, probe
 from orchestrator.llama import Bindings
 from orchestrator.plan import plan_memory
 from orchestrator.policy import BASELINE, PLAIN, POLICIES
+from orchestrator.policy.base import Foresees
 
 # Tokens of the prompt that a comparison reads.
 PROMPT_TOKENS = 128
@@ -111,7 +112,9 @@ def half_way() -> list[str]:
     return [
         name
         for name, policy in POLICIES.items()
-        if policy.precisions.lossless is not None and name != BASELINE and not policy.foresees
+        if policy.precisions.lossless is not None
+        and name != BASELINE
+        and not issubclass(policy, Foresees)
     ]
 
 

@@ -5,6 +5,7 @@ No clock, no I/O, no global; the same object runs live and in replay.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -107,9 +108,9 @@ class Policy:
     name: what a user calls it; summary: what it does, in a sentence for tables of the documents.
     reason: why other policies' options have no effect with it, the end of "NAME, which ...".
     Settings: the record of its own settings, all of which become options. learns: its hotness is
-    kept for the next start. tunes: what it tuned is. weighs_losses: what each expert loses in each
-    tier is wanted, where it is known; per_use: with its usual gate weights, in nats where that was
-    fitted. foresees: what its choices cost is needed.
+    kept for the next start. weighs_losses: what each expert loses in each tier is wanted, where it
+    is known; per_use: with its usual gate weights, in nats where that was fitted. What only some
+    policies do is a class below, which they name as a base beside this one.
     """
 
     name: ClassVar[str]
@@ -118,8 +119,6 @@ class Policy:
     Settings: ClassVar[type[Settings]] = Settings
     precisions: ClassVar[Precisions] = Precisions()
     learns: ClassVar[bool] = False
-    tunes: ClassVar[bool] = False
-    foresees: ClassVar[bool] = False
     per_use: ClassVar[bool] = False
     weighs_losses: bool = False
     wants: Wants = Wants()
@@ -189,17 +188,6 @@ class Policy:
     def set_losses(self, losses: np.ndarray) -> None:
         """What experts lose in each tier, float64 [n_layers, n_expert, n_tiers]; before start."""
 
-    def set_estimate(self, estimate: KlEstimate) -> None:
-        """What the tiers in use cost against the best of them; before start."""
-
-    @property
-    def tuned(self) -> Mapping[str, Any] | None:
-        """What it found out about its own settings, for the next start: JSON-ready, or None."""
-        return None
-
-    def recall(self, tuned: Mapping[str, Any]) -> None:
-        """Starts from what an earlier run tuned, as far as it goes with this one; after plan."""
-
     def plan(self, budget_bytes: int) -> SlotPlan:
         """How the budget is divided into slots. Raises BudgetError when it is too small."""
         raise NotImplementedError
@@ -237,21 +225,6 @@ class Policy:
         """Writes a tier for the routed experts (0 where nothing is written) and what to
         prefetch. Mutates only `out`; keeps no reference to what it was given."""
 
-    def before_answer(
-        self, resident: np.ndarray, target: np.ndarray
-    ) -> Sequence[Transition] | None:
-        """Transitions that an answer's first token waits for, as for those under way, by what is in
-        memory between two steps: resident, target as of StepReport. It is asked again when all are
-        done, until there are none. None: nothing is waited for."""
-        return None
-
-    def save_sequence(self, sequence: int) -> bytes | None:
-        """What it knows of one sequence, for whoever keeps its tokens; None for nothing."""
-        return None
-
-    def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """A sequence goes on, with what save_sequence gave. Raises PolicyError for other bytes."""
-
     def wants_report(self, phase: Phase) -> bool:
         """Whether the report of a step of this phase has to carry what it asks for. Where not, its
         counts come with the next one that does, and no expert may be on its way until then."""
@@ -286,3 +259,48 @@ class Policy:
     def describe(self) -> str:
         """One phrase for the mode line."""
         return f"{self.name} {'/'.join(self.shape.tiers)}"
+
+
+class Tunes(ABC):
+    """A policy that finds out something about its own settings, kept for the next start."""
+
+    @property
+    @abstractmethod
+    def tuned(self) -> Mapping[str, Any] | None:
+        """What it found out, JSON-ready; None where nothing."""
+
+    @abstractmethod
+    def recall(self, tuned: Mapping[str, Any]) -> None:
+        """Starts from what an earlier run tuned, as far as it goes with this one; after plan."""
+
+
+class Foresees(ABC):
+    """A policy that decides by what its choices cost."""
+
+    @abstractmethod
+    def set_estimate(self, estimate: KlEstimate) -> None:
+        """What the tiers in use cost against the best of them; before start."""
+
+
+class WaitsBeforeAnswer(ABC):
+    """A policy for which the first token of an answer may wait."""
+
+    @abstractmethod
+    def before_answer(
+        self, resident: np.ndarray, target: np.ndarray
+    ) -> Sequence[Transition] | None:
+        """Transitions that an answer's first token waits for, as for those under way, by what is in
+        memory between two steps: resident, target as of StepReport. It is asked again when all are
+        done, until there are none. None: nothing is waited for."""
+
+
+class KeepsSequences(ABC):
+    """A policy that knows something of each sequence."""
+
+    @abstractmethod
+    def save_sequence(self, sequence: int) -> bytes | None:
+        """What it knows of one sequence, for whoever keeps its tokens; None for nothing."""
+
+    @abstractmethod
+    def restore_sequence(self, sequence: int, state: bytes) -> None:
+        """A sequence goes on, with what save_sequence gave. Raises PolicyError for other bytes."""

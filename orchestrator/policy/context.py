@@ -28,7 +28,14 @@ from orchestrator.allocation.settings import Background, Shared
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan, Transition
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
-from orchestrator.policy.base import Callback, Policy, Precisions, Wants
+from orchestrator.policy.base import (
+    Callback,
+    KeepsSequences,
+    Policy,
+    Precisions,
+    WaitsBeforeAnswer,
+    Wants,
+)
 from orchestrator.settings import again, setting
 
 # Experts of a layer by the near tiers that share their slots.
@@ -225,7 +232,7 @@ class ContextSettings(PlacementSettings, Background):
 _LEARNED_TOKENS = 1024
 
 
-class Context(Policy):
+class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
     """The K most important experts of each layer in tier 0, the others in the near tiers, all of
     them in memory, by what the conversation used.
 

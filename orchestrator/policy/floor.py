@@ -28,7 +28,7 @@ from orchestrator.events import (
     StepReport,
     StoreView,
 )
-from orchestrator.policy.base import Callback, Policy, Precisions, Wants
+from orchestrator.policy.base import Callback, Foresees, Policy, Precisions, Wants
 from orchestrator.settings import again, setting
 
 # One way to save reading, an expert in a lower tier or skipped: (nats a byte that is saved, expert,
@@ -263,7 +263,7 @@ class FloorSettings(LookAhead):
     losses: Path | None = again(Shared, "losses")
 
 
-class Floor(Policy):
+class Floor(Policy, Foresees):
     """An answer's experts that are in memory high are used high. Of those that are missing, some
     are skipped, or computed with a low copy, as long as the loss that the user allows lasts. What
     lasts beyond all of these is spent on experts in memory, whose computing it saves.
@@ -290,7 +290,6 @@ class Floor(Policy):
     reason = "decides by the loss that is allowed"
     precisions = Precisions(most=2, skips=True, lossless={"max_loss": 0.0})
     wants = Wants(Callback.ALWAYS, by_residency=True)
-    foresees = True
     settings: FloorSettings
 
     def __init__(

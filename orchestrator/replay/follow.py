@@ -12,6 +12,7 @@ from orchestrator.driver import Driver
 from orchestrator.errors import TraceError
 from orchestrator.native import Simulation, Store
 from orchestrator.policy import Policy
+from orchestrator.policy.base import WaitsBeforeAnswer
 from orchestrator.replay.trace import Step, Trace
 
 
@@ -68,6 +69,8 @@ class RecordedVersions:
 
     def before_answer(self, driver: Driver) -> None:
         """Behind a prompt, before step_done: what the run waited for there is in place."""
+        if not isinstance(self._policy, WaitsBeforeAnswer):
+            return
         moves = self._policy.before_answer(*self.states())
         if moves is None:
             return

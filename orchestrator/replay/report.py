@@ -17,6 +17,7 @@ from orchestrator.estimate import not_fitted
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native import MAX_AHEAD, Library
 from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class, policy_settings
+from orchestrator.policy.base import Foresees
 from orchestrator.replay.agreement import (
     agreement,
     counted,
@@ -227,9 +228,9 @@ def set_up_for(
             least,
         ) from None
     estimate = foreseen(trace, tiers, options.losses)
-    if policy.foresees and estimate is None:
+    if issubclass(policy, Foresees) and estimate is None:
         raise not_fitted(header.model, "the trace does not say what lower precisions lose")
-    if policy.foresees and estimate is not None:
+    if isinstance(made.policy, Foresees) and estimate is not None:
         made.policy.set_estimate(estimate)
     return replace(made, estimate=estimate)
 

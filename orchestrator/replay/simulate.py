@@ -23,6 +23,7 @@ from orchestrator.footprint import model_shape
 from orchestrator.losses import load
 from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
 from orchestrator.policy import Policy
+from orchestrator.policy.base import Tunes
 from orchestrator.replay.follow import RecordedVersions
 from orchestrator.replay.trace import Event, Step, Trace
 from orchestrator.settings import Settings
@@ -176,7 +177,8 @@ def simulate(
         driver.set_route()
         if setup.estimate is not None:
             driver.meter = LossMeter(setup.estimate, policy.rules.exact)
-        held = Held(driver) if recorded_us and (policy.wants.by_residency or policy.tunes) else None
+        by_residency = policy.wants.by_residency or isinstance(policy, Tunes)
+        held = Held(driver) if recorded_us and by_residency else None
         clock.set_speed(speed.bytes_per_s, speed.latency_us)
         driver.load_first(policy.start())
         follow = None

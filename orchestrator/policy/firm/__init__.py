@@ -14,7 +14,7 @@ from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
 from orchestrator.errors import PolicyError, SettingError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
-from orchestrator.policy.base import Callback, Policy, Precisions, Wants
+from orchestrator.policy.base import Callback, Policy, Precisions, Tunes, Wants
 from orchestrator.policy.firm.heop import (
     OFF,
     Tuner,
@@ -36,7 +36,7 @@ _SAME_SLOTS = 0.1
 _TUNED_FOR = ("agree", "prefetch_kinds", "n_ahead", "waste_weight", "miss_weight")
 
 
-class FIRM(Policy):
+class FIRM(Policy, Tunes):
     """One precision, in slots per layer. While decoding, what the layers before predict decides
     which experts are expected in the next one (eq. 4 to 6), and the first matrices of those are
     loaded ahead: all gates, then all ups. How many candidates and layers vote is tuned for shallow,
@@ -60,7 +60,6 @@ class FIRM(Policy):
     reason = "runs one precision"
     precisions = Precisions(most=1)
     wants = Wants(Callback.ALWAYS)
-    tunes = True
     settings: FIRMSettings
 
     def __init__(

@@ -18,7 +18,7 @@ from orchestrator.allocation.slots import ModelShape, Transition
 from orchestrator.driver import Driver
 from orchestrator.errors import PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import Wants
+from orchestrator.policy.base import WaitsBeforeAnswer
 from orchestrator.policy.context import Context
 
 TIERS = ("q8_0", "q4_k", "q3_k", "q2_k", "q1_0")
@@ -221,10 +221,12 @@ def test_an_answer_waits_for_what_is_under_way_as_well(waits: bool):
         transition=lambda moves: asked.append(moves) or len(moves),
         begin_step=lambda phase: left.__setitem__(0, left[0] - 1),
     )
-    policy = SimpleNamespace(
-        wants=Wants(tiers=True), before_answer=lambda *states: () if waits else None
-    )
-    Driver(policy, store, lambda: None).before_answer()
+
+    class Policy(WaitsBeforeAnswer):
+        def before_answer(self, resident, target):
+            return () if waits else None
+
+    Driver(Policy(), store, lambda: None).before_answer()
     assert left == [0 if waits else 3] and not any(asked)
 
 

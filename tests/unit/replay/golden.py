@@ -28,6 +28,7 @@ from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase, RouteEvent,
 from orchestrator.llama import Bindings
 from orchestrator.native import Library
 from orchestrator.policy import policy_class
+from orchestrator.policy.base import Foresees, WaitsBeforeAnswer
 from orchestrator.replay.file import read_trace, write_trace
 from orchestrator.replay.simulate import Compute, Setup, Transport, foreseen, set_up, simulate
 from orchestrator.replay.trace import ENDS, PROMPT_ENDS, STARTS, Trace
@@ -208,9 +209,11 @@ class Listener:
         self._tiers = [*policy.shape.tiers]
         self.sums: Counter[str] = Counter()
         self._decide, self._start, self._done = policy.decide, policy.start, policy.step_done
-        self._before = policy.before_answer
         policy.decide, policy.start = self.decide, self.start
-        policy.step_done, policy.before_answer = self.step_done, self.before_answer
+        policy.step_done = self.step_done
+        if isinstance(policy, WaitsBeforeAnswer):
+            self._before = policy.before_answer
+            policy.before_answer = self.before_answer  # type: ignore[method-assign]
 
     @property
     def digest(self) -> str:
@@ -256,7 +259,7 @@ def decided(library: Library, trace: Trace, row: str) -> dict[str, Any]:
     rules = Rules(skip=SKIP_NAME in tiers)
     made = set_up(trace, policy, budget, policy.Settings.of(settings), in_use, rules, threads=2)
     estimate = foreseen(trace, in_use, None)
-    if policy.foresees:
+    if isinstance(made.policy, Foresees):
         made.policy.set_estimate(estimate)  # type: ignore[arg-type]
     heard = Listener(made.policy)
     setup: Setup = replace(made, estimate=estimate)
