@@ -30,7 +30,7 @@ sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
 from served import Served, serving  # noqa: E402
 
-OPTIONS = ("--ram", "140MiB", "--policy", "lru", "--ctx", "512", "--temp", "0", "--parallel", "5")
+OPTIONS = ("--ram", "180MiB", "--policy", "lru", "--ctx", "512", "--temp", "0", "--parallel", "5")
 # As many as a server has places, and an odd number: in turns, each would else always meet the same
 # server. They begin differently, since llama.cpp gives a prompt the place with the most alike one.
 TOPICS = ("fox", "river", "castle", "bread", "winter")
@@ -179,7 +179,7 @@ def killed(port: int, victim: Served) -> Counter[str]:
 def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        alone = ("--ram", "140MiB", "--policy", "lru", "--ctx", "4096", "--temp", "0")
+        alone = ("--ram", "180MiB", "--policy", "lru", "--ctx", "4096", "--temp", "0")
         (folder / "alone").mkdir()
         with (
             serving(folder / "alone", *alone, "--allow-host", "chat.example.org") as server,

@@ -166,7 +166,7 @@ def soak_requests(cache: Path, model: Path, requests: int, cache_ram: str) -> tu
 
     limit = parse_size(cache_ram)
     rng = random.Random(1)
-    options = ("-m", str(model), "--ctx", "512", "--ram", "150MiB", "--policy", "lru")
+    options = ("-m", str(model), "--ctx", "512", "--ram", "180MiB", "--policy", "lru")
     options += ("--high-tier", "q4_k", "--cache-ram", cache_ram)
     first, at, kept = 0, 0, 0
     with serving(cache, *options) as served:

@@ -25,7 +25,7 @@ from orchestrator.serve.app import application
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.library import Stopped, server_library
 from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.state import THREADS, State
+from orchestrator.serve.state import State
 from orchestrator.serve.wire import error_object
 
 CLOSE_S = 0.5  # that open answers get at the end
@@ -291,7 +291,7 @@ class Running:
             workers.shutdown(wait=False)
         end_s = self._stopped_s + END_S
         for thread in threading.enumerate():
-            if thread.name.startswith(THREADS):
+            if thread.name.startswith(state.threads):
                 thread.join(max(0.0, end_s - monotonic()))
                 if thread.is_alive():
                     return self._give_up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from time import time
 
 from orchestrator.serve.backend import UNREAD_BYTES, Backend
@@ -14,15 +15,16 @@ from orchestrator.serve.seats import Seats
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import Refusal
 
-# How the names of threads begin that are in llama.cpp for a request.
-THREADS = ANSWER_THREAD, QUICK_THREAD, SCORE_THREAD = "answer", "quick", "score"
+_number = count(1)
 STOPPING = Refusal(503, "the server is shutting down")
 
 
 class State:
-    """What the application answers with: the backend, once it has loaded."""
+    """What the application answers with: the backend, once it has loaded. threads: how the names of
+    its threads begin that are in llama.cpp for a request."""
 
     def __init__(self, settings: ServeSettings) -> None:
+        self.threads = f"server{next(_number)}-"
         self.settings = settings
         keys = settings.keys()
         # Clients send a key that is not ASCII as UTF-8, and some as Latin-1.
@@ -33,9 +35,9 @@ class State:
         self.backend: Backend | None = None
         self.began_s = int(time())  # of the Unix clock
         self.stopping = False
-        self.workers: Executor = ThreadPoolExecutor(settings.parallel, ANSWER_THREAD)
-        self.quick: Executor = ThreadPoolExecutor(2, QUICK_THREAD)
-        self.scorer: Executor = ThreadPoolExecutor(1, SCORE_THREAD)
+        self.workers: Executor = ThreadPoolExecutor(settings.parallel, f"{self.threads}answer")
+        self.quick: Executor = ThreadPoolExecutor(2, f"{self.threads}quick")
+        self.scorer: Executor = ThreadPoolExecutor(1, f"{self.threads}score")
         self.bodies = Bodies(self.quick)
 
     def ready(self) -> Backend:

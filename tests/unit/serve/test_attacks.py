@@ -25,7 +25,7 @@ CHAT = b"POST /v1/chat/completions HTTP/1.1\r\n"
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
     cache = tmp_path_factory.mktemp("attacked")
-    options = ("--ram", "130MiB", "--policy", "lru", "--ctx", "512", "--api-key", KEY)
+    options = ("--ram", "160MiB", "--policy", "lru", "--ctx", "512", "--api-key", KEY)
     with serving(cache, *options, "--body-limit", "64KiB", "--patience", "5") as running:
         yield running
 

@@ -53,7 +53,7 @@ print(json.dumps(made))
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
     cache = tmp_path_factory.mktemp("clients")
-    options = ("--ram", "140MiB", "--policy", "dymoe", "--ctx", "1024", "--temp", "0")
+    options = ("--ram", "160MiB", "--policy", "dymoe", "--ctx", "1024", "--temp", "0")
     with serving(cache, *options) as running:
         yield running
 

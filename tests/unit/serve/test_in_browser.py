@@ -84,7 +84,7 @@ def served(
     browser: Browser, tmp_path_factory: pytest.TempPathFactory, library: object
 ) -> Iterator[Served]:
     cache = tmp_path_factory.mktemp("served")
-    options = ("--ram", "140MiB", "--policy", "dymoe", "--ctx", "1024", "--temp", "0")
+    options = ("--ram", "160MiB", "--policy", "dymoe", "--ctx", "1024", "--temp", "0")
     with serving(cache, *options) as running:
         yield running
 

@@ -65,7 +65,7 @@ def test_a_wrong_method_is_told_the_right_one() -> None:
 def test_schemathesis_finds_nothing(tmp_path: Path, library: object) -> None:
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("schemathesis is not installed (pip install schemathesis)")
-    options = ("--ram", "130MiB", "--policy", "lru", "--ctx", "256", "--max-tokens", "8")
+    options = ("--ram", "160MiB", "--policy", "lru", "--ctx", "256", "--max-tokens", "8")
     with serving(tmp_path, *options) as served:
         command = [sys.executable, "-m", "schemathesis.cli", "run", served.url + "/openapi.json"]
         more = ("--checks", ",".join(CHECKS), "--max-examples", "5", "--seed", "1")

@@ -174,7 +174,7 @@ def test_connections_follow_the_file_descriptors(
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
     cache = tmp_path_factory.mktemp("few files")
-    with serving(cache, "--ram", "130MiB", "--policy", "lru", "--ctx", "512", files=100) as running:
+    with serving(cache, "--ram", "160MiB", "--policy", "lru", "--ctx", "512", files=100) as running:
         yield running
 
 

@@ -42,7 +42,7 @@ PATH = "/v1/completions"
 ASK = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0}
 BEGIN, N_VOCAB = 256, 257
 # Most that the demo model takes for a context of 512 tokens, twice.
-RAM = "140MiB"
+RAM = "160MiB"
 TEXT = "The fox sat by the river and looked at the stars. A star, they said, is hot and far away. "
 
 

@@ -158,7 +158,7 @@ def test_a_client_that_leaves_gives_it_back() -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Any:
-    options = ("--ram", "140MiB", "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512")
+    options = ("--ram", "160MiB", "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512")
     with serving(tmp_path_factory.mktemp("seats"), *options, "--parallel", "2") as running:
         yield running
 
