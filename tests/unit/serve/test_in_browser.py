@@ -84,8 +84,9 @@ def served(
     browser: Browser, tmp_path_factory: pytest.TempPathFactory, library: object
 ) -> Iterator[Served]:
     cache = tmp_path_factory.mktemp("served")
-    options = ("--ram", "160MiB", "--policy", "dymoe", "--ctx", "1024", "--temp", "0")
-    with serving(cache, *options) as running:
+    tiers = ("--policy", "dymoe", "--high-tier", "q4_k", "--low-tier", "q2_k")
+    options = ("--ram", "160MiB", "--expert-ram", "8MiB", "--ctx", "1024", "--temp", "0")
+    with serving(cache, *tiers, *options) as running:
         yield running
 
 
