@@ -294,7 +294,7 @@ def test_what_is_foreseen_is_said_of_the_start(
         monkeypatch.setattr(
             planner,
             "foreseen",
-            lambda plan, *more: None if plan.policy.all_resident else foreseen(plan, *more),
+            lambda plan, *more: None if plan.policy.wants.all_resident else foreseen(plan, *more),
         )
         with pytest.raises(MemoryError):
             engine.set_policy("lru")

@@ -205,7 +205,7 @@ def test_importance_takes_memory_where_a_prompt_may_be_lowered(
     assert (beside > 0) == reserved
     if config.policy in (None, "dymoe", "firm"):
         plan = plan_for(model, ctx=4096, expert_ram=8 * MIB, **{"policy": None} | asked)
-        assert plan.policy is not None and plan.policy.needs_importance == reserved
+        assert plan.policy is not None and plan.policy.wants.importance == reserved
 
 
 def test_an_impossible_one_is_refused(tmp_path: Path) -> None:
