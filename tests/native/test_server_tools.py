@@ -78,7 +78,7 @@ def backend_with(native: ServerLibrary, folder: Path, template: str | Path | Non
         path = folder / "template.jinja"
         path.write_text(template)
     config = Config.build(
-        model=DEMO, ctx=1024, threads=1, policy="lru", high_tier="q4_k", ram=130 << 20
+        model=DEMO, ctx=1024, threads=1, policy="lru", high_tier="q4_k", ram=150 << 20
     )
     backend = Backend(config, ServeSettings(chat_template=path), native, lambda _done: None)
     try:

@@ -16,6 +16,7 @@ from orchestrator.cli import cli
 from orchestrator.plotting import save_figure
 
 FAKE = [sys.executable, fake_engine.__file__]
+DEMO = Path(__file__).resolve().parents[3] / "models/demo/moe-edge-demo.gguf"
 
 
 def refused(*args: str) -> str:
@@ -41,7 +42,7 @@ def test_nan_is_no_retention_of_a_benchmark() -> None:
 
 @pytest.mark.parametrize("option", [("--schedule", "flat"), ("--prefetch", "on")])
 def test_what_dymoe_alone_does_is_refused_with_another_policy(option: tuple[str, str]) -> None:
-    args = ("chat", "-m", "x.gguf", "-p", "x", "--policy", "lru", *option)
+    args = ("chat", "-m", str(DEMO), "-p", "x", "--policy", "lru", *option)
     assert f"{option[0]} has no effect with --policy lru, which runs one precision" in refused(
         *args
     )
