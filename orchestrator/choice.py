@@ -161,9 +161,7 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
     else:
         high = (policy or Policy).high_tier(offer)
     named = (policy or Policy).low_tier(offer, high) if lower else None
-    low = named if named is not None else high + 1 if high + 1 < len(names) else None
-    if not lower:
-        low = None
+    low = high + 1 if lower and named is None and high + 1 < len(names) else named
     if low is not None and low <= high:
         raise PolicyError(
             f"the low tier {names[low]} is not below the high tier {names[high]}; the file "

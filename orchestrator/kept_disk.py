@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import suppress
 from pathlib import Path
 from time import time
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.disk import Bandwidth, read_bandwidth
-from orchestrator.files import read_object, user_folder, write_whole
+from orchestrator.files import user_folder
 from orchestrator.predict import Reading
 from orchestrator.predictor import reading_of
 from orchestrator.profile import identity
 from orchestrator.timings import MOST_MOMENTS, Timings
 
 _FORMAT = "moe-edge disk 1"
-_LARGEST_BYTES = 1 << 20
 _MIB = 1 << 20
 # A timing of nothing is none.
 _LEAST_S = 1e-9
@@ -37,11 +35,7 @@ def kept_reading(model: ExpertModel, config: Config, measured: Bandwidth | None 
     place = [str(model.path.resolve()), device_of(model.path), identity(model)]
     name = hashlib.sha256(json.dumps([*place, config.io_threads]).encode()).hexdigest()[:24]
     path = user_folder("cache") / "speed" / f"disk-{name}.json"
-    data = None
-    with suppress(OSError):
-        data = read_object(path, _LARGEST_BYTES)
-    known = data.get("timings") if data and data.get("format") == _FORMAT else {}
-    timings = Timings.read(known, time())
+    timings = Timings.load(path, _FORMAT, time())
     keys = ("read", "core", "latency")
     if measured is not None or any(timings.is_due(each, MOST_MOMENTS) for each in keys):
         disk = measured or read_bandwidth(model, threads=config.io_threads)
@@ -51,10 +45,7 @@ def kept_reading(model: ExpertModel, config: Config, measured: Bandwidth | None 
             ("latency", disk.latency_s),
         ):
             timings.add(each, max(_LEAST_S, seconds), quiet=True)
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"format": _FORMAT, "timings": timings.as_dict()})
-            write_whole(path, text)
+        timings.save(path, _FORMAT)
     read, core, latency = (timings.least(each) or _LEAST_S for each in keys)
     kept = Bandwidth(_MIB / read, True, 0, core / _MIB, latency)
     return reading_of(kept, config)

@@ -25,8 +25,8 @@ from orchestrator.losses import LossKeeper
 from orchestrator.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS, Policy
 from orchestrator.policy.base import Foresees
-from orchestrator.predict import Prediction, uniform_uses
-from orchestrator.predictor import Predictor, known_uses
+from orchestrator.predict import Prediction
+from orchestrator.predictor import Predictor, known_uses, uses_or_alike
 from orchestrator.probe import Probe
 from orchestrator.profile import HotnessKeeper
 from orchestrator.spending import spending
@@ -105,9 +105,7 @@ class Planner:
     def _losing(self) -> tuple[np.ndarray, Loses | None]:
         """How often tokens use each expert, as Knowledge has it, and what the file's tiers cost."""
         model = self._model
-        uses = known_uses(self._config, model)
-        if uses is None:
-            uses = uniform_uses(model.n_layers, model.n_expert, model.n_expert_used)
+        uses = uses_or_alike(known_uses(self._config, model), model)
         return uses, self._estimate([tier.name for tier in model.tiers])[0]
 
     def frontier(self, config: Config) -> tuple[Frontier, str]:

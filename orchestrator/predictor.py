@@ -58,6 +58,13 @@ def known_uses(config: Config, model: ExpertModel) -> np.ndarray | None:
     return None if counts is None else chances(counts, model.n_expert_used)
 
 
+def uses_or_alike(known: np.ndarray | None, model: ExpertModel) -> np.ndarray:
+    """Uses that are known; else as if all experts were used alike. As known_uses has them."""
+    if known is None:
+        return uniform_uses(model.n_layers, model.n_expert, model.n_expert_used)
+    return known
+
+
 def reading_of(disk: Bandwidth, config: Config, bytes_per_s: float | None = None) -> Reading:
     """A disk that was measured. Reading takes a core from computing where there are no more cores
     than threads that compute. bytes_per_s: a speed of another moment."""
@@ -87,9 +94,7 @@ class Predictor:
         self._costs: dict[tuple[tuple[int, ...], str], Costs] = {}
         known = known_uses(config, model) if uses is None else uses
         self.profiled = known is not None
-        if known is None:
-            known = uniform_uses(model.n_layers, model.n_expert, model.n_expert_used)
-        self.uses = known
+        self.uses = uses_or_alike(known, model)
 
     def costs(self, tiers: tuple[int, ...], layout: str) -> Costs:
         """Of experts in these tiers of the file. Raises NativeError."""

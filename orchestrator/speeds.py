@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import statistics
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from time import time
@@ -17,7 +16,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
 from gguf_tools.process import Disturbance, processor_name, usable_cores
-from orchestrator.files import read_object, user_folder, write_whole
+from orchestrator.files import user_folder
 from orchestrator.footprint import vocabulary_size
 from orchestrator.llama import Bindings
 from orchestrator.predict import ROWS, Costs
@@ -67,7 +66,7 @@ class Speeds:
         take; with fewer than usual its figures are rough, and are not kept."""
         self._bindings, self._threads, self._pool_bytes = bindings, threads, pool_bytes
         self._fresh = fresh
-        self._kept = self._read()
+        self._kept = Timings.load(self._path, _FORMAT, time())
         self._used: dict[str, float] = {}
         # Of each round, and whether the machine was quiet.
         self._measured: dict[str, list[tuple[float, bool]]] = {}
@@ -81,13 +80,6 @@ class Speeds:
         key = json.dumps([processor_name(), system, self._threads])
         digest = hashlib.sha256(key.encode()).hexdigest()[:24]
         return user_folder("cache") / "speed" / f"{digest}.json"
-
-    def _read(self) -> Timings:
-        with suppress(OSError):
-            data = read_object(self._path, _LARGEST_BYTES)
-            if data and data.get("format") == _FORMAT:
-                return Timings.read(data.get("timings"), time())
-        return Timings(time())
 
     def seconds(self, what: Product | Small | Attention) -> float:
         """As Timer.seconds, at most once for each but for `again`. Raises NativeError."""
@@ -152,13 +144,10 @@ class Speeds:
         if self._timer is not None:
             self._timer.close()
         if self._measured and self._pool_bytes >= POOL_BYTES:
-            kept = self._read()
+            kept = Timings.load(self._path, _FORMAT, time())
             for key, rounds in self._measured.items():
                 kept.add(key, *_middle(rounds))
-            with suppress(OSError):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                text = json.dumps({"format": _FORMAT, "timings": kept.as_dict()})
-                write_whole(self._path, text)
+            kept.save(self._path, _FORMAT)
         self._measured, self._once, self._timer = {}, {}, None
 
     def __enter__(self) -> Speeds:

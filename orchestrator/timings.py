@@ -8,8 +8,13 @@ before are old.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from orchestrator.files import read_object, write_whole
 
 DISTURBED = (
     "Other programs kept the processor busy while its speed was measured, so that predictions may "
@@ -23,6 +28,7 @@ APART_S = 600.0
 # are dropped.
 MOST_MOMENTS = 6
 OLD_S = 30 * 86400.0
+_LARGEST_BYTES = 1 << 20
 
 
 class Timing(NamedTuple):
@@ -53,6 +59,21 @@ class Timings:
             return cls(now, {key: [_read(*each) for each in kept] for key, kept in data.items()})
         except (AttributeError, TypeError, ValueError):
             return cls(now)
+
+    @classmethod
+    def load(cls, path: Path, form: str, now: float) -> Timings:
+        """Of what save() kept in this form; nothing where that is not to be had."""
+        with suppress(OSError):
+            data = read_object(path, _LARGEST_BYTES)
+            if data and data.get("format") == form:
+                return cls.read(data.get("timings"), now)
+        return cls(now)
+
+    def save(self, path: Path, form: str) -> None:
+        """Keeps them in a file, where it can be written."""
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps({"format": form, "timings": self.as_dict()}))
 
     def as_dict(self) -> dict[str, list[Timing]]:
         """For a file."""

@@ -34,7 +34,15 @@ from orchestrator.serve.shape import anthropic_error, settle_probs
 from orchestrator.serve.state import State
 from orchestrator.serve.tools import settle_tool_choice
 from orchestrator.serve.unserved import settle_unserved
-from orchestrator.serve.wire import ANTHROPIC, Refusal, mapped, read_body, read_object, written
+from orchestrator.serve.wire import (
+    ANTHROPIC,
+    Refusal,
+    inner,
+    mapped,
+    read_body,
+    read_object,
+    written,
+)
 
 # Paths that decode, and so take their turn; and other paths of the same.
 GENERATING = {
@@ -288,12 +296,7 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
         n_values += len(level)
         if n_values > most:
             raise Refusal(400, f"a request has at most {most} values, and this one has more")
-        level = [
-            child
-            for each in level
-            if isinstance(each, (dict, list))
-            for child in (each.values() if isinstance(each, dict) else each)
-        ]
+        level = inner(level)
 
 
 def _places(data: dict[str, Any], most: int) -> int:

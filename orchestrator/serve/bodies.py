@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from orchestrator.serve.parts import outlasting
 from orchestrator.serve.wire import Refusal
 
 T = TypeVar("T")
@@ -65,20 +66,15 @@ class Bodies:
 
     async def run(self, call: Callable[[], T]) -> T:
         """What call returns on a thread, which works with one body: after those before it. Where it
-        is cancelled it ends with the work, whose memory is in use until then."""
+        is cancelled it ends with the work."""
         self.waiting += 1
         try:
             await self._one.acquire()
         finally:
             self.waiting -= 1
         try:
-            work = asyncio.get_running_loop().run_in_executor(self._workers, call)
-            try:
-                return await asyncio.shield(work)
-            finally:
-                await asyncio.wait({work})
-                if not work.cancelled():
-                    work.exception()  # nobody else asks for it where this was cancelled
+            loop = asyncio.get_running_loop()
+            return await outlasting(loop.run_in_executor(self._workers, call))
         finally:
             self._one.release()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from orchestrator.serve.wire import Refusal
+from orchestrator.serve.wire import Refusal, inner
 
 # Texts in `logit_bias` are as many entries as they have tokens.
 MOST_BIAS_CHARS = 16384
@@ -35,11 +35,6 @@ def _refuse_above(what: str, n: int, most: int, of: str) -> None:
         raise Refusal(400, f"{what}: {n} {of}, and {most} is the most that is taken")
 
 
-def _inner(value: Any) -> list[Any]:
-    inner = value.values() if isinstance(value, dict) else value
-    return [each for each in inner if isinstance(each, (dict, list))]
-
-
 def _texts(bias: Any) -> Iterator[str]:
     if isinstance(bias, dict):
         yield from bias
@@ -51,7 +46,7 @@ def _texts(bias: Any) -> Iterator[str]:
 
 def _check_schemas(name: str, asked: Any) -> None:
     """Of a schema, or of anything that has some in it."""
-    level = [asked] if isinstance(asked, (dict, list)) else []
+    level = [asked]
     while level:
         for each in level:
             if isinstance(each, dict):
@@ -62,4 +57,4 @@ def _check_schemas(name: str, asked: Any) -> None:
                 properties = each.get("properties")
                 n = len(properties) if isinstance(properties, dict) else 0
                 _refuse_above(f"an object in {name}", n, MOST_PROPERTIES, "properties")
-        level = [each for value in level for each in _inner(value)]
+        level = inner(level)

@@ -7,14 +7,29 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
+from typing import TypeVar
 
 from orchestrator.native import NativeRequest
+
+T = TypeVar("T")
 
 # Tokens that come faster than this go out together: nobody sees the difference, and each way to a
 # client takes time from the cores that compute.
 REST_S = 0.04
 # So many have to come fast before the next ones wait for each other.
 FAST = 2
+
+
+async def outlasting(work: asyncio.Future[T], give_up: Callable[[], None] = lambda: None) -> T:
+    """What comes of work on a thread. Where this is cancelled it still ends with the work, whose
+    memory is in use until then. give_up: asks the work to end soon."""
+    try:
+        return await asyncio.shield(work)
+    finally:
+        give_up()
+        await asyncio.wait({work})
+        if not work.cancelled():
+            work.exception()  # nobody else asks for it where this was cancelled
 
 
 class Parts:

@@ -157,7 +157,8 @@ TEMPLATE: dict[str, Schema] = {
     "thinking_budget_tokens": LIMIT_OR_0,
     "reasoning_budget_message": STRING,
 }
-LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
+# Names of the most tokens of an answer, in the order in which llama.cpp looks for them.
+LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
 SEVERAL: dict[str, Schema] = {"n": ANSWERS, "n_cmpl": ANSWERS}
 TOKENS: Schema = listed(TOKEN)
 PROMPT: Schema = either(

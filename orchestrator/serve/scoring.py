@@ -24,6 +24,7 @@ from orchestrator.eval.arithmetic import log_softmax
 from orchestrator.llama import Model
 from orchestrator.serve.backend import Backend, sentence_of
 from orchestrator.serve.library import Stopped
+from orchestrator.serve.parts import outlasting
 from orchestrator.serve.requests import LIMITS, SEVERAL
 from orchestrator.serve.wire import Refusal
 
@@ -129,17 +130,12 @@ class Scoring:
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._workers, self._score, sequence, goes_on)
         try:
-            found, timings = await asyncio.shield(work)
+            # The place is given back when the work has ended, and not before.
+            found, timings = await outlasting(work, given_up.set)
         except Stopped:
             raise Refusal(503, "the server is shutting down") from None
         except Exception as error:  # noqa: BLE001 - whatever a policy raised
             raise Refusal(500, sentence_of(error)) from None
-        finally:
-            # The place is given back when the work has ended, and not before.
-            given_up.set()
-            await asyncio.wait({work})
-            if not work.cancelled():
-                work.exception()
         return _written(self._backend.name, self._backend.engine.llama, found, timings)
 
     def _score(

@@ -85,7 +85,7 @@ def _limit(data: dict[str, Any], n_tokens: int) -> None:
 
 def limit_of(data: dict[str, Any]) -> int | None:
     """The most tokens that a request asks for, as llama.cpp reads it; None for all there are."""
-    for name in ("n_predict", "max_completion_tokens", "max_tokens"):
+    for name in LIMITS:
         if name in data:
             limit = int(data[name])
             return None if limit < 0 else limit
@@ -173,12 +173,11 @@ def _empty(answer: dict[str, Any]) -> None:
         answer.pop("completion_probabilities", None)
         if "stop_type" in answer:
             answer["stop_type"], answer["stopping_word"] = "limit", ""
-    for name in ("tokens_predicted", "usage"):
-        if name == "usage" and isinstance(answer.get(name), dict):
-            usage = answer[name]
-            usage["completion_tokens"], usage["total_tokens"] = 0, usage.get("prompt_tokens", 0)
-        elif name in answer and name != "usage":
-            answer[name] = 0
+    if "tokens_predicted" in answer:
+        answer["tokens_predicted"] = 0
+    usage = answer.get("usage")
+    if isinstance(usage, dict):
+        usage["completion_tokens"], usage["total_tokens"] = 0, usage.get("prompt_tokens", 0)
 
 
 def _stopped(answer: Any, stops: Any) -> None:
