@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.serve import parts as module
-from orchestrator.serve.parts import FAST, Parts
+from orchestrator.serve.parts import FAST, Parts, outlasting
 
 N = 20_000
 # Only what hangs takes so long. A rest that is not cut short takes ten times as long.
@@ -297,3 +297,20 @@ def test_a_request_for_which_no_pipe_can_be_had_is_freed(monkeypatch: pytest.Mon
     loop.run_until_complete(run(request))
     loop.close()
     assert request.closed.is_set()
+
+
+def test_work_on_a_thread_is_outlasted_and_asked_to_end() -> None:
+    """Also where nobody waits for it any more: without being asked it would go on for long."""
+    ended = threading.Event()
+
+    async def run() -> bool:
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(None, ended.wait, HANG_S)
+        waiting = asyncio.create_task(outlasting(work, ended.set))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return work.done() and work.result()
+
+    assert asyncio.run(run())
