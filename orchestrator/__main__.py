@@ -7,7 +7,7 @@ def main() -> None:
     """Loads the command line and runs it. Ctrl-C while it loads ends the process: what was being
     imported is nobody's business."""
     interrupts.leave_at_once()
-    from orchestrator.cli import main as run
+    from orchestrator.cli.main import main as run
 
     run()
 

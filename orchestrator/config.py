@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from gguf_tools.experts import DEFAULT_KV, KV_TYPES
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import POLICIES, Policy, known_policies, policy_settings
-from orchestrator.sampling import Sampling
 from orchestrator.settings import FROM_0, FROM_1, RATE, SIZE, Settings, again, setting
 
 MISSES = ("auto", "copy", "read", "compute")
@@ -24,6 +24,50 @@ MOST_SEQUENCES = 255
 def native_log_enabled() -> bool:
     """Whether llama.cpp's own log goes to stderr (MOE_EDGE_LOG set and not 0)."""
     return os.environ.get("MOE_EDGE_LOG", "") not in ("", "0")
+
+
+@dataclass(frozen=True)
+class Sampling(Settings):
+    """One answer's sampling: the only declaration of these settings, of which Config and front ends
+    with settings for each request take theirs.
+
+    temp 0 takes the most likely token. Otherwise a token is drawn from those that top_k, top_p
+    and min_p leave, in this order, with the logits divided by temp, as llama.cpp does. seed None
+    draws differently each time. An answer ends before the first of the texts in stop.
+    """
+
+    temp: float = setting(
+        0.7, "Temperature; 0 takes the likeliest.", metavar="T", within=(0.0, 100.0), answer=True
+    )
+    top_k: int = setting(
+        40, "Draw from the N likeliest tokens; 0 for all.", within=(0, 2**31 - 1), answer=True
+    )
+    top_p: float = setting(0.95, "Nucleus sampling.", metavar="P", within=(0.0, 1.0), answer=True)
+    min_p: float = setting(
+        0.0,
+        "Leave out tokens of less than P times the likeliest one's probability.",
+        metavar="P",
+        within=(0.0, 1.0),
+        answer=True,
+    )
+    seed: int | None = setting(
+        None, "Makes the sampling repeatable.", within=(0, 2**32 - 1), answer=True
+    )
+    stop: tuple[str, ...] = setting(
+        (),
+        "A text that ends the answer and is left out of it; may be repeated.",
+        metavar="TEXT",
+        answer=True,
+        repeated=True,
+    )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temp <= 0.0
+
+    def start_seed(self) -> int:
+        """The seed to use: the given one, or a fresh one."""
+        return self.seed if self.seed is not None else secrets.randbits(32)
 
 
 @dataclass(frozen=True)

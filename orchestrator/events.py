@@ -261,8 +261,8 @@ class GenerationStats:
     same in prefill; None where nothing was asked for. mix: shares of the routed experts by
     decided tier, while decoding; computed: of the matrices by the tier that was computed, which is
     a better one where that was in memory. kl_estimate: nats a token from the best tier in use, as
-    orchestrator.estimate foresees it; None where that is not known. budget_bytes is the budget of
-    the expert slots. policy is what the policy reports about itself.
+    orchestrator.allocation.estimate foresees it; None where that is not known. budget_bytes is the
+    budget of the expert slots. policy is what the policy reports about itself.
     """
 
     ttft_ms: float

@@ -84,7 +84,7 @@ def read_upstream(path: Path = PATCHES / "UPSTREAM") -> Upstream:
 
 
 def cache_dir() -> Path:
-    """The user cache folder of moe-edge, as orchestrator.files names it; created when missing."""
+    """The user cache folder, as orchestrator/cache/files.py names it; created when missing."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     path = (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "moe-edge"
     path.mkdir(parents=True, exist_ok=True)

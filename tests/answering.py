@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from orchestrator.engine import Engine, Sampling
+from orchestrator.engine.engine import Engine, Sampling
 
 GREEDY = Sampling(temp=0.0)
 

@@ -269,7 +269,7 @@ class Line(NamedTuple):
 
 def filling(model: Path, words: str, n_tokens: int) -> str:
     """Words again and again, of so many tokens at most, and hardly fewer."""
-    from orchestrator.llama import Bindings, Model
+    from orchestrator.native.llama import Bindings, Model
 
     often = 64
     vocabulary = Model(

@@ -57,7 +57,7 @@ def real_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def library() -> Library:
     """The patched llama.cpp that is installed."""
     from orchestrator.errors import NativeError
-    from orchestrator.llama import Bindings
+    from orchestrator.native.llama import Bindings
 
     try:
         return Bindings.load().library()

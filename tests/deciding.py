@@ -17,13 +17,13 @@ from typing import ClassVar
 
 import numpy as np
 
+from orchestrator.allocation.estimate import KlEstimate, LossMeter
 from orchestrator.allocation.prompts import even_slots, layer_groups
 from orchestrator.allocation.slots import ModelShape, SlotPlan
-from orchestrator.driver import Driver
-from orchestrator.estimate import KlEstimate, LossMeter
+from orchestrator.engine.driver import Driver
 from orchestrator.events import ComputedStep, DecisionBuffer, Phase, RouteEvent, StoreView
-from orchestrator.llama import Bindings
 from orchestrator.native import Library, Simulation, Slices, Store, StoreSpec
+from orchestrator.native.llama import Bindings
 from orchestrator.policy import POLICIES
 from orchestrator.policy.base import Callback, Policy, Wants
 from orchestrator.policy.floor import Floor

@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.engine import Engine
-from orchestrator.eval import EvalOptions
-from orchestrator.eval.compare import Reference
-from orchestrator.eval.judge import Judge
-from orchestrator.eval.perplexity import score_text
-from orchestrator.eval.run import best_config, eval_config, read_reference
-from orchestrator.eval.text import Window, cut_windows, read_documents
-from orchestrator.eval.virtual import VirtualTime, virtual_store
+from orchestrator.engine.engine import Engine
 from orchestrator.events import Phase
-from orchestrator.footprint import model_shape
-from orchestrator.replay.simulate import Transport
+from orchestrator.lab.eval import EvalOptions
+from orchestrator.lab.eval.compare import Reference
+from orchestrator.lab.eval.judge import Judge
+from orchestrator.lab.eval.perplexity import score_text
+from orchestrator.lab.eval.run import best_config, eval_config, read_reference
+from orchestrator.lab.eval.text import Window, cut_windows, read_documents
+from orchestrator.lab.eval.virtual import VirtualTime, virtual_store
+from orchestrator.lab.replay.simulate import Transport
+from orchestrator.memory.footprint import model_shape
 from orchestrator.settings import parse_size
 
 SHARES = (0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)

@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator import losses
 from orchestrator.config import Config
-from orchestrator.disk import read_bandwidth
-from orchestrator.engine import Engine
+from orchestrator.cost import losses
+from orchestrator.cost.disk import read_bandwidth
+from orchestrator.engine.engine import Engine
 from orchestrator.events import Phase
-from orchestrator.footprint import model_shape
 from orchestrator.lab.bench.child import token_stream
+from orchestrator.memory.footprint import model_shape
 
 PROMPT, WARM_UP = 128, 48
 

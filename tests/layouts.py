@@ -26,7 +26,7 @@ def main() -> None:
     asked = parser.parse_args()
 
     sys.path.insert(0, str(HERE))
-    from orchestrator.llama import Bindings
+    from orchestrator.native.llama import Bindings
     from patches.tree import sync_tree
     from patches.upstream import cache_dir, fetch_sdist, locked, read_upstream
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from orchestrator.allocation.importance import gate_order, token_order
 from orchestrator.allocation.slots import ModelShape, Rules, SlotGroup, SlotPlan
 from orchestrator.events import Phase
-from orchestrator.footprint import model_shape
-from orchestrator.llama import Bindings
+from orchestrator.lab.replay import Trace, read_trace
+from orchestrator.lab.replay.simulate import Compute, Transport, set_up, simulate
+from orchestrator.memory.footprint import model_shape
+from orchestrator.native.llama import Bindings
 from orchestrator.policy.dymoe import DyMoE
-from orchestrator.replay import Trace, read_trace
-from orchestrator.replay.simulate import Compute, Transport, set_up, simulate
 
 BUDGETS = (0.4, 0.6, 0.8)  # of all experts high
 SHARES = (0.75, 0.9)

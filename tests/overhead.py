@@ -41,9 +41,9 @@ import sys
 from contextlib import ExitStack
 from time import perf_counter
 import click
-from orchestrator.cli_options import make_config, model_options
-from orchestrator.engine import Engine
-from orchestrator.sampling import Sampling
+from orchestrator.cli.options import make_config, model_options
+from orchestrator.engine.engine import Engine
+from orchestrator.config import Sampling
 
 @click.command()
 @model_options

@@ -50,7 +50,7 @@ def opened(settings):
             yield model.eval, lambda: None
         return
     from orchestrator.config import Config
-    from orchestrator.engine import Engine
+    from orchestrator.engine.engine import Engine
 
     with Engine.open(Config.build(**settings)) as engine:
         model = engine.model

@@ -22,10 +22,10 @@ from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.engine import Engine
-from orchestrator.footprint import model_shape
-from orchestrator.frontier import AS_FAST, Candidate, Frontier, frontier
-from orchestrator.planner import Planner
+from orchestrator.cost.frontier import AS_FAST, Candidate, Frontier, frontier
+from orchestrator.cost.planner import Planner
+from orchestrator.engine.engine import Engine
+from orchestrator.memory.footprint import model_shape
 
 TEXT = Path(__file__).resolve().parents[1] / "models" / "demo" / "conversations.txt"
 PROMPT, WARM_UP, STEPS, TURNS = 64, 32, 96, 3

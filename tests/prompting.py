@@ -38,15 +38,15 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator.cli_options import demo_model
+from orchestrator.cli.options import demo_model
 from orchestrator.config import Config
-from orchestrator.disk import read_bandwidth
-from orchestrator.engine import Engine, Sampling
+from orchestrator.cost.disk import read_bandwidth
+from orchestrator.cost.planner import Planner
+from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.errors import BudgetError
 from orchestrator.lab.bench.models import HIGH, build_uniform
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.micro_batch import read_per_prompt_token
-from orchestrator.planner import Planner
+from orchestrator.memory.micro_batch import read_per_prompt_token
 from orchestrator.settings import parse_size
 
 SIZES = (512, 1024, 2048, 4096)

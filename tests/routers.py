@@ -11,9 +11,9 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
+from orchestrator.engine.observe import Node, Observer
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
-from orchestrator.observe import Node, Observer
 from orchestrator.policy import Policy
 from orchestrator.policy.base import Callback, Wants
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from real_cache import REAL_CACHE
 
-from orchestrator.llama import Bindings
 from orchestrator.native import ServerLibrary
+from orchestrator.native.llama import Bindings
 
 REPO = Path(__file__).resolve().parents[1]
 DEMO = REPO / "models/demo/moe-edge-demo.gguf"

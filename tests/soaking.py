@@ -101,9 +101,9 @@ class Memory:
 def ram_for(model: Path, share: float) -> int:
     """The cap on the process under which that share of the best precision's experts has slots."""
     from gguf_tools.experts import ExpertModel
-    from orchestrator.check.budgets import machine_of
     from orchestrator.config import Config
-    from orchestrator.plan import plan_memory
+    from orchestrator.lab.check.budgets import machine_of
+    from orchestrator.memory.plan import plan_memory
     from orchestrator.serve.backend import server_config
 
     config = Config.build(model=model, policy="lru", force_managed=True, ctx=512)

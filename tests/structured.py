@@ -176,7 +176,7 @@ def measure(backend: Any, countries: list[str]) -> dict[str, int]:
 def rows(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and settings of each row."""
     from gguf_tools.experts import ExpertModel
-    from orchestrator.footprint import model_shape
+    from orchestrator.memory.footprint import model_shape
     from orchestrator.settings import parse_size
 
     if asked.max_loss is None:
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--memory", default="40,60,80,100", help="with it: shares in percent")
     asked = parser.parse_args()
     from orchestrator.config import Config
-    from orchestrator.llama import Bindings
+    from orchestrator.native.llama import Bindings
     from orchestrator.serve.backend import Backend
     from orchestrator.serve.settings import ServeSettings
 

@@ -30,7 +30,7 @@ TARGETS = ("llama", "llama-quantize", "llama-imatrix")
 def build(folder: Path) -> None:
     """Unpacks the pinned source as it is, and compiles it with the flags of the library that is
     installed. Raises BuildError or CalledProcessError."""
-    from orchestrator.llama import Bindings
+    from orchestrator.native.llama import Bindings
     from patches.upstream import BuildError, cached_sdist, read_upstream, sha256_file
 
     upstream = read_upstream()
@@ -94,7 +94,7 @@ def find() -> Unpatched | str:
 
 def _logits(model: Path, out: Path, prompt: list[int], answer: list[int]) -> None:
     """In the process of its own: as the engine computes a model that it does not manage."""
-    from orchestrator.llama import Bindings, Context, Model
+    from orchestrator.native.llama import Bindings, Context, Model
 
     bindings = Bindings.load()
     lib = bindings.api._lib

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from orchestrator.files import whole_files
+from orchestrator.cache.files import whole_files
 from orchestrator.lab.table import Table
 
 On = TypeVar("On")

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gguf_tools.file.layout import MAX_TIERS
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.slots import (
     ModelShape,
     Rules,
@@ -21,7 +22,6 @@ from orchestrator.allocation.slots import (
     Transition,
 )
 from orchestrator.errors import PolicyError
-from orchestrator.estimate import KlEstimate
 from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.settings import Settings
 

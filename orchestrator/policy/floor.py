@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.importance import gate_order
 from orchestrator.allocation.monitor import Monitor, Prediction
 from orchestrator.allocation.prefetch import AUTO, OFF, ON, LookAhead
@@ -18,7 +19,6 @@ from orchestrator.allocation.retention import COSINE, FLAT, SCHEDULES, ratios
 from orchestrator.allocation.settings import Background, Shared, rate_of
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
 from orchestrator.errors import PolicyError
-from orchestrator.estimate import KlEstimate
 from orchestrator.events import (
     ABSENT,
     SKIP,
@@ -268,7 +268,7 @@ class Floor(Policy, Foresees):
     are skipped, or computed with a low copy, as long as the loss that the user allows lasts. What
     lasts beyond all of these is spent on experts in memory, whose computing it saves.
 
-    What that costs a token is foreseen (orchestrator.estimate). Of all ways to save reading, those
+    What that costs a token is foreseen (allocation/estimate.py). Of all ways to save reading, those
     with the least loss a byte come first, up to a price, in nats a byte, that is the same in all
     layers: at equal prices nothing is gained by moving loss from one expert to another. The price
     rises while tokens lose less than allowed, and falls while they lose more or little is left.

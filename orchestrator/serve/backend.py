@@ -13,12 +13,12 @@ import numpy as np
 
 from gguf_tools.process import default_threads, peak_rss_bytes
 from orchestrator.config import Config, native_log_enabled
-from orchestrator.driver import PlainDriver
-from orchestrator.engine import Engine
+from orchestrator.engine.driver import PlainDriver
+from orchestrator.engine.engine import Engine
+from orchestrator.engine.meter import StoreCosts
 from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
-from orchestrator.footprint import PROMPT_MARKS, part_bytes
-from orchestrator.meter import StoreCosts
+from orchestrator.memory.footprint import PROMPT_MARKS, part_bytes
 from orchestrator.native import FAILED, NativeRequest, NativeServer, ServerLibrary, ServerSpec
 from orchestrator.policy import policy_settings
 from orchestrator.serve.bodies import bodies_bytes

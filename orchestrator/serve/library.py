@@ -10,8 +10,8 @@ from pathlib import Path
 
 from gguf_tools.children import child
 from orchestrator.errors import NativeError
-from orchestrator.llama import Bindings
 from orchestrator.native import ServerLibrary
+from orchestrator.native.llama import Bindings
 
 LOOK_S = 0.1
 TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"

@@ -20,7 +20,7 @@ from gguf_tools import interrupts
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.llama import Bindings
+from orchestrator.native.llama import Bindings
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.library import Stopped, server_library

@@ -20,8 +20,8 @@ from uuid import uuid4
 
 import numpy as np
 
-from orchestrator.eval.arithmetic import log_softmax
-from orchestrator.llama import Model
+from orchestrator.engine.sampling import log_softmax
+from orchestrator.native.llama import Model
 from orchestrator.serve.backend import Backend, sentence_of
 from orchestrator.serve.library import Stopped
 from orchestrator.serve.parts import outlasting

@@ -29,7 +29,7 @@ WIDTH = 88
 
 
 def program() -> click.Group:
-    from orchestrator import cli
+    from orchestrator.cli import main as cli
 
     return next(value for value in vars(cli).values() if isinstance(value, click.Group))
 

@@ -27,12 +27,12 @@ WORDS = ("losses", "placement")
 # Where a policy's setting is used outside the policies.
 USES = {
     # The model of near-data memory shows what the placement was asked to do.
-    "near_bits": {"orchestrator/replay/near_data/report.py"},
-    "profile": {"orchestrator/cli_options.py", "orchestrator/profile.py"},
+    "near_bits": {"orchestrator/lab/replay/near_data/report.py"},
+    "profile": {"orchestrator/cli/options.py", "orchestrator/cache/profile.py"},
     "transition_rate": {
-        "orchestrator/driver.py",
-        "orchestrator/layouts.py",
-        "orchestrator/replay/report.py",
+        "orchestrator/engine/driver.py",
+        "orchestrator/memory/layouts.py",
+        "orchestrator/lab/replay/report.py",
     },
 }
 

@@ -16,9 +16,10 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType, expert_tensor_name
 from gguf_tools.pack import export
 from gguf_tools.quantize.imatrix import Entry, Imatrix, write_imatrix
-from orchestrator import losses, profile
-from orchestrator.losses import Candidate, LossTable
-from orchestrator.replay.file import write_trace
+from orchestrator.cache import profile
+from orchestrator.cost import losses
+from orchestrator.cost.losses import Candidate, LossTable
+from orchestrator.lab.replay.file import write_trace
 
 TIERS = {"q8_0": GGMLType.Q8_0, "q4_0": GGMLType.Q4_0}
 

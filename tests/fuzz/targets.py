@@ -35,13 +35,14 @@ from gguf_tools.pack import export, pack
 from gguf_tools.quantize.ggml import load_ggml
 from gguf_tools.quantize.imatrix import ExpertImportance, read_imatrix
 from gguf_tools.verify import verify
-from orchestrator import losses, profile
+from orchestrator.cache import profile
 from orchestrator.config import Config
-from orchestrator.footprint import scratch_bytes
-from orchestrator.hardware import Machine
-from orchestrator.plan import plan_memory
-from orchestrator.replay.file import read_trace
-from orchestrator.replay.trace import FORMAT
+from orchestrator.cost import losses
+from orchestrator.lab.replay.file import read_trace
+from orchestrator.lab.replay.trace import FORMAT
+from orchestrator.memory.footprint import scratch_bytes
+from orchestrator.memory.hardware import Machine
+from orchestrator.memory.plan import plan_memory
 
 ACCEPTED = "accepted"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from orchestrator.observe import Node, Observer
+from orchestrator.engine.observe import Node, Observer
 
 
 class Attention:

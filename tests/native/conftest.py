@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.llama import Bindings
 from orchestrator.native import Library
+from orchestrator.native.llama import Bindings
 from patches import tree
 from patches.upstream import (
     PATCHES,

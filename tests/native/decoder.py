@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.events import RouteEvent
-from orchestrator.llama import Bindings, Model
+from orchestrator.native.llama import Bindings, Model
 
 
 @dataclass(frozen=True)

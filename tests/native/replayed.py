@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.llama import Bindings
-from orchestrator.replay import ReplayOptions, Trace, replay
+from orchestrator.lab.replay import ReplayOptions, Trace, replay
+from orchestrator.native.llama import Bindings
 
 
 def replayed_exactly(trace: Trace) -> dict[str, dict[str, Any]]:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
-from orchestrator.llama import EXPERT_PATTERN, Bindings, BufferTypeOverride, Model
 from orchestrator.native import Library, Store, StoreSpec, context_memory
+from orchestrator.native.llama import EXPERT_PATTERN, Bindings, BufferTypeOverride, Model
 
 from .decoder import Decoder, prompt
 

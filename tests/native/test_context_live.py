@@ -8,13 +8,13 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from orchestrator.cli_options import DEMO
+from orchestrator.cli.options import DEMO
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.events import Phase
+from orchestrator.lab.replay import read_trace, write_trace
+from orchestrator.lab.replay.record import Disk, Recorder
 from orchestrator.policy.context import Context
-from orchestrator.replay import read_trace, write_trace
-from orchestrator.replay.record import Disk, Recorder
 
 from .replayed import replayed_exactly
 from .transition_driver import HANG_S

@@ -12,16 +12,16 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.pack import pack
-from orchestrator import losses
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.cost import losses
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
-from orchestrator.llama import Bindings
+from orchestrator.lab.replay import ReplayOptions, Trace, read_trace, replay, write_trace
+from orchestrator.lab.replay.record import Disk, Recorder
+from orchestrator.lab.replay.report import set_up_for
+from orchestrator.lab.replay.simulate import Compute, Transport, simulate
+from orchestrator.native.llama import Bindings
 from orchestrator.policy.context import Context
-from orchestrator.replay import ReplayOptions, Trace, read_trace, replay, write_trace
-from orchestrator.replay.record import Disk, Recorder
-from orchestrator.replay.report import set_up_for
-from orchestrator.replay.simulate import Compute, Transport, simulate
 
 from .replayed import replayed_exactly
 from .transition_driver import HANG_S

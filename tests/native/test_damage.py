@@ -18,9 +18,9 @@ from gguf_tools.file.layout import DOWN, GATE
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import pack
 from gguf_tools.verify import verify
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import MoeEdgeError, NativeError
 from orchestrator.events import Phase
 from orchestrator.native import Library

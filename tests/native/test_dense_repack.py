@@ -9,7 +9,7 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.lab.bench.plain import PlainModel
 
 PROMPT = [7, 300, 12, 99, 41, 250, 3, 17, 64, 128, 5, 201]

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator import profile
 from orchestrator.allocation.pools import Pool, slot_plan
 from orchestrator.allocation.slots import ModelShape, SlotPlan
+from orchestrator.cache import profile
 from orchestrator.config import Config
-from orchestrator.engine import Engine, Sampling
+from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.policy import dynaexq

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from patches.upstream import PATCHES
 
 from .conftest import HERE, run_program

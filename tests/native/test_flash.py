@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.flash import runs_flash
-from orchestrator.llama import Bindings
+from orchestrator.memory.flash import runs_flash
 from orchestrator.native import Library
+from orchestrator.native.llama import Bindings
 
 
 def test_a_library_without_a_gpu_has_none(

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from gguf_tools.experts import ExpertModel
-from orchestrator import losses
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.cost import losses
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
-from orchestrator.eval import EvalOptions, evaluate, render
 from orchestrator.events import Phase
-from orchestrator.llama import Bindings
+from orchestrator.lab.eval import EvalOptions, evaluate, render
+from orchestrator.lab.replay import ReplayOptions, read_trace, replay, write_trace
+from orchestrator.lab.replay.record import Disk, Recorder
+from orchestrator.native.llama import Bindings
 from orchestrator.policy.floor import Floor
-from orchestrator.replay import ReplayOptions, read_trace, replay, write_trace
-from orchestrator.replay.record import Disk, Recorder
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 

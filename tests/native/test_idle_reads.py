@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.config import Config
-from orchestrator.driver import Driver
-from orchestrator.engine import Engine
+from orchestrator.config import Config, Sampling
+from orchestrator.engine.driver import Driver
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT
-from orchestrator.replay.record import Recorder
-from orchestrator.sampling import Sampling
+from orchestrator.lab.replay.record import Recorder
 
 from .conftest import DEVICES
 

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
 from orchestrator.policy import Policy
 from orchestrator.policy.base import Callback, Wants

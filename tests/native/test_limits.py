@@ -14,7 +14,7 @@ import pytest
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError, NativeError
 from patches.upstream import REPO
 

@@ -11,7 +11,7 @@ import pytest
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError, NativeError
 
 from .conftest import DEVICES

@@ -10,7 +10,7 @@ import pytest
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 

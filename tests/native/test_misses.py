@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("library_folder")

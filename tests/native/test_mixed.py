@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator import profile
-from orchestrator.engine import Engine
+from orchestrator.cache import profile
+from orchestrator.engine.engine import Engine
 from orchestrator.policy.mixed import Mixed
 
 from .test_dynaexq import PLENTY, arrive, build, logits, run

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase
-from orchestrator.footprint import exchange_bytes
+from orchestrator.memory.footprint import exchange_bytes
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.events import ABSENT, SKIP, RouteEvent, StoreView
 
 from .decoder import Decoder, Token, prompt

@@ -11,7 +11,7 @@ import pytest
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.lab.bench.plain import PlainModel
 from orchestrator.native import Library
 

@@ -14,18 +14,19 @@ import pytest
 from click.testing import CliRunner
 
 from gguf_tools.experts import ExpertModel
-from orchestrator import doctor, losses, planner
-from orchestrator.cli import cli
-from orchestrator.cli_options import open_engine
+from orchestrator.chat.console import Console
+from orchestrator.cli import doctor
+from orchestrator.cli.main import cli
+from orchestrator.cli.options import open_engine
 from orchestrator.config import Config
-from orchestrator.console import Console
-from orchestrator.disk import Bandwidth
-from orchestrator.engine import Engine
+from orchestrator.cost import losses, planner
+from orchestrator.cost.disk import Bandwidth
+from orchestrator.cost.planner import Planner, Runs
+from orchestrator.cost.predict import Reading
+from orchestrator.engine.engine import Engine
+from orchestrator.engine.load import Loaded, Loader
 from orchestrator.errors import ConfigError
-from orchestrator.load import Loaded, Loader
-from orchestrator.plan import MemoryPlan
-from orchestrator.planner import Planner, Runs
-from orchestrator.predict import Reading
+from orchestrator.memory.plan import MemoryPlan
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -54,7 +55,7 @@ class Takes:
 
 
 class Predicts:
-    """In the place of orchestrator.predictor.Predictor, which measures; beside other programs."""
+    """In the place of cost.predictor.Predictor, which measures; beside other programs."""
 
     disturbed, profiled = True, False
 

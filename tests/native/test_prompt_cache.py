@@ -10,8 +10,8 @@ import pytest
 from answering import evaluated, first_logits
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
-from orchestrator.template import ChatTemplate
+from orchestrator.engine.engine import Engine
+from orchestrator.engine.template import ChatTemplate
 
 DRAWN = np.random.default_rng(0).integers(10, 300, (6, 200)).tolist()
 FIRST, OTHER, THIRD, QUESTION, ANOTHER, SYSTEM = DRAWN

@@ -10,20 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.config import Config, Sampling
+from orchestrator.engine.engine import Engine
 from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StoreView, distinct
-from orchestrator.llama import Bindings
+from orchestrator.lab.replay import ReplayOptions, Trace, read_trace, replay, write_trace
+from orchestrator.lab.replay.record import Disk, Recorder, record_answer, record_text
+from orchestrator.lab.replay.report import set_up_for
+from orchestrator.lab.replay.simulate import Compute, Outcome, Transport, simulate
+from orchestrator.lab.replay.trace import PROMPT_ENDS, STARTS
 from orchestrator.native import CStats
+from orchestrator.native.llama import Bindings
 from orchestrator.policy import Policy, policy_class
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.firm import FIRM
-from orchestrator.replay import ReplayOptions, Trace, read_trace, replay, write_trace
-from orchestrator.replay.record import Disk, Recorder, record_answer, record_text
-from orchestrator.replay.report import set_up_for
-from orchestrator.replay.simulate import Compute, Outcome, Transport, simulate
-from orchestrator.replay.trace import PROMPT_ENDS, STARTS
-from orchestrator.sampling import Sampling
 
 from .decoder import Decoder, Token
 from .decoder import prompt as prompt_of

@@ -10,18 +10,18 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from orchestrator import profile
+from orchestrator.cache import profile
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import Phase
-from orchestrator.llama import Bindings
+from orchestrator.lab.replay import ReplayOptions, Trace, read_trace, render, replay, write_trace
+from orchestrator.lab.replay.record import Disk, Recorder, record_text
+from orchestrator.lab.replay.report import set_up_for
+from orchestrator.lab.replay.simulate import Compute, Transport, simulate
 from orchestrator.native import CStats
+from orchestrator.native.llama import Bindings
 from orchestrator.policy.dynaexq import DynaExq
-from orchestrator.replay import ReplayOptions, Trace, read_trace, render, replay, write_trace
-from orchestrator.replay.record import Disk, Recorder, record_text
-from orchestrator.replay.report import set_up_for
-from orchestrator.replay.simulate import Compute, Transport, simulate
 
 from .transition_driver import HANG_S
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase, RouteEvent
 from orchestrator.policy.dynaexq import DynaExq

@@ -13,7 +13,7 @@ import pytest
 from served import DEMO, server_library
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import Phase
 from orchestrator.native import ServerLibrary

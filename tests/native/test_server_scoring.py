@@ -13,11 +13,11 @@ import pytest
 from served import DEMO, server_library
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
-from orchestrator.eval.arithmetic import log_softmax
-from orchestrator.eval.judge import Judge
-from orchestrator.footprint import SCORING_BYTES, output_tokens
-from orchestrator.plan import MemoryPlan
+from orchestrator.engine.engine import Engine
+from orchestrator.engine.sampling import log_softmax
+from orchestrator.lab.eval.judge import Judge
+from orchestrator.memory.footprint import SCORING_BYTES, output_tokens
+from orchestrator.memory.plan import MemoryPlan
 from orchestrator.serve.backend import SCORED_TOKENS, Backend, Stopped, server_config
 from orchestrator.serve.scoring import Scoring
 from orchestrator.serve.settings import ServeSettings

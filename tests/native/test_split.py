@@ -15,9 +15,9 @@ from gguf_split import split
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.reader import GGUFFile
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
 
 pytestmark = pytest.mark.usefixtures("library_folder")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
 from orchestrator.events import ComputedStep, Phase, RouteEvent
 from orchestrator.native import FAILED

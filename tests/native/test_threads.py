@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from gguf_tools.process import default_threads
-from orchestrator import load
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine import load
+from orchestrator.engine.engine import Engine
 from patches.upstream import PATCHES
 
 from .conftest import HERE, run_program

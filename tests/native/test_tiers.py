@@ -11,7 +11,7 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.pack import pack
 from orchestrator.config import Config
-from orchestrator.engine import Engine, Sampling
+from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS
 

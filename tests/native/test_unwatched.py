@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.driver import Driver
-from orchestrator.engine import Engine
+from orchestrator.engine.driver import Driver
+from orchestrator.engine.engine import Engine
 from orchestrator.events import ABSENT
 from orchestrator.native import Library
 

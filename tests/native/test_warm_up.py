@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.native import Library
 
 POLICIES = (

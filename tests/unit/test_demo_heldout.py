@@ -11,8 +11,8 @@ from pathlib import Path
 
 from models.demo.training import facts, heldout
 from models.demo.training.talk import Sources, chat_documents
-from orchestrator.eval.choices import read_questions
-from orchestrator.eval.text import read_documents
+from orchestrator.lab.eval.choices import read_questions
+from orchestrator.lab.eval.text import read_documents
 
 REPO = Path(__file__).resolve().parents[2]
 

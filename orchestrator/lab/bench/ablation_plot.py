@@ -14,7 +14,7 @@ from orchestrator.lab.bench.ablation import (
     MIXED_AHEAD,
     SKIP_AHEAD,
 )
-from orchestrator.plotting import COLOURS, save_figure
+from orchestrator.lab.plotting import COLOURS, save_figure
 
 SHOWN = (BASELINE, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD, "lru")
 LABELS = {"lru": "null baseline: global LRU"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from orchestrator.config import Config
-from orchestrator.footprint import scratch_bytes
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.bounds import add_bound, bound_notes, computing
 from orchestrator.lab.bench.cases import (
@@ -25,6 +24,7 @@ from orchestrator.lab.bench.predicted import predict, predicted, prediction_note
 from orchestrator.lab.bench.report import MIX, by_cap, memory_notes, moved, speeds, tokens_of
 from orchestrator.lab.bench.rows import Result, case_row, median_ratio
 from orchestrator.lab.table import Column, Table, fixed, percent
+from orchestrator.memory.footprint import scratch_bytes
 
 COLUMNS = (
     *speeds(1),

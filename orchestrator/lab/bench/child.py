@@ -140,7 +140,7 @@ class DeviceMemory:
     Raises ConfigError where there is no such device."""
 
     def __init__(self, name: str) -> None:
-        from orchestrator.llama import Bindings
+        from orchestrator.native.llama import Bindings
 
         self._library, self._name = Bindings.load().library(), name
         self._free = self._free_bytes()
@@ -163,10 +163,10 @@ class DeviceMemory:
 
 def run_device(job: Job) -> dict[str, Any]:
     """The device itself: its name, its memory, and how fast it is copied to."""
-    from orchestrator.accelerator import find_gpu
     from orchestrator.errors import ConfigError
-    from orchestrator.llama import Bindings
+    from orchestrator.memory.accelerator import find_gpu
     from orchestrator.native import measure_device
+    from orchestrator.native.llama import Bindings
 
     bindings = Bindings.load()
     gpu = find_gpu(bindings, job.device or "")
@@ -205,7 +205,7 @@ def run_upstream(job: Job) -> dict[str, Any]:
 
 def run_engine(job: Job) -> dict[str, Any]:
     from orchestrator.config import Config
-    from orchestrator.engine import Engine
+    from orchestrator.engine.engine import Engine
 
     config = Config.build(
         model=job.model,

@@ -24,7 +24,7 @@ from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.report import HIT, NAME, by_cap, cap_title, memory_notes, moved
 from orchestrator.lab.bench.rows import Result, case_row, median_ratio
 from orchestrator.lab.table import Column, Table, fixed
-from orchestrator.llama import Bindings
+from orchestrator.native.llama import Bindings
 from orchestrator.policy.firm.votes import RANK
 
 

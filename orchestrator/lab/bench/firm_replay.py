@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.bench.child import text_stream, token_stream
@@ -17,14 +17,14 @@ from orchestrator.lab.bench.models import DEMO_TEXT
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import Result
 from orchestrator.lab.lists import numbers
+from orchestrator.lab.replay import ReplayOptions, Trace
+from orchestrator.lab.replay.record import Disk, Recorder, dense_share
+from orchestrator.lab.replay.report import set_up_for, speed_and_time
+from orchestrator.lab.replay.simulate import Setup, simulate
 from orchestrator.native import MAX_AHEAD, CStats
 from orchestrator.policy import policy_class
 from orchestrator.policy.firm import FIRM
 from orchestrator.policy.firm.votes import MARGIN, MOL, RANK
-from orchestrator.replay import ReplayOptions, Trace
-from orchestrator.replay.record import Disk, Recorder, dense_share
-from orchestrator.replay.report import set_up_for, speed_and_time
-from orchestrator.replay.simulate import Setup, simulate
 from orchestrator.settings import FROM_0, FROM_1, SIZE, again, setting
 
 NO_PREFETCH = "no prefetch"

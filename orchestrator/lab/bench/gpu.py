@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator import disk
+from orchestrator.cache.files import write_whole
 from orchestrator.config import MISSES, Config
+from orchestrator.cost import disk
+from orchestrator.engine.load import SPARE_BYTES
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.files import write_whole
-from orchestrator.footprint import device_shape, kernel_bytes
 from orchestrator.lab.bench.ablation import COLD, MIXED_AHEAD, paper_rows
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import ONE_TIER, Case, global_lru, policies
@@ -25,7 +25,7 @@ from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import Result, case_row
 from orchestrator.lab.table import Table
-from orchestrator.load import SPARE_BYTES
+from orchestrator.memory.footprint import device_shape, kernel_bytes
 from orchestrator.settings import again, setting
 
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"

@@ -18,16 +18,16 @@ from gguf_tools.children import child
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import processor_name
 from gguf_tools.synthetic.tensors import RESIDUAL_POWER
-from orchestrator import disk
 from orchestrator.allocation.slots import ModelShape
+from orchestrator.cost import disk
 from orchestrator.errors import ConfigError
-from orchestrator.footprint import model_shape
 from orchestrator.lab.bench import host
 from orchestrator.lab.bench.cases import Case
 from orchestrator.lab.bench.job import Job, longest_context
 from orchestrator.lab.bench.models import DEMO_TEXT, LOW, Note, build_models, build_uniform
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import Result
+from orchestrator.memory.footprint import model_shape
 
 START_SECONDS = 300.0
 

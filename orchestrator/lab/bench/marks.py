@@ -19,7 +19,7 @@ class Marks:
     each."""
 
     def __init__(self, engine: Any) -> None:
-        """engine: orchestrator.engine.Engine, in managed mode."""
+        """engine: orchestrator.engine.engine.Engine, in managed mode."""
         self._engine = engine
         self._last = self._now()
 

@@ -15,8 +15,8 @@ from gguf_tools.pack import export
 from gguf_tools.synthetic.drawn import DRAWN_TYPES
 from gguf_tools.synthetic.weights import BLOCK_TYPES
 from gguf_tools.units import format_size
+from orchestrator.cache.files import user_folder
 from orchestrator.errors import MoeEdgeError
-from orchestrator.files import user_folder
 from orchestrator.lab.bench.options import BenchOptions
 
 HIGH, LOW = "q4_k", "q2_k"

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.errors import NativeError
-from orchestrator.llama import BufferTypeOverride
+from orchestrator.native.llama import BufferTypeOverride
 
 _ALL_LAYERS = 1 << 20
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from orchestrator.config import Config
-from orchestrator.hardware import probe
+from orchestrator.cost.predictor import Predictor, reading_of
 from orchestrator.lab.bench.cases import Case
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.rows import Result
-from orchestrator.llama import Bindings
-from orchestrator.plan import plan_memory
-from orchestrator.predictor import Predictor, reading_of
+from orchestrator.memory.hardware import probe
+from orchestrator.memory.plan import plan_memory
+from orchestrator.native.llama import Bindings
 
 _KEY = "predicted_"
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestrator.eval.compare import Reference
+from orchestrator.lab.eval.compare import Reference
+from orchestrator.lab.plotting import COLOURS
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import (
     ANSWERS,
@@ -22,7 +23,6 @@ from orchestrator.lab.study.study import Configuration, ScoredStudy, Scores
 from orchestrator.lab.study.subject import SKIP, Score, Subject
 from orchestrator.lab.study.uniform import tiers_of
 from orchestrator.lab.table import Row, Table
-from orchestrator.plotting import COLOURS
 
 UNIFORM, MIXED = "uniform", "mixed"
 RATIOS = (0.75, 0.9, 1.0)

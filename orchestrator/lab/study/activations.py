@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.calibrate.within import ObserverWithin, Room
+from orchestrator.engine.observe import Node
 from orchestrator.errors import NativeError
-from orchestrator.observe import Node
+from orchestrator.lab.calibrate.within import ObserverWithin, Room
 
 _NAME = re.compile(r"([a-z_]+)-(\d+)")
 

@@ -13,16 +13,16 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator import losses, profile
 from orchestrator.allocation.hull import Hull, lost, unevenness
 from orchestrator.allocation.slots import ModelShape
-from orchestrator.eval import arithmetic
-from orchestrator.eval.arithmetic import Estimate
-from orchestrator.eval.compare import Reference, ReferencePart
-from orchestrator.eval.report import share_with_error, with_error
-from orchestrator.eval.run import pair
-from orchestrator.eval.text import Window
-from orchestrator.footprint import model_shape
+from orchestrator.cache import profile
+from orchestrator.cost import losses
+from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import Estimate
+from orchestrator.lab.eval.compare import Reference, ReferencePart
+from orchestrator.lab.eval.report import share_with_error, with_error
+from orchestrator.lab.eval.run import pair
+from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import distances
 from orchestrator.lab.study.policies import Counts
@@ -31,6 +31,7 @@ from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.lab.study.uniform import tiers_of
 from orchestrator.lab.table import Column, Row, Table, percent
+from orchestrator.memory.footprint import model_shape
 from orchestrator.policy.mixed import nominal, slot_sizes
 
 EVERYTHING = "all"

@@ -14,7 +14,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.allocation.placement import PlacementSettings, importance, shares
 from orchestrator.errors import ConfigError
-from orchestrator.eval.text import Window
+from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.activations import (
     CHOSEN,

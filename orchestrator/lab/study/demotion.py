@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.eval.arithmetic import Estimate
+from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import quality, quality_of
 from orchestrator.lab.study.residency import SEEDS, Residency, high_share

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from orchestrator.lab.plotting import COLOURS
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import quality, quality_of
 from orchestrator.lab.study.policies import OneLayer
 from orchestrator.lab.study.study import Configuration, ScoredStudy, Scores
 from orchestrator.lab.study.subject import Subject
 from orchestrator.lab.table import Column, Table
-from orchestrator.plotting import COLOURS
 
 BEST, LOWERED = "best", "lowered"
 

@@ -14,13 +14,12 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.allocation.slots import ModelShape
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError
-from orchestrator.eval import arithmetic
-from orchestrator.eval.compare import Reference
-from orchestrator.eval.report import with_error
-from orchestrator.eval.run import pair
-from orchestrator.footprint import model_shape
+from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.compare import Reference
+from orchestrator.lab.eval.report import with_error
+from orchestrator.lab.eval.run import pair
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import (
     COMPUTED_LOW,
@@ -36,6 +35,7 @@ from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import SKIP, Score, Subject
 from orchestrator.lab.study.uniform import UniformFile, tiers_of
 from orchestrator.lab.table import Column, Row, Table
+from orchestrator.memory.footprint import model_shape
 from orchestrator.policy.base import TierOffer
 from orchestrator.policy.mixed import Mixed
 

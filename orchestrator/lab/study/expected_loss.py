@@ -19,10 +19,10 @@ from orchestrator.allocation.placement import (
     shares,
 )
 from orchestrator.allocation.prefix_split import MAX_WIDTHS
-from orchestrator.eval import arithmetic
-from orchestrator.eval.arithmetic import Estimate
+from orchestrator.cost.losses import LossTable
+from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.study.context import Usage
-from orchestrator.losses import LossTable
 
 PAPER, NO_PRIOR, OURS = "prompt, losses alone (the paper)", "prompt, weighted", "prompt and profile"
 ALIKE = "prompt and profile, losses alone"

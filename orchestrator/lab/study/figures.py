@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.eval import arithmetic
-from orchestrator.eval.report import share_with_error, with_error
-from orchestrator.eval.run import pair
+from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.report import share_with_error, with_error
+from orchestrator.lab.eval.run import pair
 from orchestrator.lab.study.study import Configuration
 from orchestrator.lab.study.subject import Score
 from orchestrator.lab.study.uniform import UniformFile

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.eval import arithmetic
-from orchestrator.eval.arithmetic import Estimate
-from orchestrator.eval.compare import Reference, ReferencePart
-from orchestrator.eval.report import share_with_error
-from orchestrator.eval.run import pair
-from orchestrator.eval.text import Window
-from orchestrator.footprint import model_shape
+from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import Estimate
+from orchestrator.lab.eval.compare import Reference, ReferencePart
+from orchestrator.lab.eval.report import share_with_error
+from orchestrator.lab.eval.run import pair
+from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import (
     LABEL,
@@ -36,6 +35,7 @@ from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.lab.study.uniform import UniformFile
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
+from orchestrator.memory.footprint import model_shape
 from orchestrator.policy.dynaexq import HIGH, LOW
 
 HELD = (0.25, 0.5, 0.75)  # shares of the experts that a budget holds high

@@ -14,16 +14,17 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator import losses, profile
 from orchestrator.allocation.placement import PLAIN, shares
 from orchestrator.allocation.slots import Transition
-from orchestrator.engine import Engine
+from orchestrator.cache import profile
+from orchestrator.cost import losses
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
-from orchestrator.eval import arithmetic
-from orchestrator.eval.compare import Reference, ReferencePart
-from orchestrator.eval.report import share_with_error, with_error
-from orchestrator.eval.run import pair
 from orchestrator.events import StepReport
+from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.compare import Reference, ReferencePart
+from orchestrator.lab.eval.report import share_with_error, with_error
+from orchestrator.lab.eval.run import pair
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.context import Usage, read_usages, with_prompts
 from orchestrator.lab.study.expected_loss import (

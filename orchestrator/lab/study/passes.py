@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from orchestrator.eval.run import Report
+from orchestrator.lab.eval.run import Report
 
 # So many passes have ended when the time of all is estimated: the first one opens the model anew.
 _ESTIMATE_AFTER = 2

@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from orchestrator.eval.arithmetic import Estimate
-from orchestrator.plotting import COLOURS, require_matplotlib, save_figure
+from orchestrator.lab.eval.arithmetic import Estimate
+from orchestrator.lab.plotting import COLOURS, require_matplotlib, save_figure
 
 MARKERS = "os^Dv"
 

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator import profile
 from orchestrator.allocation.placement import nominal_bits
-from orchestrator.engine import Engine
+from orchestrator.cache import profile
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
-from orchestrator.eval.compare import Reference
-from orchestrator.eval.text import Window
-from orchestrator.footprint import model_shape
+from orchestrator.lab.eval.compare import Reference
+from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study.policies import Counts
 from orchestrator.lab.study.subject import Score, Subject
+from orchestrator.memory.footprint import model_shape
 from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq, resident_plan
 
 # Of hot sets that are chosen at random.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.eval.arithmetic import Estimate
+from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import (
     ANSWERS,

@@ -11,14 +11,14 @@ from typing import Any, ClassVar, TypeVar
 
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.eval.compare import Reference
-from orchestrator.eval.run import EvalOptions, Report
+from orchestrator.lab.eval.compare import Reference
+from orchestrator.lab.eval.run import EvalOptions, Report
 from orchestrator.lab.experiment import Experiment
+from orchestrator.lab.plotting import require_matplotlib
 from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.subject import Score, Subject
 from orchestrator.lab.study.uniform import NONE, UniformFile
 from orchestrator.lab.table import Table
-from orchestrator.plotting import require_matplotlib
 from orchestrator.policy import DEFAULT, Policy, owners
 from orchestrator.settings import flag_of
 

@@ -12,15 +12,16 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
-from orchestrator.eval import arithmetic
-from orchestrator.eval.arithmetic import Estimate
-from orchestrator.eval.choices import ChoiceScores, Question, read_questions, score_choices
-from orchestrator.eval.compare import Reference, ReferencePart
-from orchestrator.eval.judge import Judge
-from orchestrator.eval.perplexity import TextScores, score_text
-from orchestrator.eval.run import (
+from orchestrator.events import Phase
+from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import Estimate
+from orchestrator.lab.eval.choices import ChoiceScores, Question, read_questions, score_choices
+from orchestrator.lab.eval.compare import Reference, ReferencePart
+from orchestrator.lab.eval.judge import Judge
+from orchestrator.lab.eval.perplexity import TextScores, score_text
+from orchestrator.lab.eval.run import (
     LOADING,
     EvalOptions,
     Report,
@@ -28,9 +29,8 @@ from orchestrator.eval.run import (
     best_reference,
     eval_config,
 )
-from orchestrator.eval.text import Window, cut_windows, read_documents
-from orchestrator.eval.usage import Usage, counters, usage_between
-from orchestrator.events import Phase
+from orchestrator.lab.eval.text import Window, cut_windows, read_documents
+from orchestrator.lab.eval.usage import Usage, counters, usage_between
 from orchestrator.lab.study.passes import Passes
 from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.uniform import UniformFile, UniformTypes

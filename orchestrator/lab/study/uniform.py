@@ -26,11 +26,11 @@ from gguf_tools.pack import pack
 from gguf_tools.quantize.methods import ExpertQuantizer
 from gguf_tools.quantize.tiers import parse_types
 from gguf_tools.units import format_size
-from orchestrator.calibrate.methods import IMATRIX, RTN, Method, open_quantizer
-from orchestrator.calibrate.spill import spill_folder
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.eval.run import EvalOptions, Report
+from orchestrator.lab.calibrate.methods import IMATRIX, RTN, Method, open_quantizer
+from orchestrator.lab.calibrate.spill import spill_folder
+from orchestrator.lab.eval.run import EvalOptions, Report
 
 # What is tried where nothing was asked for: types that take seconds to make. The IQ types take
 # ten times as long.

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 from orchestrator.errors import ConfigError
 from orchestrator.lab.experiment import Experiment
+from orchestrator.lab.replay import ReplayOptions, Trace
+from orchestrator.lab.replay.report import set_up_for, speed_and_time
+from orchestrator.lab.replay.simulate import simulate
 from orchestrator.lab.study import plot
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.native import Library
 from orchestrator.policy.firm import FIRM
 from orchestrator.policy.firm.heop import ALL, CLIMB, GROUPS, Tuner, Votes
 from orchestrator.policy.firm.votes import MOL, depth_of
-from orchestrator.replay import ReplayOptions, Trace
-from orchestrator.replay.report import set_up_for, speed_and_time
-from orchestrator.replay.simulate import simulate
 
 _NEVER = 2**24
 

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError, MoeEdgeError
 from orchestrator.events import Phase, RouteEvent
-from orchestrator.llama import Bindings
 from orchestrator.native import find_device
+from orchestrator.native.llama import Bindings
 
 
 def load_backend(library: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.quantize.ggml import Ggml, load_ggml
 from orchestrator.errors import MoeEdgeError
-from orchestrator.llama import Bindings
+from orchestrator.native.llama import Bindings
 
 TEXT = (
     "The fox sat by the river and looked at the stars. It was late, and nobody came. "

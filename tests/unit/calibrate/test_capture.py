@@ -14,10 +14,10 @@ from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, GATE_UP, UP
 from gguf_tools.quantize.ggml import Ggml
-from orchestrator.calibrate import Capture, read_calibration, spill
-from orchestrator.calibrate.compute import stored
-from orchestrator.calibrate.spill import Rows
 from orchestrator.errors import ConfigError, GGUFError
+from orchestrator.lab.calibrate import Capture, read_calibration, spill
+from orchestrator.lab.calibrate.compute import stored
+from orchestrator.lab.calibrate.spill import Rows
 from orchestrator.lab.study.similarity import dense
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.cli_options import demo_model
-from orchestrator.losses import default_path, load
+from orchestrator.cli.options import demo_model
+from orchestrator.cost.losses import default_path, load
 
 
 def test_the_demo_knows_what_its_precisions_lose() -> None:

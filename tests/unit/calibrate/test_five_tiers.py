@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 from orchestrator.events import Phase
 from orchestrator.native import Library
 

@@ -20,9 +20,9 @@ from gguf_tools.quantize.imatrix import (
     read_imatrix,
     write_imatrix,
 )
-from orchestrator.calibrate import Capture, read_calibration
-from orchestrator.calibrate.capture import WindowActivations
-from orchestrator.calibrate.gather import gather, sum_squares
+from orchestrator.lab.calibrate import Capture, read_calibration
+from orchestrator.lab.calibrate.capture import WindowActivations
+from orchestrator.lab.calibrate.gather import gather, sum_squares
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,14 @@ from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.pack import pack
 from gguf_tools.quantize.ggml import Ggml
 from gguf_tools.quantize.imatrix import read_imatrix
-from orchestrator.calibrate import Capture, compute, fit, measure, read_calibration
-from orchestrator.calibrate.capture import LayerActivations
-from orchestrator.calibrate.compute import LayerExperts, stored
-from orchestrator.calibrate.fit import Fitting
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
+from orchestrator.cost.losses import Candidate, Fit, LossTable, default_path, load, save
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
-from orchestrator.losses import Candidate, Fit, LossTable, default_path, load, save
+from orchestrator.lab.calibrate import Capture, compute, fit, measure, read_calibration
+from orchestrator.lab.calibrate.capture import LayerActivations
+from orchestrator.lab.calibrate.compute import LayerExperts, stored
+from orchestrator.lab.calibrate.fit import Fitting
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.pack import pack
 from gguf_tools.quantize import gptq
 from gguf_tools.quantize.ggml import Ggml, load_ggml
-from orchestrator.calibrate import Capture, read_calibration
-from orchestrator.calibrate.compute import stored
-from orchestrator.calibrate.gptq import Gptq, computing
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
+from orchestrator.lab.calibrate import Capture, read_calibration
+from orchestrator.lab.calibrate.compute import stored
+from orchestrator.lab.calibrate.gptq import Gptq, computing
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 TEXT = (

@@ -12,11 +12,11 @@ from click.testing import CliRunner
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN
 from gguf_tools.pack import pack
-from orchestrator.calibrate import Capture
-from orchestrator.calibrate.capture import WindowActivations
-from orchestrator.calibrate.within import Room
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.errors import BudgetError, MoeEdgeError
+from orchestrator.lab.calibrate import Capture
+from orchestrator.lab.calibrate.capture import WindowActivations
+from orchestrator.lab.calibrate.within import Room
 from orchestrator.settings import parse_size
 
 TEXT = "Once upon a time an owl lived in an oak, and it was never at home. " * 40

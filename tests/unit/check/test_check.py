@@ -16,11 +16,11 @@ from click.testing import CliRunner
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.pack import export
-from orchestrator.check import CheckOptions, budgets, checking, child, examine, render
-from orchestrator.check.compare import compare_rows, first_layer
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.hardware import Machine
+from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
+from orchestrator.lab.check.compare import compare_rows, first_layer
+from orchestrator.memory.hardware import Machine
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
 
@@ -125,7 +125,7 @@ def test_a_later_layer_is_named(tiny_model: Callable[..., Path], tmp_path: Path)
 
 
 def compare_layers(one: Path, other: Path, folder: Path) -> int | None:
-    from orchestrator.check.job import Job, run_job, settings_of
+    from orchestrator.lab.check.job import Job, run_job, settings_of
 
     paths = []
     for path in (one, other):
@@ -159,7 +159,7 @@ def test_lower_tiers_of_one_file_and_of_two(tiny_model: Callable[..., Path]) -> 
 
 @pytest.mark.usefixtures("one_budget")
 def test_a_promise_that_is_broken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from orchestrator.check.job import run_job
+    from orchestrator.lab.check.job import run_job
 
     def swollen(job: Any) -> dict[str, Any]:
         run = run_job(job)

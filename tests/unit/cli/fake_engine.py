@@ -1,7 +1,7 @@
 """The command line with an engine that answers from a script instead of a model.
 
 Run as a program it is `moe-edge`, for the tests that need a process or a terminal. What it
-answers depends on the prompt; the rest of it keeps the promises of orchestrator.engine.
+answers depends on the prompt; the rest of it keeps the promises of orchestrator.engine.engine.
 """
 
 from __future__ import annotations
@@ -194,9 +194,9 @@ class FakeEngine:
 
 def install(modules) -> None:
     """Make `modules` (sys.modules) hand out FakeEngine as the engine."""
-    module = types.ModuleType("orchestrator.engine")
+    module = types.ModuleType("orchestrator.engine.engine")
     module.Engine = FakeEngine
-    modules["orchestrator.engine"] = module
+    modules["orchestrator.engine.engine"] = module
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.replay import read_trace
+from orchestrator.lab.replay import read_trace
 
 ROOT = Path(__file__).resolve().parents[3]
 

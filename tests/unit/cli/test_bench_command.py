@@ -12,7 +12,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.lab.registry import BENCHMARKS, load_benchmark
 
 
@@ -124,7 +124,7 @@ def test_listing_the_benchmarks_loads_none_but_the_first():
     program = (
         "import sys\n"
         "from click.testing import CliRunner\n"
-        "from orchestrator.cli import cli\n"
+        "from orchestrator.cli.main import cli\n"
         "assert CliRunner().invoke(cli, ['--help']).exit_code == 0\n"
         "loaded = [name for name in sys.modules if name.startswith('orchestrator.lab.')]\n"
         "assert not loaded, loaded\n"

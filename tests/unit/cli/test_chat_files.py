@@ -8,10 +8,10 @@ from pathlib import Path
 import fake_engine
 import pytest
 
-from orchestrator.chat_files import LastConversation, read_conversation, write_conversation
+from orchestrator.chat.files import LastConversation, read_conversation, write_conversation
+from orchestrator.chat.session import Session
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.session import Session
 
 TURNS = [
     {"role": "user", "content": "wö bist du\n?"},

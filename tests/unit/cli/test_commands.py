@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from gguf_tools.experts import ExpertModel
-from orchestrator import cli_options as module
-from orchestrator.cli import cli
+from orchestrator.cli import options as module
+from orchestrator.cli.main import cli
 from orchestrator.errors import MoeEdgeError
 
 
@@ -252,7 +252,7 @@ def test_a_pipe_gets_the_text_as_the_model_said_it(opened):
 
 
 def test_without_a_model_it_is_the_demo(opened, monkeypatch, tmp_path):
-    package = tmp_path / "site/orchestrator/cli_options.py"
+    package = tmp_path / "site/orchestrator/cli/options.py"
     monkeypatch.setattr(module, "__file__", str(package))
     monkeypatch.chdir(tmp_path)
     result = run("chat", "-p", "hello")
@@ -305,7 +305,7 @@ def test_a_command_that_is_none_gets_the_nearest_name(typed, hint):
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys, orchestrator.cli; "
+        "import sys, orchestrator.cli.main; "
         "heavy = ('numpy', 'llama_cpp', 'jinja2', 'torch', 'huggingface_hub'); "
         "print([m for m in heavy if m in sys.modules])"
     )

@@ -10,8 +10,8 @@ import pytest
 from fake_engine import HOSTILE
 
 from gguf_tools.progress import ProgressMeter
-from orchestrator import console
-from orchestrator.console import progress_bar, strip_controls
+from orchestrator.chat import console
+from orchestrator.chat.console import progress_bar, strip_controls
 
 HANG_S = 120.0
 

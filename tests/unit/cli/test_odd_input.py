@@ -12,8 +12,8 @@ import fake_engine
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.cli import cli
-from orchestrator.plotting import save_figure
+from orchestrator.cli.main import cli
+from orchestrator.lab.plotting import save_figure
 
 FAKE = [sys.executable, fake_engine.__file__]
 DEMO = Path(__file__).resolve().parents[3] / "models/demo/moe-edge-demo.gguf"
@@ -100,7 +100,7 @@ def test_a_profile_that_cannot_be_kept_is_refused_before_the_chat(tmp_path: Path
 
 
 def test_an_endless_stdin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.cli_chat.LONGEST_PROMPT", 10)
+    monkeypatch.setattr("orchestrator.cli.chat.LONGEST_PROMPT", 10)
     result = CliRunner().invoke(cli, ["chat", "-m", "x.gguf"], input="x" * 11)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "longer than any context" in result.stderr
@@ -139,7 +139,7 @@ def test_a_closed_stderr_loses_notes_alone() -> None:
 
 def test_files_do_not_get_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     code = (
-        "import sys; from orchestrator.cli import hold_closed_streams; hold_closed_streams();"
+        "import sys; from orchestrator.cli.main import hold_closed_streams; hold_closed_streams();"
         "sys.exit(open('file', 'w').fileno())"
     )
     command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", sys.executable, "-c", code]

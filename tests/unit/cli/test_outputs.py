@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from gguf_tools import synthetic
-from orchestrator.cli import COMMANDS, cli
-from orchestrator.cli_files import NEW_FILE
+from orchestrator.cli.files import NEW_FILE
+from orchestrator.cli.main import COMMANDS, cli
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from gguf_tools import interrupts
-from orchestrator.cli import cli
+from orchestrator.chat.session import Session
+from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.engine import Engine
-from orchestrator.session import Session
+from orchestrator.engine.engine import Engine
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 

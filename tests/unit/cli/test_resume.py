@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 
 QUESTION = "Where do the experts of a model lie, and who reads them? " * 6
 

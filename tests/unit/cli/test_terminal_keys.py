@@ -9,8 +9,8 @@ from pseudo_terminal import CTRL_C, ESCAPES, UP, Terminal
 from test_session import make
 
 from gguf_tools import synthetic
+from orchestrator.chat.wrapping import WordWrap
 from orchestrator.errors import GGUFError
-from orchestrator.wrapping import WordWrap
 
 PASTE = "\x1b[200~{}\x1b[201~"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
+from orchestrator.lab.replay import read_trace
+from orchestrator.lab.replay.trace import PROMPT_ENDS, STARTS
 from orchestrator.native import Library
-from orchestrator.replay import read_trace
-from orchestrator.replay.trace import PROMPT_ENDS, STARTS
 
 
 def run(*args: object) -> Result:

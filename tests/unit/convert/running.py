@@ -10,8 +10,8 @@ import pytest
 
 from gguf_tools.convert import convert
 from orchestrator.config import Config
-from orchestrator.engine import Engine
-from orchestrator.llama import Bindings
+from orchestrator.engine.engine import Engine
+from orchestrator.native.llama import Bindings
 
 from . import checkpoints
 from .families import PROMPT

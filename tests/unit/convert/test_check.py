@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("torch", reason="needs the extra `convert`")
 pytest.importorskip("transformers", reason="needs the extra `convert`")
 
-from orchestrator.check import CheckOptions, examine
 from orchestrator.config import Config
+from orchestrator.lab.check import CheckOptions, examine
 
 from .families import FAMILIES
 from .running import Case

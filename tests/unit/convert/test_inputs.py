@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from gguf_tools.convert import convert
 from gguf_tools.errors import ConvertError
 from gguf_tools.file.reader import GGUFFile
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 
 from . import checkpoints, families
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs the extra `convert`")
 from answering import evaluated, first_logits
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
 
 from .running import Case
 

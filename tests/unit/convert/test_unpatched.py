@@ -20,8 +20,8 @@ from gguf_tools.pack import export, pack
 from gguf_tools.quantize.ggml import load_ggml
 from gguf_tools.quantize.imatrix import read_imatrix
 from gguf_tools.quantize.methods import ByImportance
-from orchestrator.calibrate.capture import WINDOW
-from orchestrator.calibrate.methods import Method, save_imatrix
+from orchestrator.lab.calibrate.capture import WINDOW
+from orchestrator.lab.calibrate.methods import Method, save_imatrix
 
 from .families import FAMILIES
 from .running import Case, our_logits

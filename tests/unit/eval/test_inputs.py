@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.calibrate import read_calibration
 from orchestrator.errors import ConfigError
-from orchestrator.eval.choices import encode_pair, pick, read_questions
-from orchestrator.eval.text import Document, cut_windows, needed_tokens, read_documents, windows_of
+from orchestrator.lab.calibrate import read_calibration
+from orchestrator.lab.eval.choices import encode_pair, pick, read_questions
+from orchestrator.lab.eval.text import (
+    Document,
+    cut_windows,
+    needed_tokens,
+    read_documents,
+    windows_of,
+)
 
 
 class Letters:

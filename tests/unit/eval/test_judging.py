@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.engine import Engine
-from orchestrator.eval import arithmetic
-from orchestrator.eval.judge import Judge
+from orchestrator.engine.engine import Engine
+from orchestrator.engine.sampling import log_softmax
 from orchestrator.events import Phase
+from orchestrator.lab.eval.judge import Judge
 
 
 def open_engine(model: Path, **settings) -> Engine:
@@ -80,7 +80,7 @@ def test_a_continuation_is_scored_by_the_rows_before_it(model: Path, prefill: bo
         found = [judge.continuation(context, choice) for choice in choices]
         for choice, (logp, greedy) in zip(choices, found, strict=True):
             rows = np.stack(list(Judge(engine, prefill).rows([*context, *choice])))
-            expected = arithmetic.log_softmax(rows[len(context) - 1 :])
+            expected = log_softmax(rows[len(context) - 1 :])
             assert np.array_equal(logp, expected[np.arange(len(choice)), choice])
             assert greedy == (expected.argmax(axis=1) == choice).all()
         judge.continuation(context, choices[0])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.eval import EvalOptions, evaluate
+from orchestrator.lab.eval import EvalOptions, evaluate
 from orchestrator.native import Library
 
 

@@ -15,11 +15,11 @@ from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine, Sampling
-from orchestrator.eval import arithmetic
-from orchestrator.eval.choices import read_questions, score_choices
-from orchestrator.eval.harness import MoeEdgeLM
-from orchestrator.eval.judge import Judge
+from orchestrator.engine.engine import Engine, Sampling
+from orchestrator.engine.sampling import log_softmax
+from orchestrator.lab.eval.choices import read_questions, score_choices
+from orchestrator.lab.eval.harness import MoeEdgeLM
+from orchestrator.lab.eval.judge import Judge
 
 SETTINGS = {"policy": "lru", "high_tier": "q4_k", "threads": 1, "ctx": 256, "expert_ram": "8MiB"}
 
@@ -127,7 +127,7 @@ def test_whole_texts_agree_with_our_own(model: Path, engine: Engine, tasks) -> N
     if engine.tokenize(""):
         first, tokens = tokens[0], tokens[1:]
     rows = list(Judge(engine).rows([first, *tokens]))
-    nll = -sum(arithmetic.log_softmax(row)[token] for row, token in zip(rows, tokens, strict=True))
+    nll = -sum(log_softmax(row)[token] for row, token in zip(rows, tokens, strict=True))
     assert math.log(found["byte_perplexity,none"]) == pytest.approx(nll / len(text), rel=1e-6)
 
 

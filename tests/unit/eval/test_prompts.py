@@ -10,15 +10,16 @@ import pytest
 from click.testing import CliRunner
 from judged import TEXT
 
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.engine import Engine
+from orchestrator.engine.engine import Engine
+from orchestrator.engine.sampling import log_softmax
 from orchestrator.errors import ConfigError
-from orchestrator.eval import EvalOptions, arithmetic
-from orchestrator.eval.judge import Judge
-from orchestrator.eval.perplexity import score_text
-from orchestrator.eval.text import Document, Window, cut_windows
 from orchestrator.events import Phase
+from orchestrator.lab.eval import EvalOptions
+from orchestrator.lab.eval.judge import Judge
+from orchestrator.lab.eval.perplexity import score_text
+from orchestrator.lab.eval.text import Document, Window, cut_windows
 
 POLICIES = {
     "plain": {"policy": "plain"},
@@ -98,7 +99,7 @@ def test_contexts_of_questions_are_prompts(model: Path) -> None:
         assert_counted(engine, [(context, choice)])
     with open_engine(model, **POLICIES["context"]) as engine:
         rows = np.stack(list(Judge(engine).rows([*context, *choice], 20, prompt=True)))
-    expected = arithmetic.log_softmax(rows)[np.arange(len(choice)), choice]
+    expected = log_softmax(rows)[np.arange(len(choice)), choice]
     assert logp == pytest.approx(expected, abs=1e-9)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
-from orchestrator.eval import EvalOptions, evaluate
+from orchestrator.engine.engine import Engine
+from orchestrator.lab.eval import EvalOptions, evaluate
 from orchestrator.lab.registry import load_study
 from orchestrator.lab.study import study
 from orchestrator.native import Library

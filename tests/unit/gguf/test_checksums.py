@@ -17,7 +17,7 @@ from gguf_tools.file.checksums import SliceChecksums, combine, stored
 from gguf_tools.file.layout import KEY_CHECKSUMS
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import pack
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 
 DAMAGES = 100 if os.environ.get("MOE_EDGE_SLOW") else 15
 PAGE_BYTES = 4096

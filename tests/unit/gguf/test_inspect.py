@@ -12,7 +12,7 @@ from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.inspect import BUDGET_SHARES, describe, render
 from gguf_tools.pack import export
 from gguf_tools.units import format_size
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.settings import parse_size
 
 

@@ -12,7 +12,7 @@ import pytest
 from gguf_tools import errors
 from gguf_tools.file.unfinished import UnfinishedFile, irregular
 from gguf_tools.file.writer import GGUFWriter
-from orchestrator.files import check_target, whole_file
+from orchestrator.cache.files import check_target, whole_file
 
 SAYS = "is not a regular file"
 

@@ -13,7 +13,7 @@ from gguf_tools.file.layout import GGMLType
 from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.pack import export, pack
 from gguf_tools.verify import verify
-from orchestrator.files import whole_file
+from orchestrator.cache.files import whole_file
 
 OURS = tuple(
     f"gguf_tools.{name}"

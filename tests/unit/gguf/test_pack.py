@@ -19,7 +19,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType, ValueType, expert_tensor_name
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import export, pack
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 
 ROOT = Path(__file__).parents[3]
 

@@ -13,13 +13,13 @@ from click.testing import CliRunner
 from verify_files import repack
 
 from gguf_tools import synthetic
-from orchestrator import support
-from orchestrator.cli import cli
-from orchestrator.cli_files import CANNOT_RUN
+from orchestrator.cli.files import CANNOT_RUN
+from orchestrator.cli.main import cli
+from orchestrator.engine import support
+from orchestrator.engine.support import MANAGED, NOT, PLAIN, support_of
 from orchestrator.errors import NativeError
-from orchestrator.llama import Bindings
 from orchestrator.native import Library
-from orchestrator.support import MANAGED, NOT, PLAIN, support_of
+from orchestrator.native.llama import Bindings
 
 pytest.importorskip("llama_cpp.llama_cpp", reason="needs `make build`")
 

@@ -17,7 +17,7 @@ from gguf_tools import synthetic
 from gguf_tools.file.layout import BLOCK, DOWN, GGMLType
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.verify import verify
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 
 
 @pytest.mark.parametrize("tiers", [("f32",), ("f16",), ("q8_0",), ("q4_k", "q2_k")])
@@ -35,7 +35,7 @@ def test_good_files(tmp_path, ggml, tiers):
 
 
 def test_the_demo_model_is_good(ggml):
-    from orchestrator.cli_options import demo_model
+    from orchestrator.cli.options import demo_model
 
     assert texts(demo_model(), ggml) == []
 

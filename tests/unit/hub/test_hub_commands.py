@@ -13,7 +13,7 @@ from hub_server import Repo
 from gguf_tools import hub as module
 from gguf_tools import synthetic
 from gguf_tools.errors import HubError
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from hub_server import Repo
 from gguf_tools import synthetic
 from gguf_tools.errors import HubError
 from gguf_tools.hub import find_pulled, pulled, short_name
-from orchestrator.cli import cli
-from orchestrator.user_cache import KINDS
+from orchestrator.cache.user_cache import KINDS
+from orchestrator.cli.main import cli
 
 REPO = Path(__file__).resolve().parents[3]
 FOLDER = re.compile(r'(?:cache_dir\(\)|\bcache|"cache"\)) / "(\w+)"')

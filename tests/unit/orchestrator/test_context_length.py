@@ -6,12 +6,12 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator import plan as planning
 from orchestrator.config import Config
-from orchestrator.context_length import SHARE, longest_affordable
 from orchestrator.errors import BudgetError
-from orchestrator.hardware import Machine
-from orchestrator.plan import plan_memory
+from orchestrator.memory import plan as planning
+from orchestrator.memory.context_length import SHARE, longest_affordable
+from orchestrator.memory.hardware import Machine
+from orchestrator.memory.plan import plan_memory
 
 MIB = 2**20
 
@@ -87,7 +87,7 @@ def test_a_context_that_was_asked_for_is_that(model):
 
 
 def test_the_mode_line_says_it(model, library):
-    from orchestrator.engine import Engine
+    from orchestrator.engine.engine import Engine
 
     with Engine.open(Config.build(model=model.path, ctx=512)) as engine:
         assert engine.mode.endswith(", context 512")

@@ -13,8 +13,8 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, UP
-from orchestrator import disk, predictor
 from orchestrator.config import Config
+from orchestrator.cost import disk, predictor
 
 HANG_S = 600  # only what hangs takes so long
 NATIVE = Path(__file__).resolve().parents[3] / "patches" / "native"

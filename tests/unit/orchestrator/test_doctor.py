@@ -12,19 +12,19 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import usable_cores
-from orchestrator import doctor
-from orchestrator.accelerator import has_gpu_support
+from orchestrator.cli import doctor
+from orchestrator.cli.doctor import examine, misses_line, render
 from orchestrator.config import Config
-from orchestrator.disk import Bandwidth
-from orchestrator.doctor import examine, misses_line, render
+from orchestrator.cost.disk import Bandwidth
+from orchestrator.cost.kept_disk import kept_reading
+from orchestrator.cost.timings import DISTURBED
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.footprint import device_shape
-from orchestrator.hardware import Device, Machine, more_than_there, too_many_threads
-from orchestrator.kept_disk import kept_reading
-from orchestrator.llama import Bindings
+from orchestrator.memory.accelerator import has_gpu_support
+from orchestrator.memory.footprint import device_shape
+from orchestrator.memory.hardware import Device, Machine, more_than_there, too_many_threads
+from orchestrator.memory.plan import plan_memory
 from orchestrator.native import Bandwidths
-from orchestrator.plan import plan_memory
-from orchestrator.timings import DISTURBED
+from orchestrator.native.llama import Bindings
 
 MIB = 1 << 20
 
@@ -157,7 +157,7 @@ def test_the_host_behind_a_card_needs_room_for_reads(model: Path) -> None:
 
 def test_a_device_that_is_not_here(model: Path) -> None:
     pytest.importorskip("llama_cpp.llama_cpp")
-    from orchestrator.engine import Engine
+    from orchestrator.engine.engine import Engine
 
     for asked, named in (("cuda63", "cuda63"), ("gpu", "cuda0")):
         if named == "cuda0" and has_gpu_support(Bindings.load()):

@@ -13,19 +13,19 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator import engine as engine_module
-from orchestrator import hardware
-from orchestrator import load as load_module
-from orchestrator import planner as planner_module
 from orchestrator.config import Config
-from orchestrator.driver import Driver
-from orchestrator.engine import Engine, Sampling
+from orchestrator.cost import planner as planner_module
+from orchestrator.engine import engine as engine_module
+from orchestrator.engine import load as load_module
+from orchestrator.engine.driver import Driver
+from orchestrator.engine.engine import Engine, Sampling
+from orchestrator.engine.store_layout import store_spec
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.hardware import Machine
+from orchestrator.memory import hardware
+from orchestrator.memory.hardware import Machine
+from orchestrator.memory.plan import plan_memory
+from orchestrator.memory.probe import Probe
 from orchestrator.native import Misses
-from orchestrator.plan import plan_memory
-from orchestrator.probe import Probe
-from orchestrator.store_layout import store_spec
 
 END = 0
 GREEDY = Sampling(temp=0.0)

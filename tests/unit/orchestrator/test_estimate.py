@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from shapes import make_decision, make_event, make_shape, make_view
 
-from orchestrator import losses
+from orchestrator.allocation.estimate import KlEstimate, LossMeter
+from orchestrator.cost import losses
+from orchestrator.cost.losses import Candidate, Fit, LossKeeper, LossTable
 from orchestrator.errors import ConfigError
-from orchestrator.estimate import KlEstimate, LossMeter
 from orchestrator.events import ABSENT, SKIP, Phase
-from orchestrator.losses import Candidate, Fit, LossKeeper, LossTable
 
 SHAPE = make_shape(n_layers=3, n_expert=8, k=2)
 SIZE = (SHAPE.n_layers, SHAPE.n_expert)

@@ -9,12 +9,12 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator.choice import check_unused
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, MoeEdgeError, PolicyError
-from orchestrator.hardware import Machine
-from orchestrator.layouts import wants_own_layout
-from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.memory.choice import check_unused
+from orchestrator.memory.hardware import Machine
+from orchestrator.memory.layouts import wants_own_layout
+from orchestrator.memory.plan import MemoryPlan, plan_memory
 
 
 @pytest.fixture(scope="module")

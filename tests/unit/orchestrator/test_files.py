@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gguf_tools import interrupts
-from orchestrator.files import check_target, user_folder, whole_file, whole_files, write_whole
+from orchestrator.cache.files import check_target, user_folder, whole_file, whole_files, write_whole
 from patches.upstream import cache_dir
 
 

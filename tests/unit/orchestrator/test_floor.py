@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from shapes import UP, make_decision, make_shape, make_view, prefetches
 
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.errors import BudgetError, PolicyError
-from orchestrator.estimate import KlEstimate
 from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase, RouteEvent, StepReport
 from orchestrator.policy import floor
 from orchestrator.policy.floor import AGAIN_STEPS, Floor

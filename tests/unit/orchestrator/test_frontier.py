@@ -12,10 +12,9 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
+from orchestrator.cli.frontier_text import draw, render
 from orchestrator.config import Config
-from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.events import SKIP
-from orchestrator.frontier import (
+from orchestrator.cost.frontier import (
     AS_FAST,
     Candidate,
     Frontier,
@@ -23,11 +22,12 @@ from orchestrator.frontier import (
     choose,
     frontier,
 )
-from orchestrator.frontier_text import draw, render
-from orchestrator.hardware import Machine
-from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.cost.timings import AGREE, DISTURBED
+from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.events import SKIP
+from orchestrator.memory.hardware import Machine
+from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS
-from orchestrator.timings import AGREE, DISTURBED
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 # Nats of a use in each tier of the file, and skipped.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 
-from orchestrator import hardware
-from orchestrator.hardware import Machine, probe
+from orchestrator.memory import hardware
+from orchestrator.memory.hardware import Machine, probe
 
 
 def test_headroom() -> None:

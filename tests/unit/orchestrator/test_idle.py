@@ -12,12 +12,12 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import ModelShape
+from orchestrator.cache.profile import UsageKeeper, cached_path
 from orchestrator.config import Config
-from orchestrator.driver import Driver, PlainDriver
+from orchestrator.engine.driver import Driver, PlainDriver
+from orchestrator.engine.idle import Idle
 from orchestrator.events import ABSENT
-from orchestrator.idle import Idle
 from orchestrator.policy import POLICIES
-from orchestrator.profile import UsageKeeper, cached_path
 
 WANTED = [(0, expert, 0) for expert in range(50)]
 SECONDS = 600  # until a test gives up on a thread

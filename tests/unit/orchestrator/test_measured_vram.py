@@ -9,8 +9,8 @@ from typing import Any, ClassVar, cast
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.load import MOST_LOADS, SPARE_BYTES, Loaded, Loader
-from orchestrator.planner import Runs
+from orchestrator.cost.planner import Runs
+from orchestrator.engine.load import MOST_LOADS, SPARE_BYTES, Loaded, Loader
 
 MIB = 2**20
 CAP, FREE = 1000 * MIB, 4000 * MIB

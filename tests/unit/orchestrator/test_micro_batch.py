@@ -13,10 +13,10 @@ from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.footprint import compute_bytes
-from orchestrator.hardware import Device, Machine
-from orchestrator.micro_batch import SIZES, best_plan, read_per_prompt_token
-from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.memory.footprint import compute_bytes
+from orchestrator.memory.hardware import Device, Machine
+from orchestrator.memory.micro_batch import SIZES, best_plan, read_per_prompt_token
+from orchestrator.memory.plan import MemoryPlan, plan_memory
 
 MIB = 2**20
 

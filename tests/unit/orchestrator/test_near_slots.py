@@ -15,7 +15,7 @@ from shapes import make_decision, make_event, make_view
 
 from orchestrator.allocation.placement import PlacementSettings, place
 from orchestrator.allocation.slots import ModelShape, Transition
-from orchestrator.driver import Driver
+from orchestrator.engine.driver import Driver
 from orchestrator.errors import PolicyError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import WaitsBeforeAnswer

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchestrator.losses import Candidate, Fit, LossTable
+from orchestrator.cost.losses import Candidate, Fit, LossTable
 
 
 def table() -> LossTable:

@@ -12,12 +12,17 @@ from gguf_tools import inspect, synthetic
 from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator.choice import check_unused, without_effect
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
-from orchestrator.footprint import look_ahead_bytes, process_bytes, scratch_bytes, step_tokens
-from orchestrator.hardware import Machine
-from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.memory.choice import check_unused, without_effect
+from orchestrator.memory.footprint import (
+    look_ahead_bytes,
+    process_bytes,
+    scratch_bytes,
+    step_tokens,
+)
+from orchestrator.memory.hardware import Machine
+from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.settings import parse_size
 
 ROOMY = Machine(64 * 2**30)

@@ -9,8 +9,8 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.hardware import Device, Machine
-from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.memory.hardware import Device, Machine
+from orchestrator.memory.plan import MemoryPlan, plan_memory
 
 CTX, BATCH = 2048, 512  # all that the model was made for
 

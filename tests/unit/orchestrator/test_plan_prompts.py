@@ -12,9 +12,9 @@ from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.footprint import PROMPT_SHARE, part_bytes
-from orchestrator.hardware import Machine
-from orchestrator.plan import MemoryPlan, plan_memory
+from orchestrator.memory.footprint import PROMPT_SHARE, part_bytes
+from orchestrator.memory.hardware import Machine
+from orchestrator.memory.plan import MemoryPlan, plan_memory
 
 MIB = 2**20
 ROOMY = Machine(64 * 2**30)

@@ -16,17 +16,11 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
-from orchestrator import products as products_module
-from orchestrator import speeds as speeds_module
 from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan
 from orchestrator.config import Config
-from orchestrator.events import SKIP
-from orchestrator.footprint import vocabulary_size
-from orchestrator.hardware import Machine
-from orchestrator.llama import Bindings
-from orchestrator.plan import plan_memory
-from orchestrator.policy.dynaexq import DynaExq
-from orchestrator.predict import (
+from orchestrator.cost import products as products_module
+from orchestrator.cost import speeds as speeds_module
+from orchestrator.cost.predict import (
     ROWS,
     Costs,
     Prediction,
@@ -40,9 +34,15 @@ from orchestrator.predict import (
     scanned,
     uniform_uses,
 )
-from orchestrator.predictor import Predictor, spare_bytes
-from orchestrator.products import Attention, Product, Small, Timer
-from orchestrator.speeds import FILE, OWN, UPSTREAM, Speeds, model_costs
+from orchestrator.cost.predictor import Predictor, spare_bytes
+from orchestrator.cost.products import Attention, Product, Small, Timer
+from orchestrator.cost.speeds import FILE, OWN, UPSTREAM, Speeds, model_costs
+from orchestrator.events import SKIP
+from orchestrator.memory.footprint import vocabulary_size
+from orchestrator.memory.hardware import Machine
+from orchestrator.memory.plan import plan_memory
+from orchestrator.native.llama import Bindings
+from orchestrator.policy.dynaexq import DynaExq
 
 LAYERS, EXPERTS, USED = 3, 8, 2
 DISK = Reading(1e6, latency_s=1e-3)

@@ -9,11 +9,11 @@ import pytest
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GGMLType
-from orchestrator.accelerator import with_product_times
-from orchestrator.footprint import device_shape
+from orchestrator.engine.store_layout import spec_for, store_layers
+from orchestrator.memory.accelerator import with_product_times
+from orchestrator.memory.footprint import device_shape
 from orchestrator.native import Library, Misses, ProductTime, StoreSpec, measure_product
 from orchestrator.policy import POLICIES
-from orchestrator.store_layout import spec_for, store_layers
 
 AUTO = Misses("auto", copy=20e9, read=10e9, round_trip_us=10.0, threads=2)
 

@@ -12,10 +12,10 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator import files, profile
+from orchestrator.cache import files, profile
+from orchestrator.cache.profile import HotnessKeeper, TunedKeeper
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
-from orchestrator.profile import HotnessKeeper, TunedKeeper
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.config import Config
+from orchestrator.config import Config, Sampling
+from orchestrator.engine.sampling import StopTexts
 from orchestrator.errors import SettingError
-from orchestrator.sampling import Sampling, StopTexts
 
 
 def streamed(pieces: list[str], *stop: str) -> tuple[list[str], bool]:

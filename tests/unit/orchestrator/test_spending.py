@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orchestrator.predict import Residency
-from orchestrator.spending import spending
+from orchestrator.cost.predict import Residency
+from orchestrator.cost.spending import spending
 
 
 def resident() -> Residency:

@@ -9,11 +9,11 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator import kept_disk, timings
 from orchestrator.config import Config
-from orchestrator.disk import Bandwidth
-from orchestrator.kept_disk import kept_reading
-from orchestrator.taken import TakenPlans
+from orchestrator.cost import kept_disk, timings
+from orchestrator.cost.disk import Bandwidth
+from orchestrator.cost.kept_disk import kept_reading
+from orchestrator.cost.taken import TakenPlans
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.engine.template import ChatTemplate
 from orchestrator.errors import MoeEdgeError
-from orchestrator.template import ChatTemplate
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi {{ x }}"}]
 

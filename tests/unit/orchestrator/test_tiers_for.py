@@ -11,12 +11,12 @@ from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import MAX_TIERS, bits_per_weight
 from gguf_tools.quantize.tiers import parse_types
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.hardware import Machine
-from orchestrator.plan import plan_memory
-from orchestrator.tiers_for import tiers_for
+from orchestrator.memory.hardware import Machine
+from orchestrator.memory.plan import plan_memory
+from orchestrator.memory.tiers_for import tiers_for
 
 
 @pytest.fixture(scope="module")

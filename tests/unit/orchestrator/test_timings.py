@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from gguf_tools.file.layout import GGMLType
-from orchestrator import speeds as speeds_module
-from orchestrator.products import Attention, Product, Small
-from orchestrator.speeds import Speeds
-from orchestrator.timings import APART_S, MOST_MOMENTS, OLD_S, Timing, Timings
+from orchestrator.cost import speeds as speeds_module
+from orchestrator.cost.products import Attention, Product, Small
+from orchestrator.cost.speeds import Speeds
+from orchestrator.cost.timings import APART_S, MOST_MOMENTS, OLD_S, Timing, Timings
 
 DAY = 86400.0
 

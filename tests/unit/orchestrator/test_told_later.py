@@ -10,9 +10,9 @@ import pytest
 from shapes import make_shape
 from test_near_slots import five_tiers
 
+from orchestrator.allocation.estimate import KlEstimate, LossMeter
 from orchestrator.allocation.slots import ModelShape, Transition
-from orchestrator.driver import Driver
-from orchestrator.estimate import KlEstimate, LossMeter
+from orchestrator.engine.driver import Driver
 from orchestrator.events import ComputedStep, Phase
 from orchestrator.native import Store
 from orchestrator.policy.dynaexq import DynaExq

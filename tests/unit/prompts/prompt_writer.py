@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.prompts.folder import PromptFolder
-from orchestrator.prompts.shelf import Copy
-from orchestrator.states import Mark
+from orchestrator.engine.prompts.folder import PromptFolder
+from orchestrator.engine.prompts.shelf import Copy
+from orchestrator.engine.states import Mark
 
 KEY = "a key"
 TURNS = 6

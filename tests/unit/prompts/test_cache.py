@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from test_matching import LETTERS
 
-from orchestrator.footprint import PROMPT_MARKS
-from orchestrator.prompts.cache import PromptCache
-from orchestrator.prompts.shelf import Shelf
+from orchestrator.engine.prompts.cache import PromptCache
+from orchestrator.engine.prompts.shelf import Shelf
+from orchestrator.memory.footprint import PROMPT_MARKS
 
 PART_BYTES = 100
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.prompts.matching import as_held, common_prefix
+from orchestrator.engine.prompts.matching import as_held, common_prefix
 
 BEGIN, END = 1, 2
 

@@ -25,13 +25,13 @@ import numpy as np
 from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.allocation.slots import Rules, Transition
 from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
-from orchestrator.llama import Bindings
+from orchestrator.lab.replay.file import read_trace, write_trace
+from orchestrator.lab.replay.simulate import Compute, Setup, Transport, foreseen, set_up, simulate
+from orchestrator.lab.replay.trace import ENDS, PROMPT_ENDS, STARTS, Trace
 from orchestrator.native import Library
+from orchestrator.native.llama import Bindings
 from orchestrator.policy import policy_class
 from orchestrator.policy.base import Foresees, WaitsBeforeAnswer
-from orchestrator.replay.file import read_trace, write_trace
-from orchestrator.replay.simulate import Compute, Setup, Transport, foreseen, set_up, simulate
-from orchestrator.replay.trace import ENDS, PROMPT_ENDS, STARTS, Trace
 
 FOLDER = Path(__file__).parent / "golden"
 RUN, DECISIONS = FOLDER / "run.npz", FOLDER / "decisions.json"

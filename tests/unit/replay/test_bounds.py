@@ -12,12 +12,12 @@ from traces import HEADER, decode, over, random_trace
 
 from gguf_tools.file.layout import DOWN
 from orchestrator.events import Phase
-from orchestrator.footprint import model_shape
+from orchestrator.lab.replay import Trace
+from orchestrator.lab.replay.bounds import Optimum, belady, bound_us, fewest_misses
+from orchestrator.lab.replay.simulate import Compute, Transport, simulate
+from orchestrator.memory.footprint import model_shape
 from orchestrator.native import Library
 from orchestrator.policy.lru import LRU
-from orchestrator.replay import Trace
-from orchestrator.replay.bounds import Optimum, belady, bound_us, fewest_misses
-from orchestrator.replay.simulate import Compute, Transport, simulate
 
 EXPERT = 16384  # slot bytes of one expert, all kinds
 SLOW = Transport(10**9, 20, 2)

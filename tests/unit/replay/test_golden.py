@@ -9,9 +9,9 @@ import json
 import pytest
 from golden import DECISIONS, ROWS, RUN, decided
 
+from orchestrator.lab.replay.file import read_trace
 from orchestrator.native import Library
 from orchestrator.policy import POLICIES
-from orchestrator.replay.file import read_trace
 
 STORED = json.loads(DECISIONS.read_text())
 

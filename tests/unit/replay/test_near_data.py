@@ -12,13 +12,13 @@ from click.testing import CliRunner
 from traces import make_trace, random_trace
 
 from orchestrator.allocation.placement import PlacementSettings
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import Phase
-from orchestrator.replay import write_trace
-from orchestrator.replay.near_data import Machine, NearData, Workload, report, strategies
-from orchestrator.replay.near_data.machine import SHAPES
-from orchestrator.replay.near_data.routing import (
+from orchestrator.lab.replay import write_trace
+from orchestrator.lab.replay.near_data import Machine, NearData, Workload, report, strategies
+from orchestrator.lab.replay.near_data.machine import SHAPES
+from orchestrator.lab.replay.near_data.routing import (
     Generated,
     Routing,
     Sequence,
@@ -28,7 +28,7 @@ from orchestrator.replay.near_data.routing import (
     from_trace,
     generated,
 )
-from orchestrator.replay.near_data.strategies import Plan
+from orchestrator.lab.replay.near_data.strategies import Plan
 
 SMALL, LARGE = SHAPES["mixtral-8x7b"], SHAPES["mixtral-8x22b"]
 

@@ -20,9 +20,9 @@ import importlib, json, sys
 from pathlib import Path
 import orchestrator
 from golden import DECISIONS, ROWS, RUN, decided
-from orchestrator.llama import Bindings
+from orchestrator.native.llama import Bindings
 from orchestrator.policy import POLICIES
-from orchestrator.replay.file import read_trace
+from orchestrator.lab.replay.file import read_trace
 
 copy, removed = Path(sys.argv[1]), sys.argv[2]
 assert Path(orchestrator.__file__).is_relative_to(copy) and removed not in POLICIES

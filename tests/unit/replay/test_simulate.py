@@ -20,10 +20,10 @@ from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.allocation.slots import Rules
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, NativeError, TraceError
 from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
+from orchestrator.lab.replay import ReplayOptions, Trace, render, replay
+from orchestrator.lab.replay.simulate import Compute, Outcome, Setup, Transport, simulate
+from orchestrator.lab.replay.trace import ENDS, PROMPT_ENDS, STARTS
 from orchestrator.native import MAX_TIERS, Library, Simulation, Store
-from orchestrator.replay import ReplayOptions, Trace, render, replay
-from orchestrator.replay.simulate import Compute, Outcome, Setup, Transport, simulate
-from orchestrator.replay.trace import ENDS, PROMPT_ENDS, STARTS
 
 ALL = 24 * 16384
 BYTES_PER_S = 4096 * 10**6

@@ -15,10 +15,10 @@ from traces import decode, random_trace
 
 from orchestrator.errors import TraceError
 from orchestrator.events import Phase
+from orchestrator.lab.replay import Trace, read_trace, write_trace
+from orchestrator.lab.replay.trace import FORMAT, VERSION
 from orchestrator.native import MAX_TIERS
 from orchestrator.policy import policy_class
-from orchestrator.replay import Trace, read_trace, write_trace
-from orchestrator.replay.trace import FORMAT, VERSION
 
 
 def written(path: Path, arrays: dict[str, Any], header: object) -> Path:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from traces import decode, make_trace, over, random_trace
 
 from orchestrator.events import Phase
+from orchestrator.lab.replay.simulate import Compute, Setup, Transport, simulate
+from orchestrator.lab.replay.trace import Trace
 from orchestrator.native import Library, Simulation, Store
 from orchestrator.policy.dynaexq import DynaExq
-from orchestrator.replay.simulate import Compute, Setup, Transport, simulate
-from orchestrator.replay.trace import Trace
 
 BYTES_PER_S = 4096 * 10**6  # a kind of 4096 bytes takes 1 us
 US, MS = 1_000, 1_000_000

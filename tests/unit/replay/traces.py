@@ -9,9 +9,9 @@ import numpy as np
 from gguf_tools.file.layout import DOWN, GATE, KINDS, UP
 from orchestrator.allocation.slots import Rules
 from orchestrator.events import ABSENT, Phase
+from orchestrator.lab.replay.simulate import Setup, set_up
+from orchestrator.lab.replay.trace import COUNTERS, STARTS, VERSION, Header, Trace
 from orchestrator.policy import policy_class
-from orchestrator.replay.simulate import Setup, set_up
-from orchestrator.replay.trace import COUNTERS, STARTS, VERSION, Header, Trace
 
 Q4_K = 12
 EXPERT_BYTES = {UP: 4096, GATE: 4096, DOWN: 8192}

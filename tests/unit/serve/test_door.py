@@ -14,7 +14,7 @@ pytest.importorskip("starlette", reason="starlette is missing: run `make build`"
 
 from asgi import Client, FakeBackend, FakeRequest, ask, state_with
 
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.serve.app import application
 from orchestrator.serve.settings import ServeSettings

@@ -88,7 +88,7 @@ def test_a_server_that_cannot_be_compiled_says_why(
 def test_a_stop_ends_the_compilers(
     library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from orchestrator.llama import Bindings
+    from orchestrator.native.llama import Bindings
 
     tool = tmp_path / "tool.py"
     begun, ended = tmp_path / "begun", tmp_path / "ended"

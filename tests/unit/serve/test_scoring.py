@@ -25,9 +25,9 @@ from asgi import Client, FakeBackend, FakeRequest, Reply, ask, state_with
 from served import DEMO, HANG_S, Served, serving
 
 from orchestrator.config import Config
-from orchestrator.engine import Engine
-from orchestrator.eval.arithmetic import log_softmax
-from orchestrator.eval.judge import Judge
+from orchestrator.engine.engine import Engine
+from orchestrator.engine.sampling import log_softmax
+from orchestrator.lab.eval.judge import Judge
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import (
     SCORE_BYTES,

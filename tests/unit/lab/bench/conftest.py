@@ -19,7 +19,7 @@ def real_engine(library, monkeypatch, tmp_path):
 @pytest.fixture
 def no_disk(monkeypatch, tmp_path):
     """A disk of 1 GB/s, and an empty cache folder."""
-    from orchestrator import disk
+    from orchestrator.cost import disk
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(

@@ -6,7 +6,6 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.errors import ConfigError
-from orchestrator.footprint import model_shape
 from orchestrator.lab.bench import loop
 from orchestrator.lab.bench.ablation import (
     BASELINE,
@@ -26,6 +25,7 @@ from orchestrator.lab.bench.cases import MANAGED
 from orchestrator.lab.bench.job import DECODE, PROMPT
 from orchestrator.lab.bench.models import DEMO_TEXT
 from orchestrator.lab.table import WIDTH
+from orchestrator.memory.footprint import model_shape
 from orchestrator.policy.lru import LRU
 
 ROWS = [BASELINE, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD]

@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError, SettingError
 from orchestrator.lab.bench.firm import live_cases
 from orchestrator.lab.bench.firm_replay import (

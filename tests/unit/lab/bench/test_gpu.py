@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from orchestrator.engine.load import SPARE_BYTES
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench import gpu
 from orchestrator.lab.bench.ablation import BASELINE, CACHE, MIXED_AHEAD, SKIP_AHEAD
@@ -28,7 +29,6 @@ from orchestrator.lab.bench.gpu_goals import (
     gpu_goals,
     streamed,
 )
-from orchestrator.load import SPARE_BYTES
 
 MIB, GIB = 2**20, 2**30
 ROOM = Room(ours=2 * GIB, theirs=GIB, layers=(GIB,) * 8)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.child import play, topic_streams
 from orchestrator.lab.bench.job import DECODE, Job, longest_context

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from judged import choices, model, text
 
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.lab.study import study
 from orchestrator.lab.study.passes import Passes
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gguf_tools import synthetic
-from orchestrator.eval.text import Window
+from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study.activations import (
     CHOSEN,
     GATES,

@@ -14,9 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from gguf_tools.experts import ExpertModel
-from orchestrator import losses
 from orchestrator.allocation.placement import PlacementSettings
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
+from orchestrator.cost import losses
+from orchestrator.cost.losses import Candidate, LossTable
 from orchestrator.lab.study.context import Usage
 from orchestrator.lab.study.expected_loss import (
     FORMS,
@@ -31,7 +32,6 @@ from orchestrator.lab.study.expected_loss import (
     least_loss,
 )
 from orchestrator.lab.study.near_bits import UNIFORM
-from orchestrator.losses import Candidate, LossTable
 
 TWO = NearTiers(("q4_k", "q2_k"), (4, 2))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 
 
 def tables(study: str, model: Path, text: Path, folder: Path) -> list[list[dict]]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.calibrate import within
-from orchestrator.calibrate.within import Room
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.errors import BudgetError
+from orchestrator.lab.calibrate import within
+from orchestrator.lab.calibrate.within import Room
 from orchestrator.lab.study.activations import ActivationRecorder
 from orchestrator.native import Library
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.engine import Engine
-from orchestrator.eval.perplexity import TextScores
+from orchestrator.engine.engine import Engine
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.lab.eval.perplexity import TextScores
 from orchestrator.lab.study.activations import ROUTER_LOGITS, ActivationRecorder
 from orchestrator.lab.study.figures import COMPUTED_LOW
 from orchestrator.lab.study.policies import OneLayer, RandomCritical

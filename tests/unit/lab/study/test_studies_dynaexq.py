@@ -10,10 +10,10 @@ import pytest
 
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.eval import EvalOptions
-from orchestrator.eval.arithmetic import share
-from orchestrator.eval.compare import Reference, ReferencePart
-from orchestrator.eval.text import Window
+from orchestrator.lab.eval import EvalOptions
+from orchestrator.lab.eval.arithmetic import share
+from orchestrator.lab.eval.compare import Reference, ReferencePart
+from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study.residency import Residency, halves
 from orchestrator.lab.study.subject import Subject
 

@@ -9,7 +9,7 @@ import pytest
 
 from gguf_tools.errors import MismatchError
 from orchestrator.config import Config
-from orchestrator.eval import EvalOptions
+from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.study import uniform
 from orchestrator.lab.study.uniform import UniformTypes, tiers_of
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from orchestrator.eval.text import Window
+from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study import votes
 from orchestrator.lab.study.activations import ROUTER_INPUT, ROUTER_LOGITS
 from orchestrator.lab.study.votes import VotesStudy

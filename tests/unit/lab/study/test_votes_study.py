@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.cli import cli
+from orchestrator.cli.main import cli
 from orchestrator.events import Phase
+from orchestrator.lab.replay import write_trace
 from orchestrator.lab.study.votes import strategies, union, weighted
-from orchestrator.replay import write_trace
 
 sys.path.append(str(Path(__file__).parents[2] / "replay"))
 from traces import make_trace

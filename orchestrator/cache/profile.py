@@ -1,0 +1,230 @@
+"""What policies learned of a model, kept between runs for those that start from it: which experts
+it used, and what they tuned."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from orchestrator.cache.files import read_object, user_folder, write_whole
+from orchestrator.config import Config
+from orchestrator.errors import ProfileError
+
+_FORMAT = "moe-edge hotness"
+_TUNED = "moe-edge tuned"
+_VERSION = 2
+_LARGEST_BYTES = 64 << 20
+# That a usage profile remembers: some dozens of conversations.
+_USED_TOKENS = 65_536
+
+
+def identity(model: ExpertModel) -> str:
+    """What makes a model file this one: the hash of its size and of everything before the first
+    tensor's bytes, the metadata and the tensor table."""
+    first = model.parts[0]
+    digest = hashlib.sha256(str(first.path.stat().st_size).encode())
+    with open(first.path, "rb") as file:
+        digest.update(file.read(first.data_offset))
+    return digest.hexdigest()
+
+
+def cached_path(model: ExpertModel, kind: str = "hotness") -> Path:
+    """Where the user cache keeps what was learned of a model: what is hot, its usage, what was
+    tuned."""
+    return user_folder("cache") / kind / f"{identity(model)[:32]}.json"
+
+
+def load(path: Path, model: ExpertModel) -> np.ndarray:
+    """The hotness in a profile, float64 [n_layers, n_expert], not negative.
+
+    Raises ProfileError for a damaged profile and for one of another model, OSError.
+    """
+    data = _parse(path)
+    if data["model"] != identity(model):
+        raise ProfileError(
+            f"{path}: this profile was made with another model ({data['name']}): give the one of "
+            f"{model.path.name}, or a new file name"
+        )
+    try:
+        scores = np.array(data.get("hotness"), np.float64)
+    except (TypeError, ValueError, OverflowError):
+        scores = np.empty(0)
+    if scores.shape != (model.n_layers, model.n_expert) or not (
+        np.isfinite(scores).all() and (scores >= 0).all()
+    ):
+        raise _damaged(path)
+    return scores
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    data = read_object(path, _LARGEST_BYTES)
+    if data is None or data.get("format") != _FORMAT:
+        raise _damaged(path)
+    if data.get("version") != _VERSION:
+        raise ProfileError(f"{path}: this profile has another format version: name a new file")
+    if not isinstance(data.get("model"), str) or not isinstance(data.get("name"), str):
+        raise _damaged(path)
+    return data
+
+
+def _damaged(path: Path) -> ProfileError:
+    return ProfileError(f"{path}: this is no profile, or a damaged one: name a new file")
+
+
+def save(path: Path, model: ExpertModel, hotness: np.ndarray) -> None:
+    """Writes a profile, whole or not at all. hotness [n_layers, n_expert]. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "model": identity(model),
+        "name": model.path.name,
+        "hotness": [[float(f"{score:.6g}") for score in layer] for layer in hotness.tolist()],
+    }
+    write_whole(path, json.dumps(data), private=True)
+
+
+class HotnessKeeper:
+    """What an engine knows about its model's hotness, from this run or an earlier one.
+
+    the setting profile names a file, which may not exist yet; where none is named, config.remember
+    stands for the user cache. note: why that was left aside, or None.
+    """
+
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        self._named, self._remember, self._model = config.given("profile"), config.remember, model
+        self._hotness: np.ndarray | None = None
+        self._path: Path | None = None
+        self._read = self._learned = False
+        self.note: str | None = None
+
+    def recall(self) -> np.ndarray | None:
+        """float64 [n_layers, n_expert], or None where nothing is known; reads it the first time.
+        Raises ProfileError or OSError for a named file that cannot be used."""
+        if self._read:
+            return self._hotness
+        self._path = self._named or (cached_path(self._model) if self._remember else None)
+        if self._named is not None and not self._named.absolute().parent.is_dir():
+            raise ProfileError(f"--profile {self._named}: there is no such folder")
+        try:
+            if self._path is not None and self._path.exists():
+                self._hotness = load(self._path, self._model)
+        except (ProfileError, OSError) as error:
+            if self._named:
+                raise
+            self.note = f"What earlier runs learned is not used: {error}"
+        self._read = True
+        return self._hotness
+
+    def learn(self, hotness: np.ndarray) -> None:
+        """What a policy knows by now; nothing, where it is all zero."""
+        if hotness.any():
+            self._hotness, self._learned = hotness, True
+
+    def save(self) -> None:
+        """Writes what was learned. Raises OSError for a named file; the cache may fail."""
+        if self._path is None or self._hotness is None or not self._learned:
+            return
+        try:
+            save(self._path, self._model, self._hotness)
+        except OSError:
+            if self._named:
+                raise
+        self._learned = False
+
+
+class UsageKeeper:
+    """How often tokens used each expert of a model, in earlier runs under any policy.
+
+    It lies in the user cache beside the profiles, in their format, where config.remember asks for
+    that. What cannot be read or written there is done without. Runs long ago count less: of all
+    earlier ones as many tokens stay as _USED_TOKENS.
+    """
+
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        self._remember, self._model = config.remember, model
+        self._now: np.ndarray | None = None
+
+    @cached_property
+    def _path(self) -> Path:
+        return cached_path(self._model, "usage")
+
+    @cached_property
+    def _known(self) -> np.ndarray | None:
+        if self._remember:
+            with suppress(OSError, ProfileError):
+                return load(self._path, self._model)
+        return None
+
+    def recall(self) -> np.ndarray | None:
+        """Tokens that used each expert, those of stores that were freed included, float64
+        [n_layers, n_expert]; None where nothing is known."""
+        known = [each for each in (self._known, self._now) if each is not None]
+        return np.sum(known, axis=0) if known else None
+
+    def learn(self, used: np.ndarray) -> None:
+        """Adds what a store counted until it was freed, [n_layers, n_expert]."""
+        before = np.zeros(used.shape) if self._now is None else self._now
+        self._now = before + used
+
+    def save(self) -> None:
+        """Writes what was learned, if anything was."""
+        if self._now is None or not self._now.any() or not self._remember:
+            return
+        total = np.asarray(self.recall())
+        self._known, self._now = total, None
+        tokens = total.sum(axis=1).max() / self._model.n_expert_used
+        with suppress(OSError):
+            save(self._path, self._model, total * min(1.0, _USED_TOKENS / tokens))
+
+
+class TunedKeeper:
+    """What policies tuned on a model, by the name of the policy, from this run or an earlier one.
+
+    It lies in the user cache beside the profiles, where config.remember asks for that. What cannot
+    be read or written there is done without.
+    """
+
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        self._remember, self._model = config.remember, model
+        self._learned = False
+
+    @cached_property
+    def _path(self) -> Path:
+        return cached_path(self._model, "tuned")
+
+    @cached_property
+    def _known(self) -> dict[str, Any]:
+        """By policy; read when it is first asked for."""
+        data: dict[str, Any] = {}
+        if self._remember:
+            with suppress(OSError):
+                data = read_object(self._path, _LARGEST_BYTES) or {}
+        known = data.get("policies")
+        return known if data.get("format") == _TUNED and isinstance(known, dict) else {}
+
+    def recall(self, policy: str) -> dict[str, Any] | None:
+        """What the named policy tuned; None where nothing is known."""
+        known = self._known.get(policy)
+        return known if isinstance(known, dict) else None
+
+    def learn(self, policy: str, tuned: Mapping[str, Any]) -> None:
+        """What the named policy has tuned by now."""
+        self._known[policy], self._learned = dict(tuned), True
+
+    def save(self) -> None:
+        """Writes what was learned, if anything was."""
+        if not self._learned or not self._remember:
+            return
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, json.dumps({"format": _TUNED, "policies": self._known}))
+        self._learned = False

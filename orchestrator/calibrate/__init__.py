@@ -1,7 +1,0 @@
-"""What the experts of a model see while it reads a text, and what is made of it: importance
-matrices, and the loss table of each expert and precision."""
-
-from orchestrator.calibrate.capture import Capture, LayerActivations
-from orchestrator.calibrate.text import Calibration, read_calibration
-
-__all__ = ["Calibration", "Capture", "LayerActivations", "read_calibration"]

@@ -1,0 +1,353 @@
+"""The conversation on a terminal: its commands, and one answer at a time.
+
+`session.Session` is the conversation and knows no terminal, `console.Console` is the terminal and
+knows no engine; `Chat` (interactive) and `one_shot` join them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gguf_tools import interrupts
+from orchestrator.chat.console import Console
+from orchestrator.chat.files import goes_on, read_conversation, read_text
+from orchestrator.chat.session import Session
+from orchestrator.chat.stats_text import stats_fields, stats_table
+from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.policy import known_policies, owners, policy_settings
+from orchestrator.settings import Setting
+
+# What other programs call the commands.
+ALIASES = {
+    "/bye": "/quit",
+    "/clear": "/reset",
+    "/exit": "/quit",
+    "/temperature": "/temp",
+    "/?": "/help",
+}
+# What begins and ends a message of several lines.
+QUOTES = '"""'
+# A file with more bytes for each token of the context does not fit, whatever is in it.
+_BYTES_PER_TOKEN = 64
+
+
+def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
+    """Answer `prompt` on stdout, the answer alone or as one JSON object; False if it was stopped.
+
+    Bars and the statistics line go to stderr, and only where that is a terminal.
+    """
+    pieces = []
+    try:
+        with interrupts.calling(session.stop), console.quiet_keys():
+            for piece in session.answer(prompt, console.prefill_bar):
+                console.end_bar()
+                pieces.append(piece)
+                if not as_json:
+                    console.answer(piece)
+    finally:
+        console.end_bar()
+        console.end_answer()
+    stats = session.engine.last_stats
+    if as_json:
+        if session.stopped or stats is None:
+            return False
+        result = {"text": "".join(pieces), "stats": stats.as_dict()}
+        # Escaped on a terminal, which acts upon some of the characters that JSON leaves alone.
+        text = json.dumps(result, ensure_ascii=console.out_tty, allow_nan=False)
+        console.write(text + "\n")
+        return True
+    if not pieces or not pieces[-1].endswith("\n"):
+        console.write("\n")
+    if console.err_tty and stats is not None:
+        console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
+    return not session.stopped
+
+
+class Chat:
+    """The interactive loop: read a line, run a command or answer it, until /quit."""
+
+    def __init__(
+        self, session: Session, console: Console, change_model: Callable[[str], None]
+    ) -> None:
+        """change_model: lets the model of that name go on with the session."""
+        self.session = session
+        self.console = console
+        self._change_model = change_model
+        self._settings = session.settings()
+        temp = self._settings["temp"]
+        self.commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
+            "/help": ("", "this list", self._help),
+            "/regen": ("", "another answer in the place of the last one", self._regen),
+            "/read": ("FILE", "put a text file before the next message", self._read),
+            "/reset": ("", "forget the conversation", self._reset),
+            "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
+            "/stats": ("", "everything measured on the last answer", self._stats),
+            "/set": (
+                "NAME VALUE",
+                "change how tokens are chosen; alone: list",
+                self._set,
+            ),
+            "/temp": ("T", "change the temperature", partial(self._change, temp)),
+            "/model": ("NAME", "go on with another model; alone: which it is", self._model),
+            "/policy": ("NAME", "change the policy, live", self._policy),
+            **self._live_settings(),
+            "/save": ("FILE", "write the conversation as JSON lines", self._save),
+            "/load": ("FILE", "go on with a conversation that /save wrote, or a model", self._load),
+            "/quit": ("", "leave (so does Ctrl-D)", self._quit),
+        }
+        self._running = True
+        self._file_text = ""
+
+    def run(self) -> None:
+        """Talk until /quit or the end of the input."""
+        self._introduce()
+        self.console.note("/help lists the commands, Ctrl-C stops an answer, /quit leaves\n")
+        words = [name + " " if usage else name for name, (usage, _, _) in self.commands.items()]
+        self.console.open_history(words)
+        while self._running:
+            try:
+                self.session.engine.idle()
+                line = self.console.ask()
+                if line is not None and line.lstrip().startswith(QUOTES):
+                    line = self._rest_of(line.lstrip().removeprefix(QUOTES))
+            except KeyboardInterrupt:
+                interrupts.forget()
+                self.console.note("\n/quit or Ctrl-D leaves")
+                continue
+            if line is None:
+                self.console.note("")
+                return
+            if not line.strip():
+                continue
+            try:
+                # What was pasted in several lines is text, whatever it begins with.
+                if line.startswith("/") and "\n" not in line.strip():
+                    self._command(line)
+                else:
+                    self._message(line.strip())
+            except MoeEdgeError as error:
+                self.console.error(str(error))
+            except KeyboardInterrupt:
+                interrupts.forget()
+                self.console.note("\nstopped")
+
+    def _introduce(self) -> None:
+        """Say which model answers, and how."""
+        model = self.session.engine.model
+        tiers = " ".join(tier.name for tier in model.tiers)
+        self.console.note(
+            f"{model.name or model.hparams.arch}:"
+            f" {model.n_layers} layers of {model.n_expert} experts, "
+            f"{model.n_expert_used} a token, in {tiers}"
+        )
+        self.console.note(self.session.engine.mode)
+
+    def _rest_of(self, line: str) -> str | None:
+        """The message that began with QUOTES and `line`, up to the next QUOTES; None at the end of
+        the input. It is text, whatever it begins with."""
+        lines = [line]
+        while not lines[-1].rstrip().endswith(QUOTES):
+            more = self.console.ask(".")
+            if more is None:
+                return None
+            lines.append(more)
+        return " " + "\n".join(lines).rstrip().removesuffix(QUOTES)
+
+    def _message(self, text: str) -> None:
+        if self._file_text:
+            text = f"{self._file_text}\n\n{text}"
+        before = len(self.session.messages)
+        self._show(self.session.answer(text, self.console.prefill_bar))
+        if len(self.session.messages) > before:
+            self._file_text = ""
+
+    def _show(self, answer: Iterator[str]) -> None:
+        session, console = self.session, self.console
+        before = session.left_out
+        length = 0
+        last = ""
+        try:
+            with interrupts.calling(session.stop), console.quiet_keys():
+                for piece in answer:
+                    console.end_bar()
+                    console.answer(piece)
+                    length += len(piece)
+                    last = piece or last
+        finally:
+            console.end_bar()
+            console.end_answer()
+            if length and not last.endswith("\n"):
+                console.write("\n")
+        stats = session.engine.last_stats
+        if not length or stats is None:
+            console.note("stopped\n" if session.stopped else "(no answer)\n")
+            return
+        if session.left_out > before:
+            console.note(
+                f"The conversation outgrew the context of {session.engine.n_ctx} tokens: "
+                f"the first {session.left_out} messages are no longer seen."
+            )
+        console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
+        for note in session.engine.prompt_notes():
+            console.note(note)
+        console.note("")
+
+    def _command(self, line: str) -> None:
+        name, _, argument = line.strip().partition(" ")
+        name = ALIASES.get(name, name)
+        if name not in self.commands:
+            near = difflib.get_close_matches(name, self.commands, 1)
+            hint = f"did you mean {near[0]}?" if near else "/help lists them"
+            self.console.error(
+                f"unknown command {name}: {hint} (a leading space sends the line as text)"
+            )
+            return
+        self.commands[name][2](argument.strip())
+
+    def _help(self, _argument: str) -> None:
+        rows = [(f"{name} {usage}", text) for name, (usage, text, _) in self.commands.items()]
+        rows.append((QUOTES, "begins and ends a message of several lines"))
+        rows.append(("Ctrl-C", "stop the answer, keep the session"))
+        width = max(len(name) for name, _ in rows)
+        self.console.note("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
+
+    def _regen(self, _argument: str) -> None:
+        self._show(self.session.answer_again(self.console.prefill_bar))
+
+    def _read(self, argument: str) -> None:
+        if not argument:
+            self.console.error("/read needs a file name")
+            return
+        path, n_ctx = Path(argument).expanduser(), self.session.engine.n_ctx
+        too_long = f"too long for the context of {n_ctx} tokens (--ctx)"
+        self._file_text = read_text(path, _BYTES_PER_TOKEN * n_ctx, too_long)
+        length = len(self._file_text)
+        self.console.note(f"{length} characters of {path} stand before your next message.")
+
+    def _reset(self, _argument: str) -> None:
+        self.session.reset()
+        self._file_text = ""
+        self.console.note("The conversation is empty.")
+
+    def _system(self, argument: str) -> None:
+        if argument:
+            self.session.system = None if argument == "-" else argument
+            self.session.reset()
+            self.console.note("The conversation is empty.")
+        self.console.note(f"System prompt: {self.session.system or 'none'}")
+
+    def _stats(self, _argument: str) -> None:
+        stats = self.session.engine.last_stats
+        self.console.note(stats_table(stats) if stats else "Nothing was answered yet.")
+
+    def _policy(self, argument: str) -> None:
+        if argument:
+            # Ctrl-C in the middle of a change would leave an engine that is neither.
+            with interrupts.calling(lambda: None):
+                self.session.engine.set_policy(argument)
+        self.console.note(self.session.engine.mode)
+        if not argument:
+            self.console.note(f"Known policies: {', '.join(known_policies())}")
+
+    def _model(self, argument: str) -> None:
+        if argument:
+            with self.console.quiet_keys():
+                self._change_model(argument)
+        else:
+            self.console.note(str(self.session.engine.config.model))
+        self._introduce()
+
+    def _set(self, argument: str) -> None:
+        name, _, text = argument.partition(" ")
+        known = self._settings | _live()
+        if not name:
+            rows = [(f"{each.name} {self._value_of(each)}", each.help) for each in known.values()]
+            width = max(len(row[0]) for row in rows)
+            self.console.note("\n".join(f"{now:<{width}}  {help}" for now, help in rows))
+            return
+        name = name.lower().replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            hint = f"did you mean {near[0]}?" if near else "/set alone lists them"
+            raise ConfigError(f"no setting {name} can be changed here: {hint}")
+        self._change(known[name], text.strip())
+
+    def _value_of(self, declared: Setting) -> str:
+        """A setting's value as /set takes it; - for none."""
+        if declared.name in self._settings:
+            value = self.session.value(declared.name)
+        else:
+            value = self.session.engine.config.given(declared.name)
+        if declared.repeated:
+            return shlex.join(value) or "-"
+        return "-" if value is None else str(value)
+
+    def _live_settings(self) -> dict[str, tuple[str, str, Callable[[str], None]]]:
+        """A command for each setting of a policy that may change between two tokens."""
+        return {
+            "/" + name.replace("_", "-"): (
+                declared.metavar,
+                f"change, live: {declared.help.rstrip('.')}",
+                partial(self._change, declared),
+            )
+            for name, declared in _live().items()
+        }
+
+    def _change(self, declared: Setting, argument: str) -> None:
+        """Change a setting, where there is an argument, and say what it is."""
+        if declared.name in self._settings:
+            if argument:
+                self.session.set(declared.name, _read(declared, argument))
+            self.console.note(f"{declared.name} {self._value_of(declared)}")
+            return
+        if argument:
+            value = declared.parse(argument)
+            if not self.session.engine.change(declared.name, value):
+                having = " or ".join(owners(declared.name))
+                self.console.note(f"It has no effect under this policy: {having} would use it.")
+        self.console.note(self.session.engine.mode)
+
+    def _save(self, argument: str) -> None:
+        if not argument:
+            self.console.error("/save needs a file name")
+            return
+        path = Path(argument).expanduser().absolute()
+        if path.exists() and not goes_on(self.session.messages, path):
+            self.console.error(f"{path} exists, and holds something else: choose another name")
+            return
+        try:
+            self.session.save(path)
+        except OSError as error:
+            self.console.error(f"{path}: {error.strerror}")
+            return
+        self.console.note(f"{len(self.session.messages)} messages written to {path}")
+
+    def _load(self, argument: str) -> None:
+        if not argument:
+            self.console.error("/load needs a file name")
+            return
+        path = Path(argument).expanduser()
+        if path.suffix == ".gguf" or not path.is_file():
+            self._model(argument)
+            return
+        self.session.load(read_conversation(path))
+        self.console.note(f"{len(self.session.messages)} messages read from {path}")
+
+    def _quit(self, _argument: str) -> None:
+        self._running = False
+
+
+def _live() -> dict[str, Setting]:
+    """The settings of policies that may change between two tokens."""
+    return {name: declared for name, declared in policy_settings().items() if declared.live}
+
+
+def _read(declared: Setting, text: str) -> Any:
+    """The value that `text` means; - for none, where a setting may have none."""
+    return None if text == "-" and declared.optional else declared.parse(text)

@@ -1,0 +1,346 @@
+"""The terminal: answers on stdout, all else on stderr, and no escape code in a pipe.
+
+The only place that reads NO_COLOR and TERM.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from gguf_tools.units import format_size
+from orchestrator.cache.files import user_folder
+from orchestrator.chat.wrapping import WordWrap, folded
+
+BAR_CELLS = 24
+# A bar that would be gone before it can be read only flickers.
+BAR_DELAY_S = 0.4
+BAR_INTERVAL_S = 0.1
+# A bar of which nothing new is heard goes on counting the seconds.
+BAR_TICK_S = 1.0
+ESTIMATE_AFTER_S = 3
+HISTORY_LINES = 1000
+
+# C0 and C1 controls but newline and tab, and the codes that reorder text: what a model says must
+# not be able to move the cursor, set the title or the clipboard, or show other text than it is.
+_CONTROLS = dict.fromkeys(
+    [c for c in range(0x20) if c not in (0x09, 0x0A)]
+    + list(range(0x7F, 0xA0))
+    + list(range(0x202A, 0x202F))
+    + list(range(0x2066, 0x206A))
+)
+
+
+def strip_controls(text: str) -> str:
+    """`text` without the characters that a terminal acts upon; newline and tab stay."""
+    return text.translate(_CONTROLS)
+
+
+class Console:
+    """stdin, stdout and stderr of a conversation, and what each of them can show."""
+
+    def __init__(self) -> None:
+        # A character that a terminal's encoding lacks shall not end the answer.
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            reconfigure = getattr(stream, "reconfigure", None)
+            # Once, since a stream that was read from takes no other setting.
+            if reconfigure and stream.errors != "replace":
+                reconfigure(errors="replace")
+        self.in_tty = _is_tty(sys.stdin)
+        self.out_tty = _is_tty(sys.stdout)
+        self.err_tty = _is_tty(sys.stderr)
+        self.notes: TextIO = sys.stdout if self.out_tty and not self.err_tty else sys.stderr
+        smart = os.environ.get("TERM", "dumb") != "dumb"
+        self._bars = self.err_tty and smart
+        self._color = smart and not os.environ.get("NO_COLOR") and (self.err_tty or self.out_tty)
+        self._smart = smart
+        self._wrap = WordWrap(lambda: shutil.get_terminal_size().columns)
+        self._between = " · " if _can_say("·", self.notes) else " | "
+        self._history: Path | None = None
+        # A bar is drawn by whoever reports, and by a thread while nobody does.
+        self._lock = threading.RLock()
+        self._bar_ended = threading.Event()
+        self._bar_shown = False
+        self._bar_label = self._bar_text = ""
+        self._bar_share: float | None = None
+        self._bar_start_s = 0.0
+        self._bar_next_s = 0.0
+
+    def answer(self, text: str) -> None:
+        """Write a piece of the answer to stdout; on a terminal without control characters, and
+        with lines that end between words."""
+        self.write(self._wrap.feed(strip_controls(text)) if self.out_tty else text)
+
+    def end_answer(self) -> None:
+        """Write what answer held back of the last word."""
+        self.write(self._wrap.end())
+
+    def write(self, text: str) -> None:
+        """Write to stdout as it is, without control characters on a terminal."""
+        sys.stdout.write(strip_controls(text) if self.out_tty else text)
+        sys.stdout.flush()
+
+    @contextmanager
+    def quiet_keys(self) -> Iterator[None]:
+        """In the block the terminal does not show what is typed, and keeps it for the next
+        question. Ctrl-C still arrives."""
+        before = self._tty_state()
+        if before is None:
+            yield
+            return
+        import termios
+
+        quiet = list(before)
+        # Without ICANON the keys arrive as they were pressed, for the next line's editing.
+        quiet[3] = before[3] & ~(termios.ECHO | termios.ICANON)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+    def _tty_state(self) -> list[Any] | None:
+        """The modes of the terminal that is spoken on; None where there is none, or where it is
+        another process's turn, whose changes would stop this one."""
+        if not (self.in_tty and self.out_tty):
+            return None
+        import termios
+
+        try:
+            if os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
+                return None
+            return termios.tcgetattr(sys.stdin)
+        except (OSError, termios.error):
+            return None
+
+    def note(self, text: str) -> None:
+        """Write a dim line for the person at the terminal, which breaks between words where the
+        terminal is narrower."""
+        self.end_bar()
+        self.notes.write(self._style("2", _fit(strip_controls(text), self.notes)) + "\n")
+        self.notes.flush()
+
+    def fields(self, fields: list[str]) -> None:
+        """Write `fields` as one dim line; where the terminal is narrower, it breaks between two."""
+        width = shutil.get_terminal_size().columns
+        lines = [""]
+        for field in fields:
+            if not lines[-1]:
+                lines[-1] = field
+            elif len(lines[-1]) + 3 + len(field) <= width:
+                lines[-1] += self._between + field
+            else:
+                lines.append(field)
+        for line in lines:
+            self.note(line)
+
+    def error(self, text: str) -> None:
+        """Write one sentence about what went wrong to stderr."""
+        self.end_bar()
+        sys.stderr.write(_fit(f"Error: {strip_controls(text)}", sys.stderr) + "\n")
+        sys.stderr.flush()
+
+    def load_bar(self, fraction: float) -> None:
+        """Show how much of the model is loaded, 0 to 1."""
+        self.bar("Loading", fraction)
+
+    def prefill_bar(self, done: int, total: int) -> None:
+        """Show how many of the prompt's tokens are evaluated."""
+        self.bar(f"Reading {total} tokens", done / total if total else 1.0)
+
+    def bar(self, label: str, fraction: float | None, total_bytes: int = 0) -> None:
+        """Show on a terminal what is being done and how much of it is, 0 to 1; None where that
+        cannot be told. It appears when it has gone on for a moment, and counts the seconds while
+        nothing new is reported; end_bar takes it away.
+
+        The time left is shown once it can be told. total_bytes: of how many bytes; then they are
+        shown as well.
+        """
+        if not self._bars:
+            return
+        with self._lock:
+            now = time.monotonic()
+            if label != self._bar_label:
+                self.end_bar()
+                self._bar_label, self._bar_start_s = label, now
+                self._bar_ended = threading.Event()
+                threading.Thread(target=self._tick, args=(self._bar_ended,), daemon=True).start()
+            self._bar_share, self._bar_text = fraction, label
+            if fraction is not None:
+                full = round(BAR_CELLS * min(max(fraction, 0.0), 1.0))
+                bar = "#" * full + "-" * (BAR_CELLS - full)
+                self._bar_text += f" [{bar}] {100 * fraction:3.0f} %"
+                if total_bytes:
+                    done = format_size(fraction * total_bytes)
+                    self._bar_text += f", {done} of {format_size(total_bytes)}"
+            self._draw_bar(now)
+
+    def _tick(self, ended: threading.Event) -> None:
+        """A thread's work: draws the bar until it has ended."""
+        wait_s = BAR_DELAY_S
+        while not ended.wait(wait_s):
+            with self._lock:
+                if not ended.is_set():
+                    self._draw_bar(time.monotonic())
+            wait_s = BAR_TICK_S
+
+    def _draw_bar(self, now: float) -> None:
+        if now < max(self._bar_start_s + BAR_DELAY_S, self._bar_next_s):
+            return
+        self._bar_next_s = now + BAR_INTERVAL_S
+        text = self._bar_text + _time_of(now - self._bar_start_s, self._bar_share)
+        width = shutil.get_terminal_size().columns
+        sys.stderr.write("\r\x1b[K" + self._style("2", text[: width - 1]))
+        sys.stderr.flush()
+        self._bar_shown = True
+
+    def end_bar(self) -> None:
+        """Remove the bar, if one is shown."""
+        with self._lock:
+            self._bar_ended.set()
+            self._bar_label = ""
+            if self._bar_shown:
+                self._bar_shown = False
+                sys.stderr.write("\r\x1b[K")
+                sys.stderr.flush()
+
+    def ask(self, mark: str = ">") -> str | None:
+        """The next line that the person types behind `mark`, None at the end of the input.
+
+        Raises KeyboardInterrupt at Ctrl-C.
+        """
+        try:
+            if self.in_tty and self.out_tty:
+                # readline has to know which characters of the prompt take no place.
+                bold = f"\001\x1b[1m\002{mark}\001\x1b[0m\002"
+                line = input((bold if self._color else mark) + " ")
+            else:
+                self.notes.write(f"{mark} ")
+                self.notes.flush()
+                line = sys.stdin.readline()
+                if not line:
+                    return None
+        except EOFError:
+            return None
+        self._keep_history()
+        return line.rstrip("\n")
+
+    def open_history(self, words: list[str]) -> None:
+        """Give `ask` arrow keys over the lines of earlier sessions, and Tab over `words`.
+
+        Without readline, or where the folder cannot be written, a note says so.
+        """
+        if not (self.in_tty and self.out_tty):
+            return
+        try:
+            import readline
+        except ImportError:
+            self.note("This Python has no readline: no history, no arrow keys.")
+            return
+        path = user_folder("state") / "history"
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # What was said is nobody else's business.
+            os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+            readline.set_history_length(HISTORY_LINES)
+            readline.read_history_file(path)
+            self._history = path
+        except OSError as error:
+            self.note(f"History is not kept: {path}: {error.strerror}")
+        matches: list[str] = []
+
+        def complete(text: str, state: int) -> str | None:
+            if state == 0:
+                matches[:] = [word for word in words if text and word.startswith(text)]
+            return matches[state] if state < len(matches) else None
+
+        readline.set_completer(complete)
+        readline.set_completer_delims(" \t\n")
+        libedit = "libedit" in (readline.__doc__ or "")
+        readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
+        if self._smart and not libedit:
+            # What is pasted is one message, however many lines it has.
+            readline.parse_and_bind("set enable-bracketed-paste on")
+            readline.parse_and_bind("set enable-active-region off")
+
+    def _keep_history(self) -> None:
+        if self._history is None:
+            return
+        import readline
+
+        try:
+            readline.write_history_file(self._history)
+        except OSError as error:
+            self.note(f"History is not kept: {self._history}: {error.strerror}")
+            self._history = None
+
+    def _style(self, code: str, text: str) -> str:
+        """`text` in an SGR style, its newlines outside of it."""
+        if not (self._color and text.strip()):
+            return text
+        start = len(text) - len(text.lstrip("\n"))
+        end = len(text.rstrip("\n"))
+        return f"{text[:start]}\x1b[{code}m{text[start:end]}\x1b[0m{text[end:]}"
+
+
+class ProgressBar:
+    """A bar that is fed a share, 0 to 1, or None. total_bytes: of how many bytes, where that is
+    known."""
+
+    def __init__(self, console: Console, label: str) -> None:
+        self.console = console
+        self.label = label
+        self.total_bytes = 0
+
+    def __call__(self, fraction: float | None) -> None:
+        self.console.bar(self.label, fraction, self.total_bytes)
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[ProgressBar]:
+    """A bar on stderr that is gone at the end."""
+    console = Console()
+    try:
+        yield ProgressBar(console, label)
+    finally:
+        console.end_bar()
+
+
+def _time_of(passed_s: float, fraction: float | None) -> str:
+    """ ", 3 min left", once enough has passed to tell; where it cannot be told, the seconds that
+    have passed."""
+    if fraction is None or fraction <= 0:
+        return f", {passed_s:.0f} s" if passed_s >= BAR_TICK_S else ""
+    if passed_s < ESTIMATE_AFTER_S or fraction >= 1:
+        return ""
+    left_s = passed_s * (1 - fraction) / fraction
+    if left_s < 100:
+        return f", {left_s:.0f} s left"
+    return f", {left_s / 60:.0f} min left"
+
+
+def _fit(text: str, stream: TextIO) -> str:
+    """`text` in the lines of a terminal; as it is for anything else."""
+    return folded(text, shutil.get_terminal_size().columns) if _is_tty(stream) else text
+
+
+def _can_say(text: str, stream: TextIO) -> bool:
+    try:
+        text.encode(getattr(stream, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_tty(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False

@@ -1,0 +1,187 @@
+"""The conversation: its messages, how it is answered, and the engine that answers, one at a time.
+
+It knows no terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gguf_tools import interrupts
+from orchestrator.chat.files import LastConversation, Message, write_conversation
+from orchestrator.config import Config, Sampling
+from orchestrator.errors import ConfigError
+from orchestrator.settings import Setting
+
+if TYPE_CHECKING:
+    from orchestrator.engine.engine import Engine
+
+Prefill = Callable[[int, int], None]
+
+
+class Session:
+    """The messages of a conversation, and the engine that answers them.
+
+    `messages` is everything said. Where that outgrows the context, the oldest exchanges are left
+    out of what the model sees: `left_out` counts the messages.
+    """
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        self.engine = engine
+        self.sampling = config.sampling
+        self._max_tokens = config.max_tokens
+        self.messages: list[Message] = []
+        self.left_out = 0
+        self.stopped = False
+        self.system = config.system
+        # Where the conversation is kept for `--resume`.
+        self.keeper: LastConversation | None = None
+        self.reset()
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest answer."""
+        return self._max_tokens or self.engine.n_ctx
+
+    @staticmethod
+    def settings() -> dict[str, Setting]:
+        """What `set` can change: how an answer is drawn, and how long it may be."""
+        declared = Config.declared()
+        return {name: declared[name] for name in ("max_tokens", *Sampling.declared())}
+
+    def value(self, name: str) -> Any:
+        """A setting's value."""
+        return self._max_tokens if name == "max_tokens" else getattr(self.sampling, name)
+
+    def set(self, name: str, value: Any) -> None:
+        """Changes a setting from the next answer on. Raises SettingError for a wrong value."""
+        if name == "max_tokens":
+            self._max_tokens = value
+        else:
+            self.sampling = replace(self.sampling, **{name: value})
+
+    def reset(self) -> None:
+        """Forget everything but the system prompt; --resume has nothing to go on with either."""
+        if self.keeper is not None:
+            self.keeper.forget()
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.left_out = 0
+
+    def answer(self, text: str, on_prefill: Prefill | None = None) -> Iterator[str]:
+        """Yield the pieces of the answer to `text`; `stop` ends it early.
+
+        A message that failed (any MoeEdgeError of the engine) or that got no answer is forgotten,
+        so that the conversation always alternates between user and assistant. What was said
+        before a stop is kept.
+        """
+        self.stopped = False
+        return self._answer(text, on_prefill)
+
+    def _answer(self, text: str, on_prefill: Prefill | None) -> Iterator[str]:
+        start = len(self.messages)
+        self.messages.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        keep = False
+        try:
+            tokens = self._visible_tokens()
+            # A stop before the engine has begun would be lost on it.
+            if not self.stopped:
+                for piece in self.engine.generate(
+                    tokens, self.sampling, self.max_tokens, on_prefill
+                ):
+                    pieces.append(piece)
+                    yield piece
+                    if self.stopped:  # again, for a stop that came while it was starting
+                        self.engine.cancel()
+            keep = bool(pieces)
+        except GeneratorExit:
+            keep = bool(pieces)
+            raise
+        finally:
+            if keep:
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+                if self.keeper is not None:
+                    self.keeper.keep(self.messages)
+            else:
+                del self.messages[start:]
+
+    def stop(self) -> None:
+        """End the running answer soon, and set `stopped`; safe in a signal handler and from any
+        thread."""
+        self.stopped = True
+        self.engine.cancel()
+
+    def answer_again(self, on_prefill: Prefill | None = None) -> Iterator[str]:
+        """Yield another answer in the place of the last one, which stays where this one fails or
+        is empty. Raises ConfigError where there is none."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise ConfigError("nothing was answered yet")
+        self.stopped = False
+        return self._answer_again(on_prefill)
+
+    def _answer_again(self, on_prefill: Prefill | None) -> Iterator[str]:
+        last, left_out = self.messages[-2:], self.left_out
+        del self.messages[-2:]
+        length = len(self.messages)
+        try:
+            yield from self._answer(last[0]["content"], on_prefill)
+        finally:
+            if len(self.messages) == length:
+                self.messages += last
+                self.left_out = left_out
+
+    def _visible_tokens(self) -> list[int]:
+        """Tokens of what the model shall see; moves `left_out` on where that is too long.
+
+        It goes down to half of the context at once: dropping one exchange a turn would change the
+        prefix, and so evaluate the whole conversation again, at every turn.
+        """
+        head = self.messages[: 1 if self.system else 0]
+        context = self.engine.n_ctx
+        limit = context - min(self.max_tokens, context // 4)
+        while True:
+            rest = self.messages[len(head) + self.left_out :]
+            tokens = self.engine.render_chat(head + rest)
+            if len(tokens) <= limit or len(rest) < 3:
+                return tokens
+            self.left_out += 2
+            limit = context // 2
+
+    def change_model(self, path: Path, open_engine: Callable[[Config], Engine]) -> None:
+        """Lets another model go on with the conversation, under the same settings.
+
+        The memory of the one before is freed first. It is opened again where the other cannot be:
+        then the error is raised, as MoeEdgeError, OSError or KeyboardInterrupt.
+        """
+        before = self.engine.config
+        wanted = before.with_changes(model=path, low=None)
+        self.engine.close()
+        try:
+            self.engine = open_engine(wanted)
+        except BaseException:
+            interrupts.forget()
+            with interrupts.calling(lambda: None):
+                self.engine = open_engine(before)
+            raise
+
+    def close(self) -> None:
+        """Frees the engine."""
+        self.engine.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def load(self, messages: list[Message]) -> None:
+        """Go on with another conversation: its messages, as read_conversation gives them."""
+        self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        self.messages, self.left_out = list(messages), 0
+
+    def save(self, path: Path) -> None:
+        """Write the messages to `path` as JSON lines; raises OSError and leaves no half file."""
+        write_conversation(path, self.messages)

@@ -1,0 +1,108 @@
+"""The command line of `moe-edge chat`."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.chat.console import Console
+from orchestrator.cli.files import model_path
+from orchestrator.cli.options import (
+    answer_options,
+    chat_config,
+    conversation_options,
+    model_options,
+    open_engine,
+)
+
+if TYPE_CHECKING:
+    from orchestrator.chat.session import Session
+
+# Characters: more than the largest context holds of any text.
+LONGEST_PROMPT = 1 << 27
+
+
+@click.command()
+@model_options
+@answer_options
+@conversation_options
+@click.option(
+    "--resume", is_flag=True, help="Go on with the latest conversation of --prompt-cache."
+)
+@click.option(
+    "-p",
+    "--prompt",
+    metavar="TEXT",
+    help="Answer this, print the answer alone, and exit. Text on stdin goes before it, or is the "
+    "prompt.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="With a prompt: print one JSON object, the text and its statistics.",
+)
+def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> None:
+    """Talk to a model."""
+    from orchestrator.chat.chat import Chat, one_shot
+    from orchestrator.chat.files import LastConversation
+    from orchestrator.chat.session import Session
+
+    console = Console()
+    prompt = with_stdin(prompt, console)
+    if prompt is None and as_json:
+        raise click.UsageError("--json needs a prompt: give -p TEXT, or text on stdin")
+    config = chat_config(options)
+    folder = config.prompt_cache
+    last = LastConversation(folder) if folder else None
+    if resume and last is None:
+        raise click.UsageError("--resume goes on from a folder: give --prompt-cache DIR")
+    messages = last.read() if last and resume else None
+    with console.quiet_keys():
+        engine = open_engine(config, console)
+    with Session(engine, config) as session:
+        if config.ctx and engine.n_ctx != config.ctx:
+            why = "which the model was made for" if engine.n_ctx < config.ctx else "the next size"
+            console.note(f"--ctx {config.ctx}: it gets {engine.n_ctx}, {why}.")
+        session.keeper = last
+        if messages:
+            session.load(messages)
+            console.note(f"It goes on behind {len(messages)} messages.")
+        if prompt is None:
+            Chat(session, console, partial(change_model, session, console)).run()
+        elif not one_shot(session, console, prompt, as_json):
+            raise KeyboardInterrupt
+    for note in session.engine.prompt_notes():
+        console.note(note)
+
+
+def with_stdin(prompt: str | None, console: Console) -> str | None:
+    """The text on stdin, where that is no terminal, and the prompt behind it. None where a
+    conversation is to begin."""
+    parts = [prompt or ""]
+    if not console.in_tty:
+        text = sys.stdin.read(LONGEST_PROMPT + 1) if sys.stdin else ""
+        if len(text) > LONGEST_PROMPT:
+            raise click.UsageError("the text on stdin is longer than any context")
+        parts.insert(0, text)
+    elif prompt is None:
+        return None
+    whole = "\n\n".join(part.strip() for part in parts if part.strip())
+    if whole:
+        return whole
+    if prompt is not None:
+        raise click.UsageError("the prompt is empty")
+    raise click.UsageError("no prompt: give -p TEXT, or text on stdin, or a terminal")
+
+
+def change_model(session: Session, console: Console, name: str) -> None:
+    """Goes on with another model; one that cannot be read is refused before the one that runs
+    is closed."""
+    from gguf_tools.experts import ExpertModel
+
+    path = model_path(name)
+    ExpertModel.open(path).close()
+    session.change_model(path, lambda config: open_engine(config, console))

@@ -1,0 +1,324 @@
+"""What this machine has, how fast it moves bytes, how a model would lie: `moe-edge doctor`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+
+from gguf_tools.columns import aligned
+from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
+from gguf_tools.units import format_size
+from orchestrator.chat.console import Console, strip_controls
+from orchestrator.cli.options import chat_config, model_options
+from orchestrator.config import Config
+from orchestrator.cost.disk import Bandwidth, bytes_per_s, read_bandwidth
+from orchestrator.cost.foreseen import Foreseen
+from orchestrator.cost.kept_disk import kept_reading
+from orchestrator.cost.planner import Planner, Runs
+from orchestrator.cost.predict import Prediction
+from orchestrator.cost.predictor import Predictor, spare_bytes
+from orchestrator.cost.timings import DISTURBED
+from orchestrator.errors import MoeEdgeError
+from orchestrator.memory.accelerator import Accelerator, one_of_several
+from orchestrator.memory.hardware import more_than_there
+from orchestrator.memory.plan import MemoryPlan
+from orchestrator.native import Bandwidths, measure_device
+from orchestrator.native.llama import Bindings
+from orchestrator.policy import PLAIN, known_policies
+
+# Tokens of the prompts that are predicted, and of the context behind which a token is.
+PROMPT_TOKENS = 512
+_MEMORY_BYTES = 256 * 2**20
+_MEMORY_SECONDS = 0.5
+
+
+class Expected(NamedTuple):
+    """What a plan is predicted to take on the CPU: a token of an answer behind PROMPT_TOKENS, and a
+    prompt of as many, the first one after the start and a later one. hit_rate, read_bytes: of a
+    token. chosen: what runs where no policy is named."""
+
+    policy: str
+    tiers: str
+    token_ms: float
+    first_prompt_ms: float
+    prompt_ms: float
+    hit_rate: float
+    read_bytes: float
+    chosen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What was found. Speeds in bytes per second, sizes in bytes; expert_bytes: of an expert in the
+    best precision. gpu_note: why there is no GPU, or that there are others; loses: what the plan
+    is foreseen to lose; chosen: why a loss that is allowed chose it; plan_note: why the model would
+    not start; ram_note: what is wrong with the cap on memory. expected: one for each policy that
+    fits; profiled: by what earlier runs used, and not as if all experts were alike; disturbed:
+    while other programs ran."""
+
+    threads: int
+    memory_bytes: int
+    usable_bytes: int
+    system: str
+    memory_speed: float
+    model: Path
+    expert_bytes: int
+    disk: Bandwidth
+    gpu: Accelerator | None
+    gpu_note: str
+    copies: Bandwidths | None
+    plan: MemoryPlan | None
+    loses: Foreseen | None
+    chosen: str
+    plan_note: str
+    ram_note: str
+    expected: tuple[Expected, ...] = ()
+    profiled: bool = False
+    disturbed: bool = False
+
+    @property
+    def plan_line(self) -> str:
+        """What runs, what it loses, and where it lies; or why nothing does."""
+        plan = self.plan
+        if plan is None:
+            return self.plan_note
+        how = plan.reason if plan.managed else f"plain upstream path: {plan.reason}"
+        how += self.loses.text if self.loses else ""
+        where = f"on {plan.device.name}" if plan.device else "in main memory"
+        size = format_size(plan.total_bytes)
+        return f"{how}; {size} {where}; context {plan.n_ctx} tokens"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "threads": self.threads,
+            "memory_bytes": self.memory_bytes,
+            "usable_bytes": self.usable_bytes,
+            "system": self.system,
+            "memory_bytes_per_s": self.memory_speed,
+            "model": str(self.model),
+            "expert_bytes": self.expert_bytes,
+            "disk": self.disk._asdict(),
+            "gpu": asdict(self.gpu.device) if self.gpu else None,
+            "gpu_note": self.gpu_note,
+            "copies": self.copies._asdict() if self.copies else None,
+            "plan": self.plan_line if self.plan else None,
+            "kl": self.loses.kl if self.loses else None,
+            "plan_note": self.plan_note,
+            "ram_note": self.ram_note,
+            "expected": [each._asdict() for each in self.expected],
+            "profiled": self.profiled,
+            "disturbed": self.disturbed,
+        }
+
+
+def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) -> Health:
+    """Measures this machine for a few seconds. begins gets what is being measured.
+
+    Raises MoeEdgeError for a model that cannot be read, OSError for a disk that fails."""
+    bindings = Bindings.load()
+    threads = config.threads or default_threads()
+    with ExpertModel.open(config.model, config.low) as model:
+        planner, note = _planner(bindings, config, model)
+        gpu, machine = planner.gpu, planner.machine
+        begins("Measuring the disk")
+        disk = read_bandwidth(model, threads=config.io_threads)
+        # What is found now counts for the plan, for its prediction, and for those of later runs.
+        reading = kept_reading(model, config, disk)
+        begins("Measuring this machine")  # a loss that is allowed chooses by speeds
+        found, plan_note = _try_plan(partial(planner.runs, config))
+        plan = found.plan if found else None
+        begins("Measuring the memory")
+        memory_speed = memory_bandwidth(threads, spare_bytes(config, model))
+        expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)
+        expected: tuple[Expected, ...] = ()
+        profiled = disturbed = False
+        if gpu is None and found is not None:
+            begins("Measuring the processor")
+            with Predictor(bindings, config, model, reading, fresh=True) as predictor:
+                expected = expected_of(predictor, planner, config, found)
+                profiled, disturbed = predictor.profiled, predictor.disturbed
+    return Health(
+        threads=threads,
+        memory_bytes=machine.memory_bytes,
+        usable_bytes=machine.usable_bytes,
+        system=bindings.api.llama_print_system_info().decode("utf-8", "replace").strip(),
+        memory_speed=memory_speed,
+        model=config.model,
+        expert_bytes=expert_bytes,
+        disk=disk,
+        gpu=gpu,
+        gpu_note=note,
+        copies=measure_device(bindings.library(), gpu.info, threads) if gpu else None,
+        plan=plan,
+        loses=found.loses if found else None,
+        chosen=planner.chosen or "",
+        plan_note=plan_note,
+        ram_note=more_than_there(config.ram, machine) or "",
+        expected=expected,
+        profiled=profiled,
+        disturbed=disturbed,
+    )
+
+
+def _planner(bindings: Bindings, config: Config, model: ExpertModel) -> tuple[Planner, str]:
+    """What says what runs, and why there is no GPU, or that there are others. For the CPU where
+    the device that was asked for cannot be had."""
+    try:
+        planner = Planner(config, model)
+    except MoeEdgeError as error:
+        here = config.with_changes(device="cpu", vram=None, misses=None)
+        return Planner(here, model), str(error)
+    if planner.gpu is not None:
+        return planner, one_of_several(bindings, planner.gpu) or ""
+    built = bindings.api.llama_supports_gpu_offload()
+    return planner, "not asked for" if built else "none that this build can use"
+
+
+def expected_of(
+    predictor: Predictor, planner: Planner, config: Config, runs: Runs
+) -> tuple[Expected, ...]:
+    """What the plan that runs is predicted to take, and those of all other policies that fit."""
+    found = [_expected(runs.plan, predictor.of_plan(runs.plan, runs.config), True)]
+    for name in known_policies() if config.policy is None else ():
+        if name == found[0].policy:
+            continue
+        other, _ = _try_plan(partial(planner.compared, config.compared(policy=name)))
+        # The policy that keeps everything in memory is none where that does not fit.
+        if other is not None and other.plan.total_bytes <= other.plan.ram_bytes:
+            time = predictor.of_plan(other.plan, other.config)
+            found.append(_expected(other.plan, time, False))
+    return tuple(found)
+
+
+def _expected(plan: MemoryPlan, found: Prediction, chosen: bool) -> Expected:
+    return Expected(
+        policy=plan.policy.name if plan.policy else PLAIN,
+        tiers="/".join(plan.tier_names) + "/skip" * plan.skip,
+        token_ms=1e3 * found.token_s(PROMPT_TOKENS),
+        first_prompt_ms=1e3 * found.prompt_s(PROMPT_TOKENS, first=True),
+        prompt_ms=1e3 * found.prompt_s(PROMPT_TOKENS),
+        hit_rate=found.hit_rate,
+        read_bytes=found.read_bytes,
+        chosen=chosen,
+    )
+
+
+def _try_plan(runs: Callable[[], Runs]) -> tuple[Runs | None, str]:
+    try:
+        return runs(), ""
+    except MoeEdgeError as error:
+        return None, str(error)
+
+
+def memory_bandwidth(threads: int, most_bytes: int = _MEMORY_BYTES) -> float:
+    """Bytes per second that so many threads read together from the host's memory. most_bytes: of
+    which they may take so much."""
+    parts = [np.ones(min(_MEMORY_BYTES, most_bytes) // threads // 8) for _ in range(threads)]
+
+    def work(index: int, in_time: Callable[[], bool]) -> int:
+        total = 0
+        while in_time():
+            parts[index].max()
+            total += parts[index].nbytes
+        return total
+
+    return bytes_per_s(work, threads, _MEMORY_SECONDS)
+
+
+def render(health: Health) -> str:
+    """The report as text."""
+    size, usable = format_size(health.memory_bytes), format_size(health.usable_bytes)
+    how = "direct" if health.disk.direct else "buffered"
+    lines = [
+        f"CPU       {health.threads} threads; {health.system}",
+        f"Memory    {size} free, {usable} usable; read at {_speed(health.memory_speed)}",
+        *([f"          {health.ram_note}"] if health.ram_note else []),
+        f"Disk      {_speed(health.disk.bytes_per_s)}, {how} reads of about "
+        f"{format_size(health.disk.slice_bytes)} from {health.model}",
+    ]
+    if health.gpu is None or health.copies is None:
+        lines.append(f"GPU       {health.gpu_note}")
+    else:
+        gpu, copies = health.gpu.device, health.copies
+        pinned = _speed(copies.pinned) if copies.pinned else "refused"
+        lines += [
+            f"GPU       {gpu.name}: {gpu.description}, {format_size(gpu.memory_bytes)} of "
+            f"{format_size(gpu.total_bytes)} free",
+            f"Copies    to the GPU: {pinned} pinned, {_speed(copies.pageable)} pageable; "
+            f"{copies.round_trip_us:.0f} us there and back",
+        ]
+        if health.gpu_note:
+            lines.append(f"          {health.gpu_note}")
+        lines.append(f"Misses    {misses_line(copies, health.expert_bytes)}")
+    lines.append(f"Model     {health.plan_line}")
+    if health.chosen:
+        lines.append(f"          {health.chosen}")
+    return "\n".join([*lines, *_expected_lines(health)])
+
+
+def _expected_lines(health: Health) -> list[str]:
+    if not health.expected:
+        return []
+    used = "by what earlier runs used" if health.profiled else "as if all experts were used alike"
+    head = ["policy", "tiers", "ms/token", "tok/s", "first prompt", "prompt", "hit", "MB/token"]
+    rows = [
+        [
+            each.policy + " *" * each.chosen,
+            each.tiers,
+            f"{each.token_ms:.1f}",
+            f"{1e3 / each.token_ms:.1f}",
+            f"{each.first_prompt_ms / 1e3:.1f} s",
+            f"{each.prompt_ms / 1e3:.1f} s",
+            f"{each.hit_rate:.1%}",
+            f"{each.read_bytes / 1e6:.1f}",
+        ]
+        for each in health.expected
+    ]
+    lines = aligned([head, *rows])
+    return [
+        f"Predicted behind prompts of {PROMPT_TOKENS} tokens, {used} (* is what would run):",
+        *(f"          {line}" for line in lines),
+        *([DISTURBED] if health.disturbed else []),
+    ]
+
+
+def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
+    """How long an expert that the GPU lacks takes on each way, and which way --misses auto goes."""
+    if not copies.pinned:
+        return "all are copied: host memory cannot be pinned"
+    beside = 2 * copies.round_trip_us / 1e6  # of gate and up, and of down
+    ways = {"copied": copies.pinned, "read in place": copies.read, "computed here": copies.compute}
+    took = {way: expert_bytes / speed for way, speed in ways.items() if speed}
+    times = ", ".join(f"{way} {seconds * 1e3:.2f} ms" for way, seconds in took.items())
+    here = took.pop("computed here", float("inf")) + beside
+    first = "computed here" if here < min(took.values()) else min(took, key=lambda way: took[way])
+    return (
+        f"an expert of {format_size(expert_bytes)}: {times} and {beside * 1e3:.2f} ms a layer; "
+        f"the first of a layer is {first}, more are shared"
+    )
+
+
+def _speed(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+@click.command()
+@model_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(as_json: bool, **options: Any) -> None:
+    """Measure this machine, and say how a model would run on it."""
+    console = Console()
+    try:
+        health = examine(chat_config(options), lambda what: console.bar(what, None))
+    finally:
+        console.end_bar()
+    click.echo(json.dumps(health.as_dict()) if as_json else strip_controls(render(health)))

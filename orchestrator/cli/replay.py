@@ -1,0 +1,283 @@
+"""The command line of `moe-edge trace` and `moe-edge replay`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gguf_tools import interrupts
+from gguf_tools.units import format_size
+from orchestrator.allocation.placement import PlacementSettings
+from orchestrator.chat.console import Console, strip_controls
+from orchestrator.cli.files import AT_LEAST_1, FILE, FORCE, NEW_FILE, Number, refuse_taken
+from orchestrator.cli.options import (
+    bad_option,
+    given,
+    make_config,
+    model_options,
+    open_engine,
+    option_of,
+    policy_options,
+    size,
+    together,
+)
+from orchestrator.config import check_policy
+from orchestrator.errors import SettingError
+from orchestrator.lab.registry import REPLAY_STUDIES, load_replay_study
+from orchestrator.lab.replay.near_data import (
+    Generated,
+    Machine,
+    NearData,
+    Workload,
+    render_near_data,
+    replay_near_data,
+)
+from orchestrator.policy import DEFAULT, POLICIES, policy_settings
+from orchestrator.settings import flag_of
+
+# The records of a replay on near-data memory.
+NEAR_DATA = (Machine, Workload, Generated, PlacementSettings)
+# Nobody records so many tokens of a text without saying how many.
+MOST_TOKENS = 1 << 17
+
+
+@click.command()
+@model_options
+@click.option("--out", required=True, type=NEW_FILE, metavar="FILE", help="The trace, as T.npz.")
+@FORCE
+@click.option(
+    "--text", type=FILE, metavar="FILE", help="Evaluate this text, token by token, as decoding."
+)
+@click.option(
+    "--prefill",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="With --text: take its first N tokens as a prompt.  [default: 0]",
+)
+@click.option("-p", "--prompt", metavar="TEXT", help="Answer this prompt instead.")
+@click.option(
+    "--tokens",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Tokens of the text, or of the answer.  [default: what the context holds, or 512]",
+)
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed of the answer.")
+def trace(
+    out: Path,
+    text: Path | None,
+    prefill: int,
+    prompt: str | None,
+    tokens: int | None,
+    **options: Any,
+) -> None:
+    """Record the routing of a run, for `moe-edge replay`.
+
+    Without --policy it is the one for models that do not fit, which looks ahead, under the whole
+    memory."""
+    from orchestrator.lab.eval.text import read_text
+    from orchestrator.lab.replay.file import check_trace_target, write_trace
+    from orchestrator.lab.replay.record import record_answer, record_text
+
+    if (text is None) == (prompt is None):
+        raise click.UsageError("what to evaluate: give either --text FILE or -p TEXT")
+    if prompt is not None and not prompt.strip():
+        raise click.UsageError("the prompt is empty")
+    if prefill and text is None:
+        raise click.UsageError("--prefill is for --text: a prompt is a prefill already")
+    check_trace_target(out)
+    interrupts.ends_with(out)
+    options["policy"] = options["policy"] or DEFAULT
+    config = make_config(options)
+    words = None if text is None else read_text(text, tokens or config.ctx or MOST_TOKENS)
+    with open_engine(config, Console()) as engine:
+        if words is not None:
+            recorded = record_text(engine, words, tokens, prefill)
+        else:
+            recorded = record_answer(engine, prompt or "", config.sampling, tokens or 512)
+    write_trace(out, recorded)
+    steps, nbytes = len(recorded.arrays["step_phase"]), out.stat().st_size
+    click.echo(f"{out}: {steps} steps of {recorded.header.model}, {format_size(nbytes)}")
+
+
+def _near_options() -> list[Callable[..., Any]]:
+    """The options of a replay on near-data memory."""
+    return [
+        option_of(replace(declared, help=f"{declared.help} With --near-data."))
+        for record in NEAR_DATA
+        for name, declared in record.declared().items()
+        if name not in policy_settings()
+    ]
+
+
+@click.command()
+@click.argument("file", metavar="[FILE]", type=FILE, required=False)
+@click.option(
+    "--policy",
+    metavar="NAME",
+    help=f"The policy that decides: {', '.join(POLICIES)}.  [default: as recorded]",
+)
+@click.option(
+    "--expert-ram",
+    callback=size,
+    metavar="SIZE",
+    help="Cap on the expert slots.  [default: as recorded]",
+)
+@click.option("--high-tier", metavar="TIER", help="As q4_k.  [default: as recorded]")
+@click.option("--low-tier", metavar="TIER", help="As q2_k, or skip.  [default: as recorded]")
+@together(*policy_options("as recorded", recorded=True))
+@click.option(
+    "--bandwidth",
+    callback=size,
+    metavar="SIZE",
+    help="Reads in bytes a second, as 2GB.  [default: measured when recorded]",
+)
+@click.option(
+    "--latency-us",
+    type=click.IntRange(0, 10**7),
+    metavar="N",
+    help="Of a read, in microseconds.  [default: measured when recorded]",
+)
+@click.option(
+    "--io-threads",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help="Reads at once.  [default: as recorded]",
+)
+@click.option(
+    "--compute-ms",
+    type=Number(0, 10**6),
+    metavar="MS",
+    help="Computing a decoded token, without waits.  [default: each as when recorded]",
+)
+@click.option(
+    "--clock",
+    type=click.Choice(["recorded", "simulated"]),
+    help="Versions change where they did in the run, or when the simulated reads are done.  "
+    "[default: recorded, where no option changes anything]",
+)
+@click.option(
+    "--link",
+    type=click.Choice(["shared", "rigid"]),
+    help="rigid: one queue for demand and prefetch, and nothing in it is dropped.  "
+    "[default: shared]",
+)
+@click.option(
+    "--wait",
+    type=click.Choice(["matrix", "whole"]),
+    help="whole: computing waits for all matrices of an expert.  [default: matrix]",
+)
+@click.option(
+    "--losses",
+    type=FILE,
+    metavar="FILE",
+    help="What lower precisions lose, by the loss table of any model.  [default: as recorded]",
+)
+@click.option(
+    "--study",
+    metavar="NAME",
+    help=f"A figure of the papers, from this trace: {', '.join(REPLAY_STUDIES)}.",
+)
+@click.option("--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots.")
+@FORCE
+@click.option(
+    "--near-data",
+    is_flag=True,
+    help="Play it on a model of a GPU and a memory that computes, layers repeated to a large "
+    "model's shape; without FILE, with generated routing.",
+)
+@together(*_near_options())
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def replay(
+    ctx: click.Context,
+    /,
+    file: Path | None,
+    near_data: bool,
+    study: str | None,
+    out: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Play a trace with another policy, memory or disk: no model needed.
+
+    Without options it plays the recorded run itself, and prints how well it agrees."""
+    from orchestrator.lab.replay import ReplayOptions, read_trace, render
+    from orchestrator.lab.replay import replay as run
+    from orchestrator.native.llama import Bindings
+
+    chosen = given(options)
+    if near_data:
+        chosen |= given({"study": study, "out": out})
+        _replay_near_data(file, chosen, as_json)
+        return
+    for record in NEAR_DATA:
+        for name in record.declared():
+            if name in chosen and name not in policy_settings():
+                raise click.UsageError(
+                    f"{flag_of(name)} is for a replay on near-data memory: give --near-data, or "
+                    f"leave it out"
+                )
+    if file is None:
+        raise click.UsageError(
+            "Missing argument 'FILE': name a trace that `moe-edge trace` wrote, or give --near-data"
+        )
+    # Policies have a setting `losses` too, which a trace does not record: here it is replay's own.
+    settings = {
+        name: chosen.pop(name)
+        for name, declared in policy_settings().items()
+        if name in chosen and declared.recorded
+    }
+    try:
+        check_policy(chosen.get("policy"))
+        asked = ReplayOptions(**chosen, settings=settings)
+    except SettingError as error:
+        raise bad_option(error) from error
+    recorded = read_trace(file)
+    if study is not None:
+        if out is not None:
+            refuse_taken(out / f"{study}.md", ctx)
+            interrupts.ends_with(out / f"{study}.md")
+        library = Bindings.load().library()
+        tables = load_replay_study(study).publish(library, recorded, asked, out)
+        found = {"study": study, "tables": [table.as_dict() for table in tables]}
+        text = "\n\n".join(table.markdown() for table in tables)
+        click.echo(json.dumps(found) if as_json else strip_controls(text))
+        return
+    if out is not None:
+        raise click.UsageError("--out is where a study writes: give --study NAME")
+    result = run(Bindings.load().library(), recorded, asked)
+    click.echo(json.dumps(result) if as_json else strip_controls(render(result)))
+
+
+def _replay_near_data(file: Path | None, chosen: dict[str, Any], as_json: bool) -> None:
+    """`moe-edge replay --near-data`, with the options that were given."""
+    from orchestrator.lab.replay import read_trace
+
+    known = {name for record in NEAR_DATA for name in record.declared()}
+    for name in chosen:
+        if name not in known:
+            raise click.UsageError(
+                f"{flag_of(name)} has no effect with --near-data: leave one of the two out"
+            )
+    if file is not None and (odd := set(Generated.declared()) & set(chosen)):
+        raise click.UsageError(
+            f"{flag_of(min(odd))} is for generated routing: leave it or the trace out"
+        )
+    try:
+        asked = NearData(
+            Machine.of(chosen),
+            Workload.of(chosen),
+            Generated.of(chosen),
+            PlacementSettings.of(chosen),
+        )
+    except SettingError as error:
+        raise bad_option(error) from error
+    trace = None if file is None else read_trace(file)
+    result = replay_near_data(asked, trace)
+    click.echo(json.dumps(result) if as_json else strip_controls(render_near_data(result)))

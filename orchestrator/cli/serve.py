@@ -1,0 +1,56 @@
+"""The command line of `moe-edge serve`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from orchestrator.chat.console import Console
+from orchestrator.cli.options import (
+    bad_option,
+    make_config,
+    model_options,
+    option_of,
+    together,
+)
+from orchestrator.config import Config
+from orchestrator.errors import MoeEdgeError, SettingError
+from orchestrator.serve.settings import ServeSettings
+
+_OPTIONS = ServeSettings.declared()
+# A request brings its own system prompt and its own stop texts.
+_ANSWER = [
+    each
+    for name, each in Config.declared().items()
+    if each.answer and name not in ("system", "stop")
+]
+_ANSWER.append(Config.declared()["cache_ram"])
+
+
+@click.command()
+@together(*map(option_of, _OPTIONS.values()))
+@model_options
+@together(*map(option_of, _ANSWER))
+def serve(**options: Any) -> None:
+    """Answer other programs: OpenAI's and Anthropic's interfaces over HTTP.
+
+    Sampling options are what a request gets that does not say otherwise.
+    """
+    try:
+        from orchestrator.serve.run import Running
+    except ImportError as error:
+        raise MoeEdgeError(f"the server needs {error.name}: run `make build`") from error
+
+    console = Console()
+    own = {name: options.pop(name) for name in _OPTIONS}
+    try:
+        settings = ServeSettings.of(own)
+    except SettingError as error:
+        raise bad_option(error) from error
+    config = make_config({**options, "remember": True})
+    if not Running(config, settings, console.note, console.load_bar).run():
+        sys.stderr.flush()
+        os._exit(0)  # else Python would wait for the thread that does not end

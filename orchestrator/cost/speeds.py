@@ -1,0 +1,280 @@
+"""How fast this machine computes a model, measured and kept: what predictions are made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+from functools import cached_property
+from pathlib import Path
+from time import time
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import layer_of, parse_expert_name
+from gguf_tools.file.parse import TensorInfo
+from gguf_tools.process import Disturbance, processor_name, usable_cores
+from orchestrator.cache.files import user_folder
+from orchestrator.cost.predict import ROWS, Costs
+from orchestrator.cost.products import POOL_BYTES, QUIET_SHARE, Attention, Product, Small, Timer
+from orchestrator.cost.timings import Timings
+from orchestrator.memory.footprint import vocabulary_size
+from orchestrator.native.llama import Bindings
+
+# In which layout experts are computed: as in the file; in slots in the CPU's own layout; as
+# upstream repacks them, where it multiplies them row by row.
+FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
+
+# The second form: timings are what half of the runs took, with keys and values that no cache holds.
+_FORMAT = "moe-edge speed 2"
+_LARGEST_BYTES = 16 << 20
+# A timing during which threads waited for a core is tried again: so often, and all together.
+_TRIES, _REPEATS = 3, 30
+# So often what a token of an answer takes is timed in turns: this machine's speed changes within
+# seconds, and a token goes through all of them.
+_ROUNDS = 3
+# From so many rows on, slots in the CPU's own layout may be multiplied by tiles, as plain rows are:
+# the least number of patches/native/moe-edge-layout.cpp. With fewer than the second one, rows go
+# one by one.
+_TILES_FROM, _GEMM_LEAST = 8, 4
+# Small operations of a layer, beside one for each expert that a token uses: norms, rotations, the
+# router's choice, copies into the cache.
+_NODES = 32
+# What is no product, in such operations: a step (0.10 to 0.18 ms of the demo, whose operation takes
+# 0.6 us, 0.33 to 0.46 of Qwen3-30B's and OLMoE's shapes, whose takes 2), and a policy that decides
+# about a layer (26 to 34 us there).
+_STEP_NODES, _ASKED_NODES = 200, 16
+# The choice of a token, in operations over the vocabulary: two at 50,000 and 150,000 tokens.
+_CHOICE_NODES = 2
+# The matrix that stands for all dense ones of a type.
+_DENSE_ROWS = 4096
+_CELLS = 512
+
+
+class Speeds:
+    """Seconds of products and operations on this machine, measured or from the user cache.
+
+    What stands in the cache is the least of timings at several moments, as `Timings` says. While
+    none of them was confirmed, each use at another moment times it again."""
+
+    def __init__(
+        self, bindings: Bindings, threads: int, fresh: bool = False, pool_bytes: int = POOL_BYTES
+    ) -> None:
+        """fresh: all is measured now, whatever is known. pool_bytes: weights that a timing may
+        take; with fewer than usual its figures are rough, and are not kept."""
+        self._bindings, self._threads, self._pool_bytes = bindings, threads, pool_bytes
+        self._fresh = fresh
+        self._kept = Timings.load(self._path, _FORMAT, time())
+        self._used: dict[str, float] = {}
+        # Of each round, and whether the machine was quiet.
+        self._measured: dict[str, list[tuple[float, bool]]] = {}
+        self._once: dict[str, Product | Small | Attention] = {}  # of a token, timed in one round
+        self._repeats = _REPEATS
+        self._timer: Timer | None = None
+
+    @cached_property
+    def _path(self) -> Path:
+        system = self._bindings.api.llama_print_system_info().decode("utf-8", "replace")
+        key = json.dumps([processor_name(), system, self._threads])
+        digest = hashlib.sha256(key.encode()).hexdigest()[:24]
+        return user_folder("cache") / "speed" / f"{digest}.json"
+
+    def seconds(self, what: Product | Small | Attention) -> float:
+        """As Timer.seconds, at most once for each but for `again`. Raises NativeError."""
+        key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
+        if key not in self._used:
+            known = None if self._fresh else self._kept.least(key)
+            may_keep = self._pool_bytes >= POOL_BYTES
+            if known is None or (may_keep and self._kept.is_due(key)):
+                self._measured[key] = [self._timed(what)]
+                if what.rows == 1:
+                    self._once[key] = what
+                known = self._standing(key)
+            self._used[key] = known
+        return self._used[key]
+
+    def again(self) -> bool:
+        """Times in further rounds what was timed since the last call and is of one token of an
+        answer. Returns whether there was any. Raises NativeError."""
+        once, self._once = self._once, {}
+        for _ in range(_ROUNDS - 1):
+            for key, what in once.items():
+                self._measured[key].append(self._timed(what))
+        self._used |= {key: self._standing(key) for key in once}
+        return bool(once)
+
+    def _standing(self, key: str) -> float:
+        """What stands for something that was timed: the least of its moments, of which the present
+        one counts by the middle of its rounds."""
+        known = None if self._fresh else self._kept.least(key)
+        now, _ = _middle(self._measured[key])
+        return now if known is None else min(now, known)
+
+    def _timed(self, what: Product | Small | Attention) -> tuple[float, bool]:
+        """(seconds, whether the machine was quiet) of the first timing on a quiet machine, or of
+        the least of some others."""
+        timer = self._timer = self._timer or Timer(
+            self._bindings.api._lib, self._threads, self._pool_bytes
+        )
+        least = math.inf
+        for _ in range(_TRIES):
+            others = Disturbance()
+            found = timer.seconds(what)
+            # With more threads than cores they wait for each other.
+            if self._threads > usable_cores() or others.share() < QUIET_SHARE:
+                return found, True
+            least = min(least, found)
+            if self._repeats <= 0:
+                break
+            self._repeats -= 1
+        return least, False
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether something that was asked for was timed beside other programs alone, as far as
+        the system tells."""
+        now = {key for key, rounds in self._measured.items() if _middle(rounds)[1]}
+        before = set() if self._fresh else set(filter(self._kept.was_quiet, self._used))
+        return not self._used.keys() <= now | before
+
+    def close(self) -> None:
+        """Keeps what was measured, where the user cache can be written."""
+        if self._timer is not None:
+            self._timer.close()
+        if self._measured and self._pool_bytes >= POOL_BYTES:
+            kept = Timings.load(self._path, _FORMAT, time())
+            for key, rounds in self._measured.items():
+                kept.add(key, *_middle(rounds))
+            kept.save(self._path, _FORMAT)
+        self._measured, self._once, self._timer = {}, {}, None
+
+    def __enter__(self) -> Speeds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _middle(rounds: list[tuple[float, bool]]) -> tuple[float, bool]:
+    """(seconds, quiet): the middle of the rounds on a quiet machine, where there are any, or else
+    the least of all."""
+    quiet = [seconds for seconds, was_quiet in rounds if was_quiet]
+    if quiet:
+        return statistics.median(quiet), True
+    return min(seconds for seconds, _ in rounds), False
+
+
+def model_costs(
+    speeds: Speeds, bindings: Bindings, model: ExpertModel, tiers: tuple[int, ...], layout: str
+) -> Costs:
+    """What the parts of a model take here, with its experts in these tiers of the file and in one
+    layout: FILE, OWN or UPSTREAM. Measures what is not known yet, for some seconds. Raises
+    NativeError."""
+    found = _costs(speeds, bindings, model, tiers, layout)
+    return _costs(speeds, bindings, model, tiers, layout) if speeds.again() else found
+
+
+def _costs(
+    speeds: Speeds, bindings: Bindings, model: ExpertModel, tiers: tuple[int, ...], layout: str
+) -> Costs:
+    """As model_costs, with each thing timed once."""
+    interleaves = bindings.library().interleaves
+
+    def product(info: Product) -> float:
+        """Of an expert in its layout. All are timed in the memory of slots: on upstream's path
+        small pages cost about what the tables of slots cost here, and neither is counted, so that
+        the two paths compare."""
+        kind, n_in, n_out, rows = info[:4]
+        plain = info._replace(routed=True, in_slots=True)
+        if layout == FILE or not interleaves(kind, n_in, n_out):
+            return speeds.seconds(plain)
+        one_by_one = plain._replace(repacked=True)
+        if layout == UPSTREAM or rows < _GEMM_LEAST:
+            return speeds.seconds(one_by_one)
+        together = speeds.seconds(one_by_one._replace(routed=False))
+        return min(together, speeds.seconds(plain)) if rows >= _TILES_FROM else together
+
+    expert_s = np.zeros((model.n_layers, len(tiers), len(ROWS)))
+    expert_bytes = np.zeros((model.n_layers, len(tiers)), np.int64)
+    for layer, (shapes, slices) in enumerate(zip(model.shapes, model.slices, strict=True)):
+        for shape, by_tier in zip(shapes, slices, strict=True):
+            for at, tier in enumerate(tiers):
+                piece = by_tier[tier]
+                if shape is None or piece is None:
+                    continue
+                expert_bytes[layer, at] += piece.expert_bytes
+                expert_s[layer, at] += [product(Product(piece.type, *shape, n)) for n in ROWS]
+    dense_s, output_s = _dense_seconds(speeds, bindings, model, layout)
+    step_s, asked_s = _besides_seconds(speeds, model)
+    attention_s = _attention_seconds(speeds, model)
+    return Costs(expert_s, expert_bytes, dense_s, output_s, attention_s, step_s, asked_s)
+
+
+def _dense_seconds(
+    speeds: Speeds, bindings: Bindings, model: ExpertModel, layout: str
+) -> tuple[np.ndarray, float]:
+    """(dense_s, output_s) of Costs: by the bytes of each type, from one matrix of it. Dense weights
+    are repacked where experts are not as in the file."""
+    interleaves = bindings.library().interleaves
+    tensors = _dense_matrices(model)
+    output = tensors.pop("output.weight", None) or tensors.pop("token_embd.weight", None)
+    tensors.pop("token_embd.weight", None)
+    largest: dict[int, TensorInfo] = {}
+    for info in (*tensors.values(), *([output] if output else ())):
+        known = largest.get(info.type)
+        largest[info.type] = info if known is None or info.nbytes > known.nbytes else known
+
+    def seconds(info: TensorInfo, rows: int) -> float:
+        n_in, n_out = largest[info.type].shape[:2]
+        stands = Product(info.type, n_in, min(n_out, _DENSE_ROWS), rows)
+        scale = info.nbytes / stands.nbytes
+        if layout == FILE or not interleaves(info.type, n_in, n_out):
+            return speeds.seconds(stands) * scale
+        found = speeds.seconds(stands._replace(repacked=True))
+        if layout == OWN and rows >= _TILES_FROM:
+            # Tiles of plain rows are what an expert has that each token was routed to.
+            found = min(found, speeds.seconds(stands._replace(routed=True)))
+        return found * scale
+
+    nodes = len(model.hparams.n_head) * _NODES + model.n_layers * model.n_expert_used
+    width = model.hparams.embedding_length
+    small = np.array([speeds.seconds(Small(width, n)) for n in ROWS])
+    dense = [sum(seconds(info, n) for info in tensors.values()) for n in ROWS]
+    return np.array(dense) + nodes * small, seconds(output, 1) if output else 0.0
+
+
+def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
+    """All matrices but the experts', of the model proper, by name; a second file repeats them."""
+    found: dict[str, TensorInfo] = {}
+    for part in model.parts:
+        for info in part.tensors.values():
+            layer = layer_of(info.name)
+            proper = layer is None or layer < model.hparams.routed_blocks
+            if len(info.shape) == 2 and proper and parse_expert_name(info.name) is None:
+                found.setdefault(info.name, info)
+    return found
+
+
+def _besides_seconds(speeds: Speeds, model: ExpertModel) -> tuple[float, float]:
+    """(step_s, asked_s) of Costs."""
+    small = speeds.seconds(Small(model.hparams.embedding_length, 1))
+    choice = speeds.seconds(Small(max(1, vocabulary_size(model)), 1))
+    return _STEP_NODES * small + _CHOICE_NODES * choice, _ASKED_NODES * small
+
+
+def _attention_seconds(speeds: Speeds, model: ExpertModel) -> tuple[float, float]:
+    """attention_s of Costs."""
+    hparams = model.hparams
+    found = []
+    for rows in (1, 64):
+        total = 0.0
+        for n_head, n_head_kv in zip(hparams.n_head, hparams.n_head_kv, strict=True):
+            if not (n_head and n_head_kv and hparams.key_length and hparams.value_length):
+                continue
+            lengths = hparams.key_length, hparams.value_length
+            what = Attention(n_head, n_head_kv, *lengths, rows, _CELLS)
+            total += speeds.seconds(what) / (rows * _CELLS)
+        found.append(total)
+    return found[0], found[1]

@@ -1,0 +1,353 @@
+"""The loop between a policy and its store, live and in replay.
+
+router -> on_route: the policy decides -> the store acts -> experts compute
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import sleep
+from typing import Any
+
+import numpy as np
+
+from orchestrator.allocation.estimate import LossMeter
+from orchestrator.allocation.slots import Transition
+from orchestrator.engine.idle import Idle
+from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport
+from orchestrator.native import FAILED, Store
+from orchestrator.policy import Policy
+from orchestrator.policy.base import Callback, KeepsSequences, Tunes, WaitsBeforeAnswer
+
+# (resident, target), as Store.states() has them.
+States = tuple[np.ndarray, np.ndarray]
+
+# Between two looks at reads that are waited for, in seconds.
+_PAUSE_S = 0.0005
+
+_ASKED = {
+    Callback.NEVER: (),
+    Callback.PREFILL: (Phase.PREFILL,),
+    Callback.ALWAYS: tuple(Phase),
+}
+
+
+class PlainDriver:
+    """What goes with the steps of a model whose experts nobody manages: nothing."""
+
+    managed = False
+    # Adds up what lower precisions are foreseen to cost, where that is known.
+    meter: LossMeter | None = None
+
+    def prepare(
+        self, first: Sequence[Transition], progress: Callable[[float], None] | None
+    ) -> None:
+        """Once the model has loaded: reads what is wanted in memory before the first token, and
+        begins to listen. progress gets the share that is done."""
+
+    def begin(self, phase: Phase) -> None:
+        """Before a decode whose tokens are all of this phase."""
+
+    def check(self, status: int) -> None:
+        """After a decode, with its status: raises what went wrong in a callback or in the
+        store."""
+
+    def few_experts(self) -> AbstractContextManager[None]:
+        """Steps in this block use one expert of each layer in each tier, as far as a tier may be
+        asked for or has experts in memory, and nobody learns from them."""
+        return nullcontext()
+
+    def idle(self, used: np.ndarray | None) -> None:
+        """Nothing is asked for until attend is called: reads what is likely to be used, into free
+        slots. used: how often tokens used each expert, float64 [n_layers, n_expert], None where
+        that is not known."""
+
+    def attend(self) -> None:
+        """Before a step after idle, and before the store is freed; from any thread."""
+
+    def used(self) -> np.ndarray | None:
+        """How many tokens used each expert since the start, uint32 [n_layers, n_expert]; None where
+        nobody counts. From any thread."""
+        return None
+
+    def save_sequence(self, sequence: int) -> bytes | None:
+        """What goes with the tokens of a sequence that is kept for later; None where nothing
+        does."""
+        return None
+
+    def restore_sequence(self, sequence: int, state: bytes) -> None:
+        """A sequence goes on from kept tokens; state: what save_sequence gave for them. Raises
+        PolicyError for a damaged one."""
+
+    def cancel(self, on: bool) -> None:
+        """Makes the running step stop early; stays so until called with False."""
+
+    def sequence_end(self, sequence: int | None = None) -> None:
+        """A sequence was dropped, or all that there are."""
+
+    def change(self, settings: Mapping[str, Any]) -> bool:
+        """Changes live settings of the policy; False where it lacks one of them."""
+        return not settings
+
+    def values(self, names: Sequence[str]) -> dict[str, Any]:
+        """What the policy's settings of these names are, as far as it has them."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """What the policy knows about its own work."""
+        return {}
+
+    def hotness(self) -> np.ndarray | None:
+        """What the policy has learned, float64 [n_layers, n_expert]; None where nothing."""
+        return None
+
+    def tuned(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The policy's name, and what it has tuned; None where nothing."""
+        return None
+
+
+class Driver(PlainDriver):
+    """One policy and the store that it decides for. Another policy with the same slots may take
+    its place between two steps."""
+
+    managed = True
+
+    def __init__(
+        self, policy: Policy, store: Store, pause: Callable[[], None] = lambda: sleep(_PAUSE_S)
+    ) -> None:
+        """pause: lets a little time pass, in which reads go on."""
+        self.policy = policy
+        self.store = store
+        # Hears of sequences that go on from kept tokens: (sequence, state).
+        self.on_restored: Callable[[int, bytes], None] | None = None
+        self._idle = Idle(store)
+        self._pause = pause
+        self._prompt_read = False
+        self._cancelled = False
+        # Counts of steps whose reports went without them.
+        self._untold: np.ndarray | None = None
+
+    def on_route(self, event: RouteEvent) -> None:
+        """Once per MoE layer: the policy decides, the store acts."""
+        self.policy.decide(event, self.store.view, self.store.decision)
+        self.store.apply(self.store.decision)
+        if self.meter is not None:
+            self.meter.decided(event, self.store.view, self.store.decision)
+
+    def asks(self, phase: int) -> bool:
+        """Whether the policy is asked in the steps of a phase."""
+        return phase in _ASKED[self.policy.wants.callback]
+
+    @contextmanager
+    def few_experts(self) -> Iterator[None]:
+        policy, decision = self.policy, self.store.decision
+        others = [t for t in range(len(policy.shape.tiers)) if t != policy.wants.default_tier]
+        # what is there changes by transitions alone where the policy is not asked
+        may_ask = policy.wants.callback is Callback.ALWAYS
+
+        def on_route(event: RouteEvent) -> None:
+            first, *more = event.ids_array[0].tolist()
+            decision.tier_array[:] = SKIP
+            decision.tier_array[first] = policy.wants.default_tier
+            resident = self.store.view.resident_array[event.layer]
+            there = [(expert, resident[expert]) for expert in more if resident[expert] in others]
+            for expert, tier in zip(more, others, strict=False) if may_ask else there:
+                decision.tier_array[expert] = tier
+            self.store.apply(decision)
+
+        self.set_route(on_route)
+        self.store.set_step_done(None)
+        try:
+            yield
+        finally:
+            self.set_route()
+            self.store.set_step_done(self.step_done)
+            self.store.forget_counts()
+            self.store.reset_stats()
+            self._prompt_read = False
+
+    def on_route_unasked(self, event: RouteEvent) -> None:
+        """What the store does by itself where the policy is not asked: its default tier, or a
+        better one that is in memory."""
+        tier, decision = self.policy.wants.default_tier, self.store.decision
+        if tier:
+            resident = self.store.view.resident_array[event.layer]
+            np.minimum(resident, tier, out=decision.tier_array)
+        self.store.apply(decision)
+
+    def step_done(self, step: ComputedStep) -> None:
+        """Once per step: the policy learns, and may start transitions."""
+        moves = self.learn(step)
+        if moves:
+            self.store.transition(moves)
+
+    def learn(self, step: ComputedStep, states: States | None = None) -> Sequence[Transition]:
+        """Tells the policy what it wants to know of a step; returns the transitions that it asks
+        for. states: in the place of the store's own."""
+        policy = self.policy
+        wanted = policy.wants_report(step.phase)
+        counts = self.store.take_counts() if policy.wants.counts else None
+        resident = target = None
+        if policy.wants.tiers and wanted:
+            resident, target = self.store.states() if states is None else states
+        if self.meter is not None:
+            if self.meter.costs and not self.asks(step.phase):
+                if wanted or self.meter.fresh:  # what moves counts where it was last seen
+                    held = self.store.resident() if resident is None else resident
+                    self.meter.holds(np.minimum(held, policy.wants.default_tier))
+                self.meter.counted(self.store.take_counts() if counts is None else counts)
+            self.meter.step_done(step.phase, step.n_tokens)
+        if counts is not None:
+            counts = counts if self._untold is None else counts + self._untold
+            counts, self._untold = (counts, None) if wanted else (None, counts)
+        return policy.step_done(
+            StepReport(
+                phase=step.phase,
+                n_tokens=step.n_tokens,
+                us=step.us,
+                counts=counts,
+                resident=resident,
+                target=target,
+                starts=step.starts,
+                prompt_ends=step.prompt_ends,
+                ends=step.ends,
+            )
+        )
+
+    def prepare(
+        self, first: Sequence[Transition], progress: Callable[[float], None] | None
+    ) -> None:
+        self.set_route()
+        self.store.set_step_done(self.step_done)
+        self.load_first(first, progress)
+
+    def set_route(self, route: Callable[[RouteEvent], None] | None = None) -> None:
+        """Lets the policy decide in the way it wants: in the steps in which it is asked, and by
+        its default tier in the others. route: what is called instead, in every step."""
+        if route is not None:
+            self.store.set_route(route, self.policy.wants.default_tier)
+            return
+        phases = _ASKED[self.policy.wants.callback]
+        asked = self.on_route if phases else None
+        self.store.set_route(asked, self.policy.wants.default_tier, phases)
+
+    def load_first(
+        self, first: Sequence[Transition], progress: Callable[[float], None] | None = None
+    ) -> None:
+        """Reads what the policy wants in memory before the first token, and sets how fast it may
+        exchange that later."""
+        self.store.set_transition_rate(self.policy.wants.transition_rate)
+        if first:
+            self.store.warm(first, progress)
+            self.store.reset_stats()
+
+    def begin(self, phase: Phase) -> None:
+        self.follow(phase)
+        self.store.set_phase(phase)
+
+    def follow(self, phase: Phase) -> None:
+        """Before a step of this phase, whose tokens' own phases their batch shows: where an answer
+        begins, what its first token waits for is done."""
+        if phase is Phase.PREFILL:
+            self._prompt_read = True
+        elif self._prompt_read:
+            self._prompt_read = False
+            self.before_answer()
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the first token of an answer may wait for the policy."""
+        return isinstance(self.policy, WaitsBeforeAnswer)
+
+    def before_answer(self) -> None:
+        """Behind a prompt: what an answer's first token waits for, done. After a cancel, or where
+        an expert cannot be read, the rest comes in the background."""
+        policy, store = self.policy, self.store
+        failed = store.stats().transitions_failed
+        while isinstance(policy, WaitsBeforeAnswer):
+            moves = policy.before_answer(*store.states())
+            if moves is None or not (moves or self._under_way()):
+                break
+            admitted = store.transition(moves)
+            while not self._cancelled and self._under_way():
+                self._pause()
+                store.begin_step(Phase.DECODE)
+            if (
+                self._cancelled
+                or admitted < len(moves)
+                or store.stats().transitions_failed > failed
+            ):
+                break
+
+    def _under_way(self) -> bool:
+        resident, target = self.store.states()
+        return bool((resident != target).any())
+
+    @property
+    def brought(self) -> int:
+        """Experts that were read while nothing was asked for."""
+        return self._idle.brought
+
+    def idle(self, used: np.ndarray | None) -> None:
+        self.attend()
+        store = self.store
+        store.cancel(False)
+        if store.full:
+            return
+        known = [each for each in (self.used(), used) if each is not None]
+        self._idle.start(self.policy.likely(store.resident(), np.sum(known, axis=0)))
+
+    def attend(self) -> None:
+        self._idle.stop()
+
+    def used(self) -> np.ndarray | None:
+        if self.store.closed:
+            return None
+        if not self.policy.wants.counts:  # else the policy takes them
+            self.store.take_counts()
+        return self.store.taken_counts()
+
+    def save_sequence(self, sequence: int) -> bytes | None:
+        policy = self.policy
+        return policy.save_sequence(sequence) if isinstance(policy, KeepsSequences) else None
+
+    def restore_sequence(self, sequence: int, state: bytes) -> None:
+        if isinstance(self.policy, KeepsSequences):
+            self.policy.restore_sequence(sequence, state)
+        if self.on_restored is not None:
+            self.on_restored(sequence, state)
+
+    def check(self, status: int) -> None:
+        if status == FAILED:
+            self.store.check_step()
+
+    def cancel(self, on: bool) -> None:
+        self._cancelled = on
+        self.store.cancel(on)
+
+    def stop_waiting(self) -> None:
+        """Lets no answer wait any more; from any thread."""
+        self._cancelled = True
+
+    def sequence_end(self, sequence: int | None = None) -> None:
+        self.store.sequence_end(sequence)
+
+    def change(self, settings: Mapping[str, Any]) -> bool:
+        used = [self.policy.change(name, value) for name, value in settings.items()]
+        return all(used)
+
+    def values(self, names: Sequence[str]) -> dict[str, Any]:
+        settings = self.policy.settings
+        return {name: getattr(settings, name) for name in names if hasattr(settings, name)}
+
+    def report(self) -> dict[str, Any]:
+        return dict(self.policy.report())
+
+    def hotness(self) -> np.ndarray | None:
+        return self.policy.hotness
+
+    def tuned(self) -> tuple[str, Mapping[str, Any]] | None:
+        policy = self.policy
+        found = policy.tuned if isinstance(policy, Tunes) else None
+        return None if found is None else (policy.name, found)

@@ -1,0 +1,299 @@
+"""Bringing a planned model into memory: store, weights, context, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
+from orchestrator.allocation.estimate import LossMeter
+from orchestrator.allocation.slots import Transition
+from orchestrator.cache.profile import TunedKeeper, UsageKeeper
+from orchestrator.config import Config
+from orchestrator.cost.planner import Planner, Runs
+from orchestrator.engine.damage import Checksums, DataCheck, managed_places, with_checksums
+from orchestrator.engine.driver import Driver, PlainDriver
+from orchestrator.engine.sequences import Sequences
+from orchestrator.engine.steps import Steps
+from orchestrator.engine.store_layout import importance_window, store_spec
+from orchestrator.engine.template import ChatTemplate
+from orchestrator.events import Phase
+from orchestrator.memory.accelerator import serve_misses, with_product_times
+from orchestrator.memory.footprint import output_tokens
+from orchestrator.memory.layouts import wants_own_layout, with_layouts
+from orchestrator.memory.plan import MemoryPlan
+from orchestrator.native import (
+    FreeCores,
+    Misses,
+    ProductTime,
+    Store,
+    context_memory,
+    find_device,
+    measure_product,
+)
+from orchestrator.native.llama import Context, Model
+from orchestrator.policy.base import Tunes
+
+Progress = Callable[[float], None]
+Part = FreeCores | Context | Store | Model
+
+# Of a GPU's cap: so much less than was estimated is given to experts by loading again. Some memory
+# is left for what later steps may take, in each case.
+WORTH_LOADING_AGAIN = 0.02
+SPARE_BYTES = 8 * 2**20
+MOST_LOADS = 3
+
+
+class Loaded:
+    """A model in memory, ready to decode. Made by Loader.load; free it with close.
+
+    driver: the policy and the store where experts are managed, else a PlainDriver.
+    """
+
+    def __init__(
+        self,
+        runs: Runs,
+        driver: PlainDriver,
+        model: Model,
+        context: Context,
+        steps: Steps,
+        parts: Sequence[Part],
+    ) -> None:
+        """parts: what is to be freed, in this order."""
+        self.runs = runs
+        self.driver = driver
+        self.model = model
+        self.context = context
+        self.steps = steps
+        self.template = ChatTemplate(model.chat_template(), model.bos(), model.eos())
+        self._parts = parts
+
+    @property
+    def plan(self) -> MemoryPlan:
+        return self.runs.plan
+
+    def warm_up(self) -> None:
+        """Reads a whole micro-batch and a token, with few experts a layer, and forgets them. What
+        kernels take of a GPU is taken then."""
+        with self.driver.few_experts():
+            # a token behind a prompt would be one of an answer, for which policies do more
+            for n, phase in ((1, Phase.DECODE), (self.plan.n_ubatch, Phase.PREFILL)):
+                self.steps.step([0] * min(n, self.plan.n_ctx - 2), phase)
+        self.steps.reset()
+
+    def close(self) -> None:
+        """Frees everything; safe to call twice."""
+        self.driver.attend()
+        _close(self._parts)
+        self._parts = ()
+
+
+class Loader:
+    """What models are loaded on: the machine, its GPU, and what earlier runs learned. planner:
+    says what would run there."""
+
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        """Raises ConfigError for a device that is not here, NativeError without the library."""
+        self.planner = Planner(config, model)
+        self.bindings, self.gpu = self.planner.bindings, self.planner.gpu
+        self.hotness, self.losses = self.planner.hotness, self.planner.losses
+        self.tuned = TunedKeeper(config, model)
+        self.usage = UsageKeeper(config, model)
+        self._config = config
+        self._model = model
+        # What llama.cpp reads was found to be what was written, for plans that are managed or not.
+        self._sound: set[bool] = set()
+        self._product_times: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
+
+    @property
+    def note(self) -> str | None:
+        """What was left aside, or will be slow."""
+        return self.planner.note
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes, and not main memory in the place of one."""
+        return self.gpu is not None and self.gpu.index is not None
+
+    @cached_property
+    def misses(self) -> Misses:
+        """How a GPU gets what it lacks. Measured for the first store."""
+        return serve_misses(self.bindings, self.gpu, self._config)
+
+    def _product_time(self, quant: int, shape: tuple[int, int]) -> ProductTime | None:
+        at = quant, shape
+        if at not in self._product_times:
+            library = self.bindings.library()
+            self._product_times[at] = measure_product(library, *at, self.misses.threads)
+        return self._product_times[at]
+
+    @cached_property
+    def _checksums(self) -> Checksums:
+        return Checksums(self._model)
+
+    def device_bytes(self, context: Context) -> int:
+        """What llama.cpp takes of a device's memory, without expert slots and what kernels
+        take."""
+        return context_memory(self.bindings.library(), context.handle)[1]
+
+    def load(self, runs: Runs, progress: Progress | None = None) -> Loaded:
+        """Loads what is planned. On a GPU it is loaded again where a prompt and a token took
+        another amount of its memory than was estimated: more, and the cap would not hold; much
+        less, and experts would lack it.
+
+        progress gets the loaded share, 0 to 1.
+        Raises MoeEdgeError in one of its forms, and leaves nothing behind then.
+        """
+        if not self.on_gpu:
+            return self._load(runs, progress)
+        same_parts, more = runs.config.with_changes(ubatch=runs.plan.n_ubatch), 0
+        for loads_left in reversed(range(MOST_LOADS)):
+            free = self._free_at_first
+            loaded = self._load(runs, progress)
+            try:
+                beyond = self._taken_beyond(loaded, free)
+            except BaseException:
+                loaded.close()
+                raise
+            if not loads_left or not is_worth_loading_again(runs.plan, beyond):
+                break
+            loaded.close()
+            more += beyond + SPARE_BYTES
+            plan = self.planner.plan(same_parts, more)
+            runs = Runs(runs.config, plan, self.planner.loses(plan))
+        return loaded
+
+    @cached_property
+    def _free_at_first(self) -> int:
+        """Before any model was loaded: kernels of an earlier one stay, and count."""
+        return self._free_bytes()
+
+    def _free_bytes(self) -> int:
+        """Of the GPU, now."""
+        assert self.gpu is not None
+        return find_device(self.bindings.library(), self.gpu.info.name).memory_bytes
+
+    def _taken_beyond(self, loaded: Loaded, free_before: int) -> int:
+        """What a model takes of the GPU beyond its plan, in bytes, with the kernels that were
+        loaded and what they keep; negative where it takes less. free_before: in bytes, before it
+        was loaded."""
+        loaded.warm_up()
+        return free_before - self._free_bytes() - loaded.plan.total_bytes
+
+    def _load(self, runs: Runs, progress: Progress | None) -> Loaded:
+        config, plan = runs.config, runs.plan
+        first = self._first(plan)
+        # of the time that loading takes; experts are read before the first token, or never
+        share = 0.5 if first else 1.0
+        parts: list[Part] = []
+        try:
+            driver = PlainDriver()
+            if plan.policy is not None:
+                spec = store_spec(config, self._model, plan, self.misses)
+                library = self.bindings.library()
+                spec = with_layouts(spec, config, self._model, plan, library)
+                spec = with_product_times(spec, self._model, self._product_time)
+                store = Store.create(library, with_checksums(spec, self._checksums))
+                parts.append(store)
+                driver = Driver(plan.policy, store)
+                estimate = self.losses.estimate(plan.tier_names)
+                if estimate is not None:
+                    driver.meter = LossMeter(estimate, config.exact_tiers)
+            with self._checked(plan):
+                model = self._weights(config, plan, _part_of(progress, 0.0, share))
+                parts.append(model)
+            driver.prepare(first, _part_of(progress, share, 1.0))
+            context = Context(
+                self.bindings,
+                model,
+                n_ctx=plan.n_ctx,
+                n_ubatch=plan.n_ubatch,
+                threads=config.threads or default_threads(),
+                outputs=output_tokens(config, model.n_vocab, plan.n_ubatch),
+                flash_attention=importance_window(config, plan) >= 0,
+                on_gpu=self.gpu is not None,
+                sequences=config.sequences,
+                kv=config.kv,
+            )
+            # the context goes first, then the store, then the model that it was attached to
+            parts.insert(0, context)
+            if config.threads is None and not config.exact and not self.on_gpu:
+                parts.insert(0, FreeCores(self.bindings.library(), context.handle))
+            sequences = Sequences(context, config.sequences)
+            # where nothing was asked for, the model's own longest context cannot be raised either
+            most = self._model.hparams.context_length
+            asked = config.ctx or plan.n_ctx + (plan.n_ctx == most)
+            steps = Steps(context, driver, sequences, self.bindings.complaint, asked)
+            context.should_stop = lambda: steps.cancelled
+            return Loaded(runs, driver, model, context, steps, parts)
+        except BaseException:
+            _close(parts)
+            raise
+
+    @contextmanager
+    def _checked(self, plan: MemoryPlan) -> Iterator[None]:
+        """Compares what llama.cpp reads in the block with the checksums of the files, once."""
+        if plan.managed in self._sound:
+            yield
+            return
+        without = managed_places(self._model) if plan.managed else ()
+        check = DataCheck(self.bindings.library(), self._checksums, without)
+        try:
+            yield
+            check.finish()
+        finally:
+            check.stop()
+        self._sound.add(plan.managed)
+
+    def _first(self, plan: MemoryPlan) -> Sequence[Transition]:
+        """What the policy wants in memory before the first token, by what earlier runs learned."""
+        policy = plan.policy
+        if policy is None:
+            return ()
+        self.planner.teach(policy, plan.tier_names)
+        if isinstance(policy, Tunes):
+            tuned = self.tuned.recall(policy.name)
+            if tuned is not None:
+                policy.recall(tuned)
+        return policy.start()
+
+    def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
+        repack, mapped = config.use_extra_bufts, config.use_mmap
+        if repack is None:
+            # Dense weights lie as the experts do.
+            repack = not plan.managed or (self.gpu is None and wants_own_layout(config, plan))
+        if mapped is None:
+            # Repacked weights are copies: a mapped file would take its size beside them.
+            mapped = not (repack or config.ram) and len(self._model.tiers) == 1
+        return Model(
+            self.bindings,
+            config.model,
+            managed=plan.managed,
+            use_extra_bufts=repack,
+            use_mmap=mapped and not plan.managed,
+            gpu=self.gpu.index if self.gpu else None,
+            buffer_type=self.gpu.buffer_type if self.gpu else None,
+            progress=progress,
+        )
+
+
+def is_worth_loading_again(plan: MemoryPlan, beyond: int) -> bool:
+    """beyond: what was taken beyond the plan. A driver gives memory in steps, and experts gain
+    nothing by a little more of it."""
+    over_cap = plan.total_bytes + beyond > plan.vram_bytes
+    idle = -beyond - SPARE_BYTES
+    return over_cap or (plan.absent_bytes > 0 and idle > WORTH_LOADING_AGAIN * plan.vram_bytes)
+
+
+def _close(parts: Sequence[Part]) -> None:
+    for part in parts:
+        part.close()
+
+
+def _part_of(progress: Progress | None, begin: float, end: float) -> Progress | None:
+    """Progress of a part, told as progress of the whole."""
+    if progress is None:
+        return None
+    return lambda done: progress(begin + (end - begin) * done)

@@ -1,0 +1,197 @@
+"""The tensors of a model while it reads a text, through llama.cpp's evaluation callback.
+
+Runs the plain upstream path with the best tier, where it is given no model that is loaded
+already: what is seen is the model's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gguf_tools import interrupts
+from orchestrator.errors import NativeError
+from orchestrator.native.llama import Bindings, Model
+
+_NUMBERS = {0: np.float32, 26: np.int32}
+
+
+class _Tensor(ctypes.Structure):
+    """struct ggml_tensor of ggml.h, up to its name. There are functions for the rest, but none
+    for the operands; Node compares what it can with them."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * 10),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+    ]
+
+
+class Node:
+    """A tensor of the graph; valid during the callback that got it."""
+
+    def __init__(self, lib: Any, address: int) -> None:
+        self._lib = lib
+        self._address = address
+        self._tensor = _Tensor.from_address(address)
+
+    @property
+    def name(self) -> str:
+        return str(self._tensor.name, "utf-8", "replace")
+
+    @property
+    def op(self) -> str:
+        """The operation as ggml calls it, as MUL_MAT_ID."""
+        return str(self._lib.ggml_op_desc(self._address), "ascii", "replace")
+
+    def source(self, index: int) -> Node:
+        """An operand. Raises NativeError where there is none."""
+        address = self._tensor.src[index]
+        if not address:
+            raise NativeError(f"{self.name}: the operation has no operand {index}")
+        return Node(self._lib, address)
+
+    def array(self) -> np.ndarray:
+        """A copy of the values, float32 or int32, slowest dimension first: [ne3, ne2, ne1, ne0].
+
+        Raises NativeError for other types."""
+        tensor = self._tensor
+        kind = _NUMBERS.get(tensor.type)
+        if kind is None:
+            raise NativeError(
+                f"{self.name}: cannot be read: its numbers are neither float32 nor int32"
+            )
+        n_bytes = self._lib.ggml_nbytes(self._address)
+        data = (ctypes.c_uint8 * n_bytes).from_address(tensor.data)
+        shape, strides = tuple(tensor.ne)[::-1], tuple(tensor.nb)[::-1]
+        values: np.ndarray = np.ndarray(shape, kind, data, strides=strides).copy()
+        return values
+
+    def check(self) -> None:
+        """Raises NativeError where ggml's own functions see another tensor."""
+        lib, tensor, at = self._lib, self._tensor, self._address
+        if (
+            lib.ggml_get_name(at) != tensor.name
+            or lib.ggml_get_data(at) != tensor.data
+            or lib.ggml_n_dims(at) != max([1, *(i + 1 for i in range(4) if tensor.ne[i] > 1)])
+        ):
+            raise NativeError("llama.cpp lays out its tensors in another way: run `make build`")
+
+
+class Observer:
+    """A model and a context that show tensors of each read. Free it with close."""
+
+    def __init__(
+        self,
+        path: Path,
+        n_ctx: int,
+        threads: int,
+        wanted: Callable[[Node], bool],
+        seen: Callable[[Node], None],
+        *,
+        use_mmap: bool = False,
+        model: Model | None = None,
+    ) -> None:
+        """wanted says of each node of the graph, before it is computed, whether seen gets it
+        once it is; what either raises comes out of read. model: one that is loaded already, and
+        stays so, in the place of the plain one at path.
+
+        Raises NativeError."""
+        bindings = Bindings.load()
+        self._api: Any = bindings.api
+        self._wanted, self._seen = wanted, seen
+        self._failed = False
+        self._handle: Any = None
+        self._lib = self._api._lib
+        for name, result in (
+            ("ggml_get_name", ctypes.c_char_p),
+            ("ggml_get_data", ctypes.c_void_p),
+            ("ggml_nbytes", ctypes.c_size_t),
+            ("ggml_n_dims", ctypes.c_int),
+            ("ggml_op_desc", ctypes.c_char_p),
+        ):
+            function = getattr(self._lib, name)
+            function.argtypes, function.restype = [ctypes.c_void_p], result
+        self.n_ctx = n_ctx
+        self._borrowed = model is not None
+        self.model = model or Model(
+            bindings, path, managed=False, use_extra_bufts=False, use_mmap=use_mmap
+        )
+        params = self._api.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
+        # Every token wants logits: else the last layer sees the last token only.
+        params.n_outputs_max = params.n_outputs_max_per_seq = n_ctx
+        params.n_threads = params.n_threads_batch = threads
+        params.no_perf = True
+        self._callback = self._api.ggml_backend_sched_eval_callback(self._on_tensor)
+        params.cb_eval = self._callback
+        bindings.listen()
+        self._handle = self._api.llama_init_from_model(self.model.handle, params)
+        if not self._handle:
+            self.close()
+            raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
+        self._batch = self._api.llama_batch_init(n_ctx, 0, 1)
+        self._checked = False
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Evaluates at most n_ctx tokens on their own, in one batch. Raises NativeError."""
+        batch, n = self._batch, len(tokens)
+        if not 1 <= n <= self.n_ctx:
+            raise NativeError(f"{n} tokens do not fit a context of {self.n_ctx}")
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        batch.n_tokens = n
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._handle), True)
+        self._failed = False
+        with interrupts.held():
+            status = self._api.llama_decode(self._handle, batch)
+        if status != 0:
+            raise NativeError(f"llama.cpp failed to evaluate {n} tokens")
+
+    @interrupts.called_from_c
+    def _on_tensor(self, address: int, ask: bool, _user: int | None) -> bool:
+        # After an error, True when asked and False when it is computed ends the evaluation.
+        if self._failed or interrupts.asked():
+            return ask
+        try:
+            node = Node(self._lib, address)
+            if not self._checked:
+                node.check()
+                self._checked = True
+            if ask:
+                return self._wanted(node)
+            self._seen(node)
+            return True
+        except BaseException as error:  # noqa: BLE001 - read raises it, once C has returned
+            interrupts.hand_over(error)
+            self._failed = True
+            return ask
+
+    def close(self) -> None:
+        """Frees the context and the model; safe to call twice."""
+        if self._handle:
+            self._api.llama_batch_free(self._batch)
+            self._api.llama_free(self._handle)
+            self._handle = None
+        if not self._borrowed:
+            self.model.close()
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,92 @@
+"""What the native store is told of a plan: where experts lie in the files, and in which slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import SlotPlan
+from orchestrator.config import Config
+from orchestrator.errors import ConfigError
+from orchestrator.memory.footprint import Placed
+from orchestrator.memory.plan import MemoryPlan
+from orchestrator.native import Misses, Slices, StoreSpec
+from orchestrator.policy import Policy
+from orchestrator.policy.base import Callback
+
+StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
+
+
+def store_spec(config: Config, model: ExpertModel, plan: MemoryPlan, misses: Misses) -> StoreSpec:
+    """The native store's layout: the plan's tiers renumbered from 0."""
+    if plan.slots is None or plan.policy is None:
+        raise ConfigError("the plain path has no store")
+    return spec_for(
+        plan.policy,
+        plan.slots,
+        store_layers(model.layer_ids, model.slices, plan.tiers, plan.slots),
+        files=tuple(model.files),
+        budget_bytes=plan.budget_bytes + plan.slots.host_bytes,
+        max_tokens=plan.n_ubatch,
+        n_io_threads=config.io_threads,
+        direct_io=config.direct_io,
+        importance_window=importance_window(config, plan),
+        device=plan.device.name if plan.device else None,
+        host_bytes=plan.host_bytes,
+        misses=misses,
+    )
+
+
+def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) -> StoreSpec:
+    """What a policy wants of its store; rest: the other fields of StoreSpec."""
+    shape = policy.shape
+    return StoreSpec(
+        layers=layers,
+        groups=tuple((group.slot_bytes, group.n_slots) for group in slots.groups),
+        n_passing=tuple(group.n_passing for group in slots.groups),
+        on_host=tuple(group.on_host for group in slots.groups),
+        n_tiers=len(shape.tiers),
+        n_expert=shape.n_expert,
+        n_expert_used=shape.n_expert_used,
+        n_ahead=policy.wants.n_ahead,
+        exact_tiers=policy.rules.exact
+        and policy.wants.callback is not Callback.NEVER
+        and not policy.wants.all_resident,
+        **rest,
+    )
+
+
+def store_layers(
+    layer_ids: Sequence[int],
+    slices: Sequence[Sequence[Sequence[Placed | None]]],
+    tiers: Sequence[int],
+    slots: SlotPlan,
+) -> StoreLayers:
+    """StoreSpec.layers: where the experts of each layer lie, in the tiers in use, renumbered from
+    0, and which group holds them. slices[layer][kind][tier] of the file."""
+    return tuple(
+        (
+            il,
+            {
+                (kind, tier): Slices(
+                    each.file_index,
+                    each.offset,
+                    each.expert_bytes,
+                    int(each.type),
+                    slots.group_of[layer, kind, tier],
+                )
+                for kind, by_tier in enumerate(kinds)
+                for tier, file_tier in enumerate(tiers)
+                if (each := by_tier[file_tier]) is not None
+            },
+        )
+        for layer, (il, kinds) in enumerate(zip(layer_ids, slices, strict=True))
+    )
+
+
+def importance_window(config: Config, plan: MemoryPlan) -> int:
+    """Queries whose attention makes a prompt's token scores: 0 none, -1 all."""
+    if plan.policy is None or not plan.policy.wants.importance:
+        return 0
+    return {"window": config.importance_window, "exact": -1, "load": 0}[config.importance]

@@ -1,0 +1,123 @@
+"""How a model can run: with managed experts, on llama.cpp's plain path, or not at all.
+
+llama.cpp says so itself: it loads the header, without data, and makes a context. It may end its
+process over a header that it did not expect, so that is done in a child of this one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from orchestrator.errors import MoeEdgeError, NativeError
+
+MANAGED, PLAIN, NOT = "managed", "plain", "not"
+_N_CTX = 256
+_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """runs: MANAGED, PLAIN or NOT. reason: why not more, empty for MANAGED."""
+
+    runs: str
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        if self.runs == MANAGED:
+            return "llama.cpp loads it, and moe-edge can manage its experts"
+        if self.runs == PLAIN:
+            return f"llama.cpp loads it, on the plain path alone: {self.reason}"
+        return f"it cannot run: {self.reason}"
+
+
+def support_of(path: Path, architecture: str) -> Support | None:
+    """How the model of this file and architecture can run. None where llama.cpp cannot be asked,
+    as without our build of it."""
+    # A fork has loaded what it needs: a process of its own would take most of a second to start.
+    # Only it loads the library, which may find a GPU that a fork could not use.
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    with reader, tempfile.TemporaryFile() as said:
+        child = context.Process(
+            target=_ask, args=(path, architecture, writer, said.fileno()), daemon=True
+        )
+        child.start()
+        writer.close()
+        try:
+            child.join(_TIMEOUT_S)
+        finally:
+            child.kill()
+            child.join()
+        status = child.exitcode or 0
+        if status == 0:
+            found: Support | None = reader.recv()
+            return found
+        if status > 0 or status == -signal.SIGKILL:
+            return None
+        said.seek(0)
+        lines = said.read().decode("utf-8", "replace").strip().splitlines() or ["without a word"]
+    why = next((line for line in lines if "GGML_ASSERT" in line), lines[-1])
+    why = re.sub(r"^\S*/", "", why)  # the folder in which it was compiled
+    return Support(NOT, f"llama.cpp ends the process over its header ({why[:200]})")
+
+
+def _ask(path: Path, architecture: str, answer: Connection, stderr: int) -> None:
+    """The child: sends how the model can run."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    faulthandler.disable()
+    os.dup2(stderr, 2)
+    os.environ["GGML_NO_BACKTRACE"] = "1"
+    answer.send(_found(path, architecture))
+
+
+def _found(path: Path, architecture: str) -> Support | None:
+    from orchestrator.native.llama import Bindings
+
+    try:
+        managed = Bindings.load().library().managed_architectures()
+    except NativeError:
+        return None
+    try:
+        try_load(path)
+    except MoeEdgeError as error:
+        return Support(NOT, str(error).removeprefix(f"{path}: "))
+    if architecture in managed:
+        return Support(MANAGED, "")
+    return Support(
+        PLAIN,
+        f"moe-edge does not manage experts of the architecture {architecture}, so that all of it "
+        f"has to fit the memory (`moe-edge architectures` lists those that it manages)",
+    )
+
+
+def try_load(path: Path) -> None:
+    """Loads a model without its data, and makes a context. Raises NativeError with llama.cpp's
+    reason."""
+    from orchestrator.native.llama import Bindings, Context, Model
+
+    bindings = Bindings.load()
+    model = Model(
+        bindings, path, managed=False, use_extra_bufts=False, use_mmap=False, no_data=True
+    )
+    try:
+        Context(
+            bindings,
+            model,
+            n_ctx=_N_CTX,
+            n_ubatch=_N_CTX // 8,
+            threads=1,
+            outputs=1,
+            flash_attention=True,
+        ).close()
+    finally:
+        model.close()

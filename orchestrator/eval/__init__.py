@@ -1,6 +1,0 @@
-"""What precision and skipping cost: perplexity, distance from the best tier, multiple choice."""
-
-from orchestrator.eval.report import render
-from orchestrator.eval.run import EvalOptions, evaluate
-
-__all__ = ["EvalOptions", "evaluate", "render"]

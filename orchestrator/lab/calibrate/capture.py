@@ -1,0 +1,296 @@
+"""What each MoE layer's experts multiply, read in a run of the plain model.
+
+Memory stays bounded whatever the model and the text: a window is handled layer by layer as it
+is computed (``read``), or spilled to a temporary file for the layers that a pass is for
+(``layers``), so that one layer's experts can be looked at over the whole text. The inputs are
+taken from the products themselves (src[1] of MUL_MAT_ID), so that neither norms and scales
+before the experts nor the activation function between them has to be known here.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import DOWN, parse_expert_name
+from gguf_tools.process import default_threads
+from gguf_tools.units import format_size
+from orchestrator.engine.observe import Node
+from orchestrator.errors import ConfigError, NativeError
+from orchestrator.lab.calibrate.spill import Rows, spill_folder
+from orchestrator.lab.calibrate.within import ObserverWithin, Room
+
+WINDOW = 512
+SPILL_BYTES = 8 << 30
+
+_WEIGHTED = re.compile(r"ffn_moe_weighted-(\d+)")
+
+# Called with the finished share, 0 to 1.
+Progress = Callable[[float], None]
+
+
+class WindowActivations(NamedTuple):
+    """One layer's view of one window of T tokens. x: what gate and up multiply, float32
+    [T, s, n_embd], s = 1, or k where a model weighs before its experts. hidden: what down
+    multiplies, float32 [T, k, n_ff]. ids: int32 [T, k]. weights: float32 [T, k], the routing
+    weights as they are applied."""
+
+    x: np.ndarray
+    hidden: np.ndarray
+    ids: np.ndarray
+    weights: np.ndarray
+
+
+# Gets (layer, number of the window, what was seen).
+Sink = Callable[[int, int, WindowActivations], None]
+
+
+@dataclass
+class LayerActivations:
+    """What the experts of one MoE layer saw over a text of T tokens. layer counts MoE layers, il
+    is the model's own number. ids: int32 [T, k]; weights: float32 [T, k], what each expert's
+    output is multiplied by."""
+
+    layer: int
+    il: int
+    n_expert: int
+    ids: np.ndarray
+    weights: np.ndarray
+    x: Rows
+    hidden: Rows
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def _order(self) -> tuple[np.ndarray, np.ndarray]:
+        flat = self.ids.ravel()
+        order = np.argsort(flat, kind="stable")
+        return order, np.searchsorted(flat[order], np.arange(self.n_expert + 1))
+
+    def counts(self) -> np.ndarray:
+        """How many tokens each expert saw, int64 [n_expert]."""
+        return np.diff(self._order[1])
+
+    def places(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
+        """(token, slot), int64 [n] each: ids[token, slot] is this expert. In order of token."""
+        order, bounds = self._order
+        token, slot = np.divmod(order[bounds[expert] : bounds[expert + 1]], self.ids.shape[1])
+        return token, slot
+
+    def inputs(
+        self, kind: int, expert: int, start: int = 0, stop: int | None = None, step: int = 1
+    ) -> np.ndarray:
+        """Rows that an expert's matrix multiplied, float32 [n, row length], in order of token;
+        start, stop and step choose among them, so that no more need be in memory at once."""
+        token, slot = (each[start:stop:step] for each in self.places(expert))
+        rows = self.hidden if kind == DOWN else self.x
+        return rows.take(token * rows.per_token + (slot if rows.per_token > 1 else 0))
+
+    def gates(self, expert: int) -> np.ndarray:
+        """Routing weights of an expert's rows, float32 [n]."""
+        found: np.ndarray = self.weights[self.places(expert)]
+        return found
+
+
+class Capture:
+    """A loaded model whose experts are watched. Free it with close."""
+
+    def __init__(
+        self,
+        path: Path,
+        n_ctx: int = WINDOW,
+        threads: int | None = None,
+        room: Room | None = None,
+    ) -> None:
+        """n_ctx: the longest window in tokens. room: the memory to stay within, with experts read
+        from the file as they are needed; None for all that there is. Raises GGUFError, NativeError
+        or BudgetError."""
+        with ExpertModel.open(path) as model:
+            self.layer_ids = list(model.layer_ids)
+            self.n_expert, self.n_expert_used = model.n_expert, model.n_expert_used
+            downs = [shapes[DOWN] for shapes in model.shapes]
+            # (inputs of gate and up, inputs of down) of each layer
+            self._widths = [(down[1], down[0]) for down in downs if down is not None]
+        self._layer_of = {il: layer for layer, il in enumerate(self.layer_ids)}
+        self._only: frozenset[int] = frozenset()
+        self._sink: Sink = lambda *_: None
+        self._number = 0
+        self._parts: dict[int, dict[str, np.ndarray]] = {}
+        threads = threads or default_threads()
+        self._observer = ObserverWithin(
+            path, n_ctx, threads, self._is_wanted, self._keep, room=room, use_mmap=True
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, the begin token that the model wants first."""
+        return self._observer.model.tokenize(text, add_special=True, parse_special=True)
+
+    def read(
+        self,
+        windows: Sequence[Sequence[int]],
+        layers: Sequence[int],
+        sink: Sink,
+        progress: Progress | None = None,
+    ) -> None:
+        """Reads windows of tokens, each on its own; sink is called as soon as a layer
+        is computed, and may keep the arrays.
+
+        Raises NativeError for a model whose graph does not show its experts, and what sink
+        raises.
+        """
+        self._only, self._sink = frozenset(layers), sink
+        for number, window in enumerate(windows):
+            self._parts = {}
+            self._number = number
+            self._observer.read(window)
+            missing = self._only - {layer for layer, parts in self._parts.items() if not parts}
+            if missing:
+                raise NativeError(
+                    f"layer {self.layer_ids[min(missing)]}: the model's graph does not show what"
+                    " its experts multiply as expected"
+                )
+            if progress is not None:
+                progress((number + 1) / len(windows))
+
+    def layers(
+        self,
+        windows: Sequence[Sequence[int]],
+        layers: Sequence[int] | None = None,
+        *,
+        spill_bytes: int = SPILL_BYTES,
+        folder: Path | None = None,
+        progress: Progress | None = None,
+    ) -> Generator[LayerActivations, None, None]:
+        """What each layer's experts saw over all windows, layers in increasing order (None: all).
+
+        Goes over the windows once for as many layers as fit spill_bytes in a temporary file, at
+        least one; folder: where (None: spill_folder()). An object is valid until the next is asked
+        for. Raises ConfigError where the disk is too small, NativeError as read does.
+        """
+        chosen = sorted(set(range(len(self.layer_ids)) if layers is None else layers))
+        n_tokens = sum(len(window) for window in windows)
+        groups = self._groups(chosen, n_tokens, spill_bytes)
+        where = folder or spill_folder()
+        for number, group in enumerate(groups):
+
+            def report(share: float, number: int = number) -> None:
+                if progress is not None:
+                    progress((number + share) / len(groups))
+
+            self._check_space(group, n_tokens, where)
+            yield from self._pass(windows, group, n_tokens, where, report)
+
+    def _pass(
+        self,
+        windows: Sequence[Sequence[int]],
+        group: list[int],
+        n_tokens: int,
+        folder: Path,
+        progress: Progress,
+    ) -> Generator[LayerActivations, None, None]:
+        starts = np.cumsum([0, *(len(window) for window in windows)])
+        found: dict[int, LayerActivations] = {}
+
+        def keep(layer: int, number: int, seen: WindowActivations) -> None:
+            each = found.get(layer)
+            if each is None:
+                k = seen.ids.shape[1]
+                each = found[layer] = LayerActivations(
+                    layer,
+                    self.layer_ids[layer],
+                    self.n_expert,
+                    np.empty((n_tokens, k), np.int32),
+                    np.empty((n_tokens, k), np.float32),
+                    Rows(folder, n_tokens, (seen.x.shape[1], seen.x.shape[2])),
+                    Rows(folder, n_tokens, (k, seen.hidden.shape[2])),
+                )
+            start, stop = starts[number], starts[number + 1]
+            each.ids[start:stop], each.weights[start:stop] = seen.ids, seen.weights
+            each.x.put(start, seen.x)
+            each.hidden.put(start, seen.hidden)
+
+        self.read(windows, group, keep, progress)
+        for layer in group:
+            yield found.pop(layer)
+
+    def _groups(self, layers: list[int], n_tokens: int, limit: int) -> list[list[int]]:
+        groups: list[list[int]] = []
+        left = 0
+        for layer in layers:
+            needed = self._layer_bytes(layer, n_tokens)
+            if not groups or needed > left:
+                groups.append([])
+                left = limit
+            groups[-1].append(layer)
+            left -= needed
+        return groups
+
+    def _layer_bytes(self, layer: int, n_tokens: int) -> int:
+        n_embd, n_ff = self._widths[layer]
+        k = self.n_expert_used
+        return Rows.n_bytes(n_tokens, (1, n_embd)) + Rows.n_bytes(n_tokens, (k, n_ff))
+
+    def _check_space(self, group: list[int], n_tokens: int, folder: Path) -> None:
+        needed = sum(self._layer_bytes(layer, n_tokens) for layer in group)
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            raise ConfigError(
+                f"{folder}: the activations of {n_tokens} tokens in {len(group)} layers"
+                f" take {format_size(needed)}, but only {format_size(free)} are free: use fewer"
+                " tokens, or another folder (TMPDIR)"
+            )
+
+    def _layer(self, node: Node) -> tuple[int, str] | None:
+        """(layer, name of what it shows) of a node that is read, or None."""
+        if node.op == "MUL_MAT_ID":
+            parsed = parse_expert_name(node.source(0).name)
+            il, what = (parsed.il, str(parsed.kind)) if parsed is not None else (-1, "")
+        else:
+            match = _WEIGHTED.fullmatch(node.name)
+            il, what = (int(match[1]), "weights") if match is not None else (-1, "")
+        layer = self._layer_of.get(il, -1)
+        return (layer, what) if layer in self._only else None
+
+    def _is_wanted(self, node: Node) -> bool:
+        return self._layer(node) is not None
+
+    def _keep(self, node: Node) -> None:
+        found = self._layer(node)
+        if found is None:
+            return
+        layer, what = found
+        parts = self._parts.setdefault(layer, {})
+        if what == "weights":
+            parts[what] = node.source(1).array()[0, :, :, 0]
+        elif what == str(DOWN):
+            parts["hidden"] = node.source(1).array()[0]
+        elif "x" not in parts:
+            parts["x"] = node.source(1).array()[0]
+            parts["ids"] = node.source(2).array()[0, 0]
+        if len(parts) == len(WindowActivations._fields):
+            seen = WindowActivations(**parts)
+            if not all(np.isfinite(each).all() for each in seen):
+                raise NativeError(f"layer {self.layer_ids[layer]}: an activation is not finite")
+            # Empty, not gone: this layer has been seen.
+            self._parts[layer] = {}
+            self._sink(layer, self._number, seen)
+
+    def close(self) -> None:
+        """Frees the model; safe to call twice."""
+        self._observer.close()
+
+    def __enter__(self) -> Capture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,219 @@
+"""Quantization methods by name, with what each needs of a calibration run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.pack.jobs import RUN_WEIGHTS
+from gguf_tools.process import default_threads
+from gguf_tools.quantize.ggml import load_ggml
+from gguf_tools.quantize.imatrix import ExpertImportance, Imatrix, write_imatrix
+from gguf_tools.quantize.methods import ByImportance, ExpertQuantizer, Rtn
+from gguf_tools.quantize.tiers import parse_types
+from orchestrator.cost.losses import LossTable, save
+from orchestrator.errors import BudgetError, ConfigError, NativeError
+from orchestrator.lab.calibrate.capture import WINDOW, Capture, Progress
+from orchestrator.lab.calibrate.fit import Fitting
+from orchestrator.lab.calibrate.gather import gather
+from orchestrator.lab.calibrate.gptq import ROWS_AT_ONCE, Gptq, computing, factors_at_once
+from orchestrator.lab.calibrate.measure import Run, expert_bytes, rows_bytes
+from orchestrator.lab.calibrate.text import MAX_TOKENS, Calibration, read_calibration
+from orchestrator.lab.calibrate.within import (
+    TORCH_BYTES,
+    Room,
+    at_once,
+    squares_bytes,
+    sums_bytes,
+    widest,
+    window_bytes,
+)
+
+RTN, IMATRIX, GPTQ = "rtn", "imatrix", "gptq"
+METHODS = (RTN, IMATRIX, GPTQ)
+# What a process that calibrates takes beside one that answers: its modules, and ggml's tables for
+# quantizing. Measured: 2 to 4 MiB.
+_PROCESS_BYTES = 4 << 20
+# GPTQ's copies of the run of rows that it rounds.
+_RUN_COPIES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What the options of a command ask for. name None: imatrix where one is given, else rtn.
+    calib: the text to calibrate on, its first `tokens` tokens. imatrix: a file that has the
+    statistics already. ram: the cap on the model that reads the text, and on what is kept of it."""
+
+    name: str | None = None
+    calib: Path | None = None
+    imatrix: Path | None = None
+    tokens: int = MAX_TOKENS
+    threads: int | None = None
+    ram: int | None = None
+
+    @property
+    def chosen(self) -> str:
+        return self.name or (IMATRIX if self.imatrix else RTN)
+
+    def check(self) -> None:
+        """Raises ConfigError for what does not go together."""
+        name = self.chosen
+        if name not in METHODS:
+            raise ConfigError(f"--method {name}: unknown; there are {', '.join(METHODS)}")
+        if name == RTN and (self.calib or self.imatrix):
+            option = "--calib" if self.calib else "--imatrix"
+            raise ConfigError(f"{option} does nothing for --method rtn: choose imatrix")
+        if name == IMATRIX and (self.calib is None) == (self.imatrix is None):
+            raise ConfigError("--method imatrix needs either --calib TEXT or --imatrix FILE")
+        if name == GPTQ and (self.calib is None or self.imatrix is not None):
+            raise ConfigError("--method gptq needs --calib TEXT, and takes no --imatrix")
+
+    def room(self, own_bytes: int) -> Room | None:
+        """The cap, where there is one, and what the calibration takes of it."""
+        return None if self.ram is None else Room(self.ram, own_bytes + _PROCESS_BYTES)
+
+
+@contextmanager
+def open_quantizer(
+    method: Method, source: Path, progress: Progress, note: Callable[[str], None]
+) -> Iterator[ExpertQuantizer | None]:
+    """The quantizer of a method for the experts of a model; None for rtn, which needs nothing.
+    note gets sentences for the user. Raises MoeEdgeError in one of its forms."""
+    method.check()
+    if method.chosen == RTN:
+        yield None
+        return
+    if method.chosen == GPTQ:
+        with gptq_of(method, source, progress) as quantizer:
+            yield quantizer
+            weak = quantizer.note()
+        if weak:
+            note(weak)
+        return
+    with ExpertModel.open(source) as model:
+        if method.imatrix is not None:
+            by = ByImportance.of_file(method.imatrix, model, load_ggml())
+        else:
+            imatrix, calibration = calibrated(method, model, progress)
+            by = ByImportance(load_ggml(), imatrix, model, calibration)
+    weak = by.note()
+    if weak:
+        note(weak)
+    yield by
+
+
+@contextmanager
+def _reading(
+    method: Method, source: Path, own_bytes: int, each_bytes: int = 0
+) -> Iterator[tuple[Capture, Calibration, int]]:
+    """A model that reads, the text that it is to read, and how many experts are handled at once
+    meanwhile, each_bytes each. own_bytes: what else is in memory then. Raises BudgetError naming
+    the cap with which one expert at a time works."""
+    if method.calib is None:
+        raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
+    threads = method.threads or default_threads()
+    n = at_once(method.ram, threads, each_bytes) if each_bytes else 1
+    while True:
+        room = method.room(own_bytes + n * each_bytes)
+        try:
+            opened = Capture(source, threads=method.threads, room=room)
+            break
+        except BudgetError:
+            if n == 1:
+                raise
+            n -= 1
+    with opened as capture:
+        yield capture, read_calibration(capture, method.calib, method.tokens), n
+
+
+@contextmanager
+def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
+    """GPTQ over the text of a method's calibration, read while layers are asked for."""
+    threads = method.threads or default_threads()
+    with ExpertModel.open(source) as model:
+        n = widest(model)
+        own = window_bytes(model, WINDOW) + TORCH_BYTES + _packing_bytes(threads, model)
+        # The layer's mean stands beside the factors.
+        own += 8 * n**2 * (factors_at_once(threads) + 1)
+        each = squares_bytes(model, min(ROWS_AT_ONCE, method.tokens))
+    with (
+        computing() as device,
+        _reading(method, source, own, each) as (capture, calibration, factorizing),
+        closing(capture.layers(calibration.windows, progress=progress)) as layers,
+    ):
+        # The first pass over the text, while its progress is shown.
+        first = next(layers)
+        seen, line = chain([first], layers), calibration.summary()
+        yield Gptq(load_ggml(), seen, line, device, threads, factorizing)
+
+
+def _packing_bytes(threads: int, model: ExpertModel) -> int:
+    """What pack's threads hold: a run of rows each, in float32, its encodings, and what is chosen
+    among."""
+    largest = max(n * rows for layer in model.shapes for n, rows in filter(None, layer))
+    return threads * _RUN_COPIES * 4 * min(RUN_WEIGHTS, largest)
+
+
+def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:
+    """The importance matrix of a calibration run, and a line on its text."""
+    own = window_bytes(model, WINDOW) + sums_bytes(model)
+    with _reading(method, model.path, own) as (capture, calibration, _):
+        return gather(capture, model, calibration, progress), calibration.summary()
+
+
+def save_imatrix(method: Method, source: Path, out: Path, progress: Progress) -> str | None:
+    """Writes the importance matrix of a calibration run; returns a sentence on experts that saw
+    too few tokens."""
+    with ExpertModel.open(source) as model:
+        imatrix, _ = calibrated(method, model, progress)
+        write_imatrix(out, imatrix)
+        return ExpertImportance(imatrix, model).note()
+
+
+def measure_losses(
+    method: Method,
+    source: Path,
+    reference: Path | None,
+    types: Sequence[str],
+    out: Path,
+    progress: Callable[[str, float], None],
+    note: Callable[[str], None],
+) -> LossTable:
+    """Measures the loss table of a file's tiers and of other types, quantized by a method from
+    the reference (None: the file's best tier), and writes it. progress gets what is being done,
+    and its share."""
+    path = reference or source
+    # The text is for the losses, too; rtn itself has no use for it.
+    quantizing = replace(method, calib=None) if method.chosen == RTN else method
+    with (
+        ExpertModel.open(source) as model,
+        ExpertModel.open(path) as full,
+        open_quantizer(
+            quantizing, path, lambda share: progress("Calibrating", share), note
+        ) as quantizer,
+        _reading(
+            method,
+            path,
+            window_bytes(full, WINDOW),
+            expert_bytes(full) + rows_bytes(full, method.tokens),
+        ) as (capture, calibration, threads),
+    ):
+        by = quantizer or Rtn(load_ggml())
+        wanted = parse_types(types, by.has_importance)
+        run = Run(model, full, capture, calibration, wanted, by, load_ggml(), threads)
+        table = run.measure(lambda share: progress("Measuring losses", share))
+        names = [tier.name for tier in model.tiers]
+    # The model that read is gone: two would not fit the memory.
+    fitting = Fitting(source, names, table, calibration.windows, method.threads, method.ram)
+    try:
+        table = replace(table, fit=fitting.fit(progress))
+    except (BudgetError, ConfigError, NativeError) as error:
+        note(f"The table has no factor that makes KL of its losses: {error}")
+    # Once: a result that has its name is the end of what can be interrupted.
+    with ExpertModel.open(source) as model:
+        save(out, model, table)
+    return table

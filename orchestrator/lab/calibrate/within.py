@@ -1,0 +1,161 @@
+"""A model that reads within a memory cap: its experts come through the store, as in any run with
+``--ram``, in the best precision and without a loss. What the calibration itself keeps comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import DOWN
+from gguf_tools.units import format_size
+from orchestrator.config import Config
+from orchestrator.engine.driver import Driver
+from orchestrator.engine.load import Loaded, Loader
+from orchestrator.engine.observe import Node, Observer
+from orchestrator.errors import BudgetError, NativeError
+from orchestrator.policy import BASELINE
+
+# Copies of a window's activations that live at once: as they come, in half precision, scaled.
+_COPIES = 4
+# Square matrices in float64 that factorizing a Hessian takes at once, the Hessian among them:
+# measured 5.4. Before, it is a sum, of which these bytes of an element live at once: the sum, and
+# a part's product in float32 and in float64.
+_SQUARES = 6
+_SUM_BYTES = 20
+# A part's inputs, as they were kept and in float32 twice.
+_INPUT_BYTES = 10
+# torch: measured 197 MiB behind a first product and a first factor, 71 of them pages of its
+# libraries; and 10 more beside pack's threads, which each have an arena of malloc's.
+TORCH_BYTES = 224 << 20
+# The part of the cap that several experts handled at once may fill.
+_SHARE = 4
+
+
+class Room(NamedTuple):
+    """A cap, and what of it is taken beside the model that reads, and for what. In bytes."""
+
+    ram: int
+    own: int
+    use: str = "the calibration itself"
+
+    def model_bytes(self) -> int:
+        """What is left for the model: a byte at least, so that the plan says what it needs."""
+        return max(1, self.ram - self.own)
+
+
+def window_bytes(model: ExpertModel, n_ctx: int) -> int:
+    """What one layer's activations of a window take while they are handled."""
+    embd = model.hparams.embedding_length
+    n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
+    return _COPIES * 4 * n_ctx * (embd + model.n_expert_used * n_ff)
+
+
+def sums_bytes(model: ExpertModel) -> int:
+    """The sums of an importance matrix."""
+    columns = sum(shape[0] for layer in model.shapes for shape in layer if shape is not None)
+    return 4 * model.n_expert * columns
+
+
+def widest(model: ExpertModel) -> int:
+    """Columns of the widest matrix."""
+    return max(shape[0] for layer in model.shapes for shape in layer if shape is not None)
+
+
+def squares_bytes(model: ExpertModel, rows: int) -> int:
+    """What the largest Hessian takes while it is made of so many inputs at once and factorized."""
+    n = widest(model)
+    return max(_SQUARES * 8 * n**2, _SUM_BYTES * n**2 + _INPUT_BYTES * rows * n)
+
+
+def at_once(ram: int | None, threads: int, n_bytes: int) -> int:
+    """How many experts of so many bytes each are handled at once: one for each thread, as far as
+    their share of the cap has room. One at least."""
+    return threads if ram is None else max(1, min(threads, ram // _SHARE // n_bytes))
+
+
+def load_within(path: Path, n_ctx: int, threads: int, room: Room) -> tuple[ExpertModel, Loaded]:
+    """The model for windows of n_ctx tokens, without its context. Close both.
+
+    Raises BudgetError naming the smallest cap that works.
+    """
+    ram = room.model_bytes()
+    model = ExpertModel.open(path)
+    try:
+        config = Config.build(
+            model=path,
+            ctx=n_ctx,
+            ubatch=n_ctx,
+            threads=threads,
+            policy=BASELINE,
+            high_tier=model.tiers[0].name,
+            ram=ram,
+            logits_all=True,
+        )
+        loader = Loader(config, model)
+        try:
+            loaded = loader.load(loader.planner.runs(config))
+        except BudgetError as error:
+            raise _too_small(room, error.needed_bytes + room.own) from error
+    except BaseException:
+        model.close()
+        raise
+    # Whoever watches makes one of its own.
+    loaded.context.close()
+    return model, loaded
+
+
+class ObserverWithin(Observer):
+    """An observer whose model keeps to a cap, where there is one."""
+
+    def __init__(
+        self,
+        path: Path,
+        n_ctx: int,
+        threads: int,
+        wanted: Callable[[Node], bool],
+        seen: Callable[[Node], None],
+        *,
+        room: Room | None,
+        use_mmap: bool = False,
+    ) -> None:
+        """room: the memory to stay within, with experts read from the file as they are needed;
+        None for the plain model. Raises GGUFError, NativeError or BudgetError."""
+        self._within = None if room is None else load_within(path, n_ctx, threads, room)
+        model = None if self._within is None else self._within[1].model
+        try:
+            super().__init__(path, n_ctx, threads, wanted, seen, use_mmap=use_mmap, model=model)
+        except BaseException:
+            self._close_within()
+            raise
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """As Observer's; raises NativeError with the store's own reason, where a step failed for
+        one."""
+        try:
+            super().read(tokens)
+        except NativeError:
+            if self._within is not None and isinstance(self._within[1].driver, Driver):
+                self._within[1].driver.store.check_step()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._close_within()
+
+    def _close_within(self) -> None:
+        if self._within is not None:
+            model, loaded = self._within
+            self._within = None
+            loaded.close()
+            model.close()
+
+
+def _too_small(room: Room, needed: int) -> BudgetError:
+    return BudgetError(
+        f"--ram {format_size(room.ram)} is too little: the smallest that works here is "
+        f"{format_size(needed, up=True)}, {format_size(room.own)} of them for {room.use}",
+        needed,
+    )

@@ -1,0 +1,123 @@
+"""Which runs a check makes: llama.cpp's own, ours with three budgets, and what a user would get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gguf_tools.experts import ExpertModel
+from orchestrator.config import Config
+from orchestrator.errors import BudgetError
+from orchestrator.memory.accelerator import find_gpu
+from orchestrator.memory.hardware import Machine, probe
+from orchestrator.memory.plan import plan_memory
+from orchestrator.native.llama import Bindings
+from orchestrator.policy import BASELINE, PLAIN, POLICIES
+from orchestrator.policy.base import Foresees
+
+# Tokens of the prompt that a comparison reads.
+PROMPT_TOKENS = 128
+
+# What a comparison leaves aside: it computes one tier, and the budget is its own.
+_ASIDE: dict[str, Any] = {
+    "low": None,
+    "low_tier": None,
+    "renormalize": False,
+    "expert_ram": None,
+    "exact": True,
+    "layout": "auto",
+    "remember": False,
+    "conversations": False,
+}
+
+
+class Budget(NamedTuple):
+    """A lossless run within a cap on everything."""
+
+    name: str
+    config: Config
+
+
+def machine_of(config: Config) -> Machine:
+    """This machine as the engine sees it. Raises ConfigError for a device that is not here."""
+    gpu = find_gpu(Bindings.load(), config.device, config.vram)
+    return probe(gpu.device if gpu else None)
+
+
+def plain(config: Config, path: Path, machine: Machine) -> Config:
+    """llama.cpp's own path over a file's best tier, without repacked weights, since they round in
+    another way; mapped where it is larger than the memory, or than --ram. Raises GGUFError."""
+    free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
+    found = config.compared(policy=PLAIN, model=path, **_ASIDE | free | _at_once(config))
+    with ExpertModel.open(path) as model:
+        needed = plan_memory(found, model, machine).total_bytes
+    usable = (machine.device or machine).usable_bytes
+    cap = usable if machine.device or config.ram is None else min(config.ram, usable)
+    fits = needed <= cap
+    return found.with_changes(use_mmap=None if fits else True)
+
+
+def lossless(config: Config, path: Path, tier: str, policy: str, cap: int | None) -> Config:
+    """A policy that computes everything in one tier of a file."""
+    asked = dict(POLICIES[policy].precisions.lossless or {}) | _at_once(config)
+    option = cap_option(config)
+    return config.compared(
+        policy=policy, model=path, high_tier=tier, **_ASIDE | asked | {option: cap}
+    )
+
+
+def _at_once(config: Config) -> dict[str, Any]:
+    """The micro-batch of a comparison: scratch for more than its prompt would be planned, and never
+    taken."""
+    return {"ubatch": min(config.ubatch or PROMPT_TOKENS, PROMPT_TOKENS)}
+
+
+def cap_option(config: Config) -> str:
+    """What caps the memory that the experts live in."""
+    return "vram" if find_gpu(Bindings.load(), config.device, config.vram) else "ram"
+
+
+def three_budgets(config: Config, path: Path, tier: str, machine: Machine) -> Iterator[Budget]:
+    """The least that works, all experts in memory (as far as the user's cap or the machine
+    allows), and half way between them, each with the baseline or, half way, with every other policy
+    that has a lossless form and needs no loss table, which a model need not have.
+
+    Raises BudgetError where not even the least is allowed, GGUFError.
+    """
+    allowed = getattr(config, cap_option(config))
+    with ExpertModel.open(path) as model:
+
+        def least(policy: str) -> int:
+            try:
+                return plan_memory(
+                    lossless(config, path, tier, policy, 1), model, machine
+                ).ram_bytes
+            except BudgetError as error:
+                return error.needed_bytes
+
+        everything = lossless(config, path, tier, BASELINE, allowed)
+        whole = plan_memory(everything, model, machine).total_bytes
+        low = least(BASELINE)
+        yield Budget("the least", lossless(config, path, tier, BASELINE, low))
+        for name in half_way():
+            cap = max(least(name), (low + whole) // 2)
+            if allowed is None or cap <= allowed:
+                yield Budget("half way", lossless(config, path, tier, name, cap))
+        yield Budget("everything", lossless(config, path, tier, BASELINE, max(low, whole)))
+
+
+def half_way() -> list[str]:
+    """The policies that are compared half way between the least and everything."""
+    return [
+        name
+        for name, policy in POLICIES.items()
+        if policy.precisions.lossless is not None
+        and name != BASELINE
+        and not issubclass(policy, Foresees)
+    ]
+
+
+def most_budgets() -> int:
+    """How many three_budgets has, where the user's cap allows all of them."""
+    return len(half_way()) + 2

@@ -1,0 +1,340 @@
+"""The parts of a check, in order: the file, its words, and runs in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.inspect import describe
+from gguf_tools.pack import export
+from gguf_tools.process import private_bytes, processor_name
+from gguf_tools.units import format_size
+from gguf_tools.verify import verify
+from orchestrator.config import Config
+from orchestrator.errors import GGUFError, MoeEdgeError
+from orchestrator.lab.check.budgets import (
+    PROMPT_TOKENS,
+    machine_of,
+    most_budgets,
+    plain,
+    three_budgets,
+)
+from orchestrator.lab.check.compare import compare_rows, first_layer
+from orchestrator.lab.check.job import Job, Result, run_job, settings_of
+from orchestrator.memory.hardware import Machine
+from orchestrator.native.llama import Bindings
+from orchestrator.policy import ALLOWED_LOSS
+
+Bar = Callable[[str, float | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """tokens: how many are decoded in each run. all_tiers: compare the lower precisions as well.
+    verify: read every block of the file."""
+
+    tokens: int = 64
+    all_tiers: bool = False
+    verify: bool = True
+
+
+class Subject(NamedTuple):
+    """One precision to compare: `path` computes it in its tier `tier`; packed: only an exported
+    file has it as its best tier."""
+
+    path: Path
+    tier: str
+    packed: bool
+
+
+def examine(config: Config, options: CheckOptions, bar: Bar) -> dict[str, Any]:
+    """The report, JSON-ready. problems are sentences, and ok says that there are none: the file
+    is sound, every run gave llama.cpp's bits, and kept its promise. notes are no problems. bar
+    gets (what is being done, its share, or None where that is not known).
+
+    Raises NativeError without the library, ConfigError for a device that is not here.
+    """
+    check = _Check(config, options, bar)
+    if check.look_at_the_file():
+        check.run()
+    return check.report | {"ok": not check.report["problems"]}
+
+
+class _Check:
+    """The report that grows, and what all its parts share."""
+
+    def __init__(self, config: Config, options: CheckOptions, bar: Bar) -> None:
+        self.config, self.options, self.bar = config, options, bar
+        self.asked_ram = config.ram
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.machine = machine_of(config)
+        self.report: dict[str, Any] = {
+            "model": config.model.name,
+            "low": config.low.name if config.low else None,
+            "machine": describe_machine(self.machine),
+            "problems": self.problems,
+            "notes": self.notes,
+            "file": None,
+            "verified": None,
+            "managed": None,
+            "own_bytes": None,
+            "words": None,
+            "tiers": [],
+            "as_asked": None,
+        }
+        self._n_runs = self._most_runs = 0
+
+    def look_at_the_file(self) -> bool:
+        """What the file says and holds; whether there is something to run."""
+        config, report = self.config, self.report
+        if self.options.verify:
+            found = verify(
+                config.model,
+                config.low,
+                progress=lambda share: self.bar("Verifying", share),
+                threads=config.threads,
+            )
+            report["verified"] = {
+                "ok": not found.problems,
+                "findings": len(found.problems),
+                "bytes": found.nbytes,
+                "seconds": found.seconds,
+            }
+            for each in found.problems:
+                self._problem(each.text)
+        try:
+            with ExpertModel.open(config.model, config.low) as model:
+                report["file"] = describe(model) | {
+                    "file": model.path.name,
+                    "files": [path.name for path in model.files],
+                }
+        except GGUFError as error:
+            self._problem(str(error))
+            return False
+        architecture = report["file"]["architecture"]
+        report["managed"] = architecture in Bindings.load().library().managed_architectures()
+        if not report["managed"]:
+            self._problem(
+                f"the experts of the architecture {architecture} cannot be managed: the model "
+                f"runs where all of it fits the memory"
+            )
+        return True
+
+    def run(self) -> None:
+        """Every precision that was asked for, and what a user would get."""
+        asked = self._as_asked()
+        self._keep_own_memory()
+        subjects = list(self._subjects())
+        managed = bool(self.report["managed"])
+        self._most_runs = len(subjects) * (1 + managed * most_budgets()) + managed
+        with tempfile.TemporaryDirectory(prefix="moe-edge-check-") as folder:
+            for subject in subjects:
+                self.report["tiers"].append(self._compare(subject, Path(folder)))
+            if asked is not None:
+                rows = str(Path(folder) / "rows")
+                settings = settings_of(asked.with_changes(ram=self.config.ram))
+                # A whole micro-batch: what is promised is seen to hold where all of it is taken.
+                chosen = asked.policy != self.config.policy
+                job = Job(settings, rows, None, self.options.tokens, chosen=chosen)
+                self.report["as_asked"] = self._measure("as asked", job)
+
+    def _as_asked(self) -> Config | None:
+        """What a chat would run, which learns nothing of a check's words; None where that cannot
+        be. A loss that is allowed chooses the policy first, with all of --ram, as for a chat: in a
+        process of its own, whose memory is free again for the runs."""
+        if not self.report["managed"]:
+            return None
+        config = self.config
+        if config.policy is None and config.given(ALLOWED_LOSS) is not None:
+            self.bar("Measuring this machine", None)
+            job = Job(settings_of(config), os.devnull, None, 0, beside=private_bytes())
+            found = run_job(job)
+            if "error" in found:
+                self._problem(f"as asked: {found['error']}")
+                return None
+            config = Config.build(**found["settings"])
+        return config.with_changes(remember=False)
+
+    def _keep_own_memory(self) -> None:
+        """This process stays beside each run: --ram holds for both together."""
+        if self.asked_ram is not None:
+            own = self.report["own_bytes"] = private_bytes()
+            self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
+
+    def _subjects(self) -> Iterator[Subject]:
+        config = self.config
+        with ExpertModel.open(config.model) as model:
+            names = [tier.name for tier in model.tiers]
+        high = config.high_tier or names[0]
+        if high.lower() not in names:
+            self._problem(f"{config.model}: holds no tier {high}, but {', '.join(names)}")
+            return
+        wanted = names[names.index(high.lower()) :] if self.options.all_tiers else [high.lower()]
+        for name in wanted:
+            yield Subject(config.model, name, packed=len(names) > 1 and name != names[0])
+        if self.options.all_tiers and config.low is not None:
+            with ExpertModel.open(config.low) as model:
+                yield Subject(config.low, model.tiers[0].name, packed=False)
+
+    def _compare(self, subject: Subject, folder: Path) -> Result:
+        """Our runs of one precision against llama.cpp's."""
+        rows = folder / "plain"
+        found: Result = {"tier": subject.tier, "plain": None, "runs": []}
+        source = subject.path
+        try:
+            if subject.packed:
+                source = folder / "tier.gguf"
+                self.bar(f"Exporting {subject.tier}", None)
+                export(subject.path, source, subject.tier)
+            config = plain(self.config, source, self.machine)
+        except MoeEdgeError as error:
+            self._problem(f"{subject.tier}: llama.cpp has nothing to compare with: {error}")
+            return found
+        job = Job(settings_of(config), str(rows), PROMPT_TOKENS, self.options.tokens)
+        run = found["plain"] = self._measure(f"{subject.tier}, llama.cpp's own path", job)
+        reference = None if "error" in run else run
+        if self.report["managed"]:
+            try:
+                budgets = list(three_budgets(self.config, subject.path, subject.tier, self.machine))
+            except MoeEdgeError as error:
+                self._problem(self._with_own_memory(str(error), getattr(error, "needed_bytes", 0)))
+                budgets = []
+            for name, config in budgets:
+                run = self._against(job, reference, rows, name, config, folder)
+                found["runs"].append(run)
+        if subject.packed:
+            source.unlink(missing_ok=True)
+        return found
+
+    def _against(
+        self,
+        plain: Job,
+        reference: Result | None,
+        rows: Path,
+        name: str,
+        config: Config,
+        folder: Path,
+    ) -> Result:
+        """One managed run over the tokens of llama.cpp's."""
+        label = f"{config.high_tier}, {name} ({config.policy})"
+        tokens = (reference["prompt"], reference["answer"]) if reference else (None, None)
+        job = Job(
+            settings_of(config), str(folder / "managed"), plain.n_prompt, plain.n_decode, *tokens
+        )
+        run: Result = {"budget": name} | self._measure(label, job)
+        if "error" in run or reference is None:
+            return run
+        run["compared"] = found = compare_rows(Path(job.rows), rows, reference["n_vocab"])
+        if not found["finite"]:
+            self._problem(f"{label}: the logits are not all numbers")
+        if not found["equal"]:
+            layer = self._first_layer(plain, job, reference, found["first"], folder)
+            self._problem(f"{label}: {describe_difference(found, layer)}")
+            found["layer"] = layer
+        return run
+
+    def _measure(self, label: str, job: Job) -> Result:
+        """One process, and what is wrong with what it says: once for each sentence."""
+        self._n_runs += 1
+        self.bar(f"Run {self._n_runs} of {self._most_runs}: {label}", None)
+        run = run_job(job)
+        if "error" in run:
+            said = self._with_own_memory(run["error"], run.get("needed_bytes", 0))
+            self._problem(f"{label}: {said}")
+            return run
+        words = run.pop("text")
+        if self.report["words"] is None:
+            self.report["words"] = words
+            self.problems += words["problems"]
+            self.notes += words["notes"]
+        used = run["device_bytes" if "device_bytes" in run else "peak_rss"]
+        run["used_bytes"] = used
+        promised = run["promised_bytes"]
+        if promised is not None and used > promised:
+            more = format_size(used - promised, up=True)
+            self._problem(f"{label}: took {format_size(used)} of memory, {more} above the promise")
+        return run
+
+    def _first_layer(
+        self, plain: Job, job: Job, reference: Result, row: int, folder: Path
+    ) -> tuple[int, float | None] | None:
+        """Reads the tokens up to the first difference once more, layer by layer."""
+        tokens = {
+            "prompt": reference["prompt"],
+            "answer": reference["answer"][:row],
+            "layers": True,
+        }
+        paths: list[Path] = []
+        for each in (job, plain):
+            path = folder / f"layers-{len(paths)}.npz"
+            self.bar("Looking for the layer", None)
+            run = run_job(Job(each.settings, str(path), each.n_prompt, each.n_decode, **tokens))
+            if "error" in run:
+                self._problem(f"the layer cannot be found: {run['error']}")
+                return None
+            paths.append(path)
+        return first_layer(*paths)
+
+    def _with_own_memory(self, sentence: str, needed_bytes: int) -> str:
+        """What a run says of a cap that is too small for it, as the user has to ask for it. A cap
+        on slots, or on a GPU, has nothing of this process."""
+        asked, own = self.asked_ram, self.report["own_bytes"]
+        if not needed_bytes or asked is None or self.config.expert_ram or self.machine.device:
+            return sentence
+        needed = needed_bytes + own
+        return (
+            f"--ram {format_size(asked)} is too little: the smallest --ram that works "
+            f"is {format_size(needed, up=True)} ({format_size(needed_bytes)} for the model, "
+            f"{format_size(own)} for the check beside it)"
+        )
+
+    def _problem(self, sentence: str) -> None:
+        """Adds a sentence once, and without the folders of whoever sends it in."""
+        for path in filter(None, (self.config.model, self.config.low)):
+            sentence = sentence.replace(str(path), path.name)
+        if sentence not in self.problems:
+            self.problems.append(sentence)
+
+
+def describe_difference(found: Result, layer: tuple[int, float | None] | None) -> str:
+    """Where the bits differ, and by how much, as a sentence."""
+    row = found["first"]
+    where = "behind the prompt" if row == 0 else f"behind token {row} of the answer"
+    text = f"other logits than llama.cpp's {where}, by {_amount(found['first_error'])}, and by "
+    text += f"{_amount(found['most'])} at most; the likeliest token is another one in "
+    text += f"{found['choices']} of {found['rows']} rows"
+    if layer is None:
+        return f"{text}; read in one batch, the experts of all layers give the same"
+    return f"{text}; the first layer whose experts differ is {layer[0]}, by {_amount(layer[1])}"
+
+
+def _amount(error: float | None) -> str:
+    return "what is no number" if error is None else f"{error:.3g}"
+
+
+def describe_machine(machine: Machine) -> dict[str, Any]:
+    """What a reader of the report has to know of the machine."""
+    return {
+        "versions": {name: _version(name) for name in ("moe-edge", "llama_cpp_python")},
+        "system": platform.platform(),
+        "processor": processor_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "usable_bytes": machine.usable_bytes,
+        "device": machine.device.description if machine.device else None,
+        "device_bytes": machine.device.usable_bytes if machine.device else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,150 @@
+"""One run of a check in a process of its own: `python -m orchestrator.lab.check.child` reads a Job
+as JSON from stdin, and writes what it found as one JSON line to stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.process import peak_rss_bytes
+from orchestrator.config import Config
+from orchestrator.cost.planner import Planner
+from orchestrator.engine.engine import Engine
+from orchestrator.errors import BudgetError, MoeEdgeError
+from orchestrator.lab.check.job import Job, Result, settings_of
+from orchestrator.lab.check.words import PROSE, read_and_render
+
+# What the experts of a layer give together, as llama.cpp's common MoE builder names it.
+_EXPERTS_OUT = "ffn_moe_out-"
+
+
+def run(job: Job) -> Result:
+    """Raises MoeEdgeError in one of its forms."""
+    config = Config.build(**job.settings)
+    if job.beside is not None:
+        return {"settings": settings_of(chosen_by_loss(config, job.beside))}
+    with Engine.open(config, compared=job.chosen) as engine:
+        if job.layers:
+            return watch_layers(engine, [*(job.prompt or ()), *(job.answer or ())], job.rows)
+        found = describe(engine) | {"text": read_and_render(engine)}
+        return found | play(engine, job) | counted(engine) | {"peak_rss": peak_rss_bytes()}
+
+
+def chosen_by_loss(config: Config, beside: int) -> Config:
+    """The config with the plan that a loss chooses. Measuring leaves so many bytes of the cap to
+    another process; the plan does not, so that it is a chat's."""
+    with ExpertModel.open(config.model, config.low) as model:
+        return Planner(config.with_changes(beside=beside), model).runs(config).config
+
+
+def describe(engine: Engine) -> Result:
+    """What runs, and how much memory it may take."""
+    plan, config = engine.plan, engine.config
+    capped = config.vram if plan.device else config.ram
+    return {
+        "mode": engine.mode,
+        "managed": engine.managed,
+        "policy": engine.policy.name if engine.managed else None,
+        "tier": plan.tier_names[0],
+        # the plain path without a cap promises nothing: it maps the file, and pages may go again
+        "promised_bytes": capped or (plan.total_bytes if engine.managed else None),
+        "planned_bytes": plan.total_bytes,
+        "n_ctx": engine.n_ctx,
+    }
+
+
+def play(engine: Engine, job: Job) -> Result:
+    """Reads the prompt, then decodes; each row of logits goes to the file at once, since memory is
+    measured. Speeds in tokens per second, of the median step."""
+    n_decode = min(job.n_decode, engine.n_ctx // 2)
+    n_prompt = engine.plan.n_ubatch if job.n_prompt is None else job.n_prompt
+    prompt = job.prompt or prompt_of(engine, min(n_prompt, engine.n_ctx - n_decode))
+    answer: list[int] = []
+    steps: list[float] = []
+    with open(job.rows, "wb") as rows:
+        start = perf_counter()
+        logits = engine.eval(prompt, 0)
+        prompt_s = perf_counter() - start
+        rows.write(logits.tobytes())
+        for i in range(n_decode):
+            token = job.answer[i] if job.answer else int(logits[-1].argmax())
+            answer.append(token)
+            start = perf_counter()
+            logits = engine.eval([token], len(prompt) + i)
+            steps.append(perf_counter() - start)
+            rows.write(logits.tobytes())
+    return {
+        "prompt": prompt,
+        "answer": answer,
+        "n_vocab": engine.llama.n_vocab,
+        "prompt_tok_s": len(prompt) / prompt_s,
+        "decode_tok_s": 1 / statistics.median(steps),
+    }
+
+
+def prompt_of(engine: Engine, n: int) -> list[int]:
+    """n tokens of a text, again and again; of a vocabulary that has none for it, the first ones."""
+    tokens = engine.tokenize(PROSE) or list(range(engine.llama.n_vocab))
+    return (tokens * (1 + n // len(tokens)))[:n]
+
+
+def counted(engine: Engine) -> Result:
+    """What the store and the device count."""
+    if not engine.managed:
+        return {}
+    engine.store.check()
+    stats = engine.store.stats()
+    found: dict[str, Any] = {
+        "hit_rate": sum(stats.hits) / max(1, sum(stats.requests)),
+        "slot_bytes_peak": stats.slot_bytes_peak,
+        "budget_bytes": stats.budget_bytes,
+        "direct_io": bool(stats.direct_io),
+    }
+    if engine.plan.device:
+        found["device_bytes"] = engine.device_bytes + stats.slot_bytes_peak
+    return found
+
+
+def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
+    """Reads the tokens in one batch, and keeps what the experts of each layer give."""
+    from orchestrator.engine.observe import Node, Observer
+
+    seen: dict[str, np.ndarray] = {}
+
+    def wanted(node: Node) -> bool:
+        return node.name.startswith(_EXPERTS_OUT)
+
+    def keep(node: Node) -> None:
+        seen[node.name.removeprefix(_EXPERTS_OUT)] = node.array()
+
+    config = engine.config
+    n = min(len(tokens), engine.plan.n_ubatch)
+    threads = config.threads or len(os.sched_getaffinity(0))
+    with Observer(config.model, n, threads, wanted, keep, model=engine.llama) as observer:
+        observer.read(tokens[:n])
+    np.savez(path, **seen)  # type: ignore[arg-type]
+    return {"layers": sorted(map(int, seen))}
+
+
+def main() -> int:
+    job = Job.from_json(sys.stdin.read())
+    try:
+        result = run(job)
+    except BudgetError as error:
+        result = {"error": str(error), "needed_bytes": error.needed_bytes}
+    except MoeEdgeError as error:
+        result = {"error": str(error)}
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

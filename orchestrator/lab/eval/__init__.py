@@ -1,0 +1,6 @@
+"""What precision and skipping cost: perplexity, distance from the best tier, multiple choice."""
+
+from orchestrator.lab.eval.report import render
+from orchestrator.lab.eval.run import EvalOptions, evaluate
+
+__all__ = ["EvalOptions", "evaluate", "render"]

@@ -1,0 +1,64 @@
+"""The figures of quality as plain arithmetic on logits; natural logarithms throughout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean and the standard error of it; nan where one value says nothing about the spread."""
+
+    value: float
+    error: float
+
+
+def mean(values: np.ndarray) -> Estimate:
+    """Mean of values [n] with its standard error; the values are taken as independent."""
+    n = len(values)
+    if n == 0:
+        return Estimate(math.nan, math.nan)
+    error = float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    return Estimate(float(np.mean(values)), error)
+
+
+def perplexity(nll: np.ndarray) -> Estimate:
+    """exp of the mean of nll [n], the tokens' negative log-likelihoods; its error by the
+    first derivative: perplexity * standard error of the mean."""
+    average = mean(nll)
+    value = math.exp(average.value)
+    return Estimate(value, value * average.error)
+
+
+def change(nll: np.ndarray, base: np.ndarray) -> Estimate:
+    """Relative change of the perplexity from base [n] to nll [n], exp(mean difference) - 1.
+
+    Paired: both hold the same tokens in the same order, so most of the spread, that of the
+    text, falls out of the standard error.
+    """
+    if len(nll) != len(base):
+        raise ValueError(f"{len(nll)} tokens cannot be paired with {len(base)}")
+    ratio = perplexity(nll - base)
+    return Estimate(ratio.value - 1.0, ratio.error)
+
+
+def share(part: np.ndarray, whole: np.ndarray) -> Estimate:
+    """mean(part) / mean(whole) of paired values [n]. Its error by the first derivative,
+    s(part - ratio * whole) / (sqrt(n) * |mean(whole)|); nan where whole adds up to nothing.
+    """
+    base = mean(whole).value
+    if not abs(base) > 0.0:
+        return Estimate(math.nan, math.nan)
+    ratio = mean(part).value / base
+    return Estimate(ratio, mean(part - ratio * whole).error / abs(base))
+
+
+def kl_divergence(reference: np.ndarray, other: np.ndarray) -> float:
+    """KL(reference || other) = sum of p * (log p - log q) in nats, of log-probabilities
+    [n_vocab]; a token that the reference rules out adds nothing."""
+    possible = reference > -np.inf
+    p, q = reference[possible], other[possible]
+    return float(np.dot(np.exp(p), p - q))

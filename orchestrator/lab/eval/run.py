@@ -1,0 +1,237 @@
+"""`moe-edge eval` for one configuration: a text, questions, and the distance from the best tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gguf_tools.experts import DEFAULT_KV, ExpertModel
+from orchestrator.config import Config
+from orchestrator.engine.engine import Engine
+from orchestrator.errors import ConfigError
+from orchestrator.events import Phase
+from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import Estimate
+from orchestrator.lab.eval.choices import Question, read_questions, score_choices
+from orchestrator.lab.eval.compare import Reference
+from orchestrator.lab.eval.judge import Judge
+from orchestrator.lab.eval.perplexity import TextScores, score_text
+from orchestrator.lab.eval.text import Window, cut_windows, needed_tokens, read_documents
+from orchestrator.lab.eval.usage import counters, foresee_from, usage_between
+from orchestrator.lab.eval.virtual import VirtualTime, virtual_store
+from orchestrator.memory.footprint import LEAST_CONTEXT
+from orchestrator.memory.micro_batch import SIZES
+from orchestrator.policy import BASELINE
+
+# (what is being done, how much of it, 0 to 1)
+Report = Callable[[str, float], None]
+
+# What is being done while an engine opens.
+LOADING = "Loading"
+WINDOW = 512
+LEAST_WINDOW = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """What to judge on. tokens: at most so many of the text; window: tokens of one context.
+    prompt_tokens: the first so many of each window, and what a record gives as context, are read as
+    a prompt and not scored; None for token by token throughout.
+
+    kl: compare with the best tier. prefill: judge prompts read at once, and nothing else.
+    reuse: a low request may use the high copy in memory, as in a chat (DyMoE 4.4.2); else each
+    expert is computed in exactly the tier that was decided. bandwidth, in bytes a second,
+    latency_us of a read, compute_ms of a token: of the virtual time in which a policy decides that
+    goes by what is in memory; None is measured. uniform, calib: the uniform types, or
+    files, that a study compares with, and the text that they are calibrated on.
+    """
+
+    text: Path | None = None
+    choices: Path | None = None
+    tokens: int | None = None
+    window: int = WINDOW
+    kl: bool = False
+    prompt_tokens: int | None = None
+    prefill: bool = False
+    reuse: bool = False
+    bandwidth: int | None = None
+    latency_us: int | None = None
+    compute_ms: float | None = None
+    uniform: tuple[str, ...] | None = None
+    calib: Path | None = None
+
+    @property
+    def text_tokens(self) -> int | None:
+        """How many tokens of the text are looked at, None for all."""
+        return needed_tokens(self.tokens, self.window, self.prompt_tokens)
+
+    def check(self) -> None:
+        """Raises ConfigError for what does not go together."""
+        if self.text is None and self.choices is None:
+            raise ConfigError("nothing to judge on: give --text FILE or --choices FILE.jsonl")
+        if self.kl and self.text is None:
+            raise ConfigError("--kl compares on a text: give --text FILE")
+        if self.window < LEAST_WINDOW:
+            raise ConfigError(f"--window must be {LEAST_WINDOW} or more, not {self.window}")
+        if self.prompt_tokens is not None and self.prefill:
+            raise ConfigError("--prefill reads everything as prompts: leave out --prompt-tokens")
+        if (self.prompt_tokens or 0) >= self.window:
+            raise ConfigError(
+                f"--prompt-tokens {self.prompt_tokens} leaves nothing of a window of "
+                f"{self.window} tokens: lower it, or raise --window"
+            )
+
+
+def eval_config(config: Config, options: EvalOptions) -> Config:
+    """The config that judges: logits of every token, and experts in exactly their tiers."""
+    return config.with_changes(
+        logits_all=True,
+        ubatch=min(config.ubatch or SIZES[0], options.window),
+        ctx=max(config.ctx or LEAST_CONTEXT, options.window),
+        exact_tiers=not options.reuse,
+    )
+
+
+def best_config(config: Config, best: str) -> Config:
+    """The same model in its best tier alone, where nothing is decided, with keys and values as they
+    are. With few slots it is slower
+    and says the same, so the cap on memory stays; that on slots alone is for what decides."""
+    return config.compared(
+        policy=BASELINE,
+        high_tier=best,
+        low=None,
+        low_tier=None,
+        renormalize=False,
+        expert_ram=None,
+        kv=DEFAULT_KV,
+    )
+
+
+def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, Any]:
+    """Judges one configuration; the result is fit for JSON and for render.
+
+    Raises MoeEdgeError in one of its forms for a text, questions or settings that do not work.
+    """
+    options.check()
+    if options.uniform is not None or options.calib is not None:
+        raise ConfigError("--uniform and --calib are for --study accuracy, memory and equal")
+    documents = read_documents(options.text, options.text_tokens) if options.text else []
+    questions = read_questions(options.choices) if options.choices else []
+    config = eval_config(config, options)
+    with ExpertModel.open(config.model) as model:
+        best = model.tiers[0].name
+
+    def cut(engine: Engine) -> list[Window]:
+        if not documents:
+            return []
+        window = min(options.window, engine.n_ctx)
+        return cut_windows(
+            engine, documents, window, options.tokens, options.text, options.prompt_tokens
+        )
+
+    with ExitStack() as stack:
+        against = None
+        if options.kl:
+            # Before the engine that is judged, and gone by then: two would not fit the memory.
+            with Engine.open(best_config(config, best), loading(report)) as engine:
+                against = stack.enter_context(
+                    read_reference(engine, cut(engine), options.prefill, report)
+                )
+        engine = stack.enter_context(Engine.open(config, loading(report)))
+        windows = cut(engine)
+        shadow = None
+        if engine.managed and engine.policy.wants.by_residency and not options.reuse:
+            time = VirtualTime.of(engine, options.bandwidth, options.latency_us, options.compute_ms)
+            shadow = stack.enter_context(virtual_store(engine, time))
+        result: dict[str, Any] = {
+            "model": config.model.name,
+            "mode": engine.mode,
+            "prompt_tokens": options.prompt_tokens,
+            "form": "prefill" if options.prefill else "decode",
+            "window": min(options.window, engine.n_ctx),
+            "exact_tiers": engine.managed and not options.reuse,
+        }
+        phase = Phase.PREFILL if options.prefill else Phase.DECODE
+        losses = foresee_from(engine, best)
+        before = shadow.stats() if shadow else counters(engine)
+        judge = Judge(engine, options.prefill)
+        if windows:
+            scores = score_text(
+                judge, windows, against=against, progress=lambda done: report("Reading", done)
+            )
+            result["text"] = text_report(scores, best)
+        if questions:
+            result["choices"] = _choices(judge, questions, report)
+        after = shadow.stats() if shadow else counters(engine)
+        usage = usage_between(before, after, phase, losses)
+        if shadow is not None:
+            result["virtual"] = shadow.as_dict()
+        result["usage"] = usage.as_dict() if usage else None
+        if windows and not options.prefill:
+            other = score_text(Judge(engine, prefill=True), windows)
+            result["prefill_perplexity"] = pair(other.perplexity)
+    return result
+
+
+def best_reference(
+    config: Config, windows: list[Window], prefill: bool, report: Report
+) -> Reference:
+    """What a model in its best tier (best_config) says to the windows. The caller closes it."""
+    with Engine.open(config, loading(report)) as engine:
+        return read_reference(engine, windows, prefill, report)
+
+
+def read_reference(
+    engine: Engine, windows: list[Window], prefill: bool, report: Report
+) -> Reference:
+    """What an engine says to the windows. The caller closes it."""
+    n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
+    reference = Reference(sum(window.n_scored for window in windows), n_vocab)
+    try:
+        score_text(
+            Judge(engine, prefill),
+            windows,
+            keep=reference,
+            progress=lambda done: report("Reading with the best tier", done),
+        )
+    except BaseException:
+        reference.close()
+        raise
+    return reference
+
+
+def loading(report: Report) -> Callable[[float], None]:
+    """The progress of an engine that opens."""
+    return lambda share: report(LOADING, share)
+
+
+def _choices(judge: Judge, questions: list[Question], report: Report) -> dict[str, Any]:
+    scores = score_choices(judge, questions, lambda done: report("Asking", done))
+    return {
+        "questions": len(questions),
+        "acc": pair(scores.acc),
+        "acc_norm": pair(scores.acc_norm),
+    }
+
+
+def text_report(scores: TextScores, best: str) -> dict[str, Any]:
+    """Figures of one pass over the text. best: the name of the tier it was compared with."""
+    result: dict[str, Any] = {
+        "tokens": len(scores.nll),
+        "perplexity": pair(scores.perplexity),
+        "domains": {name: pair(value) for name, value in scores.by_domain().items()},
+    }
+    if scores.kl is not None and scores.agrees is not None:
+        result["best_tier"] = best
+        result["kl"] = pair(arithmetic.mean(scores.kl))
+        result["top1"] = pair(arithmetic.mean(scores.agrees.astype(float)))
+    return result
+
+
+def pair(estimate: Estimate) -> list[float | None]:
+    """[value, standard error], nan as None: fit for JSON."""
+    values = (estimate.value, estimate.error)
+    return [None if value != value else value for value in values]

@@ -1,0 +1,168 @@
+"""Residency in virtual time, for policies that decide by what is in memory: the model computes, and
+a simulated store says what the disk would have read by then.
+
+So a result depends on the speed of a disk that is stated, and not on this one's or on who else uses
+it. Real experts come from wherever they are, and every one is computed in the tier that was decided
+for it in virtual time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+
+from gguf_tools.file.layout import COMPUTE_ORDER
+from orchestrator.engine.driver import Driver
+from orchestrator.engine.engine import Engine
+from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct
+from orchestrator.lab.replay.record import measured
+from orchestrator.lab.replay.simulate import Transport
+from orchestrator.native import CStats, Simulation, Store
+
+# Decode steps from which computing is measured, the first one left out.
+_STEPS = 9
+# The part of a layer's computing that is outside its experts.
+_DENSE_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualTime:
+    """What reads and computing take: as of Transport, and microseconds of a token's computing."""
+
+    speed: Transport
+    token_us: float
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        bandwidth: int | None,
+        latency_us: int | None,
+        compute_ms: float | None,
+    ) -> VirtualTime:
+        """None is measured: of the disk by reading this very file, of computing on this machine."""
+        if bandwidth is None or latency_us is None:
+            disk = measured(engine)
+            bandwidth = bandwidth or disk.bytes_per_s
+            latency_us = disk.latency_us if latency_us is None else latency_us
+        token_us = _computing_us(engine) if compute_ms is None else 1000 * compute_ms
+        speed = Transport(bandwidth, latency_us, engine.config.io_threads)
+        return cls(speed, token_us)
+
+
+def _computing_us(engine: Engine) -> float:
+    """The median of some decode steps without their waits; the conversation is lost."""
+    token = engine.tokenize("a")[-1:]
+    found = []
+    engine.reset()
+    for pos in range(min(_STEPS, engine.n_ctx)):
+        waited_us, start = sum(engine.store.stats().wait_us), perf_counter()
+        engine.eval(token, pos, phase=Phase.DECODE)
+        took_us = 1e6 * (perf_counter() - start)
+        found.append(took_us - (sum(engine.store.stats().wait_us) - waited_us))
+    engine.reset()
+    return float(statistics.median(found[1:] or found))
+
+
+class VirtualStore:
+    """The simulated store behind an engine. step_us: virtual microseconds of each decode step."""
+
+    def __init__(self, engine: Engine, store: Store, time: VirtualTime) -> None:
+        self.time = time
+        self.step_us: list[float] = []
+        self._engine, self._store = engine, store
+        self._clock = Simulation(store)
+        self._clock.set_speed(time.speed.bytes_per_s, time.speed.latency_us)
+        self._driver = Driver(engine.policy, store)
+        self._driver.set_route(self._decide)
+        self._tiers: np.ndarray = np.zeros(store.spec.n_expert, np.uint8)
+        self._step, self._start_ns = -1, 0
+
+    def stats(self) -> CStats:
+        """The counters of the simulated store."""
+        return self._store.stats()
+
+    def as_dict(self) -> dict[str, float | None]:
+        """What the time was, and the mean of the decode steps in it."""
+        mean_us = float(np.mean(self.step_us)) if self.step_us else None
+        return {
+            "bandwidth": self.time.speed.bytes_per_s,
+            "latency_us": self.time.speed.latency_us,
+            "compute_ms": self.time.token_us / 1000,
+            "tpot_ms_mean": None if mean_us is None else mean_us / 1000,
+        }
+
+    def _decide(self, event: RouteEvent) -> None:
+        """In virtual time: the policy decides, and a better copy in memory is used."""
+        self._driver.on_route(event)
+        tiers = self._store.decision.tier_array
+        resident = self._store.view.resident_array[event.layer]
+        self._tiers[:] = np.where(tiers == SKIP, SKIP, np.minimum(tiers, resident))
+
+    def on_route(self, event: RouteEvent) -> None:
+        """In real time: plays the layer, and hands the same decision to the real store."""
+        clock, shadow, engine = self._clock, self._store, self._engine
+        if event.step != self._step:
+            self._step, self._start_ns = event.step, clock.now_ns
+            shadow.begin_step(Phase(event.phase))
+        clock.route(
+            event.layer,
+            event.ids_array,
+            event.weights_array,
+            event.tokens_array,
+            event.ahead_ids_array,
+            event.ahead_array,
+            event.importance_array,
+            event.sequences_array,
+            event.phases_array,
+        )
+        decision = engine.store.decision
+        decision.tier_array[:] = self._tiers
+        decision.renormalize = shadow.decision.renormalize
+        engine.store.apply(decision)
+        if engine.driver.meter is not None:
+            engine.driver.meter.decided(event, engine.store.view, decision)
+        self._play(event)
+
+    def _play(self, event: RouteEvent) -> None:
+        """The computing of a layer, which waits where the simulated disk has not read."""
+        slices = self._store.spec.layers[event.layer][1]
+        kinds = [kind for kind in COMPUTE_ORDER if (kind, 0) in slices]
+        experts = distinct(event.ids_array).astype(np.int32)
+        layer_ns = 1000 * self.time.token_us * event.n_tokens / len(self._store.spec.layers)
+        each_ns = layer_ns * (1 - _DENSE_SHARE) / (len(kinds) * len(experts))
+        for kind in kinds:
+            self._clock.use(event.layer, kind, experts, int(each_ns))
+        self._clock.advance(int(layer_ns * _DENSE_SHARE))
+
+    def on_step(self, step: ComputedStep) -> None:
+        """The policy learns of the step as it was in virtual time."""
+        us = (self._clock.now_ns - self._start_ns) / 1000
+        if step.phase is Phase.DECODE:
+            self.step_us.append(us)
+        moves = self._driver.learn(replace(step, us=us))
+        if moves:
+            self._store.transition(moves)
+        if self._engine.driver.meter is not None:
+            self._engine.driver.meter.step_done(step.phase, step.n_tokens)
+
+
+@contextmanager
+def virtual_store(engine: Engine, time: VirtualTime) -> Iterator[VirtualStore]:
+    """While entered, the engine's policy decides by what a store in virtual time holds."""
+    real = engine.store
+    spec = replace(real.spec, simulated=True, direct_io=False, exact_tiers=False)
+    with Store.create(real.library, spec) as store:
+        found = VirtualStore(engine, store, time)
+        engine.driver.set_route(found.on_route)
+        real.set_step_done(found.on_step)
+        try:
+            yield found
+        finally:
+            engine.driver.set_route()
+            real.set_step_done(engine.driver.step_done)

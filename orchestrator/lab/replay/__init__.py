@@ -1,0 +1,7 @@
+"""Recorded routing, and the same policies and cache over it without a model."""
+
+from orchestrator.lab.replay.file import read_trace, write_trace
+from orchestrator.lab.replay.report import ReplayOptions, render, replay
+from orchestrator.lab.replay.trace import Trace
+
+__all__ = ["ReplayOptions", "Trace", "read_trace", "render", "replay", "write_trace"]

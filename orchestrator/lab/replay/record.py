@@ -1,0 +1,403 @@
+"""Records the routing of a run: the policy decides as always, the recorder copies the event."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from time import perf_counter, perf_counter_ns
+from typing import NamedTuple
+
+import numpy as np
+
+from gguf_tools.file.layout import KINDS
+from orchestrator.config import Sampling
+from orchestrator.cost.disk import read_bandwidth
+from orchestrator.engine.engine import Engine
+from orchestrator.errors import ConfigError, TraceError
+from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct, percentile
+from orchestrator.lab.replay.agreement import counted
+from orchestrator.lab.replay.trace import ENDS, PROMPT_ENDS, STARTS, VERSION, Header, Trace
+from orchestrator.memory.footprint import model_shape
+from orchestrator.native import CStats
+from orchestrator.policy import BASELINE, POLICIES, policy_class
+
+# Steps from which the share of computing outside the experts is measured.
+DENSE_STEPS, DENSE_PROMPTS = 9, 3
+
+
+class Disk(NamedTuple):
+    """What Header says of reads; 0: not known."""
+
+    bytes_per_s: int
+    latency_us: int
+
+
+UNKNOWN = Disk(0, 0)
+# Of prompts and of decode steps, until they are timed.
+UNMEASURED = (0.5, 0.5)
+
+
+class Recorder:
+    """Records while it is entered; trace() afterwards gives the recording.
+
+    Python is called in every step, also where the policy is not asked; what the store does is the
+    same. The engine must be managed and must not change its policy meanwhile. Raises ConfigError,
+    also where the policy has learned from steps before: a replay starts where the policy started.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        if not engine.managed:
+            raise ConfigError(
+                f"the plain path routes unseen: choose --policy {' or '.join(POLICIES)}"
+            )
+        policy = engine.policy
+        if not policy.fresh:
+            raise ConfigError(
+                f"the policy {policy.name} has decided already: record with a new engine"
+            )
+        engine.attend()
+        if engine.driver.brought:
+            raise ConfigError(
+                "experts were read while nothing was asked for, in an order that a replay does not "
+                "know: record with a new engine"
+            )
+        self._engine = engine
+        self._policy = policy
+        self._step = -1
+        self._phases: list[int] = []
+        self._tokens_of_step: list[int] = []
+        self._marks: list[tuple[int, int, int]] = []
+        self._restored: list[tuple[int, int, bytes]] = []
+        self._step_us: list[float] = []
+        self._ticks: list[bool] = []
+        self._updates = 0
+        self._published: list[tuple[int, int, int, int]] = []
+        self._events: list[tuple[int, int, int, int, bool]] = []
+        self._computed: list[int] = []
+        self._times: list[tuple[int, int]] = []  # ns, and us of waits in it, by event
+        self._since = self._waited_us = 0
+        # bytes: the cheapest copies, and the policy waits for them
+        self._ids: list[bytes] = []
+        self._weights: list[bytes] = []
+        self._tokens: list[bytes] = []
+        self._token_phases: list[bytes] = []
+        self._sequences: list[bytes] = []
+        self._ahead_ids: list[bytes] = []
+        self._ahead: list[bytes] = []
+        self._held: list[bytes] = []
+        self._ahead_held: list[bytes] = []
+        self._missing: list[bytes] = []
+        self._ahead_missing: list[bytes] = []
+        self._importance: list[bytes] = []
+        self._start_hotness: np.ndarray = np.zeros(0)
+        self._start: np.ndarray = np.zeros(0)
+        self._resident: np.ndarray = np.zeros(0)
+        self._before = self._after = CStats()
+
+    def __enter__(self) -> Recorder:
+        engine, store = self._engine, self._engine.store
+        shape = (engine.model.n_layers, engine.model.n_expert)
+        hotness = self._policy.hotness
+        self._start_hotness = np.zeros(shape) if hotness is None else hotness
+        self._resident = self._start = store.resident()
+        self._before = store.stats()
+        engine.driver.on_restored = self._on_restored
+        self._waited_us = sum(self._before.wait_us)
+        engine.driver.set_route(self._on_route)
+        store.set_step_done(self._on_step_done)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_event(perf_counter_ns())
+        self._end_step()
+        self._after = self._engine.store.stats()
+        driver = self._engine.driver
+        driver.set_route()
+        driver.on_restored = None
+        self._engine.store.set_step_done(driver.step_done)
+
+    def _on_step_done(self, step: ComputedStep) -> None:
+        """The policy learns as always; what it is told is recorded."""
+        if self._step_us and step.number == self._step:
+            self._step_us[-1] = step.us
+            named = {ENDS: step.ends, STARTS: step.starts, PROMPT_ENDS: step.prompt_ends}
+            self._marks += [
+                (len(self._phases) - 1, what, sequence)
+                for what, sequences in named.items()
+                for sequence in sequences
+            ]
+        self._engine.driver.step_done(step)
+
+    def _on_restored(self, sequence: int, state: bytes) -> None:
+        """Before the step that comes next."""
+        self._restored.append((len(self._phases), sequence, state))
+
+    def _end_event(self, now_ns: int) -> None:
+        """The time of the event before, if there is one."""
+        waited_us = sum(self._engine.store.stats().wait_us)
+        if self._events:
+            self._times.append((now_ns - self._since, waited_us - self._waited_us))
+        self._waited_us = waited_us
+
+    def _end_step(self) -> None:
+        if self._phases:
+            updates, self._updates = self._updates, self._policy.updates
+            self._ticks[-1] = self._updates > updates
+
+    def _begin_step(self, event: RouteEvent) -> None:
+        self._end_step()
+        self._step = event.step
+        self._phases.append(event.phase)
+        self._tokens_of_step.append(event.n_tokens)
+        self._ticks.append(False)
+        self._step_us.append(0.0)
+        if not self._policy.wants.all_resident:
+            return
+        resident = self._engine.store.view.resident_array
+        for layer, expert in np.argwhere(resident != self._resident).tolist():
+            tier = int(resident[layer, expert])
+            self._published.append((len(self._phases) - 1, layer, expert, tier))
+        self._resident = resident.copy()
+
+    def _on_route(self, event: RouteEvent) -> None:
+        self._end_event(perf_counter_ns())
+        if event.step != self._step:
+            self._begin_step(event)
+        n, scores = event.n_tokens, event.importance_array
+        if scores is not None:
+            self._importance.append(scores.tobytes())
+        step = len(self._phases) - 1
+        self._events.append((step, event.layer, n, event.n_ahead, scores is not None))
+        self._ids.append(event.ids_array.tobytes())
+        self._weights.append(event.weights_array.tobytes())
+        self._tokens.append(event.tokens_array.tobytes())
+        self._token_phases.append(event.phases_array.tobytes())
+        self._sequences.append(event.sequences_array.tobytes())
+        view = self._engine.store.view
+        here = event.layer, event.ids_array
+        self._held.append(view.resident_array[here].tobytes())
+        self._missing.append(view.missing_array[here].tobytes())
+        for ahead, ids in enumerate(event.ahead_ids_array, 1):
+            there = event.layer + ahead, ids
+            self._ahead_held.append(view.resident_array[there].tobytes())
+            self._ahead_missing.append(view.missing_array[there].tobytes())
+        if event.n_ahead:
+            self._ahead_ids.append(event.ahead_ids_array.tobytes())
+            self._ahead.append(event.ahead_array.tobytes())
+        self._since = perf_counter_ns()  # what was before, a run without recording does not do
+        driver = self._engine.driver
+        asked = driver.asks(event.phase)
+        (driver.on_route if asked else driver.on_route_unasked)(event)
+        decided_ns = perf_counter_ns()
+        chosen = distinct(event.ids_array)
+        self._computed.append(int((self._engine.store.decision.tier_array[chosen] != SKIP).sum()))
+        done_ns = perf_counter_ns()
+        self._since += done_ns - decided_ns
+        if not asked:
+            self._since = done_ns
+
+    def _losses(self) -> np.ndarray:
+        """What the policy knew, by tier of the file."""
+        model, plan, known = self._engine.model, self._engine.plan, self._policy.losses
+        losses = np.zeros((model.n_layers, model.n_expert, len(model.tiers)))
+        if known is not None:
+            losses[..., list(plan.tiers)] = known
+        return losses
+
+    def _costs(self) -> np.ndarray:
+        """What is foreseen of each tier of the file."""
+        model = self._engine.model
+        known = self._engine.losses.costs([tier.name for tier in model.tiers])
+        none: np.ndarray = np.zeros((model.n_layers, model.n_expert, len(model.tiers) + 1))
+        return none if known is None else known
+
+    def trace(self, disk: Disk = UNKNOWN) -> Trace:
+        """What was recorded. Raises TraceError where nothing was, and where a replay could not
+        follow."""
+        if not self._events:
+            raise TraceError("nothing was evaluated, so there is nothing to record")
+        before, after = self._before, self._after
+        for what in ("transitions_failed", "transitions_rejected"):
+            if getattr(after, what) > getattr(before, what):
+                raise TraceError(
+                    "an expert could not change its version in this run, which a replay does not "
+                    "do: record again"
+                )
+        k = self._engine.model.n_expert_used
+        events = np.array(self._events, np.int32)
+        times = np.array(self._times, np.int64)
+        kept = [each for each in self._restored if each[0] < len(self._phases)]
+        restored = [(step, sequence, len(state)) for step, sequence, state in kept]
+        arrays = {
+            "slices": _slices(self._engine),
+            "start_tier": self._start,
+            "start_hotness": self._start_hotness,
+            "losses": self._losses(),
+            "costs": self._costs(),
+            "counters": counted(after) - counted(before),
+            "step_phase": np.array(self._phases, np.uint8),
+            "step_tokens": np.array(self._tokens_of_step, np.int32),
+            "step_us": np.array(self._step_us),
+            "step_tick": np.array(self._ticks, np.uint8),
+            "published": np.array(self._published, np.int32).reshape(-1, 4),
+            "marks": np.array(self._marks, np.int32).reshape(-1, 3),
+            "restored": np.array(restored, np.int32).reshape(-1, 3),
+            "restored_use": _joined([each[2] for each in kept], np.uint8),
+            "event_step": events[:, 0].copy(),
+            "event_layer": events[:, 1].astype(np.int16),
+            "event_tokens": events[:, 2].copy(),
+            "event_ahead": events[:, 3].astype(np.uint8),
+            "event_scored": events[:, 4].astype(np.uint8),
+            "event_computed": np.array(self._computed, np.int32),
+            "event_ns": times[:, 0].copy(),
+            "event_wait_us": times[:, 1].copy(),
+            "ids": _joined(self._ids, np.int32).reshape(-1, k).astype(np.uint16),
+            "weights": _joined(self._weights, np.float32).reshape(-1, k),
+            "tokens": _joined(self._tokens, np.int32),
+            "phases": _joined(self._token_phases, np.uint8),
+            "sequences": _joined(self._sequences, np.int32),
+            "ahead_ids": _joined(self._ahead_ids, np.int32).reshape(-1, k).astype(np.uint16),
+            "ahead_scores": _joined(self._ahead, np.float32).reshape(-1, k),
+            "held": _joined(self._held, np.uint8).reshape(-1, k),
+            "ahead_held": _joined(self._ahead_held, np.uint8).reshape(-1, k),
+            "missing": _joined(self._missing, np.uint8).reshape(-1, k),
+            "ahead_missing": _joined(self._ahead_missing, np.uint8).reshape(-1, k),
+            "importance": _joined(self._importance, np.float32),
+        }
+        read = after.transition_bytes - before.transition_bytes
+        return Trace(_header(self._engine, disk, int(read)), arrays)
+
+
+def _joined(pieces: list[bytes], kind: type[np.generic]) -> np.ndarray:
+    return np.frombuffer(b"".join(pieces), kind)
+
+
+def _slices(engine: Engine) -> np.ndarray:
+    model = engine.model
+    found = np.full((model.n_layers, len(KINDS), len(model.tiers), 4), -1, np.int64)
+    found[..., 1:] = 0
+    for layer, kinds in enumerate(model.slices):
+        for kind, tiers in enumerate(kinds):
+            for tier, each in enumerate(tiers):
+                if each is not None:
+                    found[layer, kind, tier] = each
+    return found
+
+
+def _header(engine: Engine, disk: Disk, transition_bytes: int) -> Header:
+    model, plan, config = engine.model, engine.plan, engine.config
+    return Header(
+        version=VERSION,
+        model=model.name,
+        arch=model.hparams.arch,
+        n_expert=model.n_expert,
+        n_expert_used=model.n_expert_used,
+        layer_ids=tuple(model.layer_ids),
+        tiers=tuple(tier.name for tier in model.tiers),
+        files=tuple(path.name for path in model.files),
+        policy=engine.policy.name,
+        in_use=plan.tier_names,
+        settings=engine.policy.settings.as_dict(),
+        rules=engine.policy.rules,
+        transition_bytes=transition_bytes,
+        expert_bytes=plan.budget_bytes,
+        io_threads=config.io_threads,
+        read_bytes_per_s=disk.bytes_per_s,
+        read_latency_us=disk.latency_us,
+        dense_share=UNMEASURED,
+    )
+
+
+def record_text(engine: Engine, text: str, n_tokens: int | None = None, prefill: int = 0) -> Trace:
+    """Records the evaluation of a text: its first `prefill` tokens as a prompt, the others
+    one by one, each a decode step. n_tokens None: as many as the context holds.
+
+    Raises ConfigError for a text or a count that does not fit.
+    """
+    tokens = engine.tokenize(text)
+    if n_tokens is not None and n_tokens > engine.n_ctx:
+        raise ConfigError(
+            f"--tokens {n_tokens} is more than the context of {engine.n_ctx} holds: raise --ctx"
+        )
+    tokens = tokens[: min(n_tokens or engine.n_ctx, engine.n_ctx)]
+    if not tokens:
+        raise ConfigError("the text is empty")
+    if prefill > len(tokens):
+        raise ConfigError(f"--prefill {prefill} is more than the {len(tokens)} tokens to evaluate")
+    engine.reset()
+    disk = measured(engine)
+    with Recorder(engine) as recorder:
+        if prefill:
+            engine.eval(tokens[:prefill], 0, phase=Phase.PREFILL)
+        for pos in range(prefill, len(tokens)):
+            engine.eval(tokens[pos : pos + 1], pos, phase=Phase.DECODE)
+    return _finished(engine, recorder, disk)
+
+
+def record_answer(engine: Engine, prompt: str, sampling: Sampling, n_tokens: int) -> Trace:
+    """Records an answer of at most n_tokens tokens, the prompt as the chat renders it.
+    Raises ConfigError for a prompt that does not fit."""
+    messages = [{"role": "user", "content": prompt}]
+    engine.reset()
+    disk = measured(engine)
+    with Recorder(engine) as recorder:
+        for _ in engine.generate(engine.render_chat(messages), sampling, n_tokens):
+            pass
+    return _finished(engine, recorder, disk)
+
+
+def measured(engine: Engine) -> Disk:
+    """Reads of this very file: as many threads as the store has, and one alone, which shows what
+    a read takes beside its bytes."""
+    threads, tier = engine.config.io_threads, engine.plan.tiers[0]
+    many = read_bandwidth(engine.model, tier=tier, threads=threads, seconds=0.5)
+    one = read_bandwidth(engine.model, tier=tier, threads=1, seconds=0.5)
+    latency_s = one.slice_bytes * (1 / one.bytes_per_s - 1 / many.bytes_per_s)
+    return Disk(int(many.bytes_per_s), max(0, round(1e6 * latency_s)))
+
+
+def _finished(engine: Engine, recorder: Recorder, disk: Disk) -> Trace:
+    trace = recorder.trace(disk)
+    return replace(trace, header=replace(trace.header, dense_share=dense_share(engine, trace)))
+
+
+def dense_share(engine: Engine, trace: Trace) -> tuple[float, float]:
+    """By phase, the share of a recorded step's computing that stays when every expert is
+    skipped: median of some steps against the median of the recorded ones. The policy learns
+    nothing from them; the conversation is lost."""
+    steps: dict[Phase, list[float]] = {phase: [] for phase in Phase}
+    prompt_tokens = trace.arrays["step_tokens"][trace.arrays["step_phase"] == Phase.PREFILL]
+    n = min(int(prompt_tokens.max(initial=1)), max(1, engine.n_ctx - DENSE_STEPS))
+    token = engine.tokenize("a")[-1:]
+
+    def skip(_event: RouteEvent) -> None:
+        engine.store.decision.tier_array[:] = SKIP
+        engine.store.apply(engine.store.decision)
+
+    def timed(tokens: list[int], pos: int, phase: Phase) -> None:
+        start = perf_counter()
+        engine.eval(tokens, pos, phase=phase)
+        steps[phase].append(1e3 * (perf_counter() - start) / len(tokens))
+
+    driver = engine.driver
+    policy = driver.policy
+    driver.set_route(skip)
+    driver.policy = policy_class(BASELINE)(model_shape(engine.model, engine.plan.tiers[:1]))
+    try:
+        for _ in range(DENSE_PROMPTS):
+            engine.reset()
+            timed(token * n, 0, Phase.PREFILL)
+        for pos in range(n, min(n + DENSE_STEPS, engine.n_ctx)):
+            timed(token, pos, Phase.DECODE)
+    finally:
+        driver.policy = policy
+        driver.set_route()
+        engine.reset()
+    shares = []
+    for phase in Phase:
+        here = trace.arrays["step_phase"] == phase
+        whole = trace.compute_ms[here] / trace.arrays["step_tokens"][here]
+        least = statistics.median(steps[phase]) if steps[phase] else 0.0
+        usual = percentile(whole, 50) if len(whole) else 0.0
+        shares.append(min(1.0, least / usual) if usual and least else 0.5)
+    return shares[Phase.PREFILL], shares[Phase.DECODE]

@@ -1,0 +1,386 @@
+"""`moe-edge replay`: a policy beside plain LRU, Belady's optimum and the lower bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gguf_tools.units import format_size
+from orchestrator.allocation.estimate import not_fitted
+from orchestrator.allocation.prefetch import LookAhead
+from orchestrator.errors import BudgetError, ConfigError, TraceError
+from orchestrator.events import SKIP_TIER, Phase
+from orchestrator.lab.replay.agreement import (
+    agreement,
+    counted,
+    figures,
+    recorded_figures,
+    render_agreement,
+    share,
+)
+from orchestrator.lab.replay.bounds import Optimum, belady, bound_us
+from orchestrator.lab.replay.simulate import (
+    Compute,
+    Outcome,
+    Setup,
+    Transport,
+    foreseen,
+    set_up,
+    simulate,
+)
+from orchestrator.lab.replay.trace import Header, Trace
+from orchestrator.memory.choice import tiers_between, unused_option
+from orchestrator.native import MAX_AHEAD, Library
+from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class, policy_settings
+from orchestrator.policy.base import Foresees
+from orchestrator.settings import flag_of
+
+RECORDED, SIMULATED = "recorded", "simulated"
+# How reads share the link, and what computing an expert waits for.
+LINKS = SHARED, RIGID = ("shared", "rigid")
+WAITS = MATRIX, WHOLE = ("matrix", "whole")
+
+# What else than the policy and its slots an option can change.
+_OF_TIME = ("bandwidth", "latency_us", "io_threads", "compute_ms", "link", "wait")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What differs from the recorded run; None: as recorded. settings: of policies, by name.
+    bandwidth in bytes per second; compute_ms for each decoded token, without waits. clock: whether
+    versions change when the simulated reads are done or where they did in the recorded run; None:
+    the latter where nothing differs. link: shared, as the store's threads read, demand first and
+    what is no longer wanted dropped; or rigid, one queue for all that is asked for, in which
+    nothing is overtaken or dropped. wait: what computing with a matrix waits for, itself or its
+    whole expert. losses: a loss table in the place of what the trace says, of any model; it is
+    stretched to the shape of the trace. Raises SettingError for a setting out of its range."""
+
+    policy: str | None = None
+    expert_ram: int | None = None
+    high_tier: str | None = None
+    low_tier: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    bandwidth: int | None = None
+    latency_us: int | None = None
+    io_threads: int | None = None
+    compute_ms: float | None = None
+    clock: str | None = None
+    link: str | None = None
+    wait: str | None = None
+    losses: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.settings.items():
+            policy_settings()[name].check(value)
+
+    def changes(self, header: Header) -> dict[str, bool]:
+        """Names of what differs from the recorded run, and whether it only changes when things
+        happen, not what is decided."""
+        recorded = {
+            "policy": header.policy,
+            "expert_ram": header.expert_bytes,
+            "high_tier": header.in_use[0],
+            "low_tier": _low_name(header),
+            "bandwidth": header.read_bytes_per_s,
+            "latency_us": header.read_latency_us,
+            "io_threads": header.io_threads,
+            "compute_ms": None,
+            "link": SHARED,
+            "wait": MATRIX,
+            "losses": None,
+        }
+        differing = {
+            name: name in _OF_TIME
+            for name, value in recorded.items()
+            if getattr(self, name) is not None and getattr(self, name) != value
+        }
+        declared = policy_settings()
+        return differing | {
+            name: declared[name].timing
+            for name, value in self.settings.items()
+            if value != header.settings.get(name)
+        }
+
+
+def _low_name(header: Header) -> str | None:
+    if header.rules.skip:
+        return SKIP_TIER
+    return header.in_use[-1] if len(header.in_use) > 1 else None
+
+
+def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, Any]:
+    """Plays the trace with the asked-for policy and with lru, and adds the bounds: plain
+    types, fit for JSON.
+
+    Both run from an empty store, over the same transport, with slots of as many bytes.
+    belady and bound take the slots of lru, in its one precision. agreement compares the replay
+    with the recorded run where policy and slots are the same. Raises MoeEdgeError.
+    """
+    header = trace.header
+    if options.policy == PLAIN:
+        raise ConfigError("the plain path has no store to replay: choose another --policy")
+    speed, time = speed_and_time(header, options)
+    changes = options.changes(header)
+    if options.clock == RECORDED and changes:
+        raise ConfigError(
+            f"--clock recorded is for a replay that changes nothing: leave "
+            f"{flag_of(next(iter(changes)))} out"
+        )
+    asked = set_up_for(trace, options, policy_class(options.policy or header.policy), speed)
+    name = asked.policy.name
+    if options.clock == RECORDED and not asked.policy.wants.all_resident:
+        raise ConfigError(
+            f"--clock recorded is for versions that change, and with {name} none did: leave it out"
+        )
+    unchanged = not changes and options.clock != SIMULATED
+    as_recorded = asked.policy.wants.all_resident and unchanged
+    plain = asked
+    if name != BASELINE:
+        bare = replace(options, settings={})
+        plain = set_up_for(trace, bare, policy_class(BASELINE), speed)
+    outcome = simulate(library, trace, asked, speed, time, as_recorded, recorded_us=unchanged)
+    runs = {name: _figures(asked, outcome)}
+    if plain is not asked:
+        runs[BASELINE] = _figures(plain, simulate(library, trace, plain, speed, time))
+    best = belady(trace, plain.shape, plain.slots, plain.tiers[0])
+    tokens, compute_us = _work(trace, time)
+    recorded = recorded_figures(trace)
+    same = all(changes.values())
+    return {
+        "model": header.model,
+        "steps": len(trace.arrays["step_phase"]),
+        "prefill_tokens": tokens[Phase.PREFILL],
+        "decode_tokens": tokens[Phase.DECODE],
+        "expert_bytes": asked.spec.budget_bytes,
+        "policy": asked.policy.describe(),
+        "n_ahead": asked.spec.n_ahead,
+        "bandwidth": speed.bytes_per_s,
+        "latency_us": speed.latency_us,
+        "io_threads": speed.threads,
+        "link": options.link or SHARED,
+        "wait": options.wait or MATRIX,
+        "transition_rate": asked.policy.wants.transition_rate,
+        "clock": RECORDED if as_recorded else SIMULATED,
+        "compute_ms": {
+            "prefill_token": _per(compute_us[Phase.PREFILL] / 1000, tokens[Phase.PREFILL]),
+            "decode_token": _per(compute_us[Phase.DECODE] / 1000, tokens[Phase.DECODE]),
+        },
+        "dense_share": list(header.dense_share),
+        "runs": runs,
+        "belady": _best(best),
+        "bound": _bound(best, tokens, compute_us, speed),
+        "recorded": {"policy": header.policy, **recorded},
+        "agreement": agreement(recorded, runs[name]) if same else None,
+    }
+
+
+def speed_and_time(header: Header, options: ReplayOptions) -> tuple[Transport, Compute]:
+    """How fast reads are and what computing takes. Raises ConfigError where that is not known."""
+    speed = Transport(
+        options.bandwidth or header.read_bytes_per_s,
+        header.read_latency_us if options.latency_us is None else options.latency_us,
+        options.io_threads or header.io_threads,
+    )
+    if speed.bytes_per_s == 0:
+        raise ConfigError("the trace has no measured bandwidth: give --bandwidth, as 2GB")
+    decode_us = None if options.compute_ms is None else 1000 * options.compute_ms
+    return speed, Compute(None, decode_us, header.dense_share)
+
+
+def set_up_for(
+    trace: Trace, options: ReplayOptions, policy: type[Policy], speed: Transport
+) -> Setup:
+    """The policy over a trace, with what the options change. Raises MoeEdgeError."""
+    header = trace.header
+    for name in options.settings:
+        if name not in policy.Settings.declared():
+            raise unused_option(name, policy.name)
+    recorded = header.settings if header.policy == policy.name else {}
+    settings = policy.Settings.changed(recorded, options.settings)
+    if isinstance(settings, LookAhead):
+        depth = int(trace.arrays["event_ahead"].max(initial=0))
+        if depth == trace.n_layers - 1:
+            depth = MAX_AHEAD  # no layer was left to ask
+        settings = settings.limited(depth, options.settings)
+    tiers, skip = _tiers(trace, options, policy)
+    expert_bytes = options.expert_ram or header.expert_bytes
+    try:
+        made = set_up(
+            trace,
+            policy,
+            expert_bytes,
+            settings,
+            tiers,
+            replace(header.rules, skip=skip),
+            speed.threads,
+            whole_experts=options.wait == WHOLE,
+            rigid=options.link == RIGID,
+        )
+    except BudgetError as error:
+        least = error.needed_bytes
+        raise BudgetError(
+            f"--expert-ram {format_size(expert_bytes)} is too small: the smallest that works with "
+            f"the policy {policy.name} is {format_size(least, up=True)}",
+            least,
+        ) from None
+    estimate = foreseen(trace, tiers, options.losses)
+    if issubclass(policy, Foresees) and estimate is None:
+        raise not_fitted(header.model, "the trace does not say what lower precisions lose")
+    if isinstance(made.policy, Foresees) and estimate is not None:
+        made.policy.set_estimate(estimate)
+    return replace(made, estimate=estimate)
+
+
+def _tiers(
+    trace: Trace, options: ReplayOptions, policy: type[Policy]
+) -> tuple[tuple[int, ...], bool]:
+    """The trace's tiers that a policy works with, and whether experts may be skipped. Raises
+    TraceError."""
+    header = trace.header
+    high = options.high_tier or header.in_use[0]
+    low = options.low_tier or _low_name(header)
+    first = trace.tier_index(high)
+    same = options.high_tier is None and options.low_tier is None
+    if same and header.policy == policy.name:
+        in_use = tuple(trace.tier_index(name) for name in header.in_use)
+        return in_use, header.rules.skip
+    if policy.precisions.most == 1:
+        return (first,), False
+    if low in (None, SKIP_TIER) or (policy.precisions.skips and options.low_tier is None):
+        return (first,), policy.precisions.skips or low == SKIP_TIER
+    last = trace.tier_index(low or "")
+    if last <= first:
+        raise TraceError(f"the low tier {low} is not below the high tier {high}")
+    return tiers_between(policy, first, last, len(header.tiers)), policy.precisions.skips
+
+
+def _work(trace: Trace, time: Compute) -> tuple[list[int], list[float]]:
+    """Tokens and microseconds of computing, by phase."""
+    tokens, compute_us = [0, 0], [0.0, 0.0]
+    for step in trace.steps():
+        tokens[step.phase] += step.n_tokens
+        compute_us[step.phase] += sum(time.events_ns(step)) / 1000
+    return tokens, compute_us
+
+
+def _figures(setup: Setup, outcome: Outcome) -> dict[str, Any]:
+    stats = outcome.stats
+    found = figures(
+        setup.shape.tiers,
+        setup.policy.rules.skip,
+        counted(stats),
+        [stats.wait_us[phase] / 1000 for phase in Phase],
+        np.array(outcome.phases),
+        outcome.step_us / 1000,
+    )
+    names = ("transition_bytes", "experts_promoted", "experts_demoted", "promotions", "evictions")
+    found |= {name: getattr(stats, name) for name in names}
+    lost = None if outcome.losses is None else outcome.losses.mean(Phase.DECODE)
+    found["kl_estimate"] = lost
+    return found | {
+        "prefetch_used": stats.prefetch_used,
+        "prefetch_wasted": stats.prefetch_wasted,
+    }
+
+
+def _best(best: Optimum) -> dict[str, Any]:
+    return {
+        phase.name.lower(): {
+            "requests": best.requests[phase],
+            "hits": best.hits[phase],
+            "hit_rate": share(best.hits[phase], best.requests[phase]),
+            "miss_bytes": best.miss_bytes[phase],
+        }
+        for phase in Phase
+    }
+
+
+def _bound(
+    best: Optimum, tokens: list[int], compute_us: list[float], speed: Transport
+) -> dict[str, float | None]:
+    least = [
+        bound_us(compute_us[phase], best.miss_bytes[phase], speed.bytes_per_s) / 1000
+        for phase in Phase
+    ]
+    n = tokens[Phase.DECODE]
+    return {
+        "prefill_ms": least[Phase.PREFILL] if tokens[Phase.PREFILL] else None,
+        "tpot_ms_mean": least[Phase.DECODE] / n if n else None,
+    }
+
+
+def _per(whole: float, n: int) -> float | None:
+    return whole / n if n else None
+
+
+def render(result: dict[str, Any]) -> str:
+    """The same as a table for a person."""
+    tokens, prompt = result["decode_tokens"], result["prefill_tokens"]
+    compute = result["compute_ms"]["decode_token"] or result["compute_ms"]["prefill_token"]
+    lines = [
+        f"{result['model']}: {prompt} prompt tokens, {tokens} decoded; "
+        f"{format_size(result['expert_bytes'])} of expert slots",
+        f"reads: {format_size(result['bandwidth'])}/s, {result['latency_us']} us, "
+        f"{result['io_threads']} at once{_odd(result)}; computing: {compute:.2f} ms a token, "
+        f"{100 * result['dense_share'][Phase.DECODE]:.0f} % of it outside the experts",
+        "",
+        f"{'':<20}{'hits':>8}{'read/token':>13}{'wait/token':>13}"
+        f"{'TPOT p50':>11}{'mean':>10}{'p99':>10}{'TTFT':>11}",
+    ]
+    for name, run in result["runs"].items():
+        lines.append(_line(name, run, tokens))
+        if run["kl_estimate"]:
+            lines.append(f"  a loss of {run['kl_estimate']:.4f} nats a token is foreseen")
+        if run["transition_bytes"]:
+            where = "where the run did" if result["clock"] == RECORDED else "as the reads allow"
+            ups, downs = run["experts_promoted"], run["experts_demoted"]
+            lines.append(f"  {ups} promoted and {downs} demoted, {where}")
+    best, bound, recorded = result["belady"]["decode"], result["bound"], result["recorded"]
+    lines.append(
+        f"{f'Belady, {BASELINE} slots':<20}{_percent(best['hit_rate']):>8}"
+        f"{_size(best['miss_bytes'], tokens):>13}"
+    )
+    lines.append(
+        f"{'bound, one precision':<20}{'':>8}{'':>13}{'':>13}{'':>11}"
+        f"{_ms(bound['tpot_ms_mean']):>10}{'':>10}{_ms(bound['prefill_ms']):>11}"
+    )
+    lines.append(_line("recorded " + recorded["policy"], recorded, tokens))
+    lines += ["", f"policy: {result['policy']}, look-ahead {result['n_ahead']}"]
+    if result["agreement"] is not None:
+        lines += ["", *render_agreement(result["agreement"])]
+    return "\n".join(lines)
+
+
+def _odd(result: dict[str, Any]) -> str:
+    """For the speed of reads: what is not as in a real store."""
+    rigid = ", rigid link" if result["link"] == RIGID else ""
+    return rigid + (", whole experts waited for" if result["wait"] == WHOLE else "")
+
+
+def _line(name: str, run: dict[str, Any], tokens: int) -> str:
+    decode = run["decode"]
+    moved = decode["demand_bytes"] + decode["prefetch_bytes"]
+    return (
+        f"{name:<20}{_percent(decode['hit_rate']):>8} {_size(moved, tokens):>12}"
+        f" {_ms(decode['wait_ms'] / tokens if tokens else None):>12}"
+        f" {_ms(run['tpot_ms_p50']):>10} {_ms(run['tpot_ms_mean']):>9}"
+        f" {_ms(run['tpot_ms_p99']):>9} {_ms(run['ttft_ms']):>10}"
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _size(size_bytes: int, tokens: int) -> str:
+    return format_size(size_bytes / tokens) if tokens else "-"
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f} ms" if value < 1e4 else f"{value / 1000:.0f} s"

@@ -1,0 +1,288 @@
+"""A recorded run again, with another policy, other slots or another disk: no model needed.
+
+The policy objects and the store's cache code are those of a real run. The graph is played:
+each layer computes for a given time, and waits where the store has to read. The versions of
+experts change when the simulated reads are done, or where they changed in the recorded run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gguf_tools.file.layout import COMPUTE_ORDER
+from orchestrator.allocation.estimate import KlEstimate, LossMeter
+from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
+from orchestrator.cost.losses import load
+from orchestrator.engine.driver import Driver
+from orchestrator.engine.store_layout import spec_for, store_layers
+from orchestrator.errors import ConfigError
+from orchestrator.events import ComputedStep, Phase, RouteEvent, StoreView
+from orchestrator.lab.replay.follow import RecordedVersions
+from orchestrator.lab.replay.trace import Event, Step, Trace
+from orchestrator.memory.footprint import model_shape
+from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
+from orchestrator.policy import Policy
+from orchestrator.policy.base import Tunes
+from orchestrator.settings import Settings
+
+# Of virtual time, between two looks at reads that are waited for.
+_PAUSE_NS = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """bytes_per_s 0: bytes take no time; latency_us a read; threads reads at once."""
+
+    bytes_per_s: int
+    latency_us: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What computing takes without any wait: microseconds for each token, by phase, shared by
+    the layers in proportion to their tokens; None: from each event to the next as recorded.
+    dense_share: by phase, the part of it after the experts; the rest is spread evenly over a
+    layer's matrix kinds and the experts that were computed in the recorded run."""
+
+    prefill_us: float | None
+    decode_us: float | None
+    dense_share: tuple[float, float] = (0.5, 0.5)
+
+    def events_ns(self, step: Step) -> list[float]:
+        """Nanoseconds of each event of a step."""
+        token_us = self.prefill_us if step.phase is Phase.PREFILL else self.decode_us
+        if token_us is None:
+            return [float(event.compute_ns) for event in step.events]
+        rows = [len(event.ids) for event in step.events]
+        row_ns = 1000 * token_us * step.n_tokens / max(1, sum(rows))
+        return [row_ns * n for n in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A policy over a trace, and its slots. tiers: of the trace's model, those in use. estimate:
+    what these cost, None where the trace does not say."""
+
+    policy: Policy
+    shape: ModelShape
+    slots: SlotPlan
+    spec: StoreSpec
+    tiers: tuple[int, ...]
+    estimate: KlEstimate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a replay came to. step_us [S]: virtual time of each step. losses: what was foreseen to
+    be lost, None where the trace does not say."""
+
+    stats: CStats
+    phases: tuple[Phase, ...]
+    step_us: np.ndarray
+    losses: LossMeter | None = None
+
+
+def set_up(
+    trace: Trace,
+    policy: type[Policy],
+    expert_bytes: int,
+    settings: Settings,
+    tiers: tuple[int, ...],
+    rules: Rules,
+    threads: int,
+    *,
+    whole_experts: bool = False,
+    rigid: bool = False,
+) -> Setup:
+    """The policy for a trace, and how it divides the slots. tiers: of the trace's model, best
+    first. whole_experts, rigid: as of StoreSpec. Raises PolicyError and BudgetError."""
+    shape = model_shape(trace, tiers)
+    made = policy(shape, settings, rules)
+    _teach(made, trace, tiers)
+    slots = made.plan(expert_bytes)
+    spec = spec_for(
+        made,
+        slots,
+        store_layers(trace.header.layer_ids, trace.slices, tiers, slots),
+        files=tuple(Path(name) for name in trace.header.files),
+        budget_bytes=expert_bytes,
+        max_tokens=trace.max_tokens,
+        n_io_threads=threads,
+        direct_io=False,
+        simulated=True,
+        whole_experts=whole_experts,
+        rigid=rigid,
+    )
+    return Setup(made, shape, slots, spec, tiers)
+
+
+def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstimate | None:
+    """What tiers of the trace's model cost against the best of them, by the trace or by the table
+    of another model. Raises ConfigError for a table that does not say it."""
+    names = trace.header.tiers
+    costs = trace.arrays["costs"]
+    if path is not None:
+        found = load(path, None).costs(names)
+        if found is None:
+            raise ConfigError(f"--losses {path} does not say what {', '.join(names)} lose")
+        # Stretched over the depth, and repeated over the experts.
+        layers = np.linspace(0, len(found) - 1, trace.n_layers).round().astype(int)
+        costs = found[np.ix_(layers, np.arange(trace.n_expert) % found.shape[1])]
+    if not costs.any():
+        return None
+    columns = [*tiers, tiers[0], len(names)]
+    usual = np.full(costs.shape[:2], 1 / trace.n_expert_used**2)
+    in_use = [names[tier] for tier in tiers]
+    return KlEstimate.of_costs(costs[..., columns], in_use, in_use[0], usual)
+
+
+def _teach(policy: Policy, trace: Trace, tiers: tuple[int, ...]) -> None:
+    """What earlier runs had learned of the model when the trace was recorded."""
+    hotness = trace.arrays["start_hotness"]
+    if policy.learns and hotness.any():
+        policy.set_hotness(hotness)
+    losses = trace.arrays["losses"][..., list(tiers)]
+    if policy.weighs_losses and losses.any():
+        policy.set_losses(losses)
+
+
+def simulate(
+    library: Library,
+    trace: Trace,
+    setup: Setup,
+    speed: Transport,
+    time: Compute,
+    as_recorded: bool = False,
+    recorded_us: bool = False,
+) -> Outcome:
+    """Plays the trace once, from an empty store, or for a policy that has everything in memory
+    from that. as_recorded: versions change where they did in the recorded run, which was one of
+    this policy with these settings and slots. recorded_us: the policy is told the times of the
+    recorded steps, as it is with as_recorded, in the place of the virtual ones. Raises what the
+    policy or the store does, and TraceError where the policy does something else than it did."""
+    policy = setup.policy
+    told_recorded = as_recorded or recorded_us
+    # Parts of prompts behind which an answer begins.
+    answered = np.diff(trace.arrays["step_phase"].astype(int), append=Phase.PREFILL) > 0
+    phases: list[Phase] = []
+    step_us: list[float] = []
+    with Store.create(library, setup.spec) as store:
+        clock = Simulation(store)
+        driver = Driver(policy, store, lambda: _pass(clock))
+        driver.set_route()
+        if setup.estimate is not None:
+            driver.meter = LossMeter(setup.estimate, policy.rules.exact)
+        by_residency = policy.wants.by_residency or isinstance(policy, Tunes)
+        held = Held(driver) if recorded_us and by_residency else None
+        clock.set_speed(speed.bytes_per_s, speed.latency_us)
+        driver.load_first(policy.start())
+        follow = None
+        if as_recorded:
+            follow = RecordedVersions(store, policy, clock, speed.bytes_per_s, speed.latency_us)
+            follow.check_start(trace)
+        # Of another policy nobody knows what it would have known.
+        kept = trace.restored() if policy.name == trace.header.policy else {}
+        _restore(driver, kept.get(0, ()))
+        for step in trace.steps():
+            start_ns = clock.now_ns
+            if follow is not None:
+                follow.begin_step(step)
+            store.begin_step(step.phase)
+            _play(clock, setup, step, time, held)
+            phases.append(step.phase)
+            step_us.append((clock.now_ns - start_ns) / 1000)
+            moves = driver.learn(
+                _computed(step, len(phases), step.us if told_recorded else step_us[-1]),
+                None if follow is None else follow.states(),
+            )
+            _restore(driver, kept.get(len(phases), ()))
+            if follow is not None:
+                follow.learned(moves)
+                if answered[len(phases) - 1]:
+                    follow.before_answer(driver)
+                follow.step_done(step)
+            elif moves:
+                store.transition(moves)
+            if follow is None and answered[len(phases) - 1]:
+                driver.before_answer()
+                step_us[-1] = (clock.now_ns - start_ns) / 1000
+        stats = store.stats()
+    return Outcome(stats, tuple(phases), np.array(step_us), driver.meter)
+
+
+class Held:
+    """Lets a policy that decides by what is in memory, or tunes itself by that, see what was there
+    in the recorded run: when a read ends is the disk's choice, which no other run repeats."""
+
+    def __init__(self, driver: Driver) -> None:
+        shape = driver.store.view.resident_array.shape
+        self._resident: np.ndarray = np.zeros(shape, np.uint8)
+        self._missing: np.ndarray = np.zeros(shape, np.uint8)
+        self._view = StoreView(self._resident, self._missing)
+        self._driver = driver
+        driver.set_route(self._on_route)
+
+    def show(self, event: Event) -> None:
+        """Before the event is played."""
+        view, layer = self._driver.store.view, event.layer
+        for now, simulated, here, ahead in (
+            (self._resident, view.resident_array, event.held, event.ahead_held),
+            (self._missing, view.missing_array, event.missing, event.ahead_missing),
+        ):
+            now[:] = simulated
+            now[layer, event.ids] = here
+            for distance, (ids, there) in enumerate(zip(event.ahead_ids, ahead, strict=True), 1):
+                now[layer + distance, ids] = there
+
+    def _on_route(self, event: RouteEvent) -> None:
+        driver = self._driver
+        driver.policy.decide(event, self._view, driver.store.decision)
+        driver.store.apply(driver.store.decision)
+        if driver.meter is not None:
+            driver.meter.decided(event, self._view, driver.store.decision)
+
+
+def _restore(driver: Driver, kept: Iterable[tuple[int, bytes]]) -> None:
+    for sequence, state in kept:
+        driver.restore_sequence(sequence, state)
+
+
+def _pass(clock: Simulation) -> None:
+    clock.advance(_PAUSE_NS)
+
+
+def _computed(step: Step, number: int, us: float) -> ComputedStep:
+    """What the store of the model said of the step."""
+    return ComputedStep(
+        number=number,
+        phase=step.phase,
+        n_tokens=step.n_tokens,
+        us=us,
+        starts=step.starts,
+        prompt_ends=step.prompt_ends,
+        ends=step.ends,
+    )
+
+
+def _play(
+    clock: Simulation, setup: Setup, step: Step, time: Compute, held: Held | None = None
+) -> None:
+    """One step, from its first route event to where the next one has its first."""
+    n_ahead, dense = setup.spec.n_ahead, time.dense_share[step.phase]
+    for event, event_ns in zip(step.events, time.events_ns(step), strict=True):
+        layer, ids, weights, tokens, phases, of, ahead_ids, ahead, scores, n_computed = event[:10]
+        if held is not None:
+            held.show(event)
+        seen = ahead_ids[:n_ahead], ahead[:n_ahead]
+        clock.route(layer, ids, weights, tokens, *seen, scores, of, phases)
+        experts = np.unique(ids).astype(np.int32)
+        kinds = [kind for kind in COMPUTE_ORDER if kind in setup.shape.slots[layer][0]]
+        expert_ns = event_ns * (1 - dense) / (len(kinds) * max(1, n_computed))
+        for kind in kinds:
+            clock.use(layer, kind, experts, int(expert_ns))
+        clock.advance(int(event_ns * dense if n_computed else event_ns))

@@ -1,0 +1,323 @@
+"""How much memory a model takes: its scratch, and slots for its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from gguf_tools.experts import DEFAULT_KV, ExpertModel, Slice, Tier
+from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
+from gguf_tools.file.reader import metadata_value
+from orchestrator.allocation.slots import ModelShape
+from orchestrator.config import Config
+from orchestrator.memory.micro_batch import SIZES
+from orchestrator.policy import DEFAULT, PLAIN, policy_class
+
+# Everything that is neither weights nor KV nor growing with the batch: the interpreter,
+# numpy, the libraries, thread stacks, tables; and, for each token of the vocabulary, its
+# copies in Python and in llama.cpp. Measured: 59 to 62 MiB, the pages of libraries among them;
+# 2 more where Python's modules had to be compiled first, and 3 where the kernel gives huge pages
+# unasked. 240 bytes of the vocabulary without merges. Beside a GPU, its driver has memory of its
+# own in the process.
+PROCESS_BYTES = 67 * 2**20
+GPU_PROCESS_BYTES = 96 * 2**20
+VOCAB_TOKEN_BYTES = 600
+
+# cuBLAS with its workspace (32 MiB on Hopper), what kernels of a product need to meet, tables.
+LIBRARY_BYTES = 64 * 2**20
+# ggml's pool of a GPU takes so much more than it is asked for.
+POOL_GROWTH = 1.05
+
+
+# Of what is left for experts, prompts that were read before may take this share, and this many
+# marks in a sequence whose memory cannot be cut.
+PROMPT_SHARE = 1 / 32
+PROMPT_MARKS = 6
+
+# Of a row that a product of experts multiplies: a number in 8 bits with its block's scales and
+# sums, and the row's place.
+ROW_WEIGHT_BYTES = 292 / 256
+ROW_PLACE_BYTES = 16
+
+# What the logits of a part of a prompt that is scored may take.
+SCORING_BYTES = 16 * 2**20
+
+# The context where none is asked for and memory is short; context_length.py has the rest.
+LEAST_CONTEXT = 4096
+
+
+def context_tokens(model: ExpertModel, config: Config) -> int:
+    """The context that was asked for, or else the least one, as far as the model was trained for
+    it. Several sequences share it, each with as much."""
+    asked = config.ctx or LEAST_CONTEXT
+    most = model.hparams.context_length * (1 + config.sequences)
+    return min(asked, most) if most else asked
+
+
+def step_tokens(config: Config, n_ctx: int) -> int:
+    """The most tokens of a step in a context of so many: what was asked for, or else the least."""
+    return min(config.ubatch or SIZES[0], n_ctx)
+
+
+def output_tokens(config: Config, n_vocab: int, n_ubatch: int) -> int:
+    """Of how many tokens of one sequence a step may have the logits, in a vocabulary of so many. A
+    token's logits are there twice: in the scratch, and where they are read."""
+    if config.logits_all:
+        return n_ubatch
+    return max(1, min(n_ubatch, config.scored, SCORING_BYTES // max(1, 2 * 4 * n_vocab)))
+
+
+def vocabulary_size(model: ExpertModel) -> int:
+    """Tokens that the model's vocabulary lists; MetadataError where it is no list."""
+    return len(metadata_value(model.parts[0], "tokenizer.ggml.tokens", list, []))
+
+
+def compute_bytes(
+    model: ExpertModel, config: Config, n_ctx: int, graph_bytes: int | None = None
+) -> int:
+    """What one micro-batch takes: llama.cpp's scratch, the logits beside it, and what products
+    take of the CPU.
+
+    graph_bytes: the scratch as llama.cpp itself counts it, without token importance; None for an
+    upper estimate.
+    """
+    tokens = step_tokens(config, n_ctx)
+    n_vocab = vocabulary_size(model)
+    outputs = max(output_tokens(config, n_vocab, tokens), 1 + config.sequences)
+    logits = 4 * outputs * n_vocab
+    if graph_bytes is None:
+        graph_bytes = _graph_bytes(model, config, n_ctx) + logits
+    else:
+        graph_bytes += _row_bytes(model, config, n_ctx)
+    return graph_bytes + logits + _importance_bytes(model, config, n_ctx)
+
+
+def _row_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
+    """What the widest product of experts keeps of its inputs in the CPU's work buffer, which
+    llama.cpp does not count: rows in blocks of 8 bits, in two layouts where precisions differ in
+    what they multiply with, and the places of the rows."""
+    widths = [shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None]
+    layouts = min(2, len(model.tiers))
+    row = layouts * max(widths) * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
+    return int(step_tokens(config, n_ctx) * model.n_expert_used * row)
+
+
+def _graph_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
+    """An upper estimate of the scratch, without what has the length of the vocabulary.
+
+    Per token, in float32: the attention mask over the context, in half precision where attention
+    is flash, else in two precisions; the residual stream; the larger of attention's rows and the
+    two sets of rows of the k experts that live at once, and their quantized copies.
+    """
+    hparams, tokens = model.hparams, step_tokens(config, n_ctx)
+    n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
+    heads = max(hparams.n_head) + 2 * max(hparams.n_head_kv)
+    attention = 3 * heads * max(hparams.key_length, hparams.value_length)
+    experts = model.n_expert_used * (n_ff + hparams.embedding_length)
+    mask = (1.5 if config.importance == "exact" else 0.5) * n_ctx
+    rows = 4 * hparams.embedding_length + max(attention, 2 * experts) + 0.5 * experts
+    return 4 * int(tokens * (mask + rows))
+
+
+def _importance_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
+    """What token importance takes beside that, where it may lower anything: the attention weights
+    of the queries that it is taken from, of as many prompts as a step may have; and the queries and
+    keys of a batch and its residual stream, which live longer for it."""
+    if config.importance == "load" or not _may_want_importance(config):
+        return 0
+    hparams, tokens = model.hparams, step_tokens(config, n_ctx)
+    window = config.importance_window * (1 + config.sequences)
+    queries = min(window, tokens) if config.importance == "window" else 2 * tokens
+    weights = queries * n_ctx * max(hparams.n_head)
+    heads = max(hparams.n_head) + max(hparams.n_head_kv)
+    return 4 * (weights + tokens * (heads * hparams.key_length + hparams.embedding_length))
+
+
+def _may_want_importance(config: Config) -> bool:
+    if config.policy == PLAIN:
+        return False
+    policy = policy_class(config.policy or DEFAULT)
+    return policy.wants.importance and config.asks_less(policy)
+
+
+def part_bytes(model: ExpertModel, config: Config) -> int:
+    """An upper estimate of what a mark takes in a sequence whose memory cannot be cut: the states
+    of recurrent layers in float32, and what a window sees in all layers. 0 for other models."""
+
+    def number(name: str) -> int:
+        value = model.metadata.get(f"{model.hparams.arch}.{name}", 0)
+        return value if isinstance(value, int) and value > 0 else 0
+
+    inner, state = number("ssm.inner_size"), number("ssm.state_size")
+    shifted = inner + 2 * number("ssm.group_count") * state
+    recurrent = state * inner + max(0, number("ssm.conv_kernel") - 1) * shifted
+    seen = number("attention.sliding_window")
+    window = model.kv_bytes(seen, config.kv) if seen else 0
+    return 4 * recurrent * model.hparams.block_count + window
+
+
+def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
+    """What llama.cpp takes while it writes a sequence to a file or reads it: the keys or values of
+    one layer, at most."""
+    if config.prompt_cache is None:
+        return 0
+    return model.kv_bytes(n_ctx, config.kv) // len(model.hparams.n_head_kv)
+
+
+def prompt_bytes(
+    model: ExpertModel, config: Config, n_ctx: int, left_bytes: int, spare_bytes: int
+) -> int:
+    """What prompts that were read before may take of the host's memory: what was asked for, or, for
+    conversations, one more context and some marks, as far as that costs little. What copying them
+    to a file takes comes on top.
+
+    left_bytes: what is left for experts. spare_bytes: what may be taken without a change of how the
+    model lies in memory.
+    """
+    copying = copying_bytes(model, config, n_ctx)
+    if config.cache_ram is not None:
+        return config.cache_ram + copying
+    if not config.conversations:
+        return copying
+    wanted = model.kv_bytes(n_ctx, config.kv) + PROMPT_MARKS * part_bytes(model, config)
+    share = int(left_bytes * PROMPT_SHARE)
+    return copying + max(0, min(wanted, share, spare_bytes - copying))
+
+
+def attention_weights(model: ExpertModel, config: Config, n_ctx: int) -> int:
+    """How many weights the attention of one batch has over the whole context."""
+    return max(model.hparams.n_head) * step_tokens(config, n_ctx) * n_ctx
+
+
+def kernel_bytes(
+    model: ExpertModel, config: Config, n_ctx: int, flash: bool, piles: bool = False
+) -> int:
+    """What the kernels of a device take beside llama.cpp's scratch, at most.
+
+    cuBLAS and its workspace; a batch's activations as q8_1, a row for each expert of a token, of
+    two lengths; and what attention makes in half precision. Where it is flash, that is one layer's
+    keys and values of a cache in 8 bits; else its weights. Either grows with the cache, and what
+    was taken for shorter ones stays: piles says so; our executor takes the longest at once.
+    """
+    tokens = step_tokens(config, n_ctx)
+    widths = {shape[i] for layer in model.shapes for shape in layer if shape for i in (0, 1)}
+    rows = tokens * model.n_expert_used
+    activations = sum(rows * (width + 512) * 36 // 32 for width in sorted(widths)[-2:])
+    chunks = -(-n_ctx // tokens)
+    if not flash:
+        weights = 2 * attention_weights(model, config, n_ctx)
+    elif config.kv == DEFAULT_KV:
+        weights = 0
+    else:
+        hparams = model.hparams
+        lengths = hparams.key_length + hparams.value_length
+        weights = 2 * n_ctx * max(hparams.n_head_kv) * lengths
+    grown = weights * (chunks + 1) // 2 if piles else weights + weights // chunks
+    return LIBRARY_BYTES + int(POOL_GROWTH * (activations + grown))
+
+
+def process_bytes(model: ExpertModel, config: Config, on_gpu: bool = False) -> int:
+    """What the process takes for a model whose weights, cache and scratch are elsewhere."""
+    own = (GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES) + config.beside
+    return own + (VOCAB_TOKEN_BYTES + config.beside_token) * vocabulary_size(model)
+
+
+def scratch_bytes(model: ExpertModel, config: Config) -> int:
+    """All that a model takes beside its weights and its KV cache, as the planner counts it where a
+    policy looks ahead."""
+    compute = compute_bytes(model, config, context_tokens(model, config))
+    return process_bytes(model, config) + compute + look_ahead_bytes(model)
+
+
+def look_ahead_bytes(model: ExpertModel) -> int:
+    """Copies of the routers in half precision, which a policy looks ahead with."""
+    return 2 * (len(model.slices) - 1) * model.n_expert * model.hparams.embedding_length
+
+
+def embedding_bytes(model: ExpertModel) -> int:
+    """The token embeddings, which llama.cpp keeps in the host's memory beside a GPU."""
+    infos = (part.tensors.get("token_embd.weight") for part in model.parts)
+    return max((info.nbytes for info in infos if info is not None), default=0)
+
+
+def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:
+    """Rows of a layer that the host computes for a device: inputs and results of each expert of so
+    many tokens."""
+    shapes = [shape for kinds in model.shapes for shape in kinds if shape is not None]
+    longest = max(max(shape) for shape in shapes)
+    return 3 * 4 * n_tokens * model.n_expert_used * longest
+
+
+class Placed(Protocol):
+    """Where the experts of one (layer, kind, tier) lie: gguf_tools.experts.Slice."""
+
+    @property
+    def file_index(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def expert_bytes(self) -> int: ...
+    @property
+    def type(self) -> int: ...
+
+
+class Experts(Protocol):
+    """What ExpertModel and a recorded trace both know of a model."""
+
+    @property
+    def n_expert(self) -> int: ...
+    @property
+    def n_expert_used(self) -> int: ...
+    @property
+    def tiers(self) -> Sequence[Tier]: ...
+    @property
+    def slices(self) -> Sequence[Sequence[Sequence[Placed | None]]]: ...
+
+
+_P = TypeVar("_P", bound=Placed)
+
+
+def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
+    """The model as policies see it, reduced to some of its tiers, with slots in the host's
+    memory."""
+
+    def size(_layer: int, _kind: int, each: Placed) -> int:
+        return slot_bytes(each.offset, each.expert_bytes, model.n_expert)
+
+    return _shape(model, model.slices, tiers, size)
+
+
+def device_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
+    """The same with slots in a device's memory, or in the host's behind it."""
+
+    def size(layer: int, kind: int, each: Slice) -> int:
+        shape = model.shapes[layer][kind]
+        assert shape is not None
+        return device_slot_bytes(each.type, each.expert_bytes, shape[0])
+
+    found = _shape(model, model.slices, tiers, size)
+    return replace(found, shares_slots=False, host_slots=model_shape(model, tiers).slots)
+
+
+def _shape(
+    model: Experts,
+    slices: Sequence[Sequence[Sequence[_P | None]]],
+    tiers: tuple[int, ...],
+    size: Callable[[int, int, _P], int],
+) -> ModelShape:
+    slots = tuple(
+        tuple(
+            {
+                kind: size(layer, kind, each)
+                for kind, by_tier in enumerate(kinds)
+                if (each := by_tier[tier]) is not None
+            }
+            for tier in tiers
+        )
+        for layer, kinds in enumerate(slices)
+    )
+    names = tuple(model.tiers[tier].name for tier in tiers)
+    bits = tuple(model.tiers[tier].bpw for tier in tiers)
+    known = bits if all(bits) else ()
+    return ModelShape(model.n_expert, model.n_expert_used, names, slots, known)

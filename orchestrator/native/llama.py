@@ -1,0 +1,392 @@
+"""Upstream's model and context through the stock bindings, no more than the engine needs.
+
+The high-level Llama class is not used: it copies the logits of every token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gguf_tools import interrupts
+from gguf_tools.experts import DEFAULT_KV, KV_TYPES
+from orchestrator.config import Sampling, native_log_enabled
+from orchestrator.errors import NativeError
+from orchestrator.native import Library
+
+EXPERT_PATTERN = rb"blk\.\d+\.ffn_(up|gate|gate_up|down)_exps\.weight"
+_LOG_ERROR = 4
+_MAX_COMPLAINTS = 4
+_ALL_LAYERS = 1 << 20
+_PIECE_BYTES = 256
+# How often OpenMP's threads look for work between two graphs: for a millisecond, not for twenty.
+_OPENMP_SPINS = "20000"
+_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
+
+
+class BufferTypeOverride(ctypes.Structure):
+    """struct llama_model_tensor_buft_override; the bindings leave it out."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+class Bindings:
+    """The loaded llama_cpp module, and what its library last complained about."""
+
+    _shared: Bindings | None = None
+
+    def __init__(self) -> None:
+        os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPINS)  # read when the library is loaded
+        try:
+            self.api: Any = import_module("llama_cpp.llama_cpp")
+        except (ImportError, OSError, RuntimeError) as error:
+            raise NativeError(f"llama_cpp cannot be loaded ({error}): run `make build`") from error
+        self.complaints: list[str] = []
+        self._log = self.api.llama_log_callback(self._on_log)
+        self.listen()
+        self.api.llama_backend_init()
+        self._library: Library | None = None
+
+    @classmethod
+    def load(cls) -> Bindings:
+        """The bindings, loaded once a process. Raises NativeError."""
+        if cls._shared is None:
+            cls._shared = cls()
+        return cls._shared
+
+    def library(self) -> Library:
+        """Our own functions in the loaded library. Raises NativeError for a stock package."""
+        if self._library is None:
+            self._library = Library(self.api._lib)
+        return self._library
+
+    def count_gpus(self) -> int:
+        """How many GPUs llama.cpp sees."""
+        ggml = self.api._lib
+        ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+        get, kind = ggml.ggml_backend_dev_get, ggml.ggml_backend_dev_type
+        get.argtypes, get.restype = [ctypes.c_size_t], ctypes.c_void_p
+        kind.argtypes, kind.restype = [ctypes.c_void_p], ctypes.c_int
+        return sum(kind(get(i)) == _GPU for i in range(ggml.ggml_backend_dev_count()))
+
+    def listen(self) -> None:
+        """Hears what the library says from here on: another may have taken its only log."""
+        self.complaints.clear()
+        self.api.llama_log_set(self._log, ctypes.c_void_p(0))
+
+    @interrupts.called_from_c
+    def _on_log(self, level: int, text: bytes, _user: int | None) -> None:
+        line = text.decode("utf-8", "replace")
+        if level == _LOG_ERROR and line.strip() and len(self.complaints) < _MAX_COMPLAINTS:
+            self.complaints.append(line.strip())
+        if native_log_enabled():
+            print(line, end="", file=sys.stderr, flush=True)
+
+    def complaint(self) -> str:
+        """The first error in the library's log, in brackets, or nothing: later ones follow from
+        it. They are forgotten then."""
+        said = list(self.complaints)
+        self.complaints.clear()
+        return f" ({said[0]})" if said else ""
+
+
+class Model:
+    """A loaded llama_model and its vocabulary. Free it with close, after its contexts."""
+
+    def __init__(
+        self,
+        bindings: Bindings,
+        path: Path,
+        *,
+        managed: bool,
+        use_extra_bufts: bool,
+        use_mmap: bool,
+        gpu: int | None = None,
+        buffer_type: int | None = None,
+        progress: Callable[[float], None] | None = None,
+        no_data: bool = False,
+    ) -> None:
+        """managed: expert tensors become placeholders for the native store, of buffer_type or
+        else of the host's. gpu: the one that everything is loaded onto, None for none. no_data:
+        it takes no memory, and neither do its contexts, which count what they would take.
+
+        Raises NativeError with the library's own reason; what progress raises comes through.
+        """
+        api = self.api = bindings.api
+        self._handle: int | None = None
+        params = api.llama_model_default_params()
+        params.n_gpu_layers = 0 if gpu is None else _ALL_LAYERS
+        params.split_mode, params.main_gpu = api.LLAMA_SPLIT_MODE_NONE, gpu or 0
+        params.load_mode = api.LLAMA_LOAD_MODE_AUTO if use_mmap else api.LLAMA_LOAD_MODE_NONE
+        params.use_extra_bufts, params.no_alloc = use_extra_bufts, no_data
+        overrides = (BufferTypeOverride * 2)()
+        if managed:
+            overrides[0].pattern = EXPERT_PATTERN
+            overrides[0].buffer_type = buffer_type or bindings.library().buffer_type()
+            params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+
+        @interrupts.called_from_c
+        def report(done: float, _user: int | None) -> bool:
+            try:
+                if progress is not None:
+                    progress(done)
+            except BaseException as error:  # noqa: BLE001 - raised below, once C has returned
+                interrupts.hand_over(error)
+                return False
+            return not interrupts.asked()
+
+        params.progress_callback = api.llama_progress_callback(report)
+        bindings.listen()
+        handle = None
+        try:
+            with interrupts.held():
+                handle = api.llama_model_load_from_file(os.fsencode(path), params)
+        except BaseException:
+            if handle:
+                api.llama_model_free(handle)
+            raise
+        if not handle:
+            reason = bindings.library().load_error() if managed else None
+            if reason:
+                raise NativeError(f"{path}: {reason.decode('utf-8', 'replace')}")
+            raise NativeError(f"{path}: llama.cpp cannot load it{bindings.complaint()}")
+        self._handle = handle
+        self.vocab = api.llama_model_get_vocab(handle)
+        self.n_vocab: int = api.llama_vocab_n_tokens(self.vocab)
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise NativeError("the model is closed")
+        return self._handle
+
+    def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text. Raises NativeError if the tokenizer fails."""
+        data = text.encode("utf-8", "replace")
+        room = len(data) + 16
+        for _ in range(2):
+            tokens = (self.api.llama_token * room)()
+            count = self.api.llama_tokenize(
+                self.vocab, data, len(data), tokens, room, add_special, parse_special
+            )
+            if count >= 0:
+                return list(tokens[:count])
+            room = -count
+        raise NativeError("the text cannot be tokenized")
+
+    def piece(self, token: int, special: bool = False, room: int = _PIECE_BYTES) -> bytes:
+        """The bytes that a token stands for; control tokens are empty unless special."""
+        text = ctypes.create_string_buffer(room)
+        count = self.api.llama_token_to_piece(self.vocab, token, text, room, 0, special)
+        return self.piece(token, special, -count) if count < 0 else text.raw[:count]
+
+    def is_end(self, token: int) -> bool:
+        return bool(self.api.llama_vocab_is_eog(self.vocab, token))
+
+    def is_control(self, token: int) -> bool:
+        return bool(self.api.llama_vocab_is_control(self.vocab, token))
+
+    def adds_bos(self) -> bool:
+        return bool(self.api.llama_vocab_get_add_bos(self.vocab))
+
+    def bos(self) -> str:
+        return self._token_text(self.api.llama_vocab_bos(self.vocab))
+
+    def eos(self) -> str:
+        return self._token_text(self.api.llama_vocab_eos(self.vocab))
+
+    def _token_text(self, token: int) -> str:
+        return "" if token < 0 else self.piece(token, special=True).decode("utf-8", "replace")
+
+    def chat_template(self) -> str | None:
+        """The model's Jinja chat template."""
+        text = self.api.llama_model_chat_template(self.handle, None)
+        return text.decode("utf-8", "replace") if text else None
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self.api.llama_model_free(self._handle)
+            self._handle = None
+
+
+class Context:
+    """A llama_context with one sequence, number 0, and maybe others, which share its cells. Free
+    it with close, before the store and the model."""
+
+    def __init__(
+        self,
+        bindings: Bindings,
+        model: Model,
+        *,
+        n_ctx: int,
+        n_ubatch: int,
+        threads: int,
+        outputs: int,
+        flash_attention: bool,
+        on_gpu: bool = False,
+        sequences: int = 0,
+        kv: str = DEFAULT_KV,
+    ) -> None:
+        """outputs: tokens of a step that may have logits, where it is of one sequence.
+        flash_attention False keeps the attention weights in the graph. on_gpu: the KV cache
+        lies there, as the model does. sequences: how many there are beside number 0. kv: its type,
+        of KV_TYPES.
+        Raises NativeError."""
+        api = self.api = bindings.api
+        self.model = model
+        params = api.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = params.n_ubatch = n_ubatch
+        self.outputs = params.n_outputs_max_per_seq = outputs
+        params.n_outputs_max = max(outputs, 1 + sequences)
+        if sequences:
+            params.n_seq_max, params.kv_unified = 1 + sequences, True
+        params.n_threads = params.n_threads_batch = threads
+        params.no_perf = True
+        if kv != DEFAULT_KV:
+            params.type_k = params.type_v = int(KV_TYPES[kv])
+        if not flash_attention:
+            params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        # A CUDA build would otherwise move the KV cache and large products to the GPU by itself.
+        params.offload_kqv = on_gpu
+        params.op_offload = False
+        bindings.listen()
+        self._handle: int | None = api.llama_init_from_model(model.handle, params)
+        if not self._handle:
+            raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
+        # Says that a decode should end early; asked during interruptible steps.
+        self.should_stop: Callable[[], bool] = lambda: False
+        self._abort = api.ggml_abort_callback(self._on_abort)
+        self._no_abort = api.ggml_abort_callback(0)
+        self.n_ubatch: int = api.llama_n_ubatch(self._handle)
+        self.n_ctx: int = api.llama_n_ctx(self._handle)
+        self._memory = api.llama_get_memory(self._handle)
+        self._batch = api.llama_batch_init(self.n_ubatch, 0, 1)
+        shape = (self.n_ubatch,)
+        self._tokens = np.ctypeslib.as_array(self._batch.token, shape)
+        self._positions = np.ctypeslib.as_array(self._batch.pos, shape)
+        self._wanted = np.ctypeslib.as_array(self._batch.logits, shape)
+        np.ctypeslib.as_array(self._batch.n_seq_id, shape)[:] = 1
+        for i in range(self.n_ubatch):
+            self._batch.seq_id[i][0] = 0
+
+    @interrupts.called_from_c
+    def _on_abort(self, _data: int | None) -> bool:
+        # Running Python between graph nodes is also what lets a Ctrl-C handler run.
+        try:
+            return self.should_stop() or interrupts.asked()
+        except BaseException as error:  # noqa: BLE001 - decode raises it, once C has returned
+            interrupts.hand_over(error)
+            return True
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise NativeError("the context is closed")
+        return self._handle
+
+    def decode(
+        self, tokens: Sequence[int], pos: int, all_logits: bool = False, interruptible: bool = False
+    ) -> int:
+        """Evaluates at most n_ubatch tokens at positions pos, pos+1, ...; the last one (or
+        each) gets logits. interruptible costs a Python call for every graph node: for long
+        steps. Returns llama_decode's status: 0, 1 without room, 2 aborted, negative on an
+        error, FAILED where a store may have the reason. Raises KeyboardInterrupt, and what
+        should_stop raised."""
+        n = len(tokens)
+        self._tokens[:n] = tokens
+        self._positions[:n] = range(pos, pos + n)
+        self._wanted[:n] = all_logits
+        self._wanted[n - 1] = 1
+        self._batch.n_tokens = n
+        return self._decode(interruptible)
+
+    def decode_each(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
+    ) -> int:
+        """Evaluates tokens, each at a position of a sequence and with logits, in this order.
+        Whether the step may end early is left to who set that for the context. Returns
+        llama_decode's status, as decode does."""
+        n = len(tokens)
+        self._tokens[:n], self._positions[:n], self._wanted[:n] = tokens, positions, 1
+        self._batch.n_tokens = n
+        try:
+            for i, sequence in enumerate(sequences):
+                self._batch.seq_id[i][0] = sequence
+            return self._decode()
+        finally:
+            for i in range(n):
+                self._batch.seq_id[i][0] = 0
+
+    def _decode(self, interruptible: bool = False) -> int:
+        with interrupts.held():
+            if not interruptible:
+                return int(self.api.llama_decode(self.handle, self._batch))
+            self.api.llama_set_abort_callback(self.handle, self._abort, None)
+            try:
+                return int(self.api.llama_decode(self.handle, self._batch))
+            finally:
+                self.api.llama_set_abort_callback(self.handle, self._no_abort, None)
+
+    def share(self, sequence: int) -> None:
+        """Lets a sequence hold what number 0 holds, and nothing else."""
+        self.api.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        self.api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
+
+    def logits(self, n_outputs: int = 1) -> np.ndarray:
+        """Logits [n_outputs, n_vocab] of the last decode: a view, valid until the next one."""
+        pointer = self.api.llama_get_logits(self.handle)
+        if not pointer:
+            raise NativeError("llama.cpp has no logits")
+        return np.ctypeslib.as_array(pointer, (n_outputs, self.model.n_vocab))
+
+    def forget_from(self, pos: int, sequence: int = 0) -> bool:
+        """Drops a sequence's cache from a position on; False where this kind of memory cannot."""
+        return bool(self.api.llama_memory_seq_rm(self._memory, sequence, pos, -1))
+
+    def forget_all(self) -> None:
+        self.api.llama_memory_clear(self._memory, True)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self.api.llama_batch_free(self._batch)
+            self.api.llama_free(self._handle)
+            self._handle = None
+
+
+class SamplerChain:
+    """llama.cpp's samplers for one answer. Free it with close."""
+
+    def __init__(self, context: Context, sampling: Sampling) -> None:
+        api = self.api = context.api
+        self._context = context
+        self._chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        if sampling.greedy:
+            samplers = [api.llama_sampler_init_greedy()]
+        else:
+            # The best first, as upstream does: top_p would sort the whole vocabulary.
+            samplers = [
+                api.llama_sampler_init_top_k(sampling.top_k),
+                api.llama_sampler_init_top_p(sampling.top_p, 1),
+                api.llama_sampler_init_min_p(sampling.min_p, 1),
+                api.llama_sampler_init_temp(sampling.temp),
+                api.llama_sampler_init_dist(sampling.start_seed()),
+            ]
+        for sampler in samplers:
+            api.llama_sampler_chain_add(self._chain, sampler)
+
+    def sample(self) -> int:
+        """The next token from the last logits; the samplers remember it."""
+        return int(self.api.llama_sampler_sample(self._chain, self._context.handle, -1))
+
+    def close(self) -> None:
+        if self._chain is not None:
+            self.api.llama_sampler_free(self._chain)
+            self._chain = None
