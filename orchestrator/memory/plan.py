@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from gguf_tools.experts import KV_TYPES, ExpertModel
 from gguf_tools.file.layout import BLOCK
@@ -90,6 +93,19 @@ class MemoryPlan:
         if self.slots is None or self.shape is None or whole:
             return 0
         return max(0, self.shape.all_slot_bytes() - self.slots.total_bytes)
+
+    def started(self, uses: np.ndarray | None = None) -> np.ndarray:
+        """The tier in use in which a policy that keeps all experts in memory starts each one,
+        [n_layers, n_expert]. uses: what one that learns is told of, None for what it knows. The
+        policy stays as it is."""
+        assert self.policy is not None and self.shape is not None
+        policy, shape = deepcopy(self.policy), self.shape
+        if uses is not None and policy.learns:
+            policy.set_hotness(uses)
+        found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
+        for layer, expert, tier in policy.start():
+            found[layer, expert] = tier
+        return found
 
 
 def plan_memory(

@@ -13,7 +13,7 @@ from orchestrator.native.llama import Bindings, Context, Model
 
 class Probe:
     """What llama.cpp would take of the host's memory for a model of which only the header is
-    read. It is read once, where it is asked for."""
+    read: where it is asked for what is not known yet, and once while the probe is entered."""
 
     def __init__(self, bindings: Bindings, config: Config) -> None:
         self._bindings, self._config = bindings, config
@@ -65,3 +65,4 @@ class Probe:
     def __exit__(self, *_: object) -> None:
         if "_model" in self.__dict__:
             self._model.close()
+            del self._model
