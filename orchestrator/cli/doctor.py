@@ -26,8 +26,7 @@ from orchestrator.cost.plans import PROMPT_TOKENS, Candidate
 from orchestrator.cost.speeds import DISTURBED
 from orchestrator.cost.time import spare_bytes
 from orchestrator.errors import MoeEdgeError
-from orchestrator.memory.accelerator import Accelerator, one_of_several
-from orchestrator.memory.hardware import more_than_there
+from orchestrator.memory.machine import Accelerator, more_than_there, one_of_several
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Bandwidths, measure_device
 from orchestrator.native.llama import Bindings

@@ -19,11 +19,18 @@ from orchestrator.cost.losses import Foreseen, LossModel
 from orchestrator.cost.plans import Candidate, Frontier, TakenPlans, settings_of_plans
 from orchestrator.cost.time import TimeModel, known_uses
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
-from orchestrator.memory import hardware
-from orchestrator.memory.accelerator import check_misses, find_gpu, one_of_several, planned_device
 from orchestrator.memory.choice import check_unused, without_effect
+from orchestrator.memory.machine import (
+    Probe,
+    check_misses,
+    find_gpu,
+    more_than_there,
+    one_of_several,
+    planned_device,
+    probe,
+    too_many_threads,
+)
 from orchestrator.memory.plan import MemoryPlan, plan_memory
-from orchestrator.memory.probe import Probe
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS, Policy
 from orchestrator.policy.base import Foresees
@@ -52,7 +59,7 @@ class Planner:
         self._config, self._model = config, model
         self._probe = Probe(self.bindings, config)
         device = planned_device(self.bindings, self.gpu, model, config.kv)
-        self.machine = hardware.probe(device)
+        self.machine = probe(device)
         # Why the plan that a loss chose was chosen.
         self.chosen: str | None = None
 
@@ -65,8 +72,8 @@ class Planner:
             self.hotness.note,
             self.losses.note,
             one_of_several(self.bindings, self.gpu),
-            hardware.too_many_threads(self._config.threads),
-            hardware.more_than_there(self._config.ram, self.machine),
+            too_many_threads(self._config.threads),
+            more_than_there(self._config.ram, self.machine),
         )
         return " ".join(filter(None, notes)) or None
 

@@ -36,8 +36,8 @@ from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, Speeds
 from orchestrator.errors import ProfileError
 from orchestrator.events import SKIP
 from orchestrator.memory.footprint import process_bytes
-from orchestrator.memory.hardware import probe
 from orchestrator.memory.layouts import wants_own_layout
+from orchestrator.memory.machine import probe
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native.llama import Bindings
 from orchestrator.policy.base import Callback

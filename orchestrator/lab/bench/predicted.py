@@ -13,7 +13,7 @@ from orchestrator.cost.time import TimeModel
 from orchestrator.lab.bench.cases import Case
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.rows import Result
-from orchestrator.memory.hardware import probe
+from orchestrator.memory.machine import probe
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
 

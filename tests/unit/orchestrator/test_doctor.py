@@ -19,9 +19,13 @@ from orchestrator.cost import planner
 from orchestrator.cost.disk import Bandwidth, kept_bandwidth
 from orchestrator.cost.speeds import DISTURBED
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.memory.accelerator import has_gpu_support
 from orchestrator.memory.footprint import device_shape
-from orchestrator.memory.hardware import Device, Machine, more_than_there, too_many_threads
+from orchestrator.memory.machine import (
+    Device,
+    Machine,
+    more_than_there,
+    too_many_threads,
+)
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
@@ -160,7 +164,7 @@ def test_a_device_that_is_not_here(model: Path) -> None:
     from orchestrator.engine.engine import Engine
 
     for asked, named in (("cuda63", "cuda63"), ("gpu", "cuda0")):
-        if named == "cuda0" and has_gpu_support(Bindings.load()):
+        if named == "cuda0" and Bindings.load().api.llama_supports_gpu_offload():
             continue
         with pytest.raises(ConfigError, match=f"--device {named}: "):
             Engine.open(Config.build(model=model, device=asked))

@@ -22,7 +22,7 @@ from orchestrator.cost.plans import AS_FAST, Candidate, Frontier, choose
 from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.events import SKIP
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS
 

@@ -37,7 +37,7 @@ from orchestrator.cost.time import (
 )
 from orchestrator.events import SKIP
 from orchestrator.memory.footprint import vocabulary_size
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
 from orchestrator.policy.dynaexq import DynaExq
