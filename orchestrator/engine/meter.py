@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from gguf_tools.process import peak_rss_bytes
-from orchestrator.allocation.estimate import LossMeter
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.mix import Mix, computed, decided
 from orchestrator.events import GenerationStats, Phase, percentile
 from orchestrator.native import CStats, Store
