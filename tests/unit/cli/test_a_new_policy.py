@@ -90,7 +90,7 @@ sys.path.insert(0, sys.argv.pop(1))
 import stripes
 from orchestrator import policy
 policy.POLICIES["stripes"] = stripes.Stripes
-from orchestrator.cli import main
+from orchestrator.cli.main import main
 main()
 """
 
