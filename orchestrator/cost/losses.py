@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.estimate import KlEstimate, not_fitted
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.cache.files import read_object, write_whole
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
@@ -43,7 +43,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP, SKIP_TIER
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.policy import ALLOWED_LOSS
-from orchestrator.policy.base import Foresees
+from orchestrator.policy.base import SpendsLoss
 
 _FORMAT = "moe-edge loss table"
 _VERSION = 1
@@ -314,6 +314,14 @@ def _damaged(path: Path) -> ConfigError:
     return ConfigError(f"{path}: this is no loss table, or a damaged one: make it again")
 
 
+def not_fitted(model: str, reason: str) -> ConfigError:
+    """What to say where the KL cannot be foreseen."""
+    return ConfigError(
+        f"{reason}, so that nobody knows what lower precisions cost: run "
+        f"`moe-edge calibrate {model} --calib TEXT` first"
+    )
+
+
 class Skips(NamedTuple):
     """What a policy may skip. nats: float64 [n_layers, n_expert], what skipping a use of each
     expert costs in the mean; allowed: nats a token."""
@@ -358,10 +366,12 @@ def foreseen(
         if not tiers.any():
             return Foreseen(0.0, False, base)
         return Foreseen(None if estimate is None else estimate.of_uses(uses, tiers), False, base)
-    shares = (1.0,) if policy is None else policy.asked_shares()
-    asked = [*zip(plan.tiers, shares, strict=False), (SKIP, 1.0 - sum(shares))]
+    shares = [1.0]
+    if policy is not None:  # as if all experts were used alike
+        shares = policy.asked_mix(np.ones(uses.shape)).mean(axis=(0, 1)).tolist()
+    asked = [*zip(plan.tiers, shares, strict=True), (SKIP, 1.0 - sum(shares))]
     lost = [(tier, share) for tier, share in asked if tier and share > 1e-9]
-    kl = getattr(policy.settings, ALLOWED_LOSS) if isinstance(policy, Foresees) else 0.0
+    kl = getattr(policy.settings, ALLOWED_LOSS) if isinstance(policy, SpendsLoss) else 0.0
     if not lost:
         return Foreseen(kl, False, base)
     if estimate is None:
@@ -437,7 +447,7 @@ class LossModel:
     def skips(self, plan: MemoryPlan) -> Skips | None:
         """What a plan's policy may skip, None where it does not decide by losses. Raises what
         `needed` does."""
-        if not isinstance(plan.policy, Foresees):
+        if not isinstance(plan.policy, SpendsLoss):
             return None
         estimate = self.needed(plan.tier_names)
         allowed = getattr(plan.policy.settings, ALLOWED_LOSS)

@@ -33,7 +33,7 @@ from orchestrator.memory.machine import (
 from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS, Policy
-from orchestrator.policy.base import Foresees
+from orchestrator.policy.base import Learns, SpendsLoss, WeighsLosses
 
 
 class Runs(NamedTuple):
@@ -172,13 +172,13 @@ class Planner:
 
     def teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
         """What earlier runs learned of the model in these tiers, as far as the policy wants it."""
-        losses = None
-        if policy.weighs_losses:
+        if isinstance(policy, WeighsLosses) and policy.losses_matter:
             losses = self.losses.recall(tier_names, policy.per_use)
-        if losses is not None:
-            policy.set_losses(losses)
-        if isinstance(policy, Foresees):
+            if losses is not None:
+                policy.set_losses(losses)
+        if isinstance(policy, SpendsLoss):
             policy.set_estimate(self.losses.needed(tier_names))
-        known = self.hotness.recall() if policy.learns else None
-        if known is not None:
-            policy.set_hotness(known)
+        if isinstance(policy, Learns):
+            learned = self.hotness.recall()
+            if learned is not None:
+                policy.set_hotness(learned)

@@ -34,13 +34,12 @@ from orchestrator.cost.losses import Skips
 from orchestrator.cost.products import POOL_BYTES
 from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, Speeds
 from orchestrator.errors import ProfileError
-from orchestrator.events import SKIP
+from orchestrator.events import SKIP, Phase
 from orchestrator.memory.footprint import process_bytes
 from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.machine import probe
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native.llama import Bindings
-from orchestrator.policy.base import Callback
 
 # Of the experts of the next layer, look-ahead finds so many (docs/experiments/firm.md).
 FORESEEN = 0.8
@@ -363,7 +362,7 @@ class TimeModel:
         else:
             layout = OWN if wants_own_layout(config, plan) else FILE
             there = expected(plan, self.uses)
-            asked = plan.policy.wants.callback is Callback.ALWAYS
+            asked = Phase.DECODE in plan.policy.wants.asked_in
         at = plan.tiers, layout
         if at not in self._costs:
             self._costs[at] = self._speeds.costs(self._model, *at)

@@ -8,17 +8,16 @@ from functools import cached_property
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
-from orchestrator.allocation.estimate import LossMeter
 from orchestrator.allocation.slots import Transition
 from orchestrator.cache.profile import TunedKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner, Runs
 from orchestrator.engine.damage import Checksums, DataCheck, managed_places, with_checksums
 from orchestrator.engine.driver import Driver, PlainDriver
-from orchestrator.engine.sequences import Sequences
-from orchestrator.engine.steps import Steps
+from orchestrator.engine.loss_meter import LossMeter
+from orchestrator.engine.steps import Sequences, Steps
 from orchestrator.engine.store_layout import importance_window, store_spec
-from orchestrator.engine.template import ChatTemplate
+from orchestrator.engine.texts import ChatTemplate
 from orchestrator.events import Phase
 from orchestrator.memory.footprint import output_tokens
 from orchestrator.memory.layouts import wants_own_layout, with_layouts, with_product_times
@@ -85,7 +84,7 @@ class Loaded:
 
     def close(self) -> None:
         """Frees everything; safe to call twice."""
-        self.driver.attend()
+        self.driver.end_idle()
         _close(self._parts)
         self._parts = ()
 

@@ -13,7 +13,6 @@ from orchestrator.memory.footprint import Placed
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Misses, Slices, StoreSpec
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Callback
 
 StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
 
@@ -51,7 +50,7 @@ def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) 
         n_expert_used=shape.n_expert_used,
         n_ahead=policy.wants.n_ahead,
         exact_tiers=policy.rules.exact
-        and policy.wants.callback is not Callback.NEVER
+        and bool(policy.wants.asked_in)
         and not policy.wants.all_resident,
         **rest,
     )

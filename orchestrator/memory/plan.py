@@ -14,7 +14,7 @@ import numpy as np
 from gguf_tools.experts import KV_TYPES, ExpertModel
 from gguf_tools.file.layout import BLOCK
 from gguf_tools.units import format_size
-from orchestrator.allocation.slots import ModelShape, SlotPlan
+from orchestrator.allocation.slots import FileTier, ModelShape, SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory.choice import Choice, choose, make_policy, wants_plain
@@ -37,7 +37,7 @@ from orchestrator.memory.footprint import (
 )
 from orchestrator.memory.machine import Device, Machine
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
-from orchestrator.policy.base import Callback, Wants
+from orchestrator.policy.base import Learns, Wants
 
 # Bytes of scratch for a context of so many tokens and so many at once.
 GraphBytes = Callable[[int, int], int | None]
@@ -62,7 +62,7 @@ ABSENT_USE = 1 / 2
 class MemoryPlan:
     """Where everything goes. Sizes in bytes.
 
-    n_ubatch: tokens of a prompt that are computed at once. tiers: the file's tier indices in use,
+    n_ubatch: tokens of a prompt that are computed at once. tiers: the tiers of the file in use,
     best first; skip: experts may be skipped; policy, shape and slots are None in plain mode.
     ram_bytes is the cap over all that the host's memory takes.
 
@@ -79,7 +79,7 @@ class MemoryPlan:
     reason: str
     n_ctx: int
     n_ubatch: int
-    tiers: tuple[int, ...]
+    tiers: tuple[FileTier, ...]
     tier_names: tuple[str, ...]
     ram_bytes: int
     dense_bytes: int
@@ -119,7 +119,7 @@ class MemoryPlan:
         policy stays as it is."""
         assert self.policy is not None and self.shape is not None
         policy, shape = deepcopy(self.policy), self.shape
-        if uses is not None and policy.learns:
+        if uses is not None and isinstance(policy, Learns):
             policy.set_hotness(uses)
         found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
         for layer, expert, tier in policy.start():
@@ -222,7 +222,7 @@ class _Ways:
         graph = self.graph_bytes(n_ctx, tokens) if counted and self.graph_bytes else None
         compute = compute_bytes(model, config, n_ctx, graph) + self.more_scratch
         wants = policy_class(config.policy or DEFAULT).wants if not plain else Wants()
-        ahead = look_ahead_bytes(model) if wants.callback is not Callback.NEVER else 0
+        ahead = look_ahead_bytes(model) if wants.asked_in else 0
         dense, kv = model.dense_bytes, model.kv_bytes(n_ctx, config.kv)
         if device is None:
             scratch = process_bytes(model, config) + compute + ahead
@@ -334,7 +334,7 @@ class _Ways:
             if fits or config.policy == PLAIN:
                 amounts = f"{format_size(needed)} of {format_size(room.cap)}"
                 reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
-                return self._plan(room, prompts, (0,), managed=False, reason=reason)
+                return self._plan(room, prompts, (FileTier(0),), managed=False, reason=reason)
             room = self.room(room.n_ctx, plain=False)
 
         rest = room.cap - room.fixed - beside
@@ -365,7 +365,9 @@ class _Ways:
             host_bytes=self._host_bytes(choice.tiers, slots, room, prompts) if device else 0,
         )
 
-    def _plan(self, room: Room, prompts: int, tiers: tuple[int, ...], **managed: Any) -> MemoryPlan:
+    def _plan(
+        self, room: Room, prompts: int, tiers: tuple[FileTier, ...], **managed: Any
+    ) -> MemoryPlan:
         config, model, device = self.config, self.model, self.machine.device
         return MemoryPlan(
             n_ctx=room.n_ctx,
@@ -385,7 +387,7 @@ class _Ways:
             **managed,
         )
 
-    def _shape(self, tiers: tuple[int, ...]) -> ModelShape:
+    def _shape(self, tiers: tuple[FileTier, ...]) -> ModelShape:
         of = device_shape if self.machine.device else model_shape
         return of(self.model, tiers)
 
