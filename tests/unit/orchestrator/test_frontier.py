@@ -14,7 +14,8 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator.cli.frontier_text import draw, render
+from orchestrator.cli.pictures import draw_plans
+from orchestrator.cli.plan import render
 from orchestrator.config import Config
 from orchestrator.cost.losses import foreseen
 from orchestrator.cost.planner import Planner
@@ -269,7 +270,7 @@ def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
     busy = render(replace(found, disturbed=True), TIERS[0])
     assert busy == f"{text}\n{DISTURBED}"
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    draw(found, "three.gguf", tmp_path / "a.svg")
-    draw(found, "three.gguf", tmp_path / "b.svg")
+    draw_plans(found, "three.gguf", tmp_path / "a.svg")
+    draw_plans(found, "three.gguf", tmp_path / "b.svg")
     drawn = (tmp_path / "a.svg").read_bytes()
     assert drawn == (tmp_path / "b.svg").read_bytes() and b"mixed" in drawn
