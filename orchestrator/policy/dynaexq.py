@@ -13,7 +13,6 @@ import numpy as np
 
 from gguf_tools.units import format_size
 from orchestrator.allocation.pools import (
-    MAX_QUEUE,
     Places,
     Pool,
     TierPools,
@@ -33,7 +32,7 @@ from orchestrator.allocation.slots import (
 )
 from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
 from orchestrator.policy.base import EVERY_STEP, Precisions, TierOffer, Wants
-from orchestrator.policy.learning import Intervals, Learning
+from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning
 from orchestrator.settings import again, setting
 
 HIGH, LOW = 0, 1
@@ -175,7 +174,8 @@ def cache_plan(
     fixed = [Share(pool.unit_bytes, pool.n_slots, pool.n_slots, 0.0) for pool in high]
     counts = divide([*shares, *fixed], budget_bytes)[: shape.n_layers]
     low = [Pool((layer,), shape.slots[layer][LOW], n_slots) for layer, n_slots in enumerate(counts)]
-    return slot_plan((high, low)), n_high, counts
+    pools = [(pool, (HIGH,), False) for pool in high] + [(pool, (LOW,), False) for pool in low]
+    return slot_plan(pools), n_high, counts
 
 
 def as_range(counts: np.ndarray) -> str:

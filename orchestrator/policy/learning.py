@@ -13,6 +13,9 @@ from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import Learns, Policy
 from orchestrator.settings import setting
 
+# Exchanges that wait for a slot between two updates; each update makes the list anew.
+MAX_QUEUE = 64
+
 
 @dataclass(frozen=True)
 class Intervals(Background):
