@@ -130,12 +130,12 @@ class Places:
 class TierPools:
     """The pools of a plan of several places, each tier in one of them.
 
-    Where all places but the first have slots in reserve, every assignment of as many experts as the
-    places have is reached from every other one, and each expert moves once. A move inside of a
-    place takes a slot in reserve and gives one back. Where all moves to a later place find its pool
-    full, that pool holds an expert that wants elsewhere, and some pool of a later place has fewer
-    than its share; where none is full, the only moves left over are to the first place, and one of
-    its own experts has to leave it.
+    Where all places but the first have slots in reserve, every assignment with as many experts in
+    each place is reached from every other one, and each expert moves once. A move inside of a place
+    takes a slot in reserve and gives one back. Suppose that experts still have to move. If the
+    pools that they want are full, each of these holds an expert that has to leave it, and another
+    pool of these places holds fewer experts than it should. If none is full, only moves to the
+    first place are left: one of its own experts has to leave then, and finds a slot.
     """
 
     def __init__(self, shape: ModelShape, places: Sequence[Places]) -> None:

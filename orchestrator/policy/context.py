@@ -203,7 +203,7 @@ class ContextSettings(PlacementSettings, Background):
         )
 
 
-# How many tokens the use that earlier runs learned counts as, beside that of this run.
+# What earlier runs learned counts as the use of so many tokens of this run.
 _LEARNED_TOKENS = 1024
 
 
@@ -235,8 +235,8 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
     Settings = ContextSettings
     reason = "places every expert by the prompt"
     precisions = Precisions(least=2, keeps="several precisions")
-    # One layer ahead, for the last layer's part of a prompt.
-    wants = Wants((Phase.PREFILL,), n_ahead=1, counts=True, tiers=True, all_resident=True)
+    # The last layer's part of a prompt is seen by looking one layer ahead.
+    wants = Wants((Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True)
     settings: ContextSettings
 
     def __init__(
@@ -268,8 +268,8 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         self._near_counts: tuple[int, ...] = ()
         self._pools: TierPools | None = None
         self._learned: np.ndarray = np.zeros(size)
-        self._predicted = False  # the last layer was counted by the look-ahead of the one before
-        self._placed = True  # no prompt was read since
+        self._predicted = False  # whether look-ahead has counted the last layer of this step
+        self._placed = True  # whether no prompt was read since the latest placement
         self._wanted: np.ndarray | None = None
         self._latest: np.ndarray | None = None  # wanted by the latest placement
         self._scores: np.ndarray = np.zeros(size)
@@ -431,7 +431,7 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         """Behind a prompt, once. target: as of StepReport."""
         if self._placed:
             return
-        if self._wanted is not None:  # what has not begun to move need not
+        if self._wanted is not None:  # what has not begun to move will not
             self._changed_bytes -= self._bytes_to(self._wanted, target)
         self._wanted = self._latest = self._place()
         self._changed_bytes += self._bytes_to(self._wanted, target)

@@ -77,9 +77,9 @@ class Swap:
         return self.up if self.promoting or self.down is None else self.down
 
 
-# Low slots, with some in reserve: as many swaps may be under way.
+# Low slots have some in reserve: as many swaps may be under way at once.
 _LOW_PLACES = Places((LOW,), 0, experts_per_move=64, most_moves=4)
-# Of the slots beside one token's experts: those for high copies where not all low ones fit.
+# Where not all low copies fit: the share of the slots beyond one token's experts for high copies.
 CACHED_HIGH = 0.5
 
 
@@ -184,7 +184,7 @@ def as_range(counts: np.ndarray) -> str:
     return str(fewest) if fewest == most else f"{fewest} to {most}"
 
 
-# As numbers: each step compares with them often, and to look up a member is a call of Python.
+# Plain numbers: each step compares with them often, and members of an enum are slow to look up.
 HIGH_STATE, LOW_STATE = int(ExpertState.HI), int(ExpertState.LO)
 UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING)))
 
@@ -284,7 +284,7 @@ class DynaExq(Learning):
             slots, n_high, n_low = cache_plan(self.shape, budget_bytes, most_high)
             self._pools = None
             self.capacity, self.cached = np.full(self.shape.n_layers, n_high), np.array(n_low)
-        # What is resident needs no callback, and nor do low copies alone.
+        # The store needs no answer where all experts are in memory, or where only low copies are.
         asked = self.caching and self.capacity.any()
         self.wants = replace(
             self.wants, asked_in=EVERY_STEP if asked else (), all_resident=not self.caching

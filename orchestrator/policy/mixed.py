@@ -103,15 +103,14 @@ def moves(
     return moves_to(waiting, resident, target, gains, tracker)
 
 
-# The share of an expert's use that counts as alike for all of its layer: what was used once in a
-# while is not worth nothing.
+# This share of a layer's use is dealt out evenly, so that rarely used experts count as well.
 ALIKE = 0.05
-# Of a budget: less than that is next to nothing.
+# Less than this share of the budget counts as nothing.
 SMALL = 0.001
-# A slot in reserve for each so many experts.
+# One slot is in reserve for so many experts.
 _EXPERTS_PER_MOVE = 128
-# While experts move, the policy looks after them once in so many microseconds of steps. A look
-# takes a third of a fast model's token, and a move takes several of those.
+# While experts move, the policy asks where they are once in so many microseconds of steps. To ask
+# takes a third of a fast model's token, and a move takes several tokens.
 LOOK_US = 4000.0
 
 
@@ -175,13 +174,13 @@ class Mixed(Learning, WeighsLosses):
         """Raises PolicyError where the model has no second precision in use."""
         super().__init__(shape, settings, rules)
         self.wants = replace(self.wants, default_tier=len(shape.tiers) - 1)
-        self._weighted: np.ndarray | None = None  # of the scores as they are
+        self._weighted: np.ndarray | None = None  # cached; None after scores or losses changed
         self._pools: TierPools | None = None
         self._used: list[int] = []  # tiers that experts have
         self._wanted: np.ndarray = np.zeros((shape.n_layers, shape.n_expert), np.uint8)
         self._moved = self._exchanged = 0
         self._unseen_us = math.inf  # of steps since the last look
-        # Where experts were, and went, when none of them found a slot.
+        # The states (resident, target) in which no expert found a slot: asking again is of no use.
         self._no_moves: tuple[bytes, bytes] | None = None
 
     def set_losses(self, losses: np.ndarray) -> None:
@@ -209,7 +208,7 @@ class Mixed(Learning, WeighsLosses):
         if needed > budget_bytes:
             raise too_little(budget_bytes, needed)
         spare = beyond = budget_bytes
-        while beyond > 0:  # what slots in reserve and those of unused tiers take
+        while beyond > 0:  # slots in reserve and those of unused tiers come on top
             tiers = hull.at(max(spare, hull.least_bytes))
             pools = self._pools_of(tiers)
             beyond = pools.total_bytes - budget_bytes
@@ -257,7 +256,7 @@ class Mixed(Learning, WeighsLosses):
             self._count(report)
             return ()
         resident, target = report.resident, report.target
-        self._unseen_us = report.us  # so that each step that takes as long has a look
+        self._unseen_us = report.us  # a step that takes LOOK_US by itself is looked at each time
         if self._count(report):
             self._exchange((resident == target) & (resident == self._wanted))
             self._no_moves = None
