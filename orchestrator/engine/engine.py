@@ -16,13 +16,12 @@ from orchestrator.config import Config, Sampling
 from orchestrator.cost.losses import LossKeeper
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loader
-from orchestrator.engine.meter import Meter
-from orchestrator.engine.mode_line import mode_line
-from orchestrator.engine.prompts import PromptCache, PromptFolder, Shelf
-from orchestrator.engine.prompts.key import state_key
-from orchestrator.engine.sampling import StopTexts
+from orchestrator.engine.prompt_copies import PromptFolder, Shelf
+from orchestrator.engine.prompts import PromptCache, state_key
+from orchestrator.engine.report import Meter, mode_line
 from orchestrator.engine.steps import Steps
 from orchestrator.engine.store_layout import importance_window
+from orchestrator.engine.texts import StopTexts
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
 from orchestrator.memory.plan import MemoryPlan

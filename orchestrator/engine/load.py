@@ -15,10 +15,9 @@ from orchestrator.cost.planner import Planner, Runs
 from orchestrator.engine.damage import Checksums, DataCheck, managed_places, with_checksums
 from orchestrator.engine.driver import Driver, PlainDriver
 from orchestrator.engine.loss_meter import LossMeter
-from orchestrator.engine.sequences import Sequences
-from orchestrator.engine.steps import Steps
+from orchestrator.engine.steps import Sequences, Steps
 from orchestrator.engine.store_layout import importance_window, store_spec
-from orchestrator.engine.template import ChatTemplate
+from orchestrator.engine.texts import ChatTemplate
 from orchestrator.events import Phase
 from orchestrator.memory.accelerator import serve_misses, with_product_times
 from orchestrator.memory.footprint import output_tokens

@@ -23,7 +23,7 @@ from orchestrator.config import Config
 from orchestrator.cost.losses import Fit, LossTable
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.loss_meter import LossMeter
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP, SKIP_TIER, Phase, RouteEvent
 from orchestrator.lab.eval.arithmetic import kl_divergence

@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine, Sampling
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.texts import log_softmax
 from orchestrator.lab.eval.choices import read_questions, score_choices
 from orchestrator.lab.eval.harness import MoeEdgeLM
 from orchestrator.lab.eval.judge import Judge
