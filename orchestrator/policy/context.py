@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from gguf_tools.units import format_size
 from orchestrator.allocation.placement import (
     IMPORTANCE,
     PlacementSettings,
@@ -20,10 +19,19 @@ from orchestrator.allocation.placement import (
     place,
     prefix_split,
 )
-from orchestrator.allocation.pools import Places, TierPools, nominal_bits, nominal_losses, shares
+from orchestrator.allocation.pools import (
+    Places,
+    TierPools,
+    every_expert_to,
+    moves_to,
+    nominal_bits,
+    nominal_losses,
+    shares,
+    too_little,
+)
 from orchestrator.allocation.settings import Background, Shared
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan, Transition
-from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.errors import PolicyError
 from orchestrator.events import (
     DecisionBuffer,
     Phase,
@@ -44,49 +52,12 @@ from orchestrator.policy.base import (
 from orchestrator.settings import again, setting
 
 
-def like_counts(tiers: Sequence[str], n_cold: int, settings: PlacementSettings) -> tuple[int, ...]:
-    """How many of n_cold experts of a layer get each near tier where all are alike. Raises
-    PolicyError where the least bits are more than near_bits."""
-    bits = [nominal_bits(tier) for tier in tiers]
-    if settings.near_bits < bits[-1]:
-        raise PolicyError(
-            f"--near-bits {settings.near_bits:g} is less than {tiers[-1]} has: name a lower tier, "
-            f"or ask for {bits[-1]} or more"
-        )
-    losses = nominal_losses(bits, 1, n_cold)[0]
-    weights = 1 / np.arange(1.0, n_cold + 1) if settings.near_weights == IMPORTANCE else None
-    return prefix_split(losses, bits, bit_budget(n_cold, settings), weights)
-
-
 def placed_shape(shape: ModelShape, on_host: bool) -> ModelShape:
     """The shape with slots as large as they are where they are: below tier 0 on_host or not."""
     if not on_host:
         return shape
     pairs = zip(shape.slots, shape.host_slots, strict=True)
     return replace(shape, slots=tuple((there[0], *here[1:]) for there, here in pairs))
-
-
-def near_pools(
-    shape: ModelShape,
-    n_hot: int,
-    tiers: Sequence[int],
-    counts: Sequence[int],
-    *,
-    share: bool,
-    on_host: bool,
-) -> TierPools:
-    """Slots for n_hot experts of each layer in tier 0, and for counts[i] of them in the near
-    tiers[i], which have slots of their own or share theirs. on_host: the near ones are in the
-    host's memory behind a GPU, with its threads computing them."""
-    unused = set(range(1, len(shape.tiers))) - set(tiers)
-    places = [Places((0,), n_hot, reserve=False)]
-    places += [Places((tier,), 0, on_host=on_host) for tier in sorted(unused)]
-    if share:
-        places.append(Places(tuple(tiers), sum(counts), on_host=on_host))
-    else:
-        pairs = zip(tiers, counts, strict=True)
-        places += [Places((tier,), n, on_host=on_host) for tier, n in pairs]
-    return TierPools(placed_shape(shape, on_host), places)
 
 
 _MAGIC = b"moe-edge use 1\n"
@@ -232,7 +203,7 @@ class ContextSettings(PlacementSettings, Background):
         )
 
 
-# How many tokens the use that earlier runs learned counts as, beside that of this run.
+# What earlier runs learned counts as the use of so many tokens of this run.
 _LEARNED_TOKENS = 1024
 
 
@@ -264,8 +235,8 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
     Settings = ContextSettings
     reason = "places every expert by the prompt"
     precisions = Precisions(least=2, keeps="several precisions")
-    # One layer ahead, for the last layer's part of a prompt.
-    wants = Wants((Phase.PREFILL,), n_ahead=1, counts=True, tiers=True, all_resident=True)
+    # The last layer's part of a prompt is seen by looking one layer ahead.
+    wants = Wants((Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True)
     settings: ContextSettings
 
     def __init__(
@@ -297,8 +268,8 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         self._near_counts: tuple[int, ...] = ()
         self._pools: TierPools | None = None
         self._learned: np.ndarray = np.zeros(size)
-        self._predicted = False  # the last layer was counted by the look-ahead of the one before
-        self._placed = True  # no prompt was read since
+        self._predicted = False  # whether look-ahead has counted the last layer of this step
+        self._placed = True  # whether no prompt was read since the latest placement
         self._wanted: np.ndarray | None = None
         self._latest: np.ndarray | None = None  # wanted by the latest placement
         self._scores: np.ndarray = np.zeros(size)
@@ -339,20 +310,40 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         most = n if asked is None else min(n, asked)
         for on_host in self._places:
             for n_hot in range(most, (1 if asked is None else most) - 1, -1):
-                counts = like_counts(self._names, n - n_hot, self.settings)
-                share = self._shares
-                pools = near_pools(
-                    self.shape, n_hot, self._near, counts, share=share, on_host=on_host
-                )
+                counts = self._like_counts(n - n_hot)
+                pools = self._pools_of(n_hot, counts, on_host)
                 if pools.total_bytes <= budget_bytes:
                     self._n_hot, self._near_counts, self._pools = n_hot, counts, pools
                     self._on_host = on_host
                     return pools.plan()
-        raise BudgetError(
-            f"{format_size(budget_bytes)} are too little for every expert in one precision: it "
-            f"needs {format_size(pools.total_bytes, up=True)}",
-            pools.total_bytes,
-        )
+        raise too_little(budget_bytes, pools.total_bytes)
+
+    def _like_counts(self, n_cold: int) -> tuple[int, ...]:
+        """How many of n_cold experts of a layer get each near tier where all are alike. Raises
+        PolicyError where the least bits are more than near_bits."""
+        asked, bits = self.settings, self._bits
+        if asked.near_bits < bits[-1]:
+            raise PolicyError(
+                f"--near-bits {asked.near_bits:g} is less than {self._names[-1]} has: name a lower "
+                f"tier, or ask for {bits[-1]} or more"
+            )
+        losses = nominal_losses(bits, 1, n_cold)[0]
+        weights = 1 / np.arange(1.0, n_cold + 1) if asked.near_weights == IMPORTANCE else None
+        return prefix_split(losses, bits, bit_budget(n_cold, asked), weights)
+
+    def _pools_of(self, n_hot: int, counts: Sequence[int], on_host: bool) -> TierPools:
+        """Slots for n_hot experts of each layer in tier 0, and for counts of them in the near
+        tiers. on_host: the near ones are in the host's memory behind a GPU, with its threads
+        computing them."""
+        unused = set(range(1, len(self.shape.tiers))) - set(self._near)
+        near: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
+        if self._shares:
+            near.append((tuple(self._near), sum(counts)))
+        else:
+            near += [((tier,), n) for tier, n in zip(self._near, counts, strict=True)]
+        places = [Places(tiers, n, on_host=on_host) for tiers, n in near]
+        hot = Places((0,), n_hot, reserve=False)
+        return TierPools(placed_shape(self.shape, on_host), [hot, *places])
 
     @property
     def fresh(self) -> bool:
@@ -384,10 +375,7 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
     def start(self) -> list[Transition]:
         """Every expert where the profile alone would have it."""
         wanted = self._latest = self._place()
-        return [
-            (layer, expert, int(wanted[layer, expert]))
-            for layer, expert in np.ndindex(wanted.shape)
-        ]
+        return every_expert_to(wanted)
 
     def _place(self) -> np.ndarray:
         """The tier of each expert, uint8 [n_layers, n_expert], by what is known now."""
@@ -443,7 +431,7 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         """Behind a prompt, once. target: as of StepReport."""
         if self._placed:
             return
-        if self._wanted is not None:  # what has not begun to move need not
+        if self._wanted is not None:  # what has not begun to move will not
             self._changed_bytes -= self._bytes_to(self._wanted, target)
         self._wanted = self._latest = self._place()
         self._changed_bytes += self._bytes_to(self._wanted, target)
@@ -457,22 +445,15 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         return int(sizes[wanted != target].sum())
 
     def _moves(self, resident: np.ndarray, target: np.ndarray) -> list[Transition]:
-        """Experts at rest that are not where they should be, as far as slots are free: those to
-        lower tiers first, since they free the better ones, then the most important ones."""
+        """What may move now towards the latest placement, the most important experts first."""
         wanted, pools = self._wanted, self._pools
         if wanted is None or pools is None:
             return []
-        layers, experts = np.nonzero((resident == target) & (resident != wanted))
-        if not len(layers):
-            if (resident == wanted).all():
-                self._wanted = None
+        if (resident == wanted).all():
+            self._wanted = None
             return []
-        tiers = wanted[layers, experts]
-        up = tiers < resident[layers, experts]
-        order = np.lexsort((-self._scores[layers, experts], up))
-        moves = pools.track(resident, target).admitted(
-            (int(layers[at]), int(experts[at]), int(tiers[at])) for at in order
-        )
+        tracker = pools.track(resident, target)
+        moves = moves_to(wanted, resident, target, self._scores, tracker)
         self._moved += len(moves)
         return moves
 
