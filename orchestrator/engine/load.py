@@ -19,9 +19,9 @@ from orchestrator.engine.steps import Sequences, Steps
 from orchestrator.engine.store_layout import importance_window, store_spec
 from orchestrator.engine.texts import ChatTemplate
 from orchestrator.events import Phase
-from orchestrator.memory.accelerator import serve_misses, with_product_times
 from orchestrator.memory.footprint import output_tokens
-from orchestrator.memory.layouts import wants_own_layout, with_layouts
+from orchestrator.memory.layouts import wants_own_layout, with_layouts, with_product_times
+from orchestrator.memory.machine import serve_misses
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import (
     FreeCores,
