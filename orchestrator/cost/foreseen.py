@@ -12,7 +12,7 @@ import numpy as np
 from orchestrator.events import SKIP
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.policy import ALLOWED_LOSS, Policy
-from orchestrator.policy.base import Foresees
+from orchestrator.policy.base import SpendsLoss
 
 
 class Loses(Protocol):
@@ -58,9 +58,10 @@ def foreseen(plan: MemoryPlan, uses: np.ndarray, estimate: Loses | None, base: s
             return Foreseen(0.0, False, base)
         kl = None if estimate is None else estimate.of_uses(uses, started)
         return Foreseen(kl, False, base)
-    shares = [*zip(tiers, policy.asked_shares(), strict=False)]
+    alike = policy.asked_mix(np.ones(uses.shape)).mean(axis=(0, 1)).tolist()
+    shares = [*zip(tiers, alike, strict=True)]
     skipped = max(0.0, 1.0 - sum(share for _, share in shares))
-    spends = getattr(policy.settings, ALLOWED_LOSS) if isinstance(policy, Foresees) else 0.0
+    spends = getattr(policy.settings, ALLOWED_LOSS) if isinstance(policy, SpendsLoss) else 0.0
     return _of_shares([*shares, (SKIP, skipped)], spends, uses, estimate, base)
 
 

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.estimate import KlEstimate, not_fitted
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.cache.files import read_object, write_whole
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
@@ -307,6 +307,14 @@ def _parse(path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path) -> ConfigError:
     return ConfigError(f"{path}: this is no loss table, or a damaged one: make it again")
+
+
+def not_fitted(model: str, reason: str) -> ConfigError:
+    """What to say where the KL cannot be foreseen."""
+    return ConfigError(
+        f"{reason}, so that nobody knows what lower precisions cost: run "
+        f"`moe-edge calibrate {model} --calib TEXT` first"
+    )
 
 
 class LossKeeper:

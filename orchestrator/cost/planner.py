@@ -30,7 +30,7 @@ from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.memory.probe import Probe
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS, Policy
-from orchestrator.policy.base import Foresees
+from orchestrator.policy.base import Learns, SpendsLoss, WeighsLosses
 
 
 class Runs(NamedTuple):
@@ -149,16 +149,16 @@ class Planner:
 
     def teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
         """What earlier runs learned of the model in these tiers, as far as the policy wants it."""
-        losses = None
-        if policy.weighs_losses:
+        if isinstance(policy, WeighsLosses) and policy.losses_matter:
             losses = self.losses.recall(tier_names, policy.per_use)
-        if losses is not None:
-            policy.set_losses(losses)
-        if isinstance(policy, Foresees):
+            if losses is not None:
+                policy.set_losses(losses)
+        if isinstance(policy, SpendsLoss):
             policy.set_estimate(self.losses.needed(tier_names))
-        known = self.hotness.recall() if policy.learns else None
-        if known is not None:
-            policy.set_hotness(known)
+        if isinstance(policy, Learns):
+            learned = self.hotness.recall()
+            if learned is not None:
+                policy.set_hotness(learned)
 
     def _settled(self, config: Config) -> Config:
         """With the plan that a loss which is allowed chooses, where no policy is named."""
@@ -171,7 +171,7 @@ class Planner:
     def _spending(self, found: Prediction, plan: MemoryPlan) -> Prediction:
         """With what a policy that foresees its loss skips."""
         policy = plan.policy
-        if policy is None or not isinstance(policy, Foresees):
+        if policy is None or not isinstance(policy, SpendsLoss):
             return found
         estimate = self.losses.needed(plan.tier_names)
         nats = estimate.nats[..., -1] * estimate.gates

@@ -26,12 +26,13 @@ from orchestrator.cost.predict import (
 from orchestrator.cost.products import POOL_BYTES
 from orchestrator.cost.speeds import FILE, OWN, UPSTREAM, Speeds, model_costs
 from orchestrator.errors import ProfileError
+from orchestrator.events import Phase
 from orchestrator.memory.footprint import process_bytes
 from orchestrator.memory.hardware import probe
 from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native.llama import Bindings
-from orchestrator.policy.base import Callback
+from orchestrator.policy.base import Learns
 
 # A cap that leaves less is too small for any model.
 _LEAST_SPARE_BYTES = 8 << 20
@@ -115,7 +116,7 @@ class Predictor:
         else:
             layout = OWN if wants_own_layout(config, plan) else FILE
             there = expected(plan, self.uses)
-            asked = plan.policy.wants.callback is Callback.ALWAYS
+            asked = Phase.DECODE in plan.policy.wants.asked_in
         return self._prediction(plan.tiers, layout, there, plan.n_ubatch, asked)
 
     def of_tiers(self, tiers: np.ndarray, n_ubatch: int, layout: str = OWN) -> Prediction:
@@ -160,7 +161,7 @@ def expected(plan: MemoryPlan, uses: np.ndarray) -> Residency:
     policy, shape = plan.policy, plan.shape
     if policy.wants.all_resident:
         started = deepcopy(policy)
-        if started.learns:
+        if isinstance(started, Learns):
             started.set_hotness(uses)
         tiers = np.full(uses.shape, len(shape.tiers) - 1)
         for layer, expert, tier in started.start():

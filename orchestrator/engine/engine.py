@@ -171,7 +171,7 @@ class Engine:
     def attend(self) -> None:
         """Ends idle: what decodes without generate, eval or decode_batch calls it before a step.
         It waits for one expert's read at most."""
-        self._loaded.driver.attend()
+        self._loaded.driver.end_idle()
 
     def cancel(self) -> None:
         """Stops the running generation soon; safe in a signal handler and from any thread."""

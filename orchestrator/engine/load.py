@@ -9,12 +9,12 @@ from functools import cached_property
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
-from orchestrator.allocation.estimate import LossMeter
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner, Runs
 from orchestrator.engine.damage import DataCheck, managed_places
 from orchestrator.engine.driver import Driver, PlainDriver
 from orchestrator.engine.learned import Learned
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.steps import Sequences, Steps
 from orchestrator.engine.store_layout import StoreSpecs, has_flash
 from orchestrator.events import Phase
@@ -64,7 +64,7 @@ class Loaded:
 
     def close(self) -> None:
         """Frees everything; safe to call twice."""
-        self.driver.attend()
+        self.driver.end_idle()
         _close(self.parts)
         self.parts = ()
 

@@ -10,10 +10,10 @@ from typing import Any
 from gguf_tools.experts import DEFAULT_KV
 from gguf_tools.process import peak_rss_bytes
 from gguf_tools.units import format_size
-from orchestrator.allocation.estimate import LossMeter
 from orchestrator.config import Config
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loaded, Loader
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import SKIP_TIER, GenerationStats, Phase, percentile
 from orchestrator.memory.layouts import layout_text
 from orchestrator.native import MAX_TIERS, CStats, Store

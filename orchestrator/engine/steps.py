@@ -216,7 +216,7 @@ class Steps:
 
     def begin(self) -> None:
         """Before the steps of one call: an earlier cancel no longer counts."""
-        self._driver.attend()
+        self._driver.end_idle()
         self.cancelled = False
         self._driver.cancel(False)
 

@@ -18,7 +18,6 @@ from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Misses, ProductTime, Slices, StoreSpec, measure_product
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Callback
 
 StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
 
@@ -92,7 +91,7 @@ def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) 
         n_expert_used=shape.n_expert_used,
         n_ahead=policy.wants.n_ahead,
         exact_tiers=policy.rules.exact
-        and policy.wants.callback is not Callback.NEVER
+        and bool(policy.wants.asked_in)
         and not policy.wants.all_resident,
         **rest,
     )

@@ -10,7 +10,7 @@ from typing import Any
 from gguf_tools.experts import KV_TYPES, ExpertModel
 from gguf_tools.file.layout import BLOCK
 from gguf_tools.units import format_size
-from orchestrator.allocation.slots import ModelShape, SlotPlan
+from orchestrator.allocation.slots import FileTier, ModelShape, SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory.choice import choose, make_policy, wants_plain
@@ -40,7 +40,7 @@ Teach = Callable[[Policy, tuple[str, ...]], None]
 class MemoryPlan:
     """Where everything goes. Sizes in bytes.
 
-    n_ubatch: tokens of a prompt that are computed at once. tiers: the file's tier indices in use,
+    n_ubatch: tokens of a prompt that are computed at once. tiers: the tiers of the file in use,
     best first; skip: experts may be skipped; policy, shape and slots are None in plain mode.
     ram_bytes is the cap over all that the host's memory takes.
 
@@ -57,7 +57,7 @@ class MemoryPlan:
     reason: str
     n_ctx: int
     n_ubatch: int
-    tiers: tuple[int, ...]
+    tiers: tuple[FileTier, ...]
     skip: bool
     tier_names: tuple[str, ...]
     ram_bytes: int
@@ -246,11 +246,11 @@ def _plan_memory(
     room = room_of(config, model, machine, n_ctx, ram, graph, plain, prompts)
     rest = room.cap - room.fixed
 
-    def shape_of(tiers: tuple[int, ...]) -> ModelShape:
+    def shape_of(tiers: tuple[FileTier, ...]) -> ModelShape:
         return device_shape(model, tiers) if device else model_shape(model, tiers)
 
     def plan(
-        managed: bool, reason: str, tiers: tuple[int, ...], skip: bool = False, **fields: Any
+        managed: bool, reason: str, tiers: tuple[FileTier, ...], skip: bool = False, **fields: Any
     ) -> MemoryPlan:
         return MemoryPlan(
             managed=managed,
@@ -286,7 +286,9 @@ def _plan_memory(
         if fits or config.policy == PLAIN:
             amounts = f"{format_size(needed)} of {format_size(room.cap)}"
             reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
-            return plan(False, reason, (0,), budget_bytes=0, policy=None, shape=None, slots=None)
+            return plan(
+                False, reason, (FileTier(0),), budget_bytes=0, policy=None, shape=None, slots=None
+            )
         room = room_of(config, model, machine, n_ctx, ram, graph, prompts=prompts)
         rest = room.cap - room.fixed
 

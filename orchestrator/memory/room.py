@@ -21,7 +21,6 @@ from orchestrator.memory.footprint import (
 )
 from orchestrator.memory.hardware import Machine
 from orchestrator.policy import DEFAULT, policy_class
-from orchestrator.policy.base import Callback
 
 # Scratch that llama.cpp was seen to take beyond the estimate; and scratch in the host's memory as
 # it counts it, None for an estimate.
@@ -72,7 +71,7 @@ def room_of(
     may_look = False
     if not plain:
         wants = policy_class(config.policy or DEFAULT).wants
-        may_look = wants.callback is not Callback.NEVER
+        may_look = bool(wants.asked_in)
     ahead = look_ahead_bytes(model) if may_look else 0
     if device is None:
         scratch = process_bytes(model, config) + compute + ahead

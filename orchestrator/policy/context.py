@@ -17,36 +17,31 @@ from orchestrator.allocation.placement import (
     bit_budget,
     importance,
     near_tiers,
-    nominal_bits,
-    nominal_losses,
     place,
-    shares,
+    prefix_split,
 )
-from orchestrator.allocation.pools import Places, TierPools
-from orchestrator.allocation.prefix_split import prefix_split
+from orchestrator.allocation.pools import Places, TierPools, nominal_bits, nominal_losses, shares
 from orchestrator.allocation.settings import Background, Shared
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan, Transition
 from orchestrator.errors import BudgetError, PolicyError
-from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
+from orchestrator.events import (
+    DecisionBuffer,
+    Phase,
+    RouteEvent,
+    StepReport,
+    StoreView,
+    served,
+)
 from orchestrator.policy.base import (
-    Callback,
     KeepsSequences,
+    Learns,
     Policy,
     Precisions,
     WaitsBeforeAnswer,
     Wants,
+    WeighsLosses,
 )
 from orchestrator.settings import again, setting
-
-# Experts of a layer by the near tiers that share their slots.
-NearCounts = Mapping[tuple[int, ...], int]
-
-
-def near_counts(tiers: Sequence[int], counts: Sequence[int], share: bool) -> NearCounts:
-    """counts[i] experts of a layer in tiers[i], with slots of their own, or with shared ones."""
-    if share:
-        return {tuple(tiers): sum(counts)}
-    return {(tier,): n for tier, n in zip(tiers, counts, strict=True)}
 
 
 def like_counts(tiers: Sequence[str], n_cold: int, settings: PlacementSettings) -> tuple[int, ...]:
@@ -71,26 +66,30 @@ def placed_shape(shape: ModelShape, on_host: bool) -> ModelShape:
     return replace(shape, slots=tuple((there[0], *here[1:]) for there, here in pairs))
 
 
-def near_pools(shape: ModelShape, n_hot: int, near: NearCounts, on_host: bool) -> TierPools:
-    """Slots for n_hot experts of each layer in tier 0 and for the near ones. on_host: these are in
-    the host's memory behind a GPU, with its threads computing them."""
-    used = {tier for tiers in near for tier in tiers}
-    unused = set(range(1, len(shape.tiers))) - used
+def near_pools(
+    shape: ModelShape,
+    n_hot: int,
+    tiers: Sequence[int],
+    counts: Sequence[int],
+    *,
+    share: bool,
+    on_host: bool,
+) -> TierPools:
+    """Slots for n_hot experts of each layer in tier 0, and for counts[i] of them in the near
+    tiers[i], which have slots of their own or share theirs. on_host: the near ones are in the
+    host's memory behind a GPU, with its threads computing them."""
+    unused = set(range(1, len(shape.tiers))) - set(tiers)
     places = [Places((0,), n_hot, reserve=False)]
     places += [Places((tier,), 0, on_host=on_host) for tier in sorted(unused)]
-    places += [Places(tiers, n, on_host=on_host) for tiers, n in near.items()]
+    if share:
+        places.append(Places(tuple(tiers), sum(counts), on_host=on_host))
+    else:
+        pairs = zip(tiers, counts, strict=True)
+        places += [Places((tier,), n, on_host=on_host) for tier, n in pairs]
     return TierPools(placed_shape(shape, on_host), places)
 
 
 _MAGIC = b"moe-edge use 1\n"
-
-
-@dataclass(slots=True)
-class _Use:
-    """counts P and gates W, float64 [n_layers, n_expert] each."""
-
-    counts: np.ndarray
-    gates: np.ndarray
 
 
 class SequenceUse:
@@ -104,30 +103,31 @@ class SequenceUse:
 
     def __init__(self, n_layers: int, n_expert: int) -> None:
         self._size = n_layers, n_expert
-        self.past = self._zeros()
-        self._of: dict[int, _Use] = {}
+        self.past: np.ndarray = np.zeros(self._size)
+        # Of each sequence counts P and gates W, float64 [2, n_layers, n_expert].
+        self._of: dict[int, np.ndarray] = {}
         self._step = -1
-        self._in_step: dict[int, _Use] = {}
+        self._in_step: dict[int, np.ndarray] = {}
         self._given: set[int] = set()  # restored since the last step
 
-    def _zeros(self) -> np.ndarray:
-        return np.zeros(self._size)
-
-    def _new(self) -> _Use:
-        return _Use(self._zeros(), self._zeros())
+    def _none(self) -> np.ndarray:
+        return np.zeros((2, *self._size))
 
     @property
     def counts(self) -> np.ndarray:
         """P of all sequences in memory, float64 [n_layers, n_expert]."""
-        return self._sum([each.counts for each in self._of.values()])
+        sums: np.ndarray = self._sums[0]
+        return sums
 
     @property
     def gates(self) -> np.ndarray:
         """W of them."""
-        return self._sum([each.gates for each in self._of.values()])
+        sums: np.ndarray = self._sums[1]
+        return sums
 
-    def _sum(self, parts: list[np.ndarray]) -> np.ndarray:
-        total: np.ndarray = np.sum([self._zeros(), *parts], axis=0)
+    @property
+    def _sums(self) -> np.ndarray:
+        total: np.ndarray = np.sum([self._none(), *self._of.values()], axis=0)
         return total
 
     def begin(self, step: int) -> bool:
@@ -144,50 +144,44 @@ class SequenceUse:
         sequence of each token [T]."""
         for sequence in sorted(set(sequences.tolist())):
             mine = sequences == sequence
-            use = self._in_step.setdefault(sequence, self._new())
+            use = self._in_step.setdefault(sequence, self._none())
             chosen, n = ids[mine].ravel(), self._size[1]
-            use.counts[layer] += np.bincount(chosen, minlength=n)
-            use.gates[layer] += np.bincount(chosen, gates[mine].ravel(), n)
+            use[0, layer] += np.bincount(chosen, minlength=n)
+            use[1, layer] += np.bincount(chosen, gates[mine].ravel(), n)
 
     def step_done(self, report: StepReport) -> None:
         """A step that succeeded: sequences end and begin, and what it used is added."""
         for sequence in {*report.ends, *report.starts} - self._given:
             if (over := self._of.pop(sequence, None)) is not None:
-                self.past += over.counts
+                self.past += over[0]
         self._given.clear()
         for sequence in report.starts:
-            self._of.setdefault(sequence, self._new())
+            self._of.setdefault(sequence, self._none())
         if report.phase == Phase.PREFILL:
             for sequence, use in self._in_step.items():
-                mine = self._of.setdefault(sequence, self._new())
-                mine.counts += use.counts
-                mine.gates += use.gates
+                self._of[sequence] = self._of.get(sequence, 0) + use
             self._in_step.clear()
         elif self._of and report.counts is not None:
-            part = report.counts / len(self._of)
             for use in self._of.values():
-                use.counts += part
+                use[0] += report.counts / len(self._of)
         elif report.counts is not None:
             self.past += report.counts
 
     def save(self, sequence: int) -> bytes | None:
         """What one sequence used so far; None for one that is not in memory."""
         use = self._of.get(sequence)
-        if use is None:
-            return None
-        return _MAGIC + np.stack([use.counts, use.gates]).astype("<f8").tobytes()
+        return None if use is None else _MAGIC + use.astype("<f8").tobytes()
 
     def restore(self, sequence: int, state: bytes) -> None:
         """A sequence goes on from where another one was saved, in the place of what it used itself.
         Raises PolicyError for what save did not write for this model."""
-        n_layers, n_expert = self._size
-        body = state[len(_MAGIC) :]
-        if not state.startswith(_MAGIC) or len(body) != 16 * n_layers * n_expert:
+        body, none = state[len(_MAGIC) :], self._none()
+        if not state.startswith(_MAGIC) or len(body) != 8 * none.size:
             raise PolicyError("the state of a sequence is damaged, or of another model")
-        sums = np.frombuffer(body, "<f8").reshape(2, n_layers, n_expert).astype(np.float64)
-        if not (np.isfinite(sums).all() and (sums >= 0).all()):
+        use = np.frombuffer(body, "<f8").reshape(none.shape).astype(np.float64)
+        if not (np.isfinite(use).all() and (use >= 0).all()):
             raise PolicyError("the state of a sequence is damaged: it has impossible sums")
-        self._of[sequence] = _Use(sums[0].copy(), sums[1].copy())
+        self._of[sequence] = use
         self._given.add(sequence)
 
 
@@ -227,12 +221,22 @@ class ContextSettings(PlacementSettings, Background):
         choices=(ASYNC, WAIT),
     )
 
+    @classmethod
+    def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
+        if asked.get("losses") is None or asked.get("near_slots") == SHARED:
+            return None
+        return (
+            f"--losses has no effect with --near-slots {OWN}, where each lower precision has the "
+            f"same number of experts in every layer, whatever they lose: leave it out, or give "
+            f"--near-slots {SHARED}"
+        )
+
 
 # How many tokens the use that earlier runs learned counts as, beside that of this run.
 _LEARNED_TOKENS = 1024
 
 
-class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
+class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnswer):
     """The K most important experts of each layer in tier 0, the others in the near tiers, all of
     them in memory, by what the conversation used.
 
@@ -261,8 +265,7 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
     reason = "places every expert by the prompt"
     precisions = Precisions(least=2, keeps="several precisions")
     # One layer ahead, for the last layer's part of a prompt.
-    wants = Wants(Callback.PREFILL, n_ahead=1, counts=True, tiers=True, all_resident=True)
-    learns = True
+    wants = Wants((Phase.PREFILL,), n_ahead=1, counts=True, tiers=True, all_resident=True)
     settings: ContextSettings
 
     def __init__(
@@ -277,7 +280,6 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
         self._near = near_tiers(shape.tiers, self.settings.near_tiers)
         self._bits = [nominal_bits(shape.tiers[tier]) for tier in self._near]
         self._on_host = False  # the near tiers of a GPU; after plan
-        self.weighs_losses = self._shares  # fixed counts leave nothing to choose by them
         if self._shares and not (shape.shares_slots or self._places[-1]):
             raise PolicyError(
                 f"--near-slots {SHARED} needs slots in host memory: leave it out, or give "
@@ -290,12 +292,10 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
             default_tier=len(shape.tiers) - 1,
             transition_rate=0 if self._waits else rate,  # none where a token waits for them
         )
-        self.updates = 0
         self.use = SequenceUse(*size)
         self._n_hot = 0
         self._near_counts: tuple[int, ...] = ()
         self._pools: TierPools | None = None
-        self._losses: np.ndarray | None = None
         self._learned: np.ndarray = np.zeros(size)
         self._predicted = False  # the last layer was counted by the look-ahead of the one before
         self._placed = True  # no prompt was read since
@@ -304,15 +304,10 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
         self._scores: np.ndarray = np.zeros(size)
         self._moved = self._steps = self._most_steps = self._changed_bytes = 0
 
-    @classmethod
-    def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
-        if asked.get("losses") is None or asked.get("near_slots") == SHARED:
-            return None
-        return (
-            f"--losses has no effect with --near-slots {OWN}, where each lower precision has the "
-            f"same number of experts in every layer, whatever they lose: leave it out, or give "
-            f"--near-slots {SHARED}"
-        )
+    @property
+    def losses_matter(self) -> bool:
+        """Not where the counts of each tier are fixed: they leave nothing to choose by losses."""
+        return self._shares
 
     @property
     def _shares(self) -> bool:
@@ -345,8 +340,10 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
         for on_host in self._places:
             for n_hot in range(most, (1 if asked is None else most) - 1, -1):
                 counts = like_counts(self._names, n - n_hot, self.settings)
-                near = near_counts(self._near, counts, self._shares)
-                pools = near_pools(self.shape, n_hot, near, on_host)
+                share = self._shares
+                pools = near_pools(
+                    self.shape, n_hot, self._near, counts, share=share, on_host=on_host
+                )
                 if pools.total_bytes <= budget_bytes:
                     self._n_hot, self._near_counts, self._pools = n_hot, counts, pools
                     self._on_host = on_host
@@ -376,13 +373,6 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
     def set_hotness(self, scores: np.ndarray) -> None:
         self._learned = np.array(scores, np.float64).reshape(self._learned.shape)
 
-    @property
-    def losses(self) -> np.ndarray | None:
-        return None if self._losses is None else self._losses.copy()
-
-    def set_losses(self, losses: np.ndarray) -> None:
-        self._losses = np.array(losses, np.float64)
-
     def save_sequence(self, sequence: int) -> bytes | None:
         return self.use.save(sequence)
 
@@ -406,8 +396,8 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
         usual = before * k + use.past
         self._scores = importance(use.counts, use.gates, usual, settings, k)
         losses = nominal_losses(self._bits, *self._scores.shape)
-        if self._losses is not None:
-            losses = self._losses[..., self._near]
+        if self.losses is not None:
+            losses = self.losses[..., self._near]
         most = None if self._shares else self._near_counts
         placed = place(self._scores, self._n_hot, losses, self._bits, settings, most)
         tiers: np.ndarray = np.array([0, *self._near], np.uint8)[placed]
@@ -416,7 +406,7 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Experts as they are in memory; counts what the layer's tokens use."""
         layer, last = event.layer, self.shape.n_layers - 1
-        np.minimum(view.resident_array[layer], self.wants.default_tier, out=out.tier_array)
+        out.tier_array[:] = served(self.wants.default_tier, view.resident_array[layer])
         if self.use.begin(event.step):
             self._predicted = False
         of = event.sequences_array

@@ -13,16 +13,22 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.allocation.hotness import Intervals
 from orchestrator.allocation.hull import Hull, lost
-from orchestrator.allocation.placement import nominal_bits, shares
-from orchestrator.allocation.pools import MAX_QUEUE, Places, TierPools, pools_by_size
+from orchestrator.allocation.pools import (
+    MAX_QUEUE,
+    Places,
+    TierPools,
+    nominal_bits,
+    nominal_losses,
+    pools_by_size,
+    shares,
+)
 from orchestrator.allocation.settings import Shared
-from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan, Transition
+from orchestrator.allocation.slots import FileTier, ModelShape, Rules, SlotPlan, Transition
 from orchestrator.errors import BudgetError
 from orchestrator.events import ABSENT, Phase, StepReport
-from orchestrator.policy.base import Precisions, TierOffer, Wants
-from orchestrator.policy.learning import Learning
+from orchestrator.policy.base import Precisions, TierOffer, Wants, WeighsLosses
+from orchestrator.policy.learning import Intervals, Learning
 from orchestrator.settings import again
 
 
@@ -128,7 +134,22 @@ class MixedSettings(Intervals):
     losses: Path | None = again(Shared, "losses")
 
 
-class Mixed(Learning):
+class _AnyTiers(Precisions):
+    def high(self, offer: TierOffer) -> FileTier:
+        """The tier above the best one whose copies all fit; a better one where a slot of it, which
+        the store wants, takes next to nothing of the budget."""
+        tiers = offer.tiers
+        fits = next((each for each in tiers if offer.fits_whole(each)), tiers[-1])
+        above = tiers[max(0, fits - 1)]
+        for better in tiers[:above]:
+            shape = offer.shape(better)
+            n_experts = shape.n_layers * shape.n_expert
+            if shape.all_slot_bytes() <= SMALL * n_experts * offer.budget_bytes:
+                return better
+        return above
+
+
+class Mixed(Learning, WeighsLosses):
     """The allocation of `Hull`: the sum over layers and experts of w L is least under the budget,
     over all tiers in use. L is what the tier costs a use of the expert, in nats where calibrate has
     fitted that, so that layers compare; else its mean squared error, or nominal losses. w is the
@@ -152,9 +173,9 @@ class Mixed(Learning):
     )
     Settings = MixedSettings
     reason = "fills the budget with the best precisions"
-    precisions = Precisions(least=2, keeps="several precisions")
+    precisions = _AnyTiers(least=2, keeps="several precisions")
     wants = Wants(all_resident=True)
-    weighs_losses = per_use = True
+    per_use = True
     settings: MixedSettings
 
     def __init__(
@@ -166,8 +187,6 @@ class Mixed(Learning):
         """Raises PolicyError where the model has no second precision in use."""
         super().__init__(shape, settings, rules)
         self.wants = replace(self.wants, default_tier=len(shape.tiers) - 1)
-        self._known: np.ndarray | None = None
-        self._losses = nominal(shape)
         self._weighted: np.ndarray | None = None  # of the scores as they are
         self._pools: TierPools | None = None
         self._used: list[int] = []  # tiers that experts have
@@ -177,25 +196,8 @@ class Mixed(Learning):
         # Where experts were, and went, when none of them found a slot.
         self._no_moves: tuple[bytes, bytes] | None = None
 
-    @classmethod
-    def high_tier(cls, offer: TierOffer) -> int:
-        """The tier above the best one whose copies all fit; a better one where a slot of it, which
-        the store wants, takes next to nothing of the budget."""
-        tiers = range(len(offer.names))
-        fits = next((at for at in tiers if offer.fits_whole(at)), tiers[-1])
-        for at in range(max(0, fits - 1)):
-            shape = offer.shape(at)
-            n_experts = shape.n_layers * shape.n_expert
-            if shape.all_slot_bytes() <= SMALL * n_experts * offer.budget_bytes:
-                return at
-        return max(0, fits - 1)
-
-    @property
-    def losses(self) -> np.ndarray | None:
-        return None if self._known is None else self._known.copy()
-
     def set_losses(self, losses: np.ndarray) -> None:
-        self._losses = self._known = np.array(losses, np.float64)
+        super().set_losses(losses)
         self._weighted = None
 
     def set_hotness(self, scores: np.ndarray) -> None:
@@ -206,7 +208,8 @@ class Mixed(Learning):
     def weighted(self) -> np.ndarray:
         """w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
         if self._weighted is None:
-            self._weighted = weights(self._hotness.scores)[..., None] * self._losses
+            losses = nominal(self.shape) if self.losses is None else self.losses
+            self._weighted = weights(self._scores)[..., None] * losses
         return self._weighted
 
     def plan(self, budget_bytes: int) -> SlotPlan:
@@ -264,8 +267,8 @@ class Mixed(Learning):
     def wants_report(self, phase: Phase) -> bool:
         """As every policy that learns, but that fast tokens do not each look after what is under
         way."""
-        looks = not self._settled and self._unseen_us >= LOOK_US
-        return looks or self._hotness.may_end(phase)
+        looks = not self._at_rest and self._unseen_us >= LOOK_US
+        return looks or self._may_end_interval(phase)
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Counts the step, and returns the moves that have slots now."""
@@ -279,7 +282,7 @@ class Mixed(Learning):
             self._exchange((resident == target) & (resident == self._wanted))
             self._no_moves = None
         there = bool((resident == self._wanted).all())
-        self._settled = there and bool((target == resident).all())
+        self._at_rest = there and bool((target == resident).all())
         states = resident.tobytes(), target.tobytes()
         if self._pools is None or there or states == self._no_moves:
             return ()
@@ -345,10 +348,7 @@ def nominal(shape: ModelShape) -> np.ndarray:
     """What stands for a loss table where there is none, float64 [n_layers, n_expert, n_tiers]: each
     bit more divides the mean squared error by four, in all experts alike."""
     bits = shape.bits or tuple(map(nominal_bits, shape.tiers))
-    curve = 0.25 ** np.array(bits, np.float64)
-    size = shape.n_layers, shape.n_expert, len(bits)
-    alike: np.ndarray = np.broadcast_to(curve, size).copy()
-    return alike
+    return nominal_losses(bits, shape.n_layers, shape.n_expert)
 
 
 def slot_sizes(shape: ModelShape) -> np.ndarray:

@@ -21,7 +21,7 @@ from orchestrator.lab.replay.record import Disk, Recorder
 from orchestrator.lab.replay.report import set_up_for
 from orchestrator.lab.replay.simulate import Compute, Transport, simulate
 from orchestrator.native.llama import Bindings
-from orchestrator.policy.context import Context
+from orchestrator.policy.context import ContextAware
 
 from .replayed import replayed_exactly
 from .transition_driver import HANG_S
@@ -73,8 +73,8 @@ def converse(engine: Engine, number: int, n_answer: int = len(ANSWER)) -> None:
         engine.eval([token], len(prompt) + at)
 
 
-def policy_of(engine: Engine) -> Context:
-    assert isinstance(engine.policy, Context)
+def policy_of(engine: Engine) -> ContextAware:
+    assert isinstance(engine.policy, ContextAware)
     return engine.policy
 
 
@@ -230,10 +230,10 @@ def test_its_replay_knows_sequences_and_kept_tokens(
     assert n_changed > 0 and set(trace.arrays["sequences"].tolist()) == {0, 1, 2}
     assert len(trace.restored()) == 3  # the two forks together, the third, the copy
     replayed_exactly(trace)
-    setup = set_up_for(trace, ReplayOptions(), Context, Transport(0, 0, 4))
+    setup = set_up_for(trace, ReplayOptions(), ContextAware, Transport(0, 0, 4))
     clock = Transport(10**9, 50, 4), Compute(1000.0, 1000.0)
     simulate(Bindings.load().library(), trace, setup, *clock, as_recorded=True)
-    assert isinstance(setup.policy, Context)
+    assert isinstance(setup.policy, ContextAware)
     use = setup.policy.use
     for mine, its in zip((use.counts, use.gates, use.past), known, strict=True):
         assert mine == pytest.approx(its, rel=1e-6)
@@ -247,7 +247,7 @@ def test_it_adapts_within_64_steps(five: Path, tmp_path: Path) -> None:
     trace, _ = recorded(build(five), tmp_path / "t.npz")
     for hot in (2, 4):
         options = ReplayOptions(settings={"hot_experts": hot, "near_bits": 2.5}, expert_ram=1 << 26)
-        setup = set_up_for(trace, options, Context, Transport(0, 0, 4))
+        setup = set_up_for(trace, options, ContextAware, Transport(0, 0, 4))
         shape = setup.shape
         every = shape.all_slot_bytes(1)
         speed = Transport(int(every / 1.5), 100, 4)  # all experts in 1.5 s, as 1.9 GB are

@@ -20,6 +20,7 @@ from orchestrator.lab.replay.trace import ENDS, PROMPT_ENDS, STARTS, VERSION, He
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
+from orchestrator.policy.base import Learns, WeighsLosses
 
 # Steps from which the share of computing outside the experts is measured.
 DENSE_STEPS, DENSE_PROMPTS = 9, 3
@@ -97,7 +98,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         engine, store = self._engine, self._engine.store
         shape = (engine.model.n_layers, engine.model.n_expert)
-        hotness = self._policy.hotness
+        hotness = engine.driver.hotness()
         self._start_hotness = np.zeros(shape) if hotness is None else hotness
         self._resident = self._start = store.resident()
         self._before = store.stats()
@@ -141,8 +142,9 @@ class Recorder:
 
     def _end_step(self) -> None:
         if self._phases:
-            updates, self._updates = self._updates, self._policy.updates
-            self._ticks[-1] = self._updates > updates
+            policy, before = self._policy, self._updates
+            self._updates = policy.updates if isinstance(policy, Learns) else 0
+            self._ticks[-1] = self._updates > before
 
     def _begin_step(self, event: RouteEvent) -> None:
         self._end_step()
@@ -198,7 +200,8 @@ class Recorder:
 
     def _losses(self) -> np.ndarray:
         """What the policy knew, by tier of the file."""
-        model, plan, known = self._engine.model, self._engine.plan, self._policy.losses
+        model, plan, policy = self._engine.model, self._engine.plan, self._policy
+        known = policy.losses if isinstance(policy, WeighsLosses) else None
         losses = np.zeros((model.n_layers, model.n_expert, len(model.tiers)))
         if known is not None:
             losses[..., list(plan.tiers)] = known

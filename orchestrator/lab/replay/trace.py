@@ -64,7 +64,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import Tier
-from orchestrator.allocation.slots import Rules
+from orchestrator.allocation.slots import FileTier, Rules
 from orchestrator.errors import TraceError
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native import MAX_TIERS
@@ -243,10 +243,10 @@ class Trace:
             for kinds in self.arrays["slices"].tolist()
         ]
 
-    def tier_index(self, name: str) -> int:
-        """Index of a tier by name. Raises TraceError listing the tiers there are."""
+    def tier_index(self, name: str) -> FileTier:
+        """The tier of this name. Raises TraceError listing the tiers there are."""
         try:
-            return self.header.tiers.index(name.lower())
+            return FileTier(self.header.tiers.index(name.lower()))
         except ValueError:
             known = ", ".join(self.header.tiers)
             raise TraceError(f"tier {name} is missing: the trace is of {known}") from None

@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import in_one_step, make_decision, make_event, make_shape, make_view, prefetches
 
-from orchestrator.allocation.importance import gate_critical, gate_order
-from orchestrator.allocation.retention import solve
+from orchestrator.allocation.critical import gate_order
 from orchestrator.allocation.slots import Rules
 from orchestrator.errors import PolicyError
 from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase
 from orchestrator.policy import known_policies, policy_class
-from orchestrator.policy.base import Callback
-from orchestrator.policy.dymoe import DyMoE
+from orchestrator.policy.dymoe import DyMoE, gate_critical, solve
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -314,7 +312,7 @@ def test_unknown_policy_lists_the_known() -> None:
 def test_lru_needs_no_python() -> None:
     shape = make_shape()
     policy = policy_class("lru")(shape)
-    assert policy.wants.callback is Callback.NEVER
+    assert policy.wants.asked_in == ()
     out = make_decision(shape)
     policy.decide(make_event(shape, np.random.default_rng(0)), make_view(shape), out)
     assert not any(out.tier)

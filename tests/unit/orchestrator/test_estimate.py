@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from shapes import make_decision, make_event, make_shape, make_view
 
-from orchestrator.allocation.estimate import KlEstimate, LossMeter
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.cost import losses
 from orchestrator.cost.losses import Candidate, Fit, LossKeeper, LossTable
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT, SKIP, Phase
 

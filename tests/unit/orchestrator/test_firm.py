@@ -11,8 +11,7 @@ from shapes import DOWN, GATE, UP, make_decision, make_event, make_shape, make_v
 from orchestrator.errors import BudgetError, ConfigError, PolicyError, SettingError
 from orchestrator.events import ABSENT, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy.dymoe import DyMoE
-from orchestrator.policy.firm import FIRM
-from orchestrator.policy.firm.settings import read_votes, write_votes
+from orchestrator.policy.firm import FIRM, read_votes, write_votes
 
 SHAPE = make_shape(n_layers=6, n_expert=16, k=4, tiers=("q4_k",))
 STEP_DONE = StepReport(Phase.DECODE, 1, 1000.0)
@@ -84,7 +83,7 @@ def test_one_token_of_four_is_compared_with_what_it_used(tune: str) -> None:
     for step in range(8):
         token(policy, step)
         policy.step_done(STEP_DONE)
-    assert sum(layer == 1 for layer, *_ in policy._prediction._seen) == 2
+    assert sum(layer == 1 for layer, *_ in policy._ahead.score._seen) == 2
 
 
 @pytest.mark.parametrize("agree", ["mol", "rank", "margin"])
@@ -260,7 +259,7 @@ def test_a_recorded_run_with_other_votes() -> None:
     """What was recorded of them gives way, and a trace has the layers that are asked for or not."""
     Settings = FIRM.Settings
     recorded = Settings(agree="mol", votes="4,3", n_ahead=3, prefetch_kinds=1).as_dict()
-    assert Settings.changed(recorded, {}).settled() == Settings.of(recorded)
+    assert Settings.changed(recorded, {}).with_usual() == Settings.of(recorded)
     for changes, n_ahead in (
         ({"agree": "rank"}, 1),
         ({"votes": "4,1"}, 1),
@@ -268,7 +267,7 @@ def test_a_recorded_run_with_other_votes() -> None:
         ({"n_ahead": 2}, 2),
         ({"prefetch": "off"}, 3),
     ):
-        found = Settings.changed(recorded, changes).settled()
+        found = Settings.changed(recorded, changes).with_usual()
         assert (found.prefetch_kinds, found.n_ahead) == (1, n_ahead), changes
         assert found.votes == changes.get("votes"), changes
     assert Settings.changed(recorded, {"waste_weight": 2.0}).votes == "4,3"

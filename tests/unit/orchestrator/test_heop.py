@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.policy.firm.heop import (
+from orchestrator.policy.firm import (
     Climb,
     Grid,
     Tuner,
     Weights,
     absent_of,
+    every_set,
     group_of,
+    mask_of,
     unused_and_missed,
 )
-from orchestrator.policy.firm.votes import every_set, mask_of
 
 HALF = Weights()
 

@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from orchestrator.allocation.monitor import (
+from orchestrator.allocation.look_ahead import (
     BLOCK_STEPS,
     FIRST_STEPS,
     LONGEST_STEPS,
     PERIOD_STEPS,
     Monitor,
-    Prediction,
+    PredictionScore,
 )
 
 TRIAL_STEPS = 4 * BLOCK_STEPS
@@ -63,7 +63,7 @@ def test_a_few_slow_steps_decide_nothing() -> None:
 
 
 def test_prediction_counts() -> None:
-    seen = Prediction(3)
+    seen = PredictionScore(3)
     seen.expect(1, [4, 5])
     seen.observe(1, [5, 6, 7])
     seen.expect(2, [1])

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.allocation.retention import critical_counts, ratios, realised, solve
+from orchestrator.allocation.critical import ratios
 from orchestrator.errors import ConfigError
+from orchestrator.policy.dymoe import critical_counts, realised, solve
 
 # Eq. 4 and 5 worked out by hand: lambda, r(l) of each layer, M, t_l of each layer. The cosines of
 # 5 layers are 1, sqrt(1/2), 0, -sqrt(1/2), -1; those of 7 layers 1, sqrt(3)/2, 1/2, 0 and back;

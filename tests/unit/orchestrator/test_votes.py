@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.allocation.monitor import Prediction
-from orchestrator.policy.firm.votes import WAYS, agreed, depth_of, every_set, least_score, mask_of
+from orchestrator.allocation.look_ahead import PredictionScore
+from orchestrator.policy.firm import AGREE_WAYS, agreed, depth_of, every_set, mask_of
 
 # What three layers predict of one, nearest first; four candidates each, best first.
 VOTES = [[5, 2, 7, 1], [2, 5, 9, 7], [7, 2, 4, 5]]
@@ -46,11 +46,11 @@ def test_the_nearest_layer_alone() -> None:
 def test_a_margin_above_the_last_candidate(
     candidates: int, least: float, expected: list[int]
 ) -> None:
-    assert least_score(SCORES, candidates) == pytest.approx(least)
+    assert [each for each, s in zip(VOTES[0], SCORES, strict=True) if s >= least] == expected
     assert agreed("margin", VOTES, candidates, 1, SCORES) == expected
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", AGREE_WAYS)
 def test_every_set_at_once(way: str) -> None:
     depth = depth_of(way, 3)
     assert depth == (3 if way == "mol" else 1)
@@ -65,7 +65,7 @@ def test_every_set_at_once(way: str) -> None:
 
 def test_accuracy_and_utilisation() -> None:
     """Eq. 7 and 8: two of the four in use were expected, and two of the three expected are used."""
-    found = Prediction(2)
+    found = PredictionScore(2)
     for layer, expected, used in ((0, [5, 2, 7], [2, 7, 8, 9]), (1, [], [1, 2])):
         found.expect(layer, expected)
         found.observe(layer, used)
