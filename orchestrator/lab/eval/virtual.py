@@ -102,7 +102,7 @@ class VirtualStore:
         self._driver.on_route(event)
         tiers = self._store.decision.tier_array
         resident = self._store.view.resident_array[event.layer]
-        self._tiers[:] = np.where(tiers == SKIP, SKIP, np.minimum(tiers, resident))
+        self._tiers[:] = served(tiers, resident)
 
     def on_route(self, event: RouteEvent) -> None:
         """In real time: plays the layer, and hands the same decision to the real store."""
