@@ -19,7 +19,7 @@ import numpy as np
 from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
-from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct
+from orchestrator.events import ComputedStep, Phase, RouteEvent, distinct, served
 from orchestrator.lab.replay.record import measured
 from orchestrator.lab.replay.simulate import Transport
 from orchestrator.native import CStats, Simulation, Store
