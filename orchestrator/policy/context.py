@@ -85,19 +85,8 @@ class SequenceUse:
         return np.zeros((2, *self._size))
 
     @property
-    def counts(self) -> np.ndarray:
-        """P of all sequences in memory, float64 [n_layers, n_expert]."""
-        sums: np.ndarray = self._sums[0]
-        return sums
-
-    @property
-    def gates(self) -> np.ndarray:
-        """W of them."""
-        sums: np.ndarray = self._sums[1]
-        return sums
-
-    @property
-    def _sums(self) -> np.ndarray:
+    def sums(self) -> np.ndarray:
+        """P and W of all sequences in memory, float64 [2, n_layers, n_expert]."""
         total: np.ndarray = np.sum([self._none(), *self._of.values()], axis=0)
         return total
 
@@ -249,7 +238,13 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         lacks or that are too many, and for shared slots on a device."""
         super().__init__(shape, settings, rules)
         self._near = near_tiers(shape.tiers, self.settings.near_tiers)
-        self._bits = [nominal_bits(shape.tiers[tier]) for tier in self._near]
+        self._names = [shape.tiers[tier] for tier in self._near]
+        self._bits = [nominal_bits(name) for name in self._names]
+        # Bits a weight of each near tier as stored; empty where they are not known.
+        self._stored = [shape.bits[tier] for tier in self._near] if shape.bits else []
+        self._shares = self.settings.near_slots == SHARED and len(self._near) > 1
+        # Tokens wait, too, where what is computed must not depend on what is in memory by now.
+        self._waits = self.rules.exact or self.settings.placement == WAIT
         self._on_host = False  # the near tiers of a GPU; after plan
         if self._shares and not (shape.shares_slots or self._places[-1]):
             raise PolicyError(
@@ -281,27 +276,12 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         return self._shares
 
     @property
-    def _shares(self) -> bool:
-        return self.settings.near_slots == SHARED and len(self._near) > 1
-
-    @property
     def _places(self) -> list[bool]:
         """Whether near tiers are on the host of a GPU: what is tried, in turn."""
         asked, shape = self.settings.near_place, self.shape
         if not shape.host_slots or asked == DEVICE:
             return [False]
         return [True] if asked == HOST or self._shares else [False, True]
-
-    @property
-    def _expert_bytes(self) -> np.ndarray:
-        """Slot bytes of an expert, int64 [n_layers, n_tiers]."""
-        slots = placed_shape(self.shape, self._on_host).slots
-        return np.array([[sum(sizes.values()) for sizes in tiers] for tiers in slots], np.int64)
-
-    @property
-    def _waits(self) -> bool:
-        """Also where what is computed must not depend on what is in memory by now."""
-        return self.rules.exact or self.settings.placement == WAIT
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert near, and K of each layer in the best tier instead: as many as fit, or
@@ -347,12 +327,12 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
 
     @property
     def fresh(self) -> bool:
-        return self.updates == 0 and not bool(self.use.counts.any())
+        return self.updates == 0 and not bool(self.use.sums.any())
 
     @property
     def hotness(self) -> np.ndarray:
         """The share of tokens that use each expert, of earlier runs and of this one."""
-        used = self.use.past + self.use.counts
+        used = self.use.past + self.use.sums[0]
         if not used.any():
             learned: np.ndarray = self._learned.copy()
             return learned
@@ -382,7 +362,8 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         use, settings, k = self.use, self.settings, self.shape.n_expert_used
         before = shares(self._learned, np.zeros_like(self._learned)) * _LEARNED_TOKENS
         usual = before * k + use.past
-        self._scores = importance(use.counts, use.gates, usual, settings, k)
+        counts, gates = use.sums
+        self._scores = importance(counts, gates, usual, settings, k)
         losses = nominal_losses(self._bits, *self._scores.shape)
         if self.losses is not None:
             losses = self.losses[..., self._near]
@@ -441,8 +422,9 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
 
     def _bytes_to(self, wanted: np.ndarray, target: np.ndarray) -> int:
         """What slots of the experts take that neither are where they should be nor go there."""
-        sizes = np.take_along_axis(self._expert_bytes, wanted.astype(np.int64), axis=1)
-        return int(sizes[wanted != target].sum())
+        shape = placed_shape(self.shape, self._on_host)
+        moving = np.argwhere(wanted != target).tolist()
+        return sum(shape.expert_slot_bytes(at, int(wanted[at, expert])) for at, expert in moving)
 
     def _moves(self, resident: np.ndarray, target: np.ndarray) -> list[Transition]:
         """What may move now towards the latest placement, the most important experts first."""
@@ -462,7 +444,9 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         slot bytes of those that they changed; decode steps that the latest one took, and the
         slowest; hot and near experts of a layer by tier, on average, and the near ones' bits,
         nominal and as stored."""
-        near = self._near_per_layer()
+        latest, near = self._latest, [float(n) for n in self._near_counts]
+        if latest is not None and self._shares:
+            near = [float((latest == tier).sum() / len(latest)) for tier in self._near]
         found: dict[str, Any] = {
             "placements": self.updates,
             "moves": self._moved,
@@ -477,21 +461,6 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         if any(near) and self._stored:
             found["near_bits_stored"] = float(np.average(self._stored, weights=near))
         return found
-
-    @property
-    def _names(self) -> list[str]:
-        return [self.shape.tiers[tier] for tier in self._near]
-
-    def _near_per_layer(self) -> list[float]:
-        latest = self._latest
-        if latest is None or not self._shares:
-            return [float(n) for n in self._near_counts]
-        return [float((latest == tier).sum() / len(latest)) for tier in self._near]
-
-    @property
-    def _stored(self) -> list[float]:
-        """Bits a weight of each near tier as stored; empty where they are not known."""
-        return [self.shape.bits[tier] for tier in self._near] if self.shape.bits else []
 
     def describe(self) -> str:
         names = self._names
