@@ -276,12 +276,21 @@ def _play(
     """One step, from its first route event to where the next one has its first."""
     n_ahead, dense = setup.spec.n_ahead, time.dense_share[step.phase]
     for event, event_ns in zip(step.events, time.events_ns(step), strict=True):
-        layer, ids, weights, tokens, phases, of, ahead_ids, ahead, scores, n_computed = event[:10]
+        layer, n_computed = event.layer, event.n_computed
         if held is not None:
             held.show(event)
-        seen = ahead_ids[:n_ahead], ahead[:n_ahead]
-        clock.route(layer, ids, weights, tokens, *seen, scores, of, phases)
-        experts = np.unique(ids).astype(np.int32)
+        clock.route(
+            layer,
+            event.ids,
+            event.weights,
+            event.tokens,
+            event.ahead_ids[:n_ahead],
+            event.ahead_scores[:n_ahead],
+            event.importance,
+            event.sequences,
+            event.phases,
+        )
+        experts = np.unique(event.ids).astype(np.int32)
         kinds = [kind for kind in COMPUTE_ORDER if kind in setup.shape.slots[layer][0]]
         expert_ns = event_ns * (1 - dense) / (len(kinds) * max(1, n_computed))
         for kind in kinds:

@@ -334,9 +334,9 @@ def test_eval(opened: tuple[Engine, FakeContext]) -> None:
 
 def test_begin_token_stands_once(opened: tuple[Engine, FakeContext]) -> None:
     engine, _ = opened
-    engine._loaded.template.render = lambda messages: "<s>hi"  # type: ignore[method-assign]
+    engine._template.render = lambda messages: "<s>hi"  # type: ignore[method-assign]
     assert engine.render_chat([]) == list(b"<s>hi")
-    engine._loaded.template.render = lambda messages: "hi"  # type: ignore[method-assign]
+    engine._template.render = lambda messages: "hi"  # type: ignore[method-assign]
     assert engine.render_chat([]) == [1, *b"hi"]
     assert engine.tokenize("hi") == [1, *b"hi"]
     assert engine.tokenize("hi", special=False) == list(b"hi")
