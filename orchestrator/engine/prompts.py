@@ -13,6 +13,7 @@ from gguf_tools import interrupts
 from gguf_tools.experts import ExpertModel
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
+from orchestrator.engine.load import Loaded
 from orchestrator.engine.prompt_copies import (
     Copy,
     Listed,
@@ -22,10 +23,10 @@ from orchestrator.engine.prompt_copies import (
     usable,
 )
 from orchestrator.engine.steps import Mark, Steps
+from orchestrator.engine.store_layout import has_flash
 from orchestrator.memory.footprint import PROMPT_MARKS
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native.llama import Model
-from orchestrator.policy import Policy
 
 _FORMAT = 1
 # Fewer tokens are read again sooner than they are kept.
@@ -63,6 +64,24 @@ class PromptCache:
         self._prompt_end = 0
         self._apart = 0  # where this prompt and a kept one go apart
         self._saved = 0  # tokens of the sequence that are on disk
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        model: ExpertModel,
+        loaded: Loaded,
+        shelf: Shelf,
+        folder: PromptFolder | None,
+    ) -> PromptCache:
+        """Of a model as it is loaded; the shelf gets the memory that its plan has for it."""
+        plan = loaded.plan
+        shelf.budget_bytes = plan.prompt_bytes - plan.copying_bytes
+        shelf.make_room(0)
+        key = ""
+        if shelf.budget_bytes or folder:
+            key = state_key(config, model, plan)
+        return cls(loaded.steps, loaded.model, loaded.context.n_ctx, shelf, folder, key)
 
     @property
     def enabled(self) -> bool:
@@ -259,14 +278,21 @@ class PromptCache:
         self._shelf.live_bytes = sum(each.n_bytes for each in self._steps.marks)
 
 
-def state_key(
-    config: Config, model: ExpertModel, plan: MemoryPlan, policy: Policy | None, flash: bool
-) -> str:
+def kept_prompts(config: Config) -> tuple[Shelf, PromptFolder | None]:
+    """Where sequences are kept: in memory, what goes for want of room in the folder that config
+    names. Raises ConfigError for a folder that cannot be."""
+    if config.prompt_cache is None:
+        return Shelf(), None
+    folder = PromptFolder(config.prompt_cache, config.prompt_cache_limit)
+    return Shelf(on_drop=folder.save_copy), folder
+
+
+def state_key(config: Config, model: ExpertModel, plan: MemoryPlan) -> str:
     """The model's files, the precisions in which its experts are computed and who chooses among
     them, and how keys and values are laid out, as a text. Raises OSError.
 
     Where every expert is computed in one precision, no policy and no budget changes the state.
-    flash: attention is flash, so that values are not transposed.
+    Without flash attention values are transposed.
     """
     files = [(path.stat().st_size, path.stat().st_mtime_ns) for path in model.files]
     parts: dict[str, Any] = {
@@ -275,9 +301,10 @@ def state_key(
         "model": identity(model),
         "files": files,
         "kv": config.kv,
-        "flash": flash,
+        "flash": has_flash(config, plan),
         "tiers": plan.tier_names,
     }
+    policy = plan.policy
     if policy is not None and (len(plan.tiers) > 1 or plan.skip):
         names = [name for name, each in type(policy).Settings.declared().items() if each.recorded]
         parts["policy"] = policy.name, plan.skip, config.renormalize, config.exact_tiers

@@ -44,7 +44,7 @@ def _served(driver: Driver, loader: Loader) -> str:
     """How a GPU gets the experts that it lacks."""
     if loader.gpu is None:
         return ""
-    asked, served = loader.misses.mode, driver.store.misses()
+    asked, served = driver.store.spec.misses.mode, driver.store.misses()
     return f", misses: {served}" + (f" ({asked} cannot be had)" if served != asked else "")
 
 
