@@ -1,8 +1,8 @@
 """A recorded run: what the routers chose, step by step, in one .npz file.
 
-Format, version 8: the numpy arrays of ARRAYS by name, and `header`, uint8 [n], a JSON object in UTF-8
-of the fields of Header and `format`. A reader refuses a version it does not know and arrays that the
-version does not have.
+Format, version 8: the numpy arrays of ARRAYS by name, and `header`, uint8 [n], a JSON object in
+UTF-8 of the fields of Header and `format`. A reader refuses a version it does not know, and arrays
+that the version does not have.
 """
 
 from __future__ import annotations

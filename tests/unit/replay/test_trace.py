@@ -208,10 +208,22 @@ WRONG = [
     (lambda a: a.update(start_tier=a["start_tier"][:, 1:]), "start_tier has the shape"),
     (lambda a: a.update(counters=a["counters"][:, 1:]), "counters has the shape"),
     (lambda a: a.update(published=np.zeros((1, 3), np.int32)), "published has the shape"),
-    (lambda a: a.update(published=np.array([[99, 0, 0, 0]], np.int32)), "published, column 0, has a value"),
-    (lambda a: a.update(published=np.array([[0, 3, 0, 0]], np.int32)), "published, column 1, has a value"),
-    (lambda a: a.update(published=np.array([[0, 0, -1, 0]], np.int32)), "published, column 2, has a value"),
-    (lambda a: a.update(published=np.array([[0, 0, 0, 1]], np.int32)), "published, column 3, has a value"),
+    (
+        lambda a: a.update(published=np.array([[99, 0, 0, 0]], np.int32)),
+        "published, column 0, has a value",
+    ),
+    (
+        lambda a: a.update(published=np.array([[0, 3, 0, 0]], np.int32)),
+        "published, column 1, has a value",
+    ),
+    (
+        lambda a: a.update(published=np.array([[0, 0, -1, 0]], np.int32)),
+        "published, column 2, has a value",
+    ),
+    (
+        lambda a: a.update(published=np.array([[0, 0, 0, 1]], np.int32)),
+        "published, column 3, has a value",
+    ),
     (
         lambda a: a.update(published=np.array([[2, 0, 0, 0], [1, 0, 0, 0]], np.int32)),
         "published: not in the order",
