@@ -180,29 +180,30 @@ def test_only_what_changed_is_moved(hot, usual, moved):
         assert not runs["static"].moves.any()  # placed once, before all of them
 
 
-def alone(shape, ids, n_slots, what):
+def alone(shape, ids, n_slots, bits):
     """A GPU alone with room for so many experts, over the experts of one layer by token."""
     one_layer = replace(shape, n_layers=1)
     gb = ((n_slots + 0.01) * shape.expert_bytes() + 2 * shape.other_weights) / 1e9
     ids = np.array(ids)[:, None, :]
-    return what(Machine(gpu_gb=gb), one_layer, [Sequence(np.zeros((1, 8)), np.zeros((1, 8)), ids)])
+    sequence = Sequence(np.zeros((1, 8)), np.zeros((1, 8)), ids)
+    return strategies.on_demand(Machine(gpu_gb=gb), one_layer, [sequence], bits)
 
 
 def test_gpu_lru_copies_what_it_has_not():
     there, copied = 0.0250 + 2 * 0.1052, 14.09 + 0.002
-    kept = alone(SMALL, [(0, 1), (1, 0)], 2, strategies.gpu_lru)
+    kept = alone(SMALL, [(0, 1), (1, 0)], 2, strategies.GPU_LRU_BITS)
     assert kept.step_ms == pytest.approx(there, rel=1e-2) and kept.hot_mass == 1.0
-    never = alone(SMALL, [(0, 1), (2, 3)], 2, strategies.gpu_lru)
+    never = alone(SMALL, [(0, 1), (2, 3)], 2, strategies.GPU_LRU_BITS)
     assert never.step_ms == pytest.approx(there + 2 * copied, rel=1e-3) and never.hot_mass == 0.0
     # The least recently used goes: 0 and 1 stay, and so 2 takes the place of 3.
-    some = alone(SMALL, [(0, 1), (2, 0), (1, 0), (3, 0)], 3, strategies.gpu_lru)
+    some = alone(SMALL, [(0, 1), (2, 0), (1, 0), (3, 0)], 3, strategies.GPU_LRU_BITS)
     assert some.hot_mass == pytest.approx(6 / 8)
 
 
 def test_hobbit_reads_a_quarter_of_all_but_the_first_and_keeps_what_is_better():
-    swapped = alone(SMALL, [(0, 1), (1, 0)], 2, strategies.hobbit)
+    swapped = alone(SMALL, [(0, 1), (1, 0)], 2, strategies.HOBBIT_BITS)
     assert swapped.hot_mass == 1.0  # 16 bits of both do for 4
-    missed = alone(SMALL, [(0, 1), (2, 3)], 1.25, strategies.hobbit)
+    missed = alone(SMALL, [(0, 1), (2, 3)], 1.25, strategies.HOBBIT_BITS)
     computing = 0.0250 + 0.1052 + 0.0263
     assert missed.step_ms == pytest.approx(computing + 14.09 * 1.25 + 0.004, rel=1e-3)
 

@@ -210,19 +210,19 @@ WRONG = [
     (lambda a: a.update(published=np.zeros((1, 3), np.int32)), "published has the shape"),
     (
         lambda a: a.update(published=np.array([[99, 0, 0, 0]], np.int32)),
-        "published, column 0, has a value",
+        "published, column 0,",
     ),
     (
         lambda a: a.update(published=np.array([[0, 3, 0, 0]], np.int32)),
-        "published, column 1, has a value",
+        "published, column 1,",
     ),
     (
         lambda a: a.update(published=np.array([[0, 0, -1, 0]], np.int32)),
-        "published, column 2, has a value",
+        "published, column 2,",
     ),
     (
         lambda a: a.update(published=np.array([[0, 0, 0, 1]], np.int32)),
-        "published, column 3, has a value",
+        "published, column 3,",
     ),
     (
         lambda a: a.update(published=np.array([[2, 0, 0, 0], [1, 0, 0, 0]], np.int32)),
