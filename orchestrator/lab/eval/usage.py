@@ -8,6 +8,7 @@ from typing import Any
 from orchestrator.allocation.estimate import LossMeter
 from orchestrator.engine.engine import Engine
 from orchestrator.events import Phase
+from orchestrator.lab.replay.agreement import ratio
 from orchestrator.native import MAX_TIERS, CStats
 
 
@@ -64,17 +65,13 @@ def usage_between(
     asked = sum(routed)
     requests = moved("requests")
     return Usage(
-        high=_share(routed[0], asked),
-        low=_share(sum(routed[1:MAX_TIERS]), asked),
-        skip=_share(routed[MAX_TIERS], asked),
-        computed_low=_share(sum(computed[1:]), sum(computed)),
-        hit_rate=_share(moved("hits"), requests),
+        high=ratio(routed[0], asked),
+        low=ratio(sum(routed[1:MAX_TIERS]), asked),
+        skip=ratio(routed[MAX_TIERS], asked),
+        computed_low=ratio(sum(computed[1:]), sum(computed)),
+        hit_rate=ratio(moved("hits"), requests),
         bytes_read=moved("demand_bytes")
         + moved("prefetch_bytes")
         + (new.transition_bytes - old.transition_bytes),
         kl_estimate=losses.mean(phase) if losses else None,
     )
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None

@@ -89,7 +89,7 @@ def figures(
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """None of nothing."""
+    """part / whole; None of nothing."""
     return part / whole if whole else None
 
 

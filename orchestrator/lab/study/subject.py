@@ -26,8 +26,9 @@ from orchestrator.lab.eval.run import (
     EvalOptions,
     Report,
     best_config,
-    best_reference,
     eval_config,
+    loading,
+    read_reference,
 )
 from orchestrator.lab.eval.text import Window, cut_windows, read_documents
 from orchestrator.lab.eval.usage import Usage, counters, usage_between
@@ -145,7 +146,9 @@ class Subject:
             else:
                 step(share)
 
-        return best_reference(best_config(self.config, self.tiers[0]), self.windows, False, report)
+        config = best_config(self.config, self.tiers[0])
+        with Engine.open(config, loading(report)) as engine:
+            return read_reference(engine, self.windows, False, report)
 
     def uniform(self, tier: str) -> dict[str, Any]:
         """Settings: every expert in one tier."""
