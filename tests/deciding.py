@@ -17,15 +17,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from orchestrator.allocation.estimate import KlEstimate, LossMeter
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.prompts import even_slots, layer_groups
 from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.engine.driver import Driver
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import ComputedStep, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.native import Library, Simulation, Slices, Store, StoreSpec
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import POLICIES
-from orchestrator.policy.base import Callback, Policy, Wants
+from orchestrator.policy.base import EVERY_STEP, Policy, Wants
 from orchestrator.policy.floor import Floor
 
 N_LAYERS, N_EXPERT, K, SLICE_BYTES, KINDS = 48, 128, 8, 589_824, (1, 0, 3)
@@ -39,7 +40,7 @@ class Empty(Policy):
     """Decides nothing."""
 
     name: ClassVar[str] = "empty"
-    wants = Wants(Callback.ALWAYS)
+    wants = Wants(EVERY_STEP)
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         return layer_groups(SHAPE, [[n] for n in even_slots(SHAPE, budget_bytes)])

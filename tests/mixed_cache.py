@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestrator.allocation.importance import gate_order, token_order
+from orchestrator.allocation.critical import gate_order
+from orchestrator.allocation.prompts import token_order
 from orchestrator.allocation.slots import ModelShape, Rules, SlotGroup, SlotPlan
 from orchestrator.events import Phase
 from orchestrator.lab.replay import Trace, read_trace

@@ -28,6 +28,7 @@ from orchestrator.lab.replay.trace import (
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
+from orchestrator.policy.base import Learns, WeighsLosses
 
 # Steps from which the share of computing outside the experts is measured.
 DENSE_STEPS, DENSE_PROMPTS = 9, 3
@@ -83,7 +84,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         engine, store = self._engine, self._engine.store
         shape = (engine.model.n_layers, engine.model.n_expert)
-        hotness = self._policy.hotness
+        hotness = engine.driver.hotness()
         self._resident = store.resident()
         self._start = {
             "start_tier": self._resident,
@@ -136,8 +137,9 @@ class Recorder:
 
     def _end_step(self) -> None:
         if self._n_steps:
-            updates, self._updates = self._updates, self._policy.updates
-            self._rows["step_tick"][-1] = self._updates > updates
+            policy, before = self._policy, self._updates
+            self._updates = policy.updates if isinstance(policy, Learns) else 0
+            self._rows["step_tick"][-1] = self._updates > before
 
     def _begin_step(self, event: RouteEvent) -> None:
         self._end_step()
@@ -195,7 +197,8 @@ class Recorder:
 
     def _losses(self) -> np.ndarray:
         """What the policy knew, by tier of the file."""
-        model, plan, known = self._engine.model, self._engine.plan, self._policy.losses
+        model, plan, policy = self._engine.model, self._engine.plan, self._policy
+        known = policy.losses if isinstance(policy, WeighsLosses) else None
         losses = np.zeros((model.n_layers, model.n_expert, len(model.tiers)))
         if known is not None:
             losses[..., list(plan.tiers)] = known

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.file.layout import COMPUTE_ORDER
-from orchestrator.allocation.estimate import KlEstimate, LossMeter
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
 from orchestrator.cost.losses import load
 from orchestrator.engine.driver import Driver
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.store_layout import spec_for, store_layers
 from orchestrator.errors import ConfigError
 from orchestrator.events import ComputedStep, Phase, RouteEvent, StoreView
@@ -25,7 +26,7 @@ from orchestrator.lab.replay.trace import Event, Step, Trace
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Tunes
+from orchestrator.policy.base import Learns, Tunes, WeighsLosses
 from orchestrator.settings import Settings
 
 # Of virtual time, between two looks at reads that are waited for.
@@ -143,10 +144,10 @@ def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstim
 def _teach(policy: Policy, trace: Trace, tiers: tuple[int, ...]) -> None:
     """What earlier runs had learned of the model when the trace was recorded."""
     hotness = trace.arrays["start_hotness"]
-    if policy.learns and hotness.any():
+    if isinstance(policy, Learns) and hotness.any():
         policy.set_hotness(hotness)
     losses = trace.arrays["losses"][..., list(tiers)]
-    if policy.weighs_losses and losses.any():
+    if isinstance(policy, WeighsLosses) and policy.losses_matter and losses.any():
         policy.set_losses(losses)
 
 

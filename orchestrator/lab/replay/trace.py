@@ -1,7 +1,7 @@
 """A recorded run: what the routers chose, step by step, in one .npz file.
 
 Format, version 8: the numpy arrays of ARRAYS by name, and `header`, uint8 [n], a JSON object in
-UTF-8 of the fields of Header and `format`. A reader refuses a version it does not know, and arrays
+UTF-8 of the fields of Header and `format`. A reader refuses a version it does not know and arrays
 that the version does not have.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from gguf_tools.experts import Slice, Tier
 from gguf_tools.file.layout import KINDS, GGMLType
-from orchestrator.allocation.slots import Rules
+from orchestrator.allocation.slots import FileTier, Rules
 from orchestrator.errors import TraceError
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native import MAX_TIERS
@@ -222,10 +222,10 @@ class Trace:
             for kinds in self.arrays["slices"].tolist()
         ]
 
-    def tier_index(self, name: str) -> int:
-        """Index of a tier by name. Raises TraceError listing the tiers there are."""
+    def tier_index(self, name: str) -> FileTier:
+        """The tier of this name. Raises TraceError listing the tiers there are."""
         try:
-            return self.header.tiers.index(name.lower())
+            return FileTier(self.header.tiers.index(name.lower()))
         except ValueError:
             known = ", ".join(self.header.tiers)
             raise TraceError(f"tier {name} is missing: the trace is of {known}") from None

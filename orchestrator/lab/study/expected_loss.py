@@ -9,16 +9,15 @@ import numpy as np
 
 from orchestrator.allocation.placement import (
     IMPORTANCE,
+    MAX_WIDTHS,
     PLAIN,
     PlacementSettings,
     best_of_each_width,
     bit_budget,
     importance,
-    nominal_bits,
     place,
-    shares,
 )
-from orchestrator.allocation.prefix_split import MAX_WIDTHS
+from orchestrator.allocation.pools import nominal_bits, shares
 from orchestrator.cost.losses import LossTable
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate

@@ -14,7 +14,8 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator.allocation.placement import PLAIN, shares
+from orchestrator.allocation.placement import PLAIN
+from orchestrator.allocation.pools import shares
 from orchestrator.allocation.slots import Transition
 from orchestrator.cache import profile
 from orchestrator.cost import losses

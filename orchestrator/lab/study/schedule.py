@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.allocation.retention import SCHEDULES
+from orchestrator.allocation.critical import SCHEDULES
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import DONE, LABEL, quality, row_of
 from orchestrator.lab.study.study import Configuration, ScoredStudy, Scores

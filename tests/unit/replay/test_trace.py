@@ -198,6 +198,10 @@ def changed(name: str, index: Any, value: Any) -> Any:
     return change
 
 
+def one_row(*values):
+    return np.array([values], np.int32)
+
+
 WRONG = [
     (lambda a: a.pop("ids"), "arrays missing or unknown: ids"),
     (lambda a: a.update(more=np.zeros(1)), "arrays missing or unknown: more"),
@@ -208,22 +212,10 @@ WRONG = [
     (lambda a: a.update(start_tier=a["start_tier"][:, 1:]), "start_tier has the shape"),
     (lambda a: a.update(counters=a["counters"][:, 1:]), "counters has the shape"),
     (lambda a: a.update(published=np.zeros((1, 3), np.int32)), "published has the shape"),
-    (
-        lambda a: a.update(published=np.array([[99, 0, 0, 0]], np.int32)),
-        "published, column 0,",
-    ),
-    (
-        lambda a: a.update(published=np.array([[0, 3, 0, 0]], np.int32)),
-        "published, column 1,",
-    ),
-    (
-        lambda a: a.update(published=np.array([[0, 0, -1, 0]], np.int32)),
-        "published, column 2,",
-    ),
-    (
-        lambda a: a.update(published=np.array([[0, 0, 0, 1]], np.int32)),
-        "published, column 3,",
-    ),
+    (lambda a: a.update(published=one_row(99, 0, 0, 0)), "published, column 0, has a value"),
+    (lambda a: a.update(published=one_row(0, 3, 0, 0)), "published, column 1, has a value"),
+    (lambda a: a.update(published=one_row(0, 0, -1, 0)), "published, column 2, has a value"),
+    (lambda a: a.update(published=one_row(0, 0, 0, 1)), "published, column 3, has a value"),
     (
         lambda a: a.update(published=np.array([[2, 0, 0, 0], [1, 0, 0, 0]], np.int32)),
         "published: not in the order",
