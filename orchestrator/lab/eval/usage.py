@@ -13,7 +13,7 @@ from orchestrator.native import MAX_TIERS, CStats
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class StoreUsage:
     """Shares of the routed experts that were asked for in the high tier, in a lower one and
     not at all; the share of matrices that were computed in a lower tier; the share found in
     memory; bytes read. Shares are None where nothing was counted. kl_estimate: nats a token from
@@ -49,7 +49,7 @@ def foresee_from(engine: Engine, best: str) -> LossMeter | None:
 
 def usage_between(
     old: CStats | None, new: CStats | None, phase: Phase, losses: LossMeter | None = None
-) -> Usage | None:
+) -> StoreUsage | None:
     """What happened between two readings of the counters in steps of one phase. losses: since the
     first reading."""
     if old is None or new is None:
@@ -64,7 +64,7 @@ def usage_between(
     routed, computed = moved("routed"), moved("computed")
     asked = sum(routed)
     requests = moved("requests")
-    return Usage(
+    return StoreUsage(
         high=ratio(routed[0], asked),
         low=ratio(sum(routed[1:MAX_TIERS]), asked),
         skip=ratio(routed[MAX_TIERS], asked),

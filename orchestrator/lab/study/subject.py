@@ -31,7 +31,7 @@ from orchestrator.lab.eval.run import (
     read_reference,
 )
 from orchestrator.lab.eval.text import Window, cut_windows, read_documents
-from orchestrator.lab.eval.usage import Usage, counters, usage_between
+from orchestrator.lab.eval.usage import StoreUsage, counters, usage_between
 from orchestrator.lab.study.passes import Passes
 from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.uniform import UniformFile, UniformTypes
@@ -48,7 +48,7 @@ class Score:
 
     text: TextScores
     choices: ChoiceScores | None
-    usage: Usage | None
+    usage: StoreUsage | None
     realised: float | None
     critical: tuple[int, ...] = ()
 

@@ -11,7 +11,7 @@ from orchestrator.allocation.placement import PlacementSettings
 from orchestrator.allocation.pools import shares
 from orchestrator.errors import ConfigError
 from orchestrator.lab.replay.near_data import strategies
-from orchestrator.lab.replay.near_data.machine import SHAPES, Machine, Shape
+from orchestrator.lab.replay.near_data.machine import SHAPES, NearDataMachine, PaperModel
 from orchestrator.lab.replay.near_data.routing import (
     Generated,
     Routing,
@@ -48,7 +48,7 @@ _LENGTHS = Notation(
 
 
 @dataclass(frozen=True)
-class Workload(Settings):
+class NearDataWorkload(Settings):
     """What is run on the machine."""
 
     shape: str = setting(
@@ -87,13 +87,13 @@ class Workload(Settings):
 class NearData:
     """Everything that is asked of a replay on near-data memory."""
 
-    machine: Machine = field(default_factory=Machine)
-    workload: Workload = field(default_factory=Workload)
+    machine: NearDataMachine = field(default_factory=NearDataMachine)
+    workload: NearDataWorkload = field(default_factory=NearDataWorkload)
     generated: Generated = field(default_factory=Generated)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> PaperModel:
         return SHAPES[self.workload.shape]
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import Phase
-from orchestrator.lab.replay.near_data.machine import Shape
+from orchestrator.lab.replay.near_data.machine import PaperModel
 from orchestrator.lab.replay.trace import Step, Trace
 from orchestrator.settings import Settings, setting
 
@@ -102,7 +102,7 @@ class Generated(Settings):
     seed: int = setting(0, "Seed of generated routing.", within=(0, 2**31), hidden=True)
 
 
-def generated(shape: Shape, options: Generated) -> Routing:
+def generated(shape: PaperModel, options: Generated) -> Routing:
     """Random routing for a shape."""
     random = np.random.default_rng(options.seed)
     n, size = options.sequences, (shape.n_layers, shape.n_expert)
@@ -156,7 +156,7 @@ def _choose(
     return ids, raw / raw.sum(axis=2, keepdims=True)
 
 
-def from_trace(shape: Shape, trace: Trace) -> Routing:
+def from_trace(shape: PaperModel, trace: Trace) -> Routing:
     """The routing of a trace, as a model of this shape.
 
     Layers are repeated until there are as many as the shape has. Where the trace has more experts,
@@ -195,7 +195,7 @@ def from_trace(shape: Shape, trace: Trace) -> Routing:
 
 
 def folded(
-    ids: np.ndarray, weights: np.ndarray, fold: int, shape: Shape
+    ids: np.ndarray, weights: np.ndarray, fold: int, shape: PaperModel
 ) -> tuple[np.ndarray, np.ndarray]:
     """Experts [T, k] and weights of a trace as those of a shape: `fold` neighbours are one, and the
     n_expert_used with the largest sums of weights stay, the largest first; -1 where a token has
@@ -239,7 +239,7 @@ def _prompt_rows(steps: list[Step], n_layers: int) -> Iterator[tuple[int, np.nda
             before = event if event.layer == n_layers - 2 else None
 
 
-def _answer_rows(steps: list[Step], fold: int, shape: Shape, n_layers: int) -> np.ndarray:
+def _answer_rows(steps: list[Step], fold: int, shape: PaperModel, n_layers: int) -> np.ndarray:
     """Experts of the tokens of decode steps, int64 [T, n_layers, n_expert_used]."""
     rows = []
     for step in steps:

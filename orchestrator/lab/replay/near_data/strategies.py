@@ -9,7 +9,7 @@ import numpy as np
 
 from orchestrator.allocation.placement import PlacementSettings, importance, place
 from orchestrator.allocation.pools import nominal_losses
-from orchestrator.lab.replay.near_data.machine import FULL_BITS, Machine, Shape
+from orchestrator.lab.replay.near_data.machine import FULL_BITS, NearDataMachine, PaperModel
 from orchestrator.lab.replay.near_data.routing import Routing, Sequence, layers_of
 
 # Widths of the near-data memory's replicas (section 4.2).
@@ -41,13 +41,13 @@ class Decoded:
     hot_mass: float
 
 
-def near_only(shape: Shape) -> Plan:
+def near_only(shape: PaperModel) -> Plan:
     """Every expert in the near-data memory, at 16 bits."""
     size = shape.n_layers, shape.n_expert
     return Plan(np.zeros(size, bool), np.full(size, float(FULL_BITS)))
 
 
-def placed(shape: Shape, scores: np.ndarray, n_hot: int, settings: PlacementSettings) -> Plan:
+def placed(shape: PaperModel, scores: np.ndarray, n_hot: int, settings: PlacementSettings) -> Plan:
     """The n_hot experts of each layer with the largest scores on the GPU, the others at near_bits
     on average."""
     losses = nominal_losses(NEAR_BITS, shape.n_layers, shape.n_expert)
@@ -63,7 +63,7 @@ def context_scores(routing: Routing, index: int, settings: PlacementSettings, k:
     return importance(sequence.counts, sequence.gates, routing.others(index), settings, k)
 
 
-def decode(machine: Machine, shape: Shape, plan: Plan, sequence: Sequence) -> Decoded:
+def decode(machine: NearDataMachine, shape: PaperModel, plan: Plan, sequence: Sequence) -> Decoded:
     """The answer of a sequence under a plan."""
     ids = sequence.ids
     there = ids >= 0
@@ -108,7 +108,7 @@ class _Cache:
 
 
 def on_demand(
-    machine: Machine, shape: Shape, sequences: list[Sequence], bits: tuple[int, ...]
+    machine: NearDataMachine, shape: PaperModel, sequences: list[Sequence], bits: tuple[int, ...]
 ) -> Decoded:
     """A GPU alone, with a cache of experts in all of its memory that other weights leave: what is
     missing is copied over the link when it is needed, and nothing is fetched ahead. bits: as
