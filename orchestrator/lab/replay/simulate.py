@@ -7,7 +7,6 @@ experts change when the simulated reads are done, or where they changed in the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -188,30 +187,40 @@ def simulate(
             follow.check_start(trace)
         # Of another policy nobody knows what it would have known.
         kept = trace.restored() if policy.name == trace.header.policy else {}
-        _restore(driver, kept.get(0, ()))
-        for step in trace.steps():
+
+        def restore(step: int) -> None:
+            for sequence, state in kept.get(step, ()):
+                driver.restore_sequence(sequence, state)
+
+        restore(0)
+        for number, step in enumerate(trace.steps(), 1):
             start_ns = clock.now_ns
             if follow is not None:
                 follow.begin_step(step)
             store.begin_step(step.phase)
             _play(clock, setup, step, time, held)
-            phases.append(step.phase)
-            step_us.append((clock.now_ns - start_ns) / 1000)
-            moves = driver.learn(
-                _computed(step, len(phases), step.us if told_recorded else step_us[-1]),
-                None if follow is None else follow.states(),
+            us = (clock.now_ns - start_ns) / 1000
+            told = ComputedStep(
+                number=number,
+                phase=step.phase,
+                n_tokens=step.n_tokens,
+                us=step.us if told_recorded else us,
+                starts=step.starts,
+                prompt_ends=step.prompt_ends,
+                ends=step.ends,
             )
-            _restore(driver, kept.get(len(phases), ()))
+            moves = driver.learn(told, None if follow is None else follow.states())
+            restore(number)
             if follow is not None:
-                follow.learned(moves)
-                if answered[len(phases) - 1]:
-                    follow.before_answer(driver)
-                follow.step_done(step)
-            elif moves:
-                store.transition(moves)
-            if follow is None and answered[len(phases) - 1]:
-                driver.before_answer()
-                step_us[-1] = (clock.now_ns - start_ns) / 1000
+                follow.step_done(step, moves, driver if answered[number - 1] else None)
+            else:
+                if moves:
+                    store.transition(moves)
+                if answered[number - 1]:
+                    driver.before_answer()
+                    us = (clock.now_ns - start_ns) / 1000
+            phases.append(step.phase)
+            step_us.append(us)
         stats = store.stats()
     return Outcome(stats, tuple(phases), np.array(step_us), driver.meter)
 
@@ -248,26 +257,8 @@ class Held:
             driver.meter.decided(event, self._view, driver.store.decision)
 
 
-def _restore(driver: Driver, kept: Iterable[tuple[int, bytes]]) -> None:
-    for sequence, state in kept:
-        driver.restore_sequence(sequence, state)
-
-
 def _pass(clock: Simulation) -> None:
     clock.advance(_PAUSE_NS)
-
-
-def _computed(step: Step, number: int, us: float) -> ComputedStep:
-    """What the store of the model said of the step."""
-    return ComputedStep(
-        number=number,
-        phase=step.phase,
-        n_tokens=step.n_tokens,
-        us=us,
-        starts=step.starts,
-        prompt_ends=step.prompt_ends,
-        ends=step.ends,
-    )
 
 
 def _play(
