@@ -83,10 +83,9 @@ def cache(clear: tuple[str, ...], as_json: bool) -> None:
 
     All of it is made again when it is needed. Models that were pulled lie elsewhere: `moe-edge
     list`."""
-    from orchestrator.cache import user_cache
-    from orchestrator.cache.files import user_folder
+    from orchestrator.cache.files import clear_cache, user_cache, user_folder
 
-    found = user_cache.clear(clear) if clear else user_cache.entries()
+    found = clear_cache(clear) if clear else user_cache()
     if as_json:
         rows = [
             {"name": each.name, "path": str(each.path), "files": each.n_files, "bytes": each.nbytes}

@@ -7,8 +7,8 @@ from typing import Any
 
 from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
-from orchestrator.cost.frontier import PROMPT_TOKENS, Candidate, Frontier
-from orchestrator.cost.timings import DISTURBED
+from orchestrator.cost.plans import PROMPT_TOKENS, Candidate, Frontier
+from orchestrator.cost.speeds import DISTURBED
 from orchestrator.lab.plotting import COLOURS, save_figure
 
 _HEAD = ("", "plan", "tiers", "experts", "ms/token", "tok/s", "first prompt", "prompt", "KL, nats")

@@ -50,7 +50,7 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
         planner = Planner(config, model)
         with progress_bar("Measuring this machine") as measuring:
             measuring(None)
-            found, why_not = planner.frontier(config)
+            found = planner.frontier(config)
         best = model.tiers[0].name
     if picture is not None:
         draw(found, strip_controls(config.model.name), picture)
@@ -61,7 +61,7 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
         click.echo(json.dumps({**told, "taken": taken, **more}))
         return
     click.echo(strip_controls(render(found, best)))
-    if why_not:
-        click.echo(strip_controls(f"KL is not known: {why_not}"), err=True)
+    if found.why_not:
+        click.echo(strip_controls(f"KL is not known: {found.why_not}"), err=True)
     if planner.note:
         click.echo(strip_controls(planner.note), err=True)

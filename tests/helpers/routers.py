@@ -15,7 +15,7 @@ from orchestrator.engine.engine import Engine
 from orchestrator.engine.observe import Node, Observer
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Callback, Wants
+from orchestrator.policy.base import EVERY_STEP, Wants
 
 _LOGITS = "ffn_moe_logits-"
 
@@ -46,7 +46,7 @@ class Recorder(Policy):
     """Keeps what is predicted, and decides nothing."""
 
     name = "recorder"
-    wants = Wants(Callback.ALWAYS)
+    wants = Wants(EVERY_STEP)
 
     def __init__(self, shape: ModelShape, watched: Watched) -> None:
         super().__init__(shape)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.allocation.placement import nominal_bits
+from orchestrator.allocation.pools import nominal_bits
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import MANAGED, NO_REPACK, REPACK, RESIDENT, Case, mapped

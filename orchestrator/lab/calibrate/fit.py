@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.process import private_bytes
-from orchestrator.allocation.estimate import LossMeter
 from orchestrator.config import Config
 from orchestrator.cost.losses import Fit, LossTable
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.loss_meter import LossMeter
+from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP, SKIP_TIER, Phase, RouteEvent
 from orchestrator.lab.eval.arithmetic import kl_divergence

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.memory.accelerator import find_gpu
-from orchestrator.memory.hardware import Machine, probe
+from orchestrator.memory.machine import Machine, find_gpu, probe
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import BASELINE, PLAIN, POLICIES
-from orchestrator.policy.base import Foresees
+from orchestrator.policy.base import SpendsLoss
 
 # Tokens of the prompt that a comparison reads.
 PROMPT_TOKENS = 128
@@ -114,7 +113,7 @@ def half_way() -> list[str]:
         for name, policy in POLICIES.items()
         if policy.precisions.lossless is not None
         and name != BASELINE
-        and not issubclass(policy, Foresees)
+        and not issubclass(policy, SpendsLoss)
     ]
 
 

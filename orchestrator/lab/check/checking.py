@@ -28,7 +28,7 @@ from orchestrator.lab.check.budgets import (
 )
 from orchestrator.lab.check.compare import compare_rows, first_layer
 from orchestrator.lab.check.job import Job, Result, run_job, settings_of
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS
 

@@ -22,8 +22,7 @@ from orchestrator.lab.eval.perplexity import TextScores, score_text
 from orchestrator.lab.eval.text import Window, cut_windows, needed_tokens, read_documents
 from orchestrator.lab.eval.usage import counters, foresee_from, usage_between
 from orchestrator.lab.eval.virtual import VirtualTime, virtual_store
-from orchestrator.memory.footprint import LEAST_CONTEXT
-from orchestrator.memory.micro_batch import SIZES
+from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.policy import BASELINE
 
 # (what is being done, how much of it, 0 to 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.allocation.estimate import LossMeter
 from orchestrator.engine.engine import Engine
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS, CStats
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.engine import mix
+from orchestrator.engine import report
 from orchestrator.events import Phase, percentile
 from orchestrator.lab.replay.trace import COMPUTED, COUNTERS, MOVED, ROUTED, Trace
 from orchestrator.native import CStats
@@ -73,8 +73,8 @@ def figures(
             "demand_bytes": count["demand_bytes"],
             "prefetch_bytes": count["prefetch_bytes"],
             "wait_ms": wait_ms[phase],
-            "mix": mix.decided([count[name] for name in ROUTED], tiers, skip),
-            "computed": mix.computed([count[name] for name in COMPUTED], tiers),
+            "mix": report.decided([count[name] for name in ROUTED], tiers, skip),
+            "computed": report.computed([count[name] for name in COMPUTED], tiers),
         }
     decode = phases == Phase.DECODE
     tpot = step_ms[decode].tolist()

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.allocation.estimate import not_fitted
-from orchestrator.allocation.prefetch import LookAhead
+from orchestrator.allocation.look_ahead import LookAhead
+from orchestrator.cost.losses import not_fitted
 from orchestrator.errors import BudgetError, ConfigError, TraceError
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.lab.replay.agreement import (
@@ -36,7 +36,7 @@ from orchestrator.lab.replay.trace import Header, Trace
 from orchestrator.memory.choice import tiers_between, unused_option
 from orchestrator.native import MAX_AHEAD, Library
 from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class, policy_settings
-from orchestrator.policy.base import Foresees
+from orchestrator.policy.base import SpendsLoss
 from orchestrator.settings import flag_of
 
 RECORDED, SIMULATED = "recorded", "simulated"
@@ -228,9 +228,9 @@ def set_up_for(
             least,
         ) from None
     estimate = foreseen(trace, tiers, options.losses)
-    if issubclass(policy, Foresees) and estimate is None:
+    if issubclass(policy, SpendsLoss) and estimate is None:
         raise not_fitted(header.model, "the trace does not say what lower precisions lose")
-    if isinstance(made.policy, Foresees) and estimate is not None:
+    if isinstance(made.policy, SpendsLoss) and estimate is not None:
         made.policy.set_estimate(estimate)
     return replace(made, estimate=estimate)
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.file.layout import COMPUTE_ORDER
-from orchestrator.allocation.estimate import KlEstimate, LossMeter
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
 from orchestrator.cost.losses import load
 from orchestrator.engine.driver import Driver
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.store_layout import spec_for, store_layers
 from orchestrator.errors import ConfigError
 from orchestrator.events import ComputedStep, Phase, RouteEvent, StoreView
@@ -26,7 +27,7 @@ from orchestrator.lab.replay.trace import Event, Step, Trace
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Tunes
+from orchestrator.policy.base import Learns, Tunes, WeighsLosses
 from orchestrator.settings import Settings
 
 # Of virtual time, between two looks at reads that are waited for.
@@ -144,10 +145,10 @@ def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstim
 def _teach(policy: Policy, trace: Trace, tiers: tuple[int, ...]) -> None:
     """What earlier runs had learned of the model when the trace was recorded."""
     hotness = trace.arrays["start_hotness"]
-    if policy.learns and hotness.any():
+    if isinstance(policy, Learns) and hotness.any():
         policy.set_hotness(hotness)
     losses = trace.arrays["losses"][..., list(tiers)]
-    if policy.weighs_losses and losses.any():
+    if isinstance(policy, WeighsLosses) and policy.losses_matter and losses.any():
         policy.set_losses(losses)
 
 
@@ -275,12 +276,21 @@ def _play(
     """One step, from its first route event to where the next one has its first."""
     n_ahead, dense = setup.spec.n_ahead, time.dense_share[step.phase]
     for event, event_ns in zip(step.events, time.events_ns(step), strict=True):
-        layer, ids, weights, tokens, phases, of, ahead_ids, ahead, scores, n_computed = event[:10]
+        layer, n_computed = event.layer, event.n_computed
         if held is not None:
             held.show(event)
-        seen = ahead_ids[:n_ahead], ahead[:n_ahead]
-        clock.route(layer, ids, weights, tokens, *seen, scores, of, phases)
-        experts = np.unique(ids).astype(np.int32)
+        clock.route(
+            layer,
+            event.ids,
+            event.weights,
+            event.tokens,
+            event.ahead_ids[:n_ahead],
+            event.ahead_scores[:n_ahead],
+            event.importance,
+            event.sequences,
+            event.phases,
+        )
+        experts = np.unique(event.ids).astype(np.int32)
         kinds = [kind for kind in COMPUTE_ORDER if kind in setup.shape.slots[layer][0]]
         expert_ns = event_ns * (1 - dense) / (len(kinds) * max(1, n_computed))
         for kind in kinds:

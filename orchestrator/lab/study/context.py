@@ -11,7 +11,8 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
-from orchestrator.allocation.placement import PlacementSettings, importance, shares
+from orchestrator.allocation.placement import PlacementSettings, importance
+from orchestrator.allocation.pools import shares
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study import plot

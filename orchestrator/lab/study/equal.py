@@ -203,7 +203,7 @@ def _fits_mixed(residency: Residency, n_high: int) -> bool:
         def shape(tiers: tuple[int, ...]) -> ModelShape:
             return model_shape(model, tiers)
 
-        high = Mixed.high_tier(TierOffer(names, shape, budget))
+        high = Mixed.precisions.high(TierOffer(names, shape, budget))
         try:
             Mixed(shape(tuple(range(high, len(names))))).plan(budget)
         except BudgetError:

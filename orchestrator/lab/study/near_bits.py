@@ -14,8 +14,8 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator.allocation.placement import PLAIN, best_of_each_width, nominal_bits, shares
-from orchestrator.allocation.prefix_split import MAX_WIDTHS
+from orchestrator.allocation.placement import MAX_WIDTHS, PLAIN, best_of_each_width
+from orchestrator.allocation.pools import nominal_bits, shares
 from orchestrator.allocation.slots import Transition
 from orchestrator.cache import profile
 from orchestrator.engine.engine import Engine

@@ -26,7 +26,7 @@ from orchestrator.lab.study.similarity import dense, top
 from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Subject
 from orchestrator.lab.table import Column, Row, Table, fixed
-from orchestrator.policy.firm.votes import MARGIN, MOL, RANK, agreed
+from orchestrator.policy.firm import MARGIN, MOL, RANK, agreed
 
 TOP, UNION, WEIGHTED = "top-K", "union", "weighted"
 LABELS = {RANK: TOP, UNION: UNION, WEIGHTED: WEIGHTED, MOL: "MoL", MARGIN: "margin"}

@@ -20,7 +20,7 @@ from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
 from orchestrator.lab.check.compare import compare_rows, first_layer
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
 

@@ -9,9 +9,8 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.memory import plan as planning
-from orchestrator.memory.context_length import SHARE, longest_affordable
-from orchestrator.memory.hardware import Machine
-from orchestrator.memory.plan import plan_memory
+from orchestrator.memory.machine import Machine
+from orchestrator.memory.plan import SHARE, longest_affordable, plan_memory
 
 MIB = 2**20
 

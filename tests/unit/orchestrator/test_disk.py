@@ -14,7 +14,7 @@ from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.config import Config
-from orchestrator.cost import disk, predictor
+from orchestrator.cost import disk
 
 HANG_S = 600  # only what hangs takes so long
 NATIVE = Path(__file__).resolve().parents[3] / "patches" / "native"
@@ -85,12 +85,10 @@ def test_what_reading_takes_of_a_core(tmp_path, monkeypatch):
     found = disk.read_bandwidth(model, threads=1, seconds=0)
     assert found.core_s_per_byte == pytest.approx(2.0 / (3 * found.slice_bytes))  # of three reads
     for threads, taken in ((None, found.core_s_per_byte), (1, 0.0)):
-        monkeypatch.setattr(predictor, "usable_cores", lambda: 2)
-        monkeypatch.setattr(predictor, "default_threads", lambda: 2)
+        monkeypatch.setattr(disk, "usable_cores", lambda: 2)
+        monkeypatch.setattr(disk, "default_threads", lambda: 2)
         config = Config.build(model=tmp_path / "m.gguf", threads=threads)
-        assert predictor.reading_of(found, config).core_s_per_byte == taken
-        assert predictor.reading_of(found, config).bytes_per_s == found.bytes_per_s
-        assert predictor.reading_of(found, config, 1e9).bytes_per_s == 1e9
+        assert found.beside(config) == found._replace(core_s_per_byte=taken)
 
 
 def test_a_disk_that_rests_for_a_moment_is_not_slow(tmp_path, monkeypatch):
@@ -120,8 +118,6 @@ def test_an_expert_that_is_read_alone_takes_longer(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "bytes_per_s", lambda *_: 1e9)
     found = disk.read_bandwidth(model, threads=4, seconds=0)
     assert 0.019 < found.latency_s < 0.02  # the bytes take some of it
-    reading = predictor.reading_of(found, Config.build(model=tmp_path / "m.gguf"))
-    assert reading.latency_s == found.latency_s
 
 
 def test_read_bandwidth_measures_such_reads(tmp_path):

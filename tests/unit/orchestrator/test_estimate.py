@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from shapes import make_decision, make_event, make_shape, make_view
 
-from orchestrator.allocation.estimate import KlEstimate, LossMeter
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.cost import losses
-from orchestrator.cost.losses import Candidate, Fit, LossKeeper, LossTable
+from orchestrator.cost.losses import Fit, LossModel, LossTable, TablePrecision
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT, SKIP, Phase
 
@@ -99,7 +100,7 @@ def table(fit: Fit | None = None, names: tuple[str, ...] = ("q8_0", "q4_k", "q2_
     n = len(names)
     loss = np.broadcast_to(np.arange(n, dtype=np.float64), (*SIZE, n)).copy()
     counts = np.ones(SIZE, np.int64)
-    candidates = [Candidate(name, 8.0 - at, True) for at, name in enumerate(names)]
+    candidates = [TablePrecision(name, 8.0 - at, True) for at, name in enumerate(names)]
     power, gates = np.full(SIZE, 9.0), np.full(SIZE, 0.25)
     counts[0, 0], power[0, 0], gates[0, 0] = 0, np.nan, np.nan
     loss[0, 0] = np.nan
@@ -132,14 +133,14 @@ def test_each_tier_has_its_own_scale() -> None:
     assert np.allclose(costs, plain * np.array([0.5, 0.5, 2.0, 3.0]))
 
 
-def keeper(folder: Path, monkeypatch: pytest.MonkeyPatch, found: LossTable | None) -> LossKeeper:
+def keeper(folder: Path, monkeypatch: pytest.MonkeyPatch, found: LossTable | None) -> LossModel:
     """Of a model in a folder, with this table beside it."""
     path = folder / "m.gguf"
     if found is not None:
         losses.default_path(path).touch()
         monkeypatch.setattr(losses, "load", lambda *_: found)
     config, model = SimpleNamespace(given=lambda _: None), SimpleNamespace(path=path)
-    return LossKeeper(config, model)  # type: ignore[arg-type]
+    return LossModel(config, model)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchestrator.cost.losses import Candidate, Fit, LossTable
+from orchestrator.cost.losses import Fit, LossTable, TablePrecision
 
 
 def table() -> LossTable:
@@ -17,7 +17,7 @@ def table() -> LossTable:
     )
     counts = np.array([[1, 3, 0], [2, 2, 2]])
     gates = np.array([[0.5, 0.25, np.nan], [0.1, 0.2, 0.3]])
-    candidates = [Candidate("q8_0", 8.5, True), Candidate("q2_k", 2.6, True)]
+    candidates = [TablePrecision("q8_0", 8.5, True), TablePrecision("q2_k", 2.6, True)]
     power = np.where(counts > 0, 10.0, np.nan)
     fit = Fit((2.0, 0.5), ("q8_0", "q2_k"), "text", 1.2)
     return LossTable(candidates, loss, power, counts, "", "rtn", "text", 8, gates, fit)

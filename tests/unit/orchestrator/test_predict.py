@@ -20,32 +20,30 @@ from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan
 from orchestrator.config import Config
 from orchestrator.cost import products as products_module
 from orchestrator.cost import speeds as speeds_module
-from orchestrator.cost.predict import (
-    ROWS,
-    Costs,
-    Prediction,
-    Reading,
+from orchestrator.cost.disk import Bandwidth
+from orchestrator.cost.products import Attention, Product, Small, Timer
+from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, Speeds
+from orchestrator.cost.time import (
+    PlanTime,
     Residency,
+    TimeModel,
     cached,
     chances,
     interpolated,
     recently_used,
     resident,
     scanned,
-    uniform_uses,
+    spare_bytes,
 )
-from orchestrator.cost.predictor import Predictor, spare_bytes
-from orchestrator.cost.products import Attention, Product, Small, Timer
-from orchestrator.cost.speeds import FILE, OWN, UPSTREAM, Speeds, model_costs
 from orchestrator.events import SKIP
 from orchestrator.memory.footprint import vocabulary_size
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
 from orchestrator.policy.dynaexq import DynaExq
 
 LAYERS, EXPERTS, USED = 3, 8, 2
-DISK = Reading(1e6, latency_s=1e-3)
+DISK = Bandwidth(1e6, latency_s=1e-3)
 
 
 def costs(expert_s: float = 0.010, dense_s: float = 0.030) -> Costs:
@@ -61,7 +59,7 @@ def costs(expert_s: float = 0.010, dense_s: float = 0.030) -> Costs:
 
 
 def all_there() -> Residency:
-    uses = uniform_uses(LAYERS, EXPERTS, USED)
+    uses = np.full((LAYERS, EXPERTS), USED / EXPERTS)
     return resident(np.zeros((LAYERS, EXPERTS), int), uses, 1)
 
 
@@ -72,36 +70,36 @@ def missing(share: float, foreseen: float = 0.0) -> Residency:
 
 
 def test_a_token_with_everything_in_memory_is_the_sum_of_its_parts() -> None:
-    found = Prediction(costs(), all_there(), DISK, 512)
+    found = PlanTime(costs(), all_there(), DISK, 512)
     assert found.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
     assert found.token_s(100) - found.token_s() == pytest.approx(100 * 1e-5)
-    assert (found.hit_rate, found.read_bytes) == (1.0, 0.0)
+    assert (found.residency.hit_rate, found.read_bytes) == (1.0, 0.0)
 
 
 def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked_about() -> None:
     besides = replace(costs(), step_s=0.5, asked_s=0.25)
-    alone = Prediction(costs(), all_there(), DISK, 512).token_s()
-    unasked = Prediction(besides, all_there(), DISK, 512)
+    alone = PlanTime(costs(), all_there(), DISK, 512).token_s()
+    unasked = PlanTime(besides, all_there(), DISK, 512)
     assert unasked.token_s() == pytest.approx(alone + 0.5)
     assert replace(unasked, asked=True).token_s() == pytest.approx(alone + 0.5 + LAYERS * 0.25)
 
 
 def test_reads_hide_behind_what_is_there_and_no_more() -> None:
     # 5 + 1 ms of reading one expert hide behind the 20 ms of two; of two, 11 ms do
-    hidden = Prediction(costs(), missing(0.5), DISK, 512)
-    assert hidden.token_s() == pytest.approx(hidden.compute_s())
+    hidden = PlanTime(costs(), missing(0.5), DISK, 512)
+    assert hidden.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
     assert hidden.read_bytes == pytest.approx(LAYERS * USED * 0.5 * 5000)
     # at a tenth of the speed: none, one or two of two experts miss, with 1, 2 and 1 of 4 chances
-    slow = Prediction(costs(), missing(0.5), Reading(1e5, latency_s=1e-3), 512)
+    slow = PlanTime(costs(), missing(0.5), Bandwidth(1e5, latency_s=1e-3), 512)
     tail = 0.020 / 6
     layer = 0.25 * 0.020 + 0.5 * (0.051 + tail) + 0.25 * (0.101 + tail)
     assert slow.token_s() == pytest.approx(LAYERS * (layer + 0.010) + 0.004)
 
 
 def test_what_is_foreseen_hides_behind_the_dense_weights_as_well() -> None:
-    disk = Reading(4e5, latency_s=0.0)
-    late = Prediction(costs(), missing(1.0), disk, 512)
-    early = Prediction(costs(), missing(1.0, foreseen=1.0), disk, 512)
+    disk = Bandwidth(4e5, latency_s=0.0)
+    late = PlanTime(costs(), missing(1.0), disk, 512)
+    early = PlanTime(costs(), missing(1.0, foreseen=1.0), disk, 512)
     # 25 ms of reading, 10 of dense weights, 20 of experts; the first layer is not foreseen
     waits = 0.010 + 0.025 + 0.020 / 6
     assert late.token_s() == pytest.approx(LAYERS * waits + 0.004)
@@ -112,12 +110,11 @@ def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait() ->
     """5 ms of reading an expert, and 4 of a core."""
 
     def took(bytes_per_s: float, foreseen: float = 0.0) -> float:
-        disk = Reading(bytes_per_s, latency_s=0.0, core_s_per_byte=0.004 / 5000)
-        free = Reading(bytes_per_s, latency_s=0.0)
+        disk = Bandwidth(bytes_per_s, latency_s=0.0, core_s_per_byte=0.004 / 5000)
+        free = Bandwidth(bytes_per_s, latency_s=0.0)
         there = missing(1.0, foreseen)
-        one, other = (Prediction(costs(), there, each, 64) for each in (disk, free))
+        one, other = (PlanTime(costs(), there, each, 64) for each in (disk, free))
         assert disk.disturbs_s(0, 0.0) == 0.0
-        assert other.compute_s() == one.compute_s()
         assert one.prompt_s(64) > other.prompt_s(64)
         return (one.token_s() - other.token_s()) / LAYERS
 
@@ -128,20 +125,20 @@ def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait() ->
 
 
 def test_a_prompt_reads_each_expert_once_a_part() -> None:
-    disk = Reading(1e3, latency_s=0.0)  # 5 s an expert
-    whole = Prediction(costs(0.0, 0.0), missing(1.0), disk, 64).prompt_s(64)
+    disk = Bandwidth(1e3, latency_s=0.0)  # 5 s an expert
+    whole = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 64).prompt_s(64)
     # the last layer computes the last token alone
     n_read = (LAYERS - 1) * EXPERTS * (1 - 0.75**64) + EXPERTS * 0.25
     assert whole == pytest.approx(5 * n_read, rel=0.02)
-    halves = Prediction(costs(0.0, 0.0), missing(1.0), disk, 32).prompt_s(64)
+    halves = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 32).prompt_s(64)
     assert halves == pytest.approx(whole * 2 * (1 - 0.75**32) / (1 - 0.75**64), rel=0.1)
-    warm = Prediction(costs(0.0, 0.0), missing(0.5), disk, 64)
+    warm = PlanTime(costs(0.0, 0.0), missing(0.5), disk, 64)
     assert warm.prompt_s(64, first=True) == pytest.approx(whole, rel=1e-6)
     assert warm.prompt_s(64) == pytest.approx(whole / 2, rel=0.02)
 
 
 def test_what_is_loaded_before_the_first_token_makes_no_prompt_wait() -> None:
-    found = Prediction(costs(), all_there(), DISK, 64)
+    found = PlanTime(costs(), all_there(), DISK, 64)
     assert found.prompt_s(64, first=True) == found.prompt_s(64)
     assert found.prompt_s(256) > 3.5 * found.prompt_s(64)
 
@@ -149,10 +146,10 @@ def test_what_is_loaded_before_the_first_token_makes_no_prompt_wait() -> None:
 def test_skipped_experts_cost_nothing() -> None:
     tiers = np.zeros((LAYERS, EXPERTS), int)
     tiers[:, EXPERTS // 2 :] = SKIP
-    there = resident(tiers, uniform_uses(LAYERS, EXPERTS, USED), 1)
-    found = Prediction(costs(), there, DISK, 64)
+    there = resident(tiers, np.full((LAYERS, EXPERTS), USED / EXPERTS), 1)
+    found = PlanTime(costs(), there, DISK, 64)
     assert found.token_s() == pytest.approx(LAYERS * USED / 2 * 0.010 + 0.030 + 0.004)
-    assert found.read_bytes == 0 and found.hit_rate == 1.0
+    assert found.read_bytes == 0 and found.residency.hit_rate == 1.0
 
 
 def test_rows_between_and_beyond_what_was_measured() -> None:
@@ -225,11 +222,11 @@ def test_two_tiers_in_slots_of_their_own() -> None:
     shape = ModelShape(4, 2, ("high", "low"), (({0: 100}, {0: 50}),))
     slots = SlotPlan((SlotGroup(100, 4), SlotGroup(50, 1)), {(0, 0, 0): 0, (0, 0, 1): 1})
     mix = np.tile([0.75, 0.25], (1, 4, 1))
-    there = cached(shape, slots, uniform_uses(1, 4, 2), mix)
+    there = cached(shape, slots, np.full((1, 4), 0.5), mix)
     assert there.mix[0, 0] == pytest.approx([0.75, 0.25])
     assert there.hit_rate == pytest.approx(1.0)  # what is there in high answers low as well
     fewer = SlotPlan((SlotGroup(100, 2), SlotGroup(50, 4)), slots.group_of)
-    there = cached(shape, fewer, uniform_uses(1, 4, 2), mix)
+    there = cached(shape, fewer, np.full((1, 4), 0.5), mix)
     assert there.hit_rate == pytest.approx(0.75 * 0.5 + 0.25, abs=1e-6)
 
 
@@ -248,7 +245,8 @@ def test_hot_experts_that_stay_high_are_not_missed() -> None:
     rest = np.delete(uses[0], 5)
     found = (2 - rest.sum() + (rest * recently_used(rest, 5)).sum()) / 2
     assert there.hit_rate == pytest.approx(found)
-    alike = cached(shape, slots, uses, np.tile(policy.asked_shares(), (1, 8, 1)))
+    mean = policy.asked_mix(np.ones((1, 8))).mean(axis=1)
+    alike = cached(shape, slots, uses, np.tile(mean, (1, 8, 1)))
     assert alike.hit_rate < there.hit_rate - 0.05
 
 
@@ -359,7 +357,7 @@ def test_a_cap_holds_for_measuring_too(
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256, threads=1, ram=120 << 20)
         assert 8 << 20 <= spare_bytes(config, opened) < 48 << 20
-        with Predictor(bindings, config, opened, Reading(1e9), fresh=True) as predictor:
+        with TimeModel(bindings, config, opened, Bandwidth(1e9), fresh=True) as predictor:
             predictor._speeds.seconds(product)
     assert taken and max(taken) < 48 << 20
     monkeypatch.setattr(speeds_module, "Timer", None)
@@ -377,7 +375,7 @@ def test_dense_weights_are_repacked_with_the_experts(
     """On a machine that is played, where repacked rows are slow for many activations: slots' own
     layout takes tiles, from 8 on, and upstream's does not."""
 
-    class Played:
+    class Played(Speeds):
         def seconds(self, what: Product | Small | Attention) -> float:
             if not isinstance(what, Product):
                 return 1e-9
@@ -389,9 +387,10 @@ def test_dense_weights_are_repacked_with_the_experts(
             return False
 
     library = SimpleNamespace(interleaves=lambda *_: True)
-    played = SimpleNamespace(library=lambda: library)
+    api = SimpleNamespace(llama_print_system_info=lambda: b"played")
+    played = SimpleNamespace(library=lambda: library, api=api)
     with ExpertModel.open(model) as opened:
-        found = model_costs(Played(), played, opened, (0,), layout)  # type: ignore[arg-type]
+        found = Played(played, 1).costs(opened, (0,), layout)  # type: ignore[arg-type]
     assert found.dense_s[:3] / found.dense_s[0] == pytest.approx(np.array(ratios) / ratios[0])
 
 
@@ -400,7 +399,7 @@ def test_a_step_and_a_decision_count_as_small_operations(model: Path) -> None:
     played = SimpleNamespace(seconds=lambda what: float(what.n * what.rows))
     with ExpertModel.open(model) as opened:
         width, words = opened.hparams.embedding_length, vocabulary_size(opened)
-        found = speeds_module._besides_seconds(cast(Speeds, played), opened)
+        found = Speeds._besides_seconds(cast(Speeds, played), opened)
     assert found == (200 * width + 2 * words, 16 * width) and words > 1
 
 
@@ -420,17 +419,17 @@ def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256, threads=1, force_managed=True)
         machine = Machine(8 << 30)
-        with Predictor(bindings, config, opened, Reading(1e8)) as predictor:
+        with TimeModel(bindings, config, opened, Bandwidth(1e8)) as predictor:
             assert not predictor.profiled
 
-            def predicted(**settings: object) -> Prediction:
+            def predicted(**settings: object) -> PlanTime:
                 asked = config.with_changes(**settings)
                 return predictor.of_plan(plan_memory(asked, opened, machine), asked)
 
             whole = predicted(policy="lru")
-            assert whole.hit_rate == 1.0 and whole.token_s() == whole.compute_s()
+            assert whole.residency.hit_rate == 1.0 and whole.read_bytes == 0.0
             half = predicted(policy="lru", expert_ram=opened.tier_bytes[0] // 2)
-            assert 0.4 < half.hit_rate < 0.6
+            assert 0.4 < half.residency.hit_rate < 0.6
             assert half.token_s() > whole.token_s() and half.read_bytes > 0
             assert half.prompt_s(64, first=True) > half.prompt_s(64) > whole.prompt_s(64)
             skipping = predicted(
@@ -443,15 +442,9 @@ def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
             assert skipping.asked and not half.asked
             plain = predicted(policy="plain", force_managed=False)
             # The same kernels compute a token on both paths, and no timing sets them apart.
-            assert plain.hit_rate == 1.0 and plain.token_s() == whole.token_s()
+            assert plain.residency.hit_rate == 1.0 and plain.token_s() == whole.token_s()
             mixed = predicted(policy="dynaexq", low_tier="q2_k")
-            assert mixed.hit_rate == 1.0
-
-            high = np.zeros((opened.n_layers, opened.n_expert), int)
-            in_file = predictor.of_tiers(high, 64, FILE)
-            assert in_file.token_s() == pytest.approx(
-                predicted(policy="lru", layout="file").token_s()
-            )
-            assert predictor.of_tiers(high, 64, OWN).costs is predictor.costs((0,), OWN)
-            low = predictor.of_tiers(high + 1, 64, FILE)
-            assert low.costs.expert_bytes.sum() < in_file.costs.expert_bytes.sum()
+            assert mixed.residency.hit_rate == 1.0
+            low = predicted(policy="lru", high_tier="q2_k")
+            assert low.costs.expert_bytes.sum() < whole.costs.expert_bytes.sum()
+            assert predicted(policy="lru").costs is whole.costs

@@ -10,10 +10,10 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.cost import kept_disk, timings
-from orchestrator.cost.disk import Bandwidth
-from orchestrator.cost.kept_disk import kept_reading
-from orchestrator.cost.taken import TakenPlans
+from orchestrator.cost import disk
+from orchestrator.cost.disk import Bandwidth, kept_bandwidth
+from orchestrator.cost.plans import TakenPlans
+from orchestrator.cost.speeds import APART_S
 
 
 @pytest.fixture(scope="module")
@@ -81,22 +81,22 @@ def test_a_disk_keeps_its_speed(model: ExpertModel, monkeypatch: pytest.MonkeyPa
         measured.append(speeds[len(measured)])
         return Bandwidth(measured[-1], True, 4096, 0.0, 0.0)
 
-    monkeypatch.setattr(kept_disk, "read_bandwidth", read_bandwidth)
-    monkeypatch.setattr(kept_disk, "time", lambda: now[0])
+    monkeypatch.setattr(disk, "read_bandwidth", read_bandwidth)
+    monkeypatch.setattr(disk, "time", lambda: now[0])
     config = ask(model)
     for times, wait, best in (
         (1, 0.0, 4e8),
         (1, 1.0, 4e8),
-        (2, timings.APART_S, 4.1e8),
-        (3, timings.APART_S, 1e9),
-        *((each, timings.APART_S, 1e9) for each in (4, 5, 6)),
-        (6, 10 * timings.APART_S, 1e9),
+        (2, APART_S, 4.1e8),
+        (3, APART_S, 1e9),
+        *((each, APART_S, 1e9) for each in (4, 5, 6)),
+        (6, 10 * APART_S, 1e9),
     ):
         now[0] += wait
-        assert kept_reading(model, config).bytes_per_s == pytest.approx(best)
+        assert kept_bandwidth(model, config).bytes_per_s == pytest.approx(best)
         assert len(measured) == times
     told = Bandwidth(2e9, True, 4096, 0.0, 0.0)
-    for found in (kept_reading(model, config, told), kept_reading(model, config)):
+    for found in (kept_bandwidth(model, config, told), kept_bandwidth(model, config)):
         assert found.bytes_per_s == pytest.approx(2e9)
 
 
@@ -105,7 +105,7 @@ def test_a_disk_is_known_by_its_device(
 ) -> None:
     """Another disk may be mounted at the same place, with the same file on it."""
     for device, speed in enumerate((1e9, 2e9, 1e9)):
-        monkeypatch.setattr(kept_disk, "device_of", lambda _path, at=device: at)
+        monkeypatch.setattr(disk, "device_of", lambda _path, at=device: at)
         told = Bandwidth(speed, True, 4096, 0.0, 0.0)
-        assert kept_reading(model, ask(model), told).bytes_per_s == pytest.approx(speed)
+        assert kept_bandwidth(model, ask(model), told).bytes_per_s == pytest.approx(speed)
     assert len(list((cache / "speed").iterdir())) == 3

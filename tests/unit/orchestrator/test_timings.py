@@ -12,8 +12,7 @@ import pytest
 from gguf_tools.file.layout import GGMLType
 from orchestrator.cost import speeds as speeds_module
 from orchestrator.cost.products import Attention, Product, Small
-from orchestrator.cost.speeds import Speeds
-from orchestrator.cost.timings import APART_S, MOST_MOMENTS, OLD_S, Timing, Timings
+from orchestrator.cost.speeds import APART_S, MOST_MOMENTS, OLD_S, Speeds, Timing, Timings
 
 DAY = 86400.0
 

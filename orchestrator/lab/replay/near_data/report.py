@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.allocation.placement import PlacementSettings, shares
+from orchestrator.allocation.placement import PlacementSettings
+from orchestrator.allocation.pools import shares
 from orchestrator.errors import ConfigError
 from orchestrator.lab.replay.near_data import strategies
 from orchestrator.lab.replay.near_data.machine import SHAPES, Machine, Shape

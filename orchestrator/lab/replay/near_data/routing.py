@@ -226,7 +226,7 @@ def _prompt_rows(steps: list[Step], n_layers: int) -> Iterator[tuple[int, np.nda
         for event in step.events:
             last = event.layer == n_layers - 1
             if last and (before := _looks_ahead(seen.get(n_layers - 2))) is not None:
-                yield event.layer, before.ahead_ids[0].astype(np.int64), before.ahead[0]
+                yield event.layer, before.ahead_ids[0].astype(np.int64), before.ahead_scores[0]
             else:
                 yield event.layer, event.ids.astype(np.int64), event.weights
 

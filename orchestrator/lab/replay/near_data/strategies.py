@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.allocation.placement import PlacementSettings, importance, nominal_losses, place
+from orchestrator.allocation.placement import PlacementSettings, importance, place
+from orchestrator.allocation.pools import nominal_losses
 from orchestrator.lab.replay.near_data.machine import FULL_BITS, Machine, Shape
 from orchestrator.lab.replay.near_data.routing import Routing, Sequence
 

@@ -1,4 +1,4 @@
-"""What one answer costs: times here, and the native store's counters before and after."""
+"""What an engine says of itself: a line on what runs, and what one answer cost."""
 
 from __future__ import annotations
 
@@ -7,11 +7,68 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
+from gguf_tools.experts import DEFAULT_KV
 from gguf_tools.process import peak_rss_bytes
-from orchestrator.allocation.estimate import LossMeter
-from orchestrator.engine.mix import Mix, computed, decided
-from orchestrator.events import GenerationStats, Phase, percentile
-from orchestrator.native import CStats, Store
+from gguf_tools.units import format_size
+from orchestrator.config import Config
+from orchestrator.engine.driver import Driver
+from orchestrator.engine.load import Loaded, Loader
+from orchestrator.engine.loss_meter import LossMeter
+from orchestrator.events import SKIP_TIER, GenerationStats, Phase, percentile
+from orchestrator.memory.layouts import layout_text
+from orchestrator.native import MAX_TIERS, CStats, Store
+
+
+def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
+    """The path, the policy and its slots, how misses are served, the micro-batch, the context."""
+    plan, driver = loaded.plan, loaded.driver
+    context = f", micro-batch {plan.n_ubatch}, context {loaded.context.n_ctx}"
+    if config.kv != DEFAULT_KV:
+        context += f" in {config.kv}"
+    if not isinstance(driver, Driver):
+        return f"plain upstream path: {plan.reason}{context}"
+    slots = format_size(plan.slots.total_bytes) if plan.slots else "no"
+    stats = driver.store.stats()
+    direct = "direct I/O" if stats.direct_io else "buffered I/O"
+    pinned = stats.host_pinned or not loader.on_gpu
+    pageable = "" if pinned else ", host memory not pinned"
+    text = f"managed: {driver.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
+    # A policy that keeps all experts in memory has learned since it started; others have settings
+    # that change while they run.
+    resident = driver.policy.wants.all_resident
+    loses = loaded.runs.loses if resident else loader.planner.loses(plan)
+    return text + layout_text(driver.store.spec) + loses.text + _served(driver, loader) + context
+
+
+def _served(driver: Driver, loader: Loader) -> str:
+    """How a GPU gets the experts that it lacks."""
+    if loader.gpu is None:
+        return ""
+    asked, served = driver.store.spec.misses.mode, driver.store.misses()
+    return f", misses: {served}" + (f" ({asked} cannot be had)" if served != asked else "")
+
+
+# Shares by the name of a tier, best first, and of the tier of no bytes.
+Mix = dict[str, float]
+
+
+def decided(routed: Sequence[int], tiers: Sequence[str], skip: bool) -> Mix | None:
+    """Shares of the routed experts by the tier that was decided; None where none was routed.
+
+    routed [MAX_TIERS + 1]: experts by tier, the skipped ones last. tiers: names of those in use.
+    skip: whether experts may be skipped."""
+    total = sum(routed)
+    if not total:
+        return None
+    mix = {name: n / total for name, n in zip(tiers, routed, strict=False)}
+    return mix | {SKIP_TIER: routed[MAX_TIERS] / total} if skip else mix
+
+
+def computed(matrices: Sequence[int], tiers: Sequence[str]) -> Mix | None:
+    """Shares of the matrices by the tier that was computed; None where none was: a better copy in
+    memory is used where a lower one was asked for. matrices [MAX_TIERS]"""
+    total = sum(matrices)
+    return {n: m / total for n, m in zip(tiers, matrices, strict=False)} if total else None
 
 
 class StoreCosts:

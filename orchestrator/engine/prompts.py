@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 
 from gguf_tools import interrupts
-from orchestrator.engine.prompts.folder import Listed, PromptFolder
-from orchestrator.engine.prompts.matching import Vocabulary, as_held, common_prefix
-from orchestrator.engine.prompts.shelf import Copy, Shelf, usable
-from orchestrator.engine.states import Mark
-from orchestrator.engine.steps import Steps
+from gguf_tools.experts import ExpertModel
+from orchestrator.cache.profile import identity
+from orchestrator.config import Config
+from orchestrator.engine.load import Loaded
+from orchestrator.engine.prompt_copies import (
+    Copy,
+    Listed,
+    PromptFolder,
+    Shelf,
+    common_prefix,
+    usable,
+)
+from orchestrator.engine.steps import Mark, Steps
+from orchestrator.engine.store_layout import has_flash
 from orchestrator.memory.footprint import PROMPT_MARKS
+from orchestrator.memory.plan import MemoryPlan
+from orchestrator.native.llama import Model
 
+_FORMAT = 1
 # Fewer tokens are read again sooner than they are kept.
 LEAST_TOKENS = 16
 # A place where prompts went apart is marked where it spares this many tokens: a prompt is read in
@@ -36,7 +51,7 @@ class PromptCache:
     def __init__(
         self,
         steps: Steps,
-        vocabulary: Vocabulary,
+        vocabulary: Model,
         n_ctx: int,
         shelf: Shelf,
         folder: PromptFolder | None,
@@ -49,6 +64,24 @@ class PromptCache:
         self._prompt_end = 0
         self._apart = 0  # where this prompt and a kept one go apart
         self._saved = 0  # tokens of the sequence that are on disk
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        model: ExpertModel,
+        loaded: Loaded,
+        shelf: Shelf,
+        folder: PromptFolder | None,
+    ) -> PromptCache:
+        """Of a model as it is loaded; the shelf gets the memory that its plan has for it."""
+        plan = loaded.plan
+        shelf.budget_bytes = plan.prompt_bytes - plan.copying_bytes
+        shelf.make_room(0)
+        key = ""
+        if shelf.budget_bytes or folder:
+            key = state_key(config, model, plan)
+        return cls(loaded.steps, loaded.model, loaded.context.n_ctx, shelf, folder, key)
 
     @property
     def enabled(self) -> bool:
@@ -243,3 +276,88 @@ class PromptCache:
 
     def _count_marks(self) -> None:
         self._shelf.live_bytes = sum(each.n_bytes for each in self._steps.marks)
+
+
+def kept_prompts(config: Config) -> tuple[Shelf, PromptFolder | None]:
+    """Where sequences are kept: in memory, what goes for want of room in the folder that config
+    names. Raises ConfigError for a folder that cannot be."""
+    if config.prompt_cache is None:
+        return Shelf(), None
+    folder = PromptFolder(config.prompt_cache, config.prompt_cache_limit)
+    return Shelf(on_drop=folder.save_copy), folder
+
+
+def state_key(config: Config, model: ExpertModel, plan: MemoryPlan) -> str:
+    """The model's files, the precisions in which its experts are computed and who chooses among
+    them, and how keys and values are laid out, as a text. Raises OSError.
+
+    Where every expert is computed in one precision, no policy and no budget changes the state.
+    Without flash attention values are transposed.
+    """
+    files = [(path.stat().st_size, path.stat().st_mtime_ns) for path in model.files]
+    parts: dict[str, Any] = {
+        "format": _FORMAT,
+        "llama": version("llama-cpp-python"),
+        "model": identity(model),
+        "files": files,
+        "kv": config.kv,
+        "flash": has_flash(config, plan),
+        "tiers": plan.tier_names,
+    }
+    policy = plan.policy
+    if policy is not None and (len(plan.tiers) > 1 or plan.skip):
+        names = [name for name, each in type(policy).Settings.declared().items() if each.recorded]
+        parts["policy"] = policy.name, plan.skip, config.renormalize, config.exact_tiers
+        parts["settings"] = {name: str(getattr(policy.settings, name)) for name in sorted(names)}
+    return json.dumps(parts, sort_keys=True)
+
+
+def as_held(prompt: Sequence[int], held: Sequence[int], vocabulary: Model) -> list[int]:
+    """The prompt with the tokens of `held` wherever both stand for the same text.
+
+    A model often answers in other tokens than its tokenizer makes of the answer's text, so that the
+    next prompt would differ from what was read. Texts are compared between control tokens, where no
+    token crosses.
+    """
+    whole = list(prompt)
+    done = common_prefix(whole, held)
+    at = done
+    while done < len(whole) and at < len(held):
+        if whole[done] == held[at]:
+            done, at = done + 1, at + 1
+            continue
+        end, held_end = _span(whole, done, vocabulary), _span(held, at, vocabulary)
+        text = _text(whole[done:end], vocabulary)
+        held_text = _text(held[at:held_end], vocabulary)
+        rest: list[int] | None = []
+        if text != held_text:
+            # The last token of an answer may not have been read, where the sequence ends.
+            starts = held_end == len(held) and held_text and text.startswith(held_text)
+            rest = _exact_tokens(text[len(held_text) :], vocabulary) if starts else None
+        if rest is None or held_end == at:
+            break
+        whole[done:end] = [*held[at:held_end], *rest]
+        done += held_end - at
+        at = held_end
+    return whole
+
+
+def _span(tokens: Sequence[int], start: int, vocabulary: Model) -> int:
+    """Where the text ends that begins at start: at the next control token."""
+    for i in range(start, len(tokens)):
+        if vocabulary.is_control(tokens[i]):
+            return i
+    return len(tokens)
+
+
+def _text(tokens: Sequence[int], vocabulary: Model) -> bytes:
+    return b"".join(vocabulary.piece(token, True) for token in tokens)
+
+
+def _exact_tokens(text: bytes, vocabulary: Model) -> list[int] | None:
+    """Tokens that stand for exactly this text; None where the tokenizer makes no such."""
+    try:
+        tokens = vocabulary.tokenize(text.decode(), add_special=False, parse_special=False)
+    except UnicodeDecodeError:
+        return None
+    return tokens if _text(tokens, vocabulary) == text else None

@@ -1,19 +1,70 @@
-"""Prefetching watches itself: how well it predicts, and whether it pays."""
+"""Loading experts ahead of their use: its settings, how well it predicts, and whether it pays.
+
+The look-ahead itself, g_hat of layer l+1 = Softmax(h of layer l * W_g of layer l+1) (DyMoE, eq. 6),
+is computed in the model's graph and arrives with the route event, best first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any, TypeVar
+
+from orchestrator.errors import ConfigError
+from orchestrator.events import Phase, StepReport
+from orchestrator.settings import Settings, setting
+
+AUTO, ON, OFF = PREFETCHES = ("auto", "on", "off")
+
+L = TypeVar("L", bound="LookAhead")
+
+
+@dataclass(frozen=True)
+class LookAhead(Settings):
+    """Settings of policies that prefetch what the next layers are predicted to choose."""
+
+    prefetch: str = setting(
+        AUTO, "Load ahead: on, off, or auto: while it pays.", metavar="WHEN", choices=PREFETCHES
+    )
+    n_ahead: int | None = setting(
+        None, "How many layers ahead experts are predicted.", within=(0, 4), shown="by policy"
+    )
+
+    @property
+    def usual_ahead(self) -> int:
+        """How many layers ahead the policy wants where nothing is asked for."""
+        return 1
+
+    def with_usual(self: L) -> L:
+        """The same with the policy's usual n_ahead where nothing was asked for."""
+        return self if self.n_ahead is not None else replace(self, n_ahead=self.usual_ahead)
+
+    def limited(self: L, depth: int, asked: Collection[str]) -> L:
+        """The same where routers were only asked `depth` layers ahead. asked: names of what was
+        set on purpose. Raises ConfigError where that cannot be had."""
+        n_ahead = self.with_usual().n_ahead or 0
+        if "n_ahead" in asked and n_ahead > depth:
+            raise ConfigError(
+                f"the trace looks {depth} layers ahead, not {n_ahead}: record it with a "
+                f"policy that looks ahead"
+            )
+        if "prefetch" in asked and self.prefetch == ON and depth == 0:
+            raise ConfigError(
+                "--prefetch on: the trace does not look ahead, record it with a policy that does"
+            )
+        return replace(self, n_ahead=min(n_ahead, depth))
+
 
 BLOCK_STEPS = 8  # a trial is four blocks, in turn without and with
 FIRST_STEPS = 32
 PERIOD_STEPS = 256
 LONGEST_STEPS = 4096
 COUNTED_AT_ONCE = 256
-MARGIN = 0.02  # what the other way has to gain before it becomes the rule
+MARGIN = 0.02  # by this share the other way has to be faster to become the rule
 
 
-class Prediction:
+class PredictionScore:
     """Per layer, over all steps seen: of the experts that were asked for ahead, the share that
     was then routed to (precision); of the routed ones, the share asked for (recall)."""
 
@@ -22,8 +73,8 @@ class Prediction:
         self._counts = [[0, 0, 0, 0] for _ in range(n_layers)]
         self._layer = -1
         self._experts: Collection[int] = ()
-        # (layer, experts asked for, experts routed to): counted later, many at once, since a token
-        # waits while a layer is decided.
+        # (layer, experts asked for, experts routed to). They are counted later, many at once, since
+        # a token waits while a layer is decided.
         self._seen: list[tuple[int, Collection[int], Collection[int]]] = []
 
     def expect(self, layer: int, experts: Collection[int]) -> None:
@@ -106,3 +157,40 @@ class Monitor:
             self._period = min(2 * self._period, LONGEST_STEPS)
         self._wait = self._period
         self._trial = []
+
+
+class Prefetching:
+    """Whether a policy loads ahead at the moment, and how well that predicts.
+
+    asked: AUTO, ON or OFF. score: of answers of one token.
+    """
+
+    def __init__(self, asked: str, n_layers: int) -> None:
+        self.asked = asked
+        self.score = PredictionScore(n_layers)
+        self._monitor = Monitor()
+
+    @property
+    def on(self) -> bool:
+        """Whether the next step loads ahead."""
+        return self.asked == ON or (self.asked == AUTO and self._monitor.on)
+
+    def step_done(self, report: StepReport) -> None:
+        """The monitor learns from decode steps of one token."""
+        if report.phase == Phase.DECODE and report.n_tokens == 1 and self.asked == AUTO:
+            self._monitor.step(report.us)
+
+    def report(self) -> dict[str, Any]:
+        """prefetch: "off", "on" or "paused", while it does not pay; recall and precision of the
+        look-ahead per layer, since the engine started."""
+        auto = ON if self._monitor.pays else "paused"
+        return {
+            "prefetch": auto if self.asked == AUTO else self.asked,
+            "recall": self.score.recall(),
+            "precision": self.score.precision(),
+        }
+
+    @property
+    def note(self) -> str:
+        """The end of a mode line: empty unless it does not pay."""
+        return "" if self._monitor.pays else ", prefetch paused"
