@@ -10,8 +10,7 @@ import click
 
 from gguf_tools import interrupts
 from orchestrator.chat.console import progress_bar, strip_controls
-from orchestrator.cli.files import FORCE, NEW_FILE
-from orchestrator.cli.options import chat_config, model_options
+from orchestrator.cli.options import FORCE, NEW_FILE, chat_config, model_options
 
 
 @click.command()
