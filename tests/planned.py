@@ -22,8 +22,8 @@ from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.cost.frontier import AS_FAST, Candidate, Frontier, frontier
 from orchestrator.cost.planner import Planner
+from orchestrator.cost.plans import AS_FAST, Candidate, Frontier
 from orchestrator.engine.engine import Engine
 from orchestrator.memory.footprint import model_shape
 
@@ -57,8 +57,8 @@ def measured(settings: dict[str, Any], text: Path) -> float:
 def plans(base: dict[str, Any], allowed: float) -> tuple[Frontier, list[Candidate]]:
     """The frontier of one memory, and its plans within the loss."""
     config = Config.build(**base, max_loss=allowed)
-    with ExpertModel.open(config.model) as model, Planner(config, model).known(config) as known:
-        found = frontier(config, model, known)
+    with ExpertModel.open(config.model) as model:
+        found = Planner(config, model).frontier(config)
     within = [each for each in found.candidates if each.kl is not None and each.kl <= allowed]
     return found, within
 

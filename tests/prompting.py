@@ -46,7 +46,7 @@ from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.errors import BudgetError
 from orchestrator.lab.bench.models import HIGH, build_uniform
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.memory.micro_batch import read_per_prompt_token
+from orchestrator.memory.plan import read_per_prompt_token
 from orchestrator.settings import parse_size
 
 SIZES = (512, 1024, 2048, 4096)

@@ -61,7 +61,7 @@ FIRST_STEPS = 32
 PERIOD_STEPS = 256
 LONGEST_STEPS = 4096
 COUNTED_AT_ONCE = 256
-MARGIN = 0.02  # what the other way has to gain before it becomes the rule
+MARGIN = 0.02  # by this share the other way has to be faster to become the rule
 
 
 class PredictionScore:
@@ -73,13 +73,13 @@ class PredictionScore:
         self._counts = [[0, 0, 0, 0] for _ in range(n_layers)]
         self._layer = -1
         self._experts: Collection[int] = ()
-        # (layer, experts asked for, experts routed to): counted later, many at once, since a token
-        # waits while a layer is decided.
+        # (layer, experts asked for, experts routed to). They are counted later, many at once, since
+        # a token waits while a layer is decided.
         self._seen: list[tuple[int, Collection[int], Collection[int]]] = []
 
     def expect(self, layer: int, experts: Collection[int]) -> None:
-        """What was asked for ahead in a layer; the next observe() is compared with it. Both keep
-        what they are given."""
+        """What was asked for ahead in a layer; the next observe() is compared with it. Neither
+        copies what it is given."""
         self._layer, self._experts = layer, experts
 
     def observe(self, layer: int, experts: Collection[int]) -> None:

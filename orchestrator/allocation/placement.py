@@ -15,7 +15,7 @@ from orchestrator.settings import Settings, setting
 
 PLAIN, IMPORTANCE = "plain", "importance"
 
-# More widths would need another dimension of the search.
+# The search goes over the first two widths, the third follows, and the fourth gets the rest.
 MAX_WIDTHS = 4
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gguf_tools.units import format_size
 from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan, Transition
+from orchestrator.errors import BudgetError
 
-# Swaps of one pool that wait for a slot between two updates; each update makes the list anew.
-MAX_QUEUE = 64
 # Slots of one pool have one size. Layers whose sizes differ by less share one, with the largest.
 _SAME_SIZE = 1.02
 
@@ -57,24 +57,16 @@ def _alike(ours: dict[int, int], theirs: dict[int, int]) -> bool:
     )
 
 
-def slot_plan(
-    pools: Sequence[Sequence[Pool]],
-    tiers: Sequence[Sequence[int]] | None = None,
-    on_host: Sequence[bool] = (),
-) -> SlotPlan:
-    """The plan of pools[i], which hold experts in tiers[i]; None: in tier i. on_host[i]: their
-    slots are in the host's memory behind a device; none where it is empty."""
+def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
+    """The plan of pools, the tiers whose experts each holds, and whether its slots are in the
+    host's memory behind a device."""
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
-    for place, of_place in enumerate(pools):
-        held = (place,) if tiers is None else tiers[place]
-        for pool in of_place:
-            for kind, size in pool.sizes.items():
-                each = ((layer, kind, tier) for layer in pool.layers for tier in held)
-                group_of.update(dict.fromkeys(each, len(groups)))
-                groups.append(
-                    SlotGroup(size, pool.n_slots, on_host=bool(on_host) and on_host[place])
-                )
+    for pool, tiers, on_host in pools:
+        for kind, size in pool.sizes.items():
+            held = ((layer, kind, tier) for layer in pool.layers for tier in tiers)
+            group_of.update(dict.fromkeys(held, len(groups)))
+            groups.append(SlotGroup(size, pool.n_slots, on_host=on_host))
     return SlotPlan(tuple(groups), group_of)
 
 
@@ -138,12 +130,12 @@ class Places:
 class TierPools:
     """The pools of a plan of several places, each tier in one of them.
 
-    Where all places but the first have slots in reserve, every assignment of as many experts as the
-    places have is reached from every other one, and each expert moves once. A move inside of a
-    place takes a slot in reserve and gives one back. Where all moves to a later place find its pool
-    full, that pool holds an expert that wants elsewhere, and some pool of a later place has fewer
-    than its share; where none is full, the only moves left over are to the first place, and one of
-    its own experts has to leave it.
+    Where all places but the first have slots in reserve, every assignment with as many experts in
+    each place is reached from every other one, and each expert moves once. A move inside of a place
+    takes a slot in reserve and gives one back. Suppose that experts still have to move. If the
+    pools that they want are full, each of these holds an expert that has to leave it, and another
+    pool of these places holds fewer experts than it should. If none is full, only moves to the
+    first place are left: one of its own experts has to leave then, and finds a slot.
     """
 
     def __init__(self, shape: ModelShape, places: Sequence[Places]) -> None:
@@ -180,8 +172,8 @@ class TierPools:
         return self.plan().total_bytes
 
     def plan(self) -> SlotPlan:
-        places = self._places
-        return slot_plan(self._pools, [p.tiers for p in places], [p.on_host for p in places])
+        places = zip(self._places, self._pools, strict=True)
+        return slot_plan((pool, at.tiers, at.on_host) for at, pools in places for pool in pools)
 
     def track(self, resident: np.ndarray, target: np.ndarray) -> Tracker:
         """Free slots now. resident, target uint8 [n_layers, n_expert] as of StepReport: an expert
@@ -200,6 +192,41 @@ def _with_slots(pool: Pool, place: Places, n_expert: int) -> Pool:
     """The store wants a slot in every tier."""
     n = place.of(pool.layers)
     return replace(pool, n_slots=max(1, n + (place.in_reserve(pool, n_expert) if n else 0)))
+
+
+def moves_to(
+    wanted: np.ndarray,
+    resident: np.ndarray,
+    target: np.ndarray,
+    gains: np.ndarray,
+    tracker: Tracker,
+) -> list[Transition]:
+    """Moves of experts at rest that are not where they should be, as far as slots are free: those
+    to lower tiers first, since they free the better ones, then those that gain most.
+
+    wanted, resident, target uint8, gains float64 [n_layers, n_expert]; resident and target as of
+    StepReport.
+    """
+    layers, experts = np.nonzero((resident == target) & (resident != wanted))
+    tiers = wanted[layers, experts]
+    rises = tiers < resident[layers, experts]
+    order = np.lexsort((-gains[layers, experts], rises)).tolist()
+    return tracker.admitted((int(layers[at]), int(experts[at]), int(tiers[at])) for at in order)
+
+
+def every_expert_to(wanted: np.ndarray) -> list[Transition]:
+    """Each expert to its tier, wanted [n_layers, n_expert]."""
+    each = np.ndindex(wanted.shape)
+    return [(layer, expert, int(wanted[layer, expert])) for layer, expert in each]
+
+
+def too_little(budget_bytes: int, needed_bytes: int) -> BudgetError:
+    """What to say of a budget that does not hold every expert."""
+    return BudgetError(
+        f"{format_size(budget_bytes)} are too little for every expert in one precision: it needs "
+        f"{format_size(needed_bytes, up=True)}",
+        needed_bytes,
+    )
 
 
 _DIGITS = re.compile(r"\d+")

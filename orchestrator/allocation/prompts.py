@@ -53,7 +53,7 @@ def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
 def token_order(
     ids: np.ndarray, heavy: np.ndarray | None, n_expert: int, first: np.ndarray | None = None
 ) -> tuple[np.ndarray, int]:
-    """(experts [n_expert], the most important first; how many of them any token uses).
+    """(experts [n_expert], the most important first; how many of them are used at all).
 
     The importance of an expert is the number of heavy hitters routed to it, eq. 2; among
     equals that of all tokens decides, then whether it is one of `first` (bool [n_expert], as
@@ -108,8 +108,8 @@ def together(rankings: Sequence[Ranking], n_expert: int) -> Ranking:
     return Ranking(order, int(np.count_nonzero(high)), int(np.count_nonzero(best < n_expert)))
 
 
-# What tokens that go by their gates need in tier 0 of a layer: of their experts and weights [T, k],
-# and of what is in memory, a mask [n_expert].
+# What tokens that go by their gates need in tier 0: from a layer, their experts and weights [T, k]
+# and what is in memory, a mask [n_expert].
 Gated = Callable[[int, np.ndarray, np.ndarray, StoreView], np.ndarray]
 
 
@@ -128,9 +128,9 @@ class Prompts:
 
     critical(layer, n_used): how many of the n_used experts that a prompt uses in a layer are asked
     for in tier 0; the others are asked for in tier low. heavy_share: of a prompt's tokens, those
-    whose experts come first, where their importance is known. passes: whether anything passes.
-    gated: what an answer's tokens need in tier 0; None for all of it. room: of each layer, its
-    slots in tier 0 and in tier low; after plan.
+    whose experts come first, where their importance is known. passes: whether the others pass; else
+    they may take all slots. gated: what an answer's tokens need in tier 0; None for all of it.
+    room: of each layer, its slots in tier 0 and in tier low; after plan.
     """
 
     rules: Rules
@@ -146,7 +146,7 @@ class Prompts:
         layer, n_expert, ids = event.layer, len(out.tier), event.ids_array
         prompts, gated = by_sequence(event)
         pairs = [(rows, self._heavy(event, rows)) for rows in prompts]
-        # Among experts that matter as much, what is in memory costs nothing.
+        # Of experts that matter equally, those in memory come first: they cost nothing.
         here = None if self.rules.exact else view.resident_array[layer] == 0
         rankings = [self._ranked(layer, ids[rows], h, here, n_expert) for rows, h in pairs]
         if len(gated):
@@ -160,7 +160,7 @@ class Prompts:
         if not (event.n_ahead and ahead):
             return
         layer, ids, here = layer + 1, event.ahead_ids_array[0], view.resident_array[layer + 1] == 0
-        if layer + 1 == len(self.room):  # the last one computes each sequence's last token alone
+        if layer + 1 == len(self.room):  # the last layer computes the last token of each sequence
             pairs, gated = [], last_of_sequences(event)
         rankings = [self._ranked(layer, ids[rows], h, here, n_expert) for rows, h in pairs]
         t = self.critical(layer, event.k)

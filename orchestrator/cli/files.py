@@ -53,20 +53,20 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
     """Show what a model file holds, and what fits which budget."""
     from gguf_tools.experts import ExpertModel
     from gguf_tools.inspect import describe, render
-    from orchestrator.cli import layer_plot
+    from orchestrator.cli import pictures
     from orchestrator.config import Config
     from orchestrator.engine.support import support_of
     from orchestrator.memory.footprint import scratch_bytes
 
     if picture is not None:
-        layer_plot.prepare(picture)
+        pictures.prepare(picture)
         interrupts.ends_with(picture)
     with ExpertModel.open(file, low) as model:
         facts = describe(model, scratch_bytes(model, Config.build(model=file)))
     found = support_of(file, facts["architecture"])
     facts["support"] = None if found is None else {"runs": found.runs, "reason": found.reason}
     if picture is not None:
-        layer_plot.draw(facts, picture)
+        pictures.draw_layers(facts, picture)
         note(str(picture))
     say_result(facts, render(facts), as_json)
     if found is not None and not as_json:

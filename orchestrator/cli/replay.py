@@ -37,19 +37,19 @@ from orchestrator.cli.options import (
 )
 from orchestrator.config import check_policy
 from orchestrator.lab.registry import REPLAY_STUDIES, load_replay_study
-from orchestrator.lab.replay.near_data import (
-    Generated,
-    Machine,
+from orchestrator.lab.replay.near_data.machine import NearDataMachine
+from orchestrator.lab.replay.near_data.report import (
     NearData,
-    Workload,
+    NearDataWorkload,
     render_near_data,
     replay_near_data,
 )
+from orchestrator.lab.replay.near_data.routing import Generated
 from orchestrator.policy import DEFAULT, POLICIES, policy_settings
 from orchestrator.settings import flag_of
 
 # The records of a replay on near-data memory.
-NEAR_DATA = (Machine, Workload, Generated, PlacementSettings)
+NEAR_DATA = (NearDataMachine, NearDataWorkload, Generated, PlacementSettings)
 # Nobody records so many tokens of a text without saying how many.
 MOST_TOKENS = 1 << 17
 
@@ -258,8 +258,8 @@ def _replay_near_data(file: Path | None, chosen: dict[str, Any], as_json: bool) 
         )
     with as_options():
         asked = NearData(
-            Machine.of(chosen),
-            Workload.of(chosen),
+            NearDataMachine.of(chosen),
+            NearDataWorkload.of(chosen),
             Generated.of(chosen),
             PlacementSettings.of(chosen),
         )

@@ -181,7 +181,7 @@ class Driver(PlainDriver):
         wanted = not isinstance(policy, Learns) or policy.wants_report(step.phase)
         counts = self.store.take_counts() if policy.wants.counts else None
         resident = target = None
-        if policy.wants.tiers and wanted:
+        if policy.wants.states and wanted:
             resident, target = self.store.states() if states is None else states
         if self.meter is not None:
             if self.meter.costs and not self.asks(step.phase):

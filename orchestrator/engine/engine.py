@@ -13,7 +13,7 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config, Sampling
-from orchestrator.cost.losses import LossKeeper
+from orchestrator.cost.losses import LossModel
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loader
 from orchestrator.engine.prompts import PromptCache, kept_prompts
@@ -324,7 +324,7 @@ class Engine:
         return self._loaded.context
 
     @property
-    def losses(self) -> LossKeeper:
+    def losses(self) -> LossModel:
         return self._loader.planner.losses
 
     @property

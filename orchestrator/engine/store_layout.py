@@ -11,9 +11,9 @@ from orchestrator.allocation.slots import SlotPlan
 from orchestrator.config import Config
 from orchestrator.engine.damage import Checksums, with_checksums
 from orchestrator.errors import ConfigError
-from orchestrator.memory.accelerator import Accelerator, serve_misses, with_product_times
 from orchestrator.memory.footprint import Placed
-from orchestrator.memory.layouts import with_layouts
+from orchestrator.memory.layouts import with_layouts, with_product_times
+from orchestrator.memory.machine import Accelerator, serve_misses
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Misses, ProductTime, Slices, StoreSpec, measure_product
 from orchestrator.native.llama import Bindings

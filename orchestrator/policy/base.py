@@ -59,10 +59,10 @@ class Precisions:
     """The precisions that a policy works with, and which ones of a file it takes where the user
     left that open.
 
-    least, most: how many. keeps: what every expert is kept in one of, as "two precisions", where
-    none may be skipped. skips: it may skip experts, whatever its lower tiers are; where none is
-    named, it has none. lossless: values of its settings with which every expert is computed in the
-    best tier; None where there are none.
+    least, most: how many. keeps: where each expert is kept in one of them and none may be skipped,
+    what to call them, as "two precisions". skips: it may skip experts, whatever its lower tiers
+    are; it has a lower tier only where one is named. lossless: values of its settings with which
+    every expert is computed in the best tier; None where there are none.
     """
 
     least: int = 1
@@ -90,7 +90,7 @@ class Wants:
     asked_in: in the steps of which phases it is asked once per MoE layer. In the others every
     routed expert is asked for in default_tier, or a better one that is in memory, without Python.
     n_ahead: how many layers ahead the routers are asked, 0 for none. importance: events of prompts
-    carry the attention that tokens receive. counts: StepReport.counts. tiers: StepReport.resident
+    carry the attention that tokens receive. counts: StepReport.counts. states: StepReport.resident
     and target. transition_rate: bytes per second that its transitions may read beside decoding, 0
     for no limit. all_resident: it has every expert in memory, so that only its transitions change
     versions. by_residency: what it decides depends on what is in memory, and so on the disk.
@@ -102,7 +102,7 @@ class Wants:
     n_ahead: int = 0
     importance: bool = False
     counts: bool = False
-    tiers: bool = False
+    states: bool = False
     transition_rate: int = 0
     all_resident: bool = False
     by_residency: bool = False

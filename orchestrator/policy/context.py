@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from gguf_tools.units import format_size
 from orchestrator.allocation.placement import (
     IMPORTANCE,
     PlacementSettings,
@@ -20,10 +19,19 @@ from orchestrator.allocation.placement import (
     place,
     prefix_split,
 )
-from orchestrator.allocation.pools import Places, TierPools, nominal_bits, nominal_losses, shares
+from orchestrator.allocation.pools import (
+    Places,
+    TierPools,
+    every_expert_to,
+    moves_to,
+    nominal_bits,
+    nominal_losses,
+    shares,
+    too_little,
+)
 from orchestrator.allocation.settings import Background, Shared
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan, Transition
-from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.errors import PolicyError
 from orchestrator.events import (
     DecisionBuffer,
     Phase,
@@ -44,49 +52,12 @@ from orchestrator.policy.base import (
 from orchestrator.settings import again, setting
 
 
-def like_counts(tiers: Sequence[str], n_cold: int, settings: PlacementSettings) -> tuple[int, ...]:
-    """How many of n_cold experts of a layer get each near tier where all are alike. Raises
-    PolicyError where the least bits are more than near_bits."""
-    bits = [nominal_bits(tier) for tier in tiers]
-    if settings.near_bits < bits[-1]:
-        raise PolicyError(
-            f"--near-bits {settings.near_bits:g} is less than {tiers[-1]} has: name a lower tier, "
-            f"or ask for {bits[-1]} or more"
-        )
-    losses = nominal_losses(bits, 1, n_cold)[0]
-    weights = 1 / np.arange(1.0, n_cold + 1) if settings.near_weights == IMPORTANCE else None
-    return prefix_split(losses, bits, bit_budget(n_cold, settings), weights)
-
-
 def placed_shape(shape: ModelShape, on_host: bool) -> ModelShape:
     """The shape with slots as large as they are where they are: below tier 0 on_host or not."""
     if not on_host:
         return shape
     pairs = zip(shape.slots, shape.host_slots, strict=True)
     return replace(shape, slots=tuple((there[0], *here[1:]) for there, here in pairs))
-
-
-def near_pools(
-    shape: ModelShape,
-    n_hot: int,
-    tiers: Sequence[int],
-    counts: Sequence[int],
-    *,
-    share: bool,
-    on_host: bool,
-) -> TierPools:
-    """Slots for n_hot experts of each layer in tier 0, and for counts[i] of them in the near
-    tiers[i], which have slots of their own or share theirs. on_host: the near ones are in the
-    host's memory behind a GPU, with its threads computing them."""
-    unused = set(range(1, len(shape.tiers))) - set(tiers)
-    places = [Places((0,), n_hot, reserve=False)]
-    places += [Places((tier,), 0, on_host=on_host) for tier in sorted(unused)]
-    if share:
-        places.append(Places(tuple(tiers), sum(counts), on_host=on_host))
-    else:
-        pairs = zip(tiers, counts, strict=True)
-        places += [Places((tier,), n, on_host=on_host) for tier, n in pairs]
-    return TierPools(placed_shape(shape, on_host), places)
 
 
 _MAGIC = b"moe-edge use 1\n"
@@ -114,19 +85,8 @@ class SequenceUse:
         return np.zeros((2, *self._size))
 
     @property
-    def counts(self) -> np.ndarray:
-        """P of all sequences in memory, float64 [n_layers, n_expert]."""
-        sums: np.ndarray = self._sums[0]
-        return sums
-
-    @property
-    def gates(self) -> np.ndarray:
-        """W of them."""
-        sums: np.ndarray = self._sums[1]
-        return sums
-
-    @property
-    def _sums(self) -> np.ndarray:
+    def sums(self) -> np.ndarray:
+        """P and W of all sequences in memory, float64 [2, n_layers, n_expert]."""
         total: np.ndarray = np.sum([self._none(), *self._of.values()], axis=0)
         return total
 
@@ -232,7 +192,7 @@ class ContextSettings(PlacementSettings, Background):
         )
 
 
-# How many tokens the use that earlier runs learned counts as, beside that of this run.
+# What earlier runs learned counts as the use of so many tokens of this run.
 _LEARNED_TOKENS = 1024
 
 
@@ -264,8 +224,8 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
     Settings = ContextSettings
     reason = "places every expert by the prompt"
     precisions = Precisions(least=2, keeps="several precisions")
-    # One layer ahead, for the last layer's part of a prompt.
-    wants = Wants((Phase.PREFILL,), n_ahead=1, counts=True, tiers=True, all_resident=True)
+    # The last layer's part of a prompt is seen by looking one layer ahead.
+    wants = Wants((Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True)
     settings: ContextSettings
 
     def __init__(
@@ -278,7 +238,13 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         lacks or that are too many, and for shared slots on a device."""
         super().__init__(shape, settings, rules)
         self._near = near_tiers(shape.tiers, self.settings.near_tiers)
-        self._bits = [nominal_bits(shape.tiers[tier]) for tier in self._near]
+        self._names = [shape.tiers[tier] for tier in self._near]
+        self._bits = [nominal_bits(name) for name in self._names]
+        # Bits a weight of each near tier as stored; empty where they are not known.
+        self._stored = [shape.bits[tier] for tier in self._near] if shape.bits else []
+        self._shares = self.settings.near_slots == SHARED and len(self._near) > 1
+        # Tokens wait, too, where what is computed must not depend on what is in memory by now.
+        self._waits = self.rules.exact or self.settings.placement == WAIT
         self._on_host = False  # the near tiers of a GPU; after plan
         if self._shares and not (shape.shares_slots or self._places[-1]):
             raise PolicyError(
@@ -297,8 +263,8 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         self._near_counts: tuple[int, ...] = ()
         self._pools: TierPools | None = None
         self._learned: np.ndarray = np.zeros(size)
-        self._predicted = False  # the last layer was counted by the look-ahead of the one before
-        self._placed = True  # no prompt was read since
+        self._predicted = False  # whether look-ahead has counted the last layer of this step
+        self._placed = True  # whether no prompt was read since the latest placement
         self._wanted: np.ndarray | None = None
         self._latest: np.ndarray | None = None  # wanted by the latest placement
         self._scores: np.ndarray = np.zeros(size)
@@ -310,27 +276,12 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         return self._shares
 
     @property
-    def _shares(self) -> bool:
-        return self.settings.near_slots == SHARED and len(self._near) > 1
-
-    @property
     def _places(self) -> list[bool]:
         """Whether near tiers are on the host of a GPU: what is tried, in turn."""
         asked, shape = self.settings.near_place, self.shape
         if not shape.host_slots or asked == DEVICE:
             return [False]
         return [True] if asked == HOST or self._shares else [False, True]
-
-    @property
-    def _expert_bytes(self) -> np.ndarray:
-        """Slot bytes of an expert, int64 [n_layers, n_tiers]."""
-        slots = placed_shape(self.shape, self._on_host).slots
-        return np.array([[sum(sizes.values()) for sizes in tiers] for tiers in slots], np.int64)
-
-    @property
-    def _waits(self) -> bool:
-        """Also where what is computed must not depend on what is in memory by now."""
-        return self.rules.exact or self.settings.placement == WAIT
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert near, and K of each layer in the best tier instead: as many as fit, or
@@ -339,29 +290,49 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         most = n if asked is None else min(n, asked)
         for on_host in self._places:
             for n_hot in range(most, (1 if asked is None else most) - 1, -1):
-                counts = like_counts(self._names, n - n_hot, self.settings)
-                share = self._shares
-                pools = near_pools(
-                    self.shape, n_hot, self._near, counts, share=share, on_host=on_host
-                )
+                counts = self._like_counts(n - n_hot)
+                pools = self._pools_of(n_hot, counts, on_host)
                 if pools.total_bytes <= budget_bytes:
                     self._n_hot, self._near_counts, self._pools = n_hot, counts, pools
                     self._on_host = on_host
                     return pools.plan()
-        raise BudgetError(
-            f"{format_size(budget_bytes)} are too little for every expert in one precision: it "
-            f"needs {format_size(pools.total_bytes, up=True)}",
-            pools.total_bytes,
-        )
+        raise too_little(budget_bytes, pools.total_bytes)
+
+    def _like_counts(self, n_cold: int) -> tuple[int, ...]:
+        """How many of n_cold experts of a layer get each near tier where all are alike. Raises
+        PolicyError where the least bits are more than near_bits."""
+        asked, bits = self.settings, self._bits
+        if asked.near_bits < bits[-1]:
+            raise PolicyError(
+                f"--near-bits {asked.near_bits:g} is less than {self._names[-1]} has: name a lower "
+                f"tier, or ask for {bits[-1]} or more"
+            )
+        losses = nominal_losses(bits, 1, n_cold)[0]
+        weights = 1 / np.arange(1.0, n_cold + 1) if asked.near_weights == IMPORTANCE else None
+        return prefix_split(losses, bits, bit_budget(n_cold, asked), weights)
+
+    def _pools_of(self, n_hot: int, counts: Sequence[int], on_host: bool) -> TierPools:
+        """Slots for n_hot experts of each layer in tier 0, and for counts of them in the near
+        tiers. on_host: the near ones are in the host's memory behind a GPU, with its threads
+        computing them."""
+        unused = set(range(1, len(self.shape.tiers))) - set(self._near)
+        near: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
+        if self._shares:
+            near.append((tuple(self._near), sum(counts)))
+        else:
+            near += [((tier,), n) for tier, n in zip(self._near, counts, strict=True)]
+        places = [Places(tiers, n, on_host=on_host) for tiers, n in near]
+        hot = Places((0,), n_hot, reserve=False)
+        return TierPools(placed_shape(self.shape, on_host), [hot, *places])
 
     @property
     def fresh(self) -> bool:
-        return self.updates == 0 and not bool(self.use.counts.any())
+        return self.updates == 0 and not bool(self.use.sums.any())
 
     @property
     def hotness(self) -> np.ndarray:
         """The share of tokens that use each expert, of earlier runs and of this one."""
-        used = self.use.past + self.use.counts
+        used = self.use.past + self.use.sums[0]
         if not used.any():
             learned: np.ndarray = self._learned.copy()
             return learned
@@ -384,17 +355,15 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
     def start(self) -> list[Transition]:
         """Every expert where the profile alone would have it."""
         wanted = self._latest = self._place()
-        return [
-            (layer, expert, int(wanted[layer, expert]))
-            for layer, expert in np.ndindex(wanted.shape)
-        ]
+        return every_expert_to(wanted)
 
     def _place(self) -> np.ndarray:
         """The tier of each expert, uint8 [n_layers, n_expert], by what is known now."""
         use, settings, k = self.use, self.settings, self.shape.n_expert_used
         before = shares(self._learned, np.zeros_like(self._learned)) * _LEARNED_TOKENS
         usual = before * k + use.past
-        self._scores = importance(use.counts, use.gates, usual, settings, k)
+        counts, gates = use.sums
+        self._scores = importance(counts, gates, usual, settings, k)
         losses = nominal_losses(self._bits, *self._scores.shape)
         if self.losses is not None:
             losses = self.losses[..., self._near]
@@ -443,7 +412,7 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         """Behind a prompt, once. target: as of StepReport."""
         if self._placed:
             return
-        if self._wanted is not None:  # what has not begun to move need not
+        if self._wanted is not None:  # what has not begun to move will not
             self._changed_bytes -= self._bytes_to(self._wanted, target)
         self._wanted = self._latest = self._place()
         self._changed_bytes += self._bytes_to(self._wanted, target)
@@ -453,26 +422,20 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
 
     def _bytes_to(self, wanted: np.ndarray, target: np.ndarray) -> int:
         """What slots of the experts take that neither are where they should be nor go there."""
-        sizes = np.take_along_axis(self._expert_bytes, wanted.astype(np.int64), axis=1)
-        return int(sizes[wanted != target].sum())
+        shape = placed_shape(self.shape, self._on_host)
+        moving = np.argwhere(wanted != target).tolist()
+        return sum(shape.expert_slot_bytes(at, int(wanted[at, expert])) for at, expert in moving)
 
     def _moves(self, resident: np.ndarray, target: np.ndarray) -> list[Transition]:
-        """Experts at rest that are not where they should be, as far as slots are free: those to
-        lower tiers first, since they free the better ones, then the most important ones."""
+        """What may move now towards the latest placement, the most important experts first."""
         wanted, pools = self._wanted, self._pools
         if wanted is None or pools is None:
             return []
-        layers, experts = np.nonzero((resident == target) & (resident != wanted))
-        if not len(layers):
-            if (resident == wanted).all():
-                self._wanted = None
+        if (resident == wanted).all():
+            self._wanted = None
             return []
-        tiers = wanted[layers, experts]
-        up = tiers < resident[layers, experts]
-        order = np.lexsort((-self._scores[layers, experts], up))
-        moves = pools.track(resident, target).admitted(
-            (int(layers[at]), int(experts[at]), int(tiers[at])) for at in order
-        )
+        tracker = pools.track(resident, target)
+        moves = moves_to(wanted, resident, target, self._scores, tracker)
         self._moved += len(moves)
         return moves
 
@@ -481,7 +444,9 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         slot bytes of those that they changed; decode steps that the latest one took, and the
         slowest; hot and near experts of a layer by tier, on average, and the near ones' bits,
         nominal and as stored."""
-        near = self._near_per_layer()
+        latest, near = self._latest, [float(n) for n in self._near_counts]
+        if latest is not None and self._shares:
+            near = [float((latest == tier).sum() / len(latest)) for tier in self._near]
         found: dict[str, Any] = {
             "placements": self.updates,
             "moves": self._moved,
@@ -496,21 +461,6 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         if any(near) and self._stored:
             found["near_bits_stored"] = float(np.average(self._stored, weights=near))
         return found
-
-    @property
-    def _names(self) -> list[str]:
-        return [self.shape.tiers[tier] for tier in self._near]
-
-    def _near_per_layer(self) -> list[float]:
-        latest = self._latest
-        if latest is None or not self._shares:
-            return [float(n) for n in self._near_counts]
-        return [float((latest == tier).sum() / len(latest)) for tier in self._near]
-
-    @property
-    def _stored(self) -> list[float]:
-        """Bits a weight of each near tier as stored; empty where they are not known."""
-        return [self.shape.bits[tier] for tier in self._near] if self.shape.bits else []
 
     def describe(self) -> str:
         names = self._names

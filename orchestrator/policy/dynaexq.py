@@ -13,7 +13,6 @@ import numpy as np
 
 from gguf_tools.units import format_size
 from orchestrator.allocation.pools import (
-    MAX_QUEUE,
     Places,
     Pool,
     TierPools,
@@ -33,7 +32,7 @@ from orchestrator.allocation.slots import (
 )
 from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
 from orchestrator.policy.base import EVERY_STEP, Precisions, TierOffer, Wants
-from orchestrator.policy.learning import Intervals, Learning
+from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning
 from orchestrator.settings import again, setting
 
 HIGH, LOW = 0, 1
@@ -78,9 +77,9 @@ class Swap:
         return self.up if self.promoting or self.down is None else self.down
 
 
-# Low slots, with some in reserve: as many swaps may be under way.
+# Low slots have some in reserve: as many swaps may be under way at once.
 _LOW_PLACES = Places((LOW,), 0, experts_per_move=64, most_moves=4)
-# Of the slots beside one token's experts: those for high copies where not all low ones fit.
+# Where not all low copies fit: the share of the slots beyond one token's experts for high copies.
 CACHED_HIGH = 0.5
 
 
@@ -175,7 +174,8 @@ def cache_plan(
     fixed = [Share(pool.unit_bytes, pool.n_slots, pool.n_slots, 0.0) for pool in high]
     counts = divide([*shares, *fixed], budget_bytes)[: shape.n_layers]
     low = [Pool((layer,), shape.slots[layer][LOW], n_slots) for layer, n_slots in enumerate(counts)]
-    return slot_plan((high, low)), n_high, counts
+    pools = [(pool, (HIGH,), False) for pool in high] + [(pool, (LOW,), False) for pool in low]
+    return slot_plan(pools), n_high, counts
 
 
 def as_range(counts: np.ndarray) -> str:
@@ -184,7 +184,7 @@ def as_range(counts: np.ndarray) -> str:
     return str(fewest) if fewest == most else f"{fewest} to {most}"
 
 
-# As numbers: each step compares with them often, and to look up a member is a call of Python.
+# Plain numbers: each step compares with them often, and members of an enum are slow to look up.
 HIGH_STATE, LOW_STATE = int(ExpertState.HI), int(ExpertState.LO)
 UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING)))
 
@@ -284,7 +284,7 @@ class DynaExq(Learning):
             slots, n_high, n_low = cache_plan(self.shape, budget_bytes, most_high)
             self._pools = None
             self.capacity, self.cached = np.full(self.shape.n_layers, n_high), np.array(n_low)
-        # What is resident needs no callback, and nor do low copies alone.
+        # The store needs no answer where all experts are in memory, or where only low copies are.
         asked = self.caching and self.capacity.any()
         self.wants = replace(
             self.wants, asked_in=EVERY_STEP if asked else (), all_resident=not self.caching

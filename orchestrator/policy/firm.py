@@ -237,7 +237,7 @@ class Climb:
     def update(self, means: Sequence[Sequence[float]]) -> None:
         """An interval has passed. means [P - 1][K - 1]: of the loss, since the start."""
         ahead = self._ahead()
-        for _ in range(3):  # both directions of both axes may be at their ends
+        for _ in range(3):  # the other three directions, where this one is at its end
             if ahead is None:
                 self._turn()
                 ahead = self._ahead()
@@ -301,7 +301,7 @@ class Tuner:
         self.grids = [Grid(*start, weights) for _ in GROUPS]
         k, depth = start
         self._climbs = [
-            # more layers than a group's last one has before it are no other vote
+            # No layer of a group has more voters than its last one.
             Climb(k, min(depth, self._last(group)), patience)
             for group in range(len(GROUPS))
         ]
@@ -367,8 +367,8 @@ class Tuner:
         return sorted(set(self.groups[1:]))
 
 
-# Settings that say which votes count. What a recorded run had of the last three holds for its own
-# votes alone.
+# Settings that say which votes count. The last three are dropped of a recorded run where a change
+# touches any of these: they were made for its own votes.
 _VOTING = ("prefetch", "agree", "votes", "tune", "n_ahead")
 
 
@@ -520,11 +520,11 @@ class FIRMSettings(LookAhead):
 
 _DECODE = int(Phase.DECODE)
 
-# Tokens of one step, above which the union of what they are predicted to need is nearly all.
+# With more tokens in a step, together they are predicted to need nearly all experts of a layer.
 _MOST_TOKENS = 8
-# What an earlier run tuned holds where there are about as many slots as it had, within this share.
+# What an earlier run tuned is used where the number of slots differs by at most this share, and
+# these settings have the same values.
 _SAME_SLOTS = 0.1
-# It holds for the same values of these settings alone.
 _TUNED_FOR = ("agree", "prefetch_kinds", "n_ahead", "waste_weight", "miss_weight")
 
 
@@ -575,9 +575,9 @@ class FIRM(Policy, Tunes):
         self._prompts = Prompts(self.rules)
         self._slots = 0
         self._step = -1
-        self._counts = True  # this token is one that is counted
+        self._counts = True  # whether this token is counted
         self._ballots: list[list[list[list[int]]]] = []  # [layer][nearest first][token][k]
-        # The next layer, what is expected of it, and of all that was predicted what is missing.
+        # The next layer, the experts expected in it, and what is missing of each predicted expert.
         self._expected: tuple[int, list[int], dict[int, int]] = (-1, [], {})
         self._every: list[list[int]] = []
         self._make_tuner()
@@ -664,7 +664,7 @@ class FIRM(Policy, Tunes):
         if event.n_ahead and event.n_tokens <= _MOST_TOKENS and self._ahead.on:
             layer = event.layer + 1
             if one and not self._counts and self.settings.agree == RANK:
-                # what _agree comes to, on the decisions that most tokens wait for
+                # The same as _agree, but faster: most tokens wait for this branch.
                 expected = event.ahead_ids[0].tolist()[: self.tuner.of(layer)[0]]
             else:
                 for ahead, votes in enumerate(event.ahead_ids_array.tolist()):
@@ -676,7 +676,7 @@ class FIRM(Policy, Tunes):
         """S of the next layer: eq. 6 for each token, and what any of them expects."""
         layer, way, tuner = event.layer + 1, self.settings.agree, self.tuner
         candidates, layers = tuner.of(layer)
-        # a step's first layers may have had tokens that later ones do not compute
+        # A step's last layer computes fewer tokens than those before, whose votes do not fit then.
         ballots = [each for each in self._ballots[layer] if len(each) == event.n_tokens]
         expected: list[int] = []
         for token in range(event.n_tokens):
@@ -703,7 +703,7 @@ class FIRM(Policy, Tunes):
         self._ahead.score.expect(layer, expected)
         self._absent.expect(layer, [expert for expert in expected if missing[expert] & wanted])
         if event.n_tokens == 1:
-            # every way to agree chooses among these
+            # Whatever the way to agree, it chooses among these.
             predicted = event.ahead_ids[0].tolist()
             self._expected = (layer, expected, {each: missing[each] for each in predicted})
 

@@ -30,9 +30,9 @@ from orchestrator.policy.base import EVERY_STEP, Policy, Precisions, SpendsLoss,
 from orchestrator.settings import again, setting
 
 # One way to save reading, an expert in a lower tier or skipped: (nats a byte that is saved, expert,
-# tier, nats, instead_of). nats: what it costs a token with a gate weight of 1; instead_of: the tier
-# that the expert has to be lowered to before, None for no other. A plain tuple, since some are made
-# and sorted in each layer of each token.
+# tier, nats, instead_of). nats: what it costs a token with a gate weight of 1. instead_of: the tier
+# to which the expert has to be lowered first, None where this is the first step. It is a plain
+# tuple for speed: some are made and sorted in each layer of each token.
 Way = tuple[float, int, int, float, int | None]
 
 
@@ -153,9 +153,10 @@ def spend_all(
     return lowered
 
 
-# What is lowered again within so many steps is read. What comes up once is worth no slot.
+# An expert that is lowered twice within so many steps is read. One that comes up once is not worth
+# a slot.
 AGAIN_STEPS = 4
-# Experts that reads may be ahead of their rate.
+# So many experts may be read at once, before the rate holds them back.
 _BURST_EXPERTS = 8
 
 
@@ -204,13 +205,13 @@ class ReadBehind:
 
 
 _DECODE = int(Phase.DECODE)
-# Tokens whose budget may wait to be spent: what one token leaves, the next ones have.
+# What tokens leave of their budget the next ones may spend, up to the budget of so many tokens.
 _CARRIED_TOKENS = 16
-# The share of a token's miss of its budget by which the price changes.
+# How strongly the price follows: by this share of what a token was off its budget.
 _GAIN = 0.1
-# Of the first price: so many of a token's experts are taken to be missing.
+# The first price assumes that this share of a token's experts is missing.
 _FIRST_MISSING = 0.3
-# The least square of a gate weight for which an expert in memory is looked at.
+# An expert in memory is left alone where its squared gate weight is below this.
 _LEAST_SQUARE = 1e-3
 
 
@@ -313,7 +314,7 @@ class Floor(Policy, SpendsLoss):
         self._step, self._tokens, self._spent = -1, 0, 0.0
         self._routed = self._missing = self._lowered = self._missing_before = 0
         self._keep_top = self.settings.keep_top
-        # From which price on experts in memory are at stake.
+        # Experts in memory are looked at from this price on.
         self._present_price = math.inf
         self._reads_behind = self.settings.read_behind
         self._settings_changed()
@@ -332,7 +333,7 @@ class Floor(Policy, SpendsLoss):
         """Deals the budget out by depth, and begins with a price at which it would be spent if all
         ways to save were alike."""
         budget, shape = self.settings.max_loss, self.shape
-        # What the critical experts leave: nothing in the first layer, most in the last one.
+        # A layer's part of the budget is the share of experts that the schedule lets be lowered.
         schedule = self.settings.loss_schedule
         left = [schedule == FLAT or 1 - share for share in falling(schedule, shape.n_layers)]
         total = math.fsum(left) or 1.0
@@ -365,9 +366,8 @@ class Floor(Policy, SpendsLoss):
             raise PolicyError(f"the policy {self.name} was not told what lower precisions lose")
         if event.step != self._step:
             self._begin(event)
-        # An answer's token waits for this once per layer, and finds neither code nor data in a
-        # cache that the weights went through. So a single token has a way of its own that touches
-        # little. It decides what the other way would.
+        # A single token has code of its own, which decides the same as that for several. It waits
+        # here once per layer, with cold caches, so that this code has to touch little memory.
         lower = self._lower if event.n_tokens == 1 else self._lower_all
         lowered = lower(event, view, out)
         if lowered:
@@ -454,7 +454,7 @@ class Floor(Policy, SpendsLoss):
         layer, keep_top = event.layer + 1, self._keep_top
         resident, costs = view.resident[layer], self._costs[layer]
         ids, scores = event.ahead_ids[0].tolist(), event.ahead_scores[0].tolist()
-        # the model's weights have the sum that they have here
+        # The predicted scores are scaled to the sum of the weights in this layer.
         scale = sum(event.weights.tolist()) / max(sum(scores), 1e-30)
         least, skip, account = self._price * costs.high_bytes, costs.skip, self._running[0]
         left = account.left + self._allowed[layer] - account.spent
@@ -478,7 +478,7 @@ class Floor(Policy, SpendsLoss):
         rows, scores = event.ahead_ids_array[0].tolist(), event.ahead_array[0]
         sums = event.weights_array.sum(axis=1), np.maximum(scores.sum(axis=1), 1e-30)
         gates = (scores * (sums[0] / sums[1])[:, None]).tolist()
-        wanted: dict[int, dict[int, float]] = {}  # of each expert, what it would cost which tokens
+        wanted: dict[int, dict[int, float]] = {}  # [expert][token]: nats of skipping it
         for token, (ids, weights) in enumerate(zip(rows, gates, strict=True)):
             for place, (expert, gate) in enumerate(zip(ids, weights, strict=True)):
                 cost = math.inf if place < self._keep_top else gate**2 * costs.skip[expert]
@@ -507,14 +507,14 @@ class Floor(Policy, SpendsLoss):
         for account in running:
             kept = account.left + budget - account.spent
             account.left, account.spent = min(kept, _CARRIED_TOKENS * budget), 0.0
-        # A step in which nothing was missing says nothing of the price.
+        # Where nothing was missing, nothing could be spent, whatever the price.
         if running and budget and self._missing > self._missing_before:
             off = 1 - spent / (budget * len(running))
-            # A price that is too high spends what is allowed as well: in the first layers that ask
-            # for it, until nothing is left. So the price keeps a half of what may be carried.
+            # A price that is too high spends no more than is allowed, but spends it in the first
+            # layers. So the price is to leave half of what may be carried.
             left = sum(account.left for account in running) / len(running)
             off += left / (_CARRIED_TOKENS * budget) - 0.5
-            # Where all that is missing is lowered it would rise without end.
+            # Where all that is missing is lowered already, the price would rise without end.
             self._price = min(self._price * math.exp(_GAIN * max(-1.0, off)), self._dearest)
         self._running = []
         self._tokens += report.n_tokens

@@ -13,6 +13,9 @@ from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import Learns, Policy
 from orchestrator.settings import setting
 
+# Exchanges that wait for a slot between two updates; each update makes the list anew.
+MAX_QUEUE = 64
+
 
 @dataclass(frozen=True)
 class Intervals(Background):
@@ -70,7 +73,7 @@ class Learning(Policy, Learns):
         """Raises PolicyError where the policy cannot work with the model's tiers."""
         super().__init__(shape, settings, rules)
         rate = rate_of(self.settings.transition_rate)
-        self.wants = replace(self.wants, counts=True, tiers=True, transition_rate=rate)
+        self.wants = replace(self.wants, counts=True, states=True, transition_rate=rate)
         self._scores: np.ndarray = np.zeros((shape.n_layers, shape.n_expert))
         self._counts = np.zeros((shape.n_layers, shape.n_expert), np.int64)
         self._steps = self._tokens = 0

@@ -12,23 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from gguf_tools.units import format_size
-from orchestrator.allocation.hull import Hull, lost
+from orchestrator.allocation.hull import Hull, in_tiers, lost
 from orchestrator.allocation.pools import (
-    MAX_QUEUE,
     Places,
     TierPools,
+    every_expert_to,
+    moves_to,
     nominal_bits,
     nominal_losses,
     pools_by_size,
     shares,
+    too_little,
 )
 from orchestrator.allocation.settings import Shared
 from orchestrator.allocation.slots import FileTier, ModelShape, Rules, SlotPlan, Transition
-from orchestrator.errors import BudgetError
 from orchestrator.events import ABSENT, Phase, StepReport
 from orchestrator.policy.base import Precisions, TierOffer, Wants, WeighsLosses
-from orchestrator.policy.learning import Intervals, Learning
+from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning
 from orchestrator.settings import again
 
 
@@ -85,45 +85,32 @@ def moves(
     target: np.ndarray,
     losses: np.ndarray,
 ) -> list[Transition]:
-    """Experts at rest that are not where they should be, as far as slots are free: those to lower
-    tiers first, since they free the better ones, then those that gain most.
+    """As moves_to, by the losses w L, float64 [n_layers, n_expert, n_tiers].
 
     Only the lowest tier has slots in reserve. Where nothing is under way and nobody finds a slot,
     those that are to fall wait in the lowest tier, and free theirs: the pools hold as many experts
     of each tier as are wanted there, so that a slot which is free has somebody who wants it.
-
-    wanted, resident, target: uint8 [n_layers, n_expert], the latter as of StepReport. losses: w L,
-    float64 [n_layers, n_expert, n_tiers].
     """
-    resting = (resident == target) & (resident != ABSENT)
-    layers, experts = np.nonzero(resting & (resident != wanted))
-    if not len(layers):
-        return []
-    goals, before = wanted[layers, experts], resident[layers, experts]
-    rises, lost, all_of_them = goals < before, losses[layers, experts], np.arange(len(goals))
-    gains = lost[all_of_them, before] - lost[all_of_them, goals]
-    order = np.lexsort((-gains, rises)).tolist()
+    lowest = pools.n_tiers - 1
+    wanted = np.where(resident == ABSENT, ABSENT, wanted)
+    before, goals = (np.minimum(tiers, lowest) for tiers in (resident, wanted))
+    gains = in_tiers(losses, before) - in_tiers(losses, goals)
     tracker = pools.track(resident, target)
-
-    def admitted(tiers: np.ndarray, some: list[int]) -> list[Transition]:
-        return tracker.admitted((int(layers[at]), int(experts[at]), int(tiers[at])) for at in some)
-
-    found = admitted(goals, order)
+    found = moves_to(wanted, resident, target, gains, tracker)
     if found or (resident != target).any():
         return found
-    lowest = np.full_like(goals, pools.n_tiers - 1)
-    return admitted(lowest, [at for at in order if not rises[at] and before[at] < lowest[at]])
+    waiting = np.where((wanted > resident) & (resident < lowest), lowest, resident)
+    return moves_to(waiting, resident, target, gains, tracker)
 
 
-# The share of an expert's use that counts as alike for all of its layer: what was used once in a
-# while is not worth nothing.
+# This share of a layer's use is dealt out evenly, so that rarely used experts count as well.
 ALIKE = 0.05
-# Of a budget: less than that is next to nothing.
+# Less than this share of the budget counts as nothing.
 SMALL = 0.001
-# A slot in reserve for each so many experts.
+# One slot is in reserve for so many experts.
 _EXPERTS_PER_MOVE = 128
-# While experts move, the policy looks after them once in so many microseconds of steps. A look
-# takes a third of a fast model's token, and a move takes several of those.
+# While experts move, the policy asks where they are once in so many microseconds of steps. To ask
+# takes a third of a fast model's token, and a move takes several tokens.
 LOOK_US = 4000.0
 
 
@@ -187,13 +174,13 @@ class Mixed(Learning, WeighsLosses):
         """Raises PolicyError where the model has no second precision in use."""
         super().__init__(shape, settings, rules)
         self.wants = replace(self.wants, default_tier=len(shape.tiers) - 1)
-        self._weighted: np.ndarray | None = None  # of the scores as they are
+        self._weighted: np.ndarray | None = None  # cached; None after scores or losses changed
         self._pools: TierPools | None = None
         self._used: list[int] = []  # tiers that experts have
         self._wanted: np.ndarray = np.zeros((shape.n_layers, shape.n_expert), np.uint8)
         self._moved = self._exchanged = 0
         self._unseen_us = math.inf  # of steps since the last look
-        # Where experts were, and went, when none of them found a slot.
+        # The states (resident, target) in which no expert found a slot: asking again is of no use.
         self._no_moves: tuple[bytes, bytes] | None = None
 
     def set_losses(self, losses: np.ndarray) -> None:
@@ -219,13 +206,9 @@ class Mixed(Learning, WeighsLosses):
         hull = Hull(self.weighted, sizes)
         needed = self._pools_of(hull.at(hull.least_bytes)).total_bytes
         if needed > budget_bytes:
-            raise BudgetError(
-                f"{format_size(budget_bytes)} are too little for every expert in one precision: it "
-                f"needs {format_size(needed, up=True)}",
-                needed,
-            )
+            raise too_little(budget_bytes, needed)
         spare = beyond = budget_bytes
-        while beyond > 0:  # what slots in reserve and those of unused tiers take
+        while beyond > 0:  # slots in reserve and those of unused tiers come on top
             tiers = hull.at(max(spare, hull.least_bytes))
             pools = self._pools_of(tiers)
             beyond = pools.total_bytes - budget_bytes
@@ -258,11 +241,7 @@ class Mixed(Learning, WeighsLosses):
 
     def start(self) -> list[Transition]:
         """Every expert where the plan has it."""
-        wanted = self._wanted
-        return [
-            (layer, expert, int(wanted[layer, expert]))
-            for layer, expert in np.ndindex(wanted.shape)
-        ]
+        return every_expert_to(self._wanted)
 
     def wants_report(self, phase: Phase) -> bool:
         """As every policy that learns, but that fast tokens do not each look after what is under
@@ -277,7 +256,7 @@ class Mixed(Learning, WeighsLosses):
             self._count(report)
             return ()
         resident, target = report.resident, report.target
-        self._unseen_us = report.us  # so that each step that takes as long has a look
+        self._unseen_us = report.us  # a step that takes LOOK_US by itself is looked at each time
         if self._count(report):
             self._exchange((resident == target) & (resident == self._wanted))
             self._no_moves = None

@@ -41,7 +41,7 @@ from orchestrator.cost import losses
 from orchestrator.lab.replay.file import read_trace
 from orchestrator.lab.replay.trace import FORMAT
 from orchestrator.memory.footprint import scratch_bytes
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory
 
 ACCEPTED = "accepted"

@@ -223,7 +223,7 @@ def test_its_replay_knows_sequences_and_kept_tokens(
             engine.eval([token], engine.n_cached)
         until_placed(engine)
         policy = policy_of(engine)
-        known.extend([policy.use.counts, policy.use.gates, policy.use.past])
+        known.extend([*policy.use.sums, policy.use.past])
 
     config = build(five, sequences=2, placement=placement)
     trace, n_changed = recorded(config, tmp_path / "t.npz", talk)
@@ -260,14 +260,14 @@ def test_what_a_sequence_used_goes_with_its_tokens(five: Path) -> None:
     with Engine.open(build(five, sequences=2)) as engine:
         policy, driver = policy_of(engine), engine.driver
         converse(engine, 0, 4)
-        alone = policy.use.counts
+        alone = policy.use.sums[0]
         kept = driver.save_sequence(0)
         assert kept is not None and driver.save_sequence(1) is None
         engine.fork(0)  # llama.cpp's 1
         assert driver.save_sequence(1) == kept
         engine.decode_batch([5], [0])
-        assert policy.use.counts.sum() == pytest.approx(2 * alone.sum() + alone.sum() * 1 / 44)
+        assert policy.use.sums[0].sum() == pytest.approx(2 * alone.sum() + alone.sum() * 1 / 44)
     with Engine.open(build(five)) as engine:
         converse(engine, 0, 2)
         engine.driver.restore_sequence(0, kept)
-        assert policy_of(engine).use.counts == pytest.approx(alone)
+        assert policy_of(engine).use.sums[0] == pytest.approx(alone)

@@ -164,7 +164,7 @@ class DeviceMemory:
 def run_device(job: Job) -> dict[str, Any]:
     """The device itself: its name, its memory, and how fast it is copied to."""
     from orchestrator.errors import ConfigError
-    from orchestrator.memory.accelerator import find_gpu
+    from orchestrator.memory.machine import find_gpu
     from orchestrator.native import measure_device
     from orchestrator.native.llama import Bindings
 

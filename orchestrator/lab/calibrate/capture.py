@@ -26,7 +26,7 @@ from gguf_tools.units import format_size
 from orchestrator.engine.observe import Node
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.lab.calibrate.spill import Rows, spill_folder
-from orchestrator.lab.calibrate.within import ObserverWithin, Room
+from orchestrator.lab.calibrate.within import CalibrationRoom, ObserverWithin
 
 WINDOW = 512
 SPILL_BYTES = 8 << 30
@@ -110,7 +110,7 @@ class Capture:
         path: Path,
         n_ctx: int = WINDOW,
         threads: int | None = None,
-        room: Room | None = None,
+        room: CalibrationRoom | None = None,
     ) -> None:
         """n_ctx: the longest window in tokens. room: the memory to stay within, with experts read
         from the file as they are needed; None for all that there is. Raises GGUFError, NativeError

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.memory.accelerator import find_gpu
-from orchestrator.memory.hardware import Machine, probe
+from orchestrator.memory.machine import Machine, find_gpu, probe
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import BASELINE, PLAIN, POLICIES

@@ -27,8 +27,8 @@ from orchestrator.lab.check.budgets import (
     three_budgets,
 )
 from orchestrator.lab.check.compare import compare_rows, first_layer
-from orchestrator.lab.check.job import Job, Result, run_job, settings_of
-from orchestrator.memory.hardware import Machine
+from orchestrator.lab.check.job import CheckJob, Result, run_job, settings_of
+from orchestrator.memory.machine import Machine
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS
 
@@ -45,7 +45,7 @@ class CheckOptions:
     verify: bool = True
 
 
-class Subject(NamedTuple):
+class ComparedTier(NamedTuple):
     """One precision to compare: `path` computes it in its tier `tier`; packed: only an exported
     file has it as its best tier."""
 
@@ -143,7 +143,7 @@ class _Check:
                 settings = settings_of(asked.with_changes(ram=self.config.ram))
                 # A whole micro-batch: what is promised is seen to hold where all of it is taken.
                 chosen = asked.policy != self.config.policy
-                job = Job(settings, rows, None, self.options.tokens, chosen=chosen)
+                job = CheckJob(settings, rows, None, self.options.tokens, chosen=chosen)
                 self.report["as_asked"] = self._measure("as asked", job)
 
     def _as_asked(self) -> Config | None:
@@ -155,7 +155,7 @@ class _Check:
         config = self.config
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             self.bar("Measuring this machine", None)
-            job = Job(settings_of(config), os.devnull, None, 0, beside=private_bytes())
+            job = CheckJob(settings_of(config), os.devnull, None, 0, beside=private_bytes())
             found = run_job(job)
             if "error" in found:
                 self._problem(f"as asked: {found['error']}")
@@ -169,7 +169,7 @@ class _Check:
             own = self.report["own_bytes"] = private_bytes()
             self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
 
-    def _subjects(self) -> Iterator[Subject]:
+    def _subjects(self) -> Iterator[ComparedTier]:
         config = self.config
         with ExpertModel.open(config.model) as model:
             names = [tier.name for tier in model.tiers]
@@ -179,12 +179,12 @@ class _Check:
             return
         wanted = names[names.index(high.lower()) :] if self.options.all_tiers else [high.lower()]
         for name in wanted:
-            yield Subject(config.model, name, packed=len(names) > 1 and name != names[0])
+            yield ComparedTier(config.model, name, packed=len(names) > 1 and name != names[0])
         if self.options.all_tiers and config.low is not None:
             with ExpertModel.open(config.low) as model:
-                yield Subject(config.low, model.tiers[0].name, packed=False)
+                yield ComparedTier(config.low, model.tiers[0].name, packed=False)
 
-    def _compare(self, subject: Subject, folder: Path) -> Result:
+    def _compare(self, subject: ComparedTier, folder: Path) -> Result:
         """Our runs of one precision against llama.cpp's."""
         rows = folder / "plain"
         found: Result = {"tier": subject.tier, "plain": None, "runs": []}
@@ -198,7 +198,7 @@ class _Check:
         except MoeEdgeError as error:
             self._problem(f"{subject.tier}: llama.cpp has nothing to compare with: {error}")
             return found
-        job = Job(settings_of(config), str(rows), PROMPT_TOKENS, self.options.tokens)
+        job = CheckJob(settings_of(config), str(rows), PROMPT_TOKENS, self.options.tokens)
         run = found["plain"] = self._measure(f"{subject.tier}, llama.cpp's own path", job)
         reference = None if "error" in run else run
         if self.report["managed"]:
@@ -216,7 +216,7 @@ class _Check:
 
     def _against(
         self,
-        plain: Job,
+        plain: CheckJob,
         reference: Result | None,
         rows: Path,
         name: str,
@@ -226,7 +226,7 @@ class _Check:
         """One managed run over the tokens of llama.cpp's."""
         label = f"{config.high_tier}, {name} ({config.policy})"
         tokens = (reference["prompt"], reference["answer"]) if reference else (None, None)
-        job = Job(
+        job = CheckJob(
             settings_of(config), str(folder / "managed"), plain.n_prompt, plain.n_decode, *tokens
         )
         run: Result = {"budget": name} | self._measure(label, job)
@@ -241,7 +241,7 @@ class _Check:
             found["layer"] = layer
         return run
 
-    def _measure(self, label: str, job: Job) -> Result:
+    def _measure(self, label: str, job: CheckJob) -> Result:
         """One process, and what is wrong with what it says: once for each sentence."""
         self._n_runs += 1
         self.bar(f"Run {self._n_runs} of {self._most_runs}: {label}", None)
@@ -264,7 +264,7 @@ class _Check:
         return run
 
     def _first_layer(
-        self, plain: Job, job: Job, reference: Result, row: int, folder: Path
+        self, plain: CheckJob, job: CheckJob, reference: Result, row: int, folder: Path
     ) -> tuple[int, float | None] | None:
         """Reads the tokens up to the first difference once more, layer by layer."""
         tokens = {
@@ -276,7 +276,9 @@ class _Check:
         for each in (job, plain):
             path = folder / f"layers-{len(paths)}.npz"
             self.bar("Looking for the layer", None)
-            run = run_job(Job(each.settings, str(path), each.n_prompt, each.n_decode, **tokens))
+            run = run_job(
+                CheckJob(each.settings, str(path), each.n_prompt, each.n_decode, **tokens)
+            )
             if "error" in run:
                 self._problem(f"the layer cannot be found: {run['error']}")
                 return None

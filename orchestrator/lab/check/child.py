@@ -1,5 +1,5 @@
-"""One run of a check in a process of its own: `python -m orchestrator.lab.check.child` reads a Job
-as JSON from stdin, and writes what it found as one JSON line to stdout."""
+"""One run of a check in a process of its own: `python -m orchestrator.lab.check.child` reads a
+CheckJob as JSON from stdin, and writes what it found as one JSON line to stdout."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError, MoeEdgeError
-from orchestrator.lab.check.job import Job, Result, settings_of
+from orchestrator.lab.check.job import CheckJob, Result, settings_of
 from orchestrator.lab.check.words import PROSE, read_and_render
 
 # What the experts of a layer give together, as llama.cpp's common MoE builder names it.
 _EXPERTS_OUT = "ffn_moe_out-"
 
 
-def run(job: Job) -> Result:
+def run(job: CheckJob) -> Result:
     """Raises MoeEdgeError in one of its forms."""
     config = Config.build(**job.settings)
     if job.beside is not None:
@@ -61,7 +61,7 @@ def describe(engine: Engine) -> Result:
     }
 
 
-def play(engine: Engine, job: Job) -> Result:
+def play(engine: Engine, job: CheckJob) -> Result:
     """Reads the prompt, then decodes; each row of logits goes to the file at once, since memory is
     measured. Speeds in tokens per second, of the median step."""
     n_decode = min(job.n_decode, engine.n_ctx // 2)
@@ -135,7 +135,7 @@ def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
 
 
 def main() -> int:
-    job = Job.from_json(sys.stdin.read())
+    job = CheckJob.from_json(sys.stdin.read())
     try:
         result = run(job)
     except BudgetError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,16 @@ def share(part: np.ndarray, whole: np.ndarray) -> Estimate:
         return Estimate(math.nan, math.nan)
     ratio = mean(part).value / base
     return Estimate(ratio, mean(part - ratio * whole).error / abs(base))
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """exp of the mean logarithm."""
+    return math.exp(float(np.mean(np.log(ratios))))
+
+
+def pair(estimate: Estimate) -> list[float | None]:
+    """[value, standard error], nan as None: fit for JSON."""
+    return [None if math.isnan(each) else each for each in (estimate.value, estimate.error)]
 
 
 def kl_divergence(reference: np.ndarray, other: np.ndarray) -> float:

@@ -67,8 +67,8 @@ class RecordedVersions:
         finally:
             self._clock.set_speed(*self._speed)
 
-    def before_answer(self, driver: Driver) -> None:
-        """Behind a prompt, before step_done: what the run waited for there is in place."""
+    def _before_answer(self, driver: Driver) -> None:
+        """What the run waited for behind a prompt is in place."""
         if not isinstance(self._policy, WaitsBeforeAnswer):
             return
         moves = self._policy.before_answer(*self.states())
@@ -92,13 +92,13 @@ class RecordedVersions:
             target[layer, expert] = tier
         return resident, target
 
-    def learned(self, moves: Sequence[Transition]) -> None:
-        """After the policy's step_done, which returned moves."""
-        self._under_way.update(moves)
-
-    def step_done(self, step: Step) -> None:
-        """After all of a step. Raises TraceError where the policy renewed its hot sets after
+    def step_done(self, step: Step, moves: Sequence[Transition], driver: Driver | None) -> None:
+        """After all of a step, of which the policy's step_done returned moves. driver: given where
+        an answer begins behind it. Raises TraceError where the policy renewed its hot sets after
         another step than it did."""
+        self._under_way.update(moves)
+        if driver is not None:
+            self._before_answer(driver)
         updates = self._policy.updates if isinstance(self._policy, Learns) else 0
         if step.ticks != (updates > self._updates):
             raise self._astray("renews its hot sets after other steps")

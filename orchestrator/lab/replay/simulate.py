@@ -7,7 +7,6 @@ experts change when the simulated reads are done, or where they changed in the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -188,30 +187,40 @@ def simulate(
             follow.check_start(trace)
         # Of another policy nobody knows what it would have known.
         kept = trace.restored() if policy.name == trace.header.policy else {}
-        _restore(driver, kept.get(0, ()))
-        for step in trace.steps():
+
+        def restore(step: int) -> None:
+            for sequence, state in kept.get(step, ()):
+                driver.restore_sequence(sequence, state)
+
+        restore(0)
+        for number, step in enumerate(trace.steps(), 1):
             start_ns = clock.now_ns
             if follow is not None:
                 follow.begin_step(step)
             store.begin_step(step.phase)
             _play(clock, setup, step, time, held)
-            phases.append(step.phase)
-            step_us.append((clock.now_ns - start_ns) / 1000)
-            moves = driver.learn(
-                _computed(step, len(phases), step.us if told_recorded else step_us[-1]),
-                None if follow is None else follow.states(),
+            us = (clock.now_ns - start_ns) / 1000
+            told = ComputedStep(
+                number=number,
+                phase=step.phase,
+                n_tokens=step.n_tokens,
+                us=step.us if told_recorded else us,
+                starts=step.starts,
+                prompt_ends=step.prompt_ends,
+                ends=step.ends,
             )
-            _restore(driver, kept.get(len(phases), ()))
+            moves = driver.learn(told, None if follow is None else follow.states())
+            restore(number)
             if follow is not None:
-                follow.learned(moves)
-                if answered[len(phases) - 1]:
-                    follow.before_answer(driver)
-                follow.step_done(step)
-            elif moves:
-                store.transition(moves)
-            if follow is None and answered[len(phases) - 1]:
-                driver.before_answer()
-                step_us[-1] = (clock.now_ns - start_ns) / 1000
+                follow.step_done(step, moves, driver if answered[number - 1] else None)
+            else:
+                if moves:
+                    store.transition(moves)
+                if answered[number - 1]:
+                    driver.before_answer()
+                    us = (clock.now_ns - start_ns) / 1000
+            phases.append(step.phase)
+            step_us.append(us)
         stats = store.stats()
     return Outcome(stats, tuple(phases), np.array(step_us), driver.meter)
 
@@ -248,26 +257,8 @@ class Held:
             driver.meter.decided(event, self._view, driver.store.decision)
 
 
-def _restore(driver: Driver, kept: Iterable[tuple[int, bytes]]) -> None:
-    for sequence, state in kept:
-        driver.restore_sequence(sequence, state)
-
-
 def _pass(clock: Simulation) -> None:
     clock.advance(_PAUSE_NS)
-
-
-def _computed(step: Step, number: int, us: float) -> ComputedStep:
-    """What the store of the model said of the step."""
-    return ComputedStep(
-        number=number,
-        phase=step.phase,
-        n_tokens=step.n_tokens,
-        us=us,
-        starts=step.starts,
-        prompt_ends=step.prompt_ends,
-        ends=step.ends,
-    )
 
 
 def _play(
@@ -276,12 +267,21 @@ def _play(
     """One step, from its first route event to where the next one has its first."""
     n_ahead, dense = setup.spec.n_ahead, time.dense_share[step.phase]
     for event, event_ns in zip(step.events, time.events_ns(step), strict=True):
-        layer, ids, weights, tokens, phases, of, ahead_ids, ahead, scores, n_computed = event[:10]
+        layer, n_computed = event.layer, event.n_computed
         if held is not None:
             held.show(event)
-        seen = ahead_ids[:n_ahead], ahead[:n_ahead]
-        clock.route(layer, ids, weights, tokens, *seen, scores, of, phases)
-        experts = np.unique(ids).astype(np.int32)
+        clock.route(
+            layer,
+            event.ids,
+            event.weights,
+            event.tokens,
+            event.ahead_ids[:n_ahead],
+            event.ahead_scores[:n_ahead],
+            event.importance,
+            event.sequences,
+            event.phases,
+        )
+        experts = np.unique(event.ids).astype(np.int32)
         kinds = [kind for kind in COMPUTE_ORDER if kind in setup.shape.slots[layer][0]]
         expert_ns = event_ns * (1 - dense) / (len(kinds) * max(1, n_computed))
         for kind in kinds:

@@ -41,7 +41,7 @@ class Stripes(Policy):
     Settings = StripesSettings
     reason = "goes by the index"
     precisions = Precisions(least=3, most=3)
-    wants = Wants((Phase.PREFILL,), default_tier=2, counts=True, tiers=True)
+    wants = Wants((Phase.PREFILL,), default_tier=2, counts=True, states=True)
     seen = None
 
     def plan(self, budget_bytes):

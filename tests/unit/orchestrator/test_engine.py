@@ -21,10 +21,8 @@ from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.engine.store_layout import store_spec
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.memory import hardware
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine, Probe
 from orchestrator.memory.plan import plan_memory
-from orchestrator.memory.probe import Probe
 from orchestrator.native import Misses
 
 END = 0
@@ -145,7 +143,7 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
     ):
         monkeypatch.setattr(module, name, fake)
     machine = Machine(2**34)
-    monkeypatch.setattr(hardware, "probe", lambda _device: machine)
+    monkeypatch.setattr(planner_module, "probe", lambda _device: machine)
     monkeypatch.setattr(Probe, "_measured", lambda *_: None)
     monkeypatch.setattr(load_module.Loader, "_checked", lambda _self, _plan: nullcontext())
     config = Config.build(model=path, policy="plain", ctx=64, ubatch=8, threads=1)

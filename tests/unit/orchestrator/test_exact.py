@@ -13,8 +13,8 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, MoeEdgeError, PolicyError
 from orchestrator.memory.choice import check_unused
-from orchestrator.memory.hardware import Machine
 from orchestrator.memory.layouts import wants_own_layout
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import MemoryPlan, plan_memory
 
 

@@ -17,7 +17,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.placement import PlacementSettings
 from orchestrator.cli.main import cli
 from orchestrator.cost import losses
-from orchestrator.cost.losses import Candidate, LossTable
+from orchestrator.cost.losses import LossTable, TablePrecision
 from orchestrator.lab.study.context import Usage
 from orchestrator.lab.study.expected_loss import (
     FORMS,
@@ -41,7 +41,7 @@ def table(n_layers: int, n_expert: int) -> LossTable:
     rng = np.random.default_rng(1)
     loss = np.sort(rng.random((n_layers, n_expert, 3)), axis=2)
     ones = np.ones((n_layers, n_expert))
-    candidates = [Candidate(name, bits, True) for name, bits in names]
+    candidates = [TablePrecision(name, bits, True) for name, bits in names]
     return LossTable(candidates, loss, 2 * ones, ones.astype(np.int64), "r", "rtn", "text", 1)
 
 

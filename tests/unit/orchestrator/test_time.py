@@ -1,51 +1,42 @@
-"""The prediction: its arithmetic, its model of what is in memory, and what it is made of here."""
+"""What a token and a prompt take: the arithmetic, and its model of what is in memory."""
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import GGMLType
 from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan
 from orchestrator.config import Config
-from orchestrator.cost import products as products_module
-from orchestrator.cost import speeds as speeds_module
-from orchestrator.cost.predict import (
-    ROWS,
-    Costs,
-    Prediction,
-    Reading,
+from orchestrator.cost.disk import Bandwidth
+from orchestrator.cost.losses import Skips
+from orchestrator.cost.speeds import ROWS, Costs
+from orchestrator.cost.time import (
+    PlanTime,
     Residency,
+    TimeModel,
     cached,
     chances,
     interpolated,
     recently_used,
     resident,
     scanned,
-    uniform_uses,
+    with_skips,
 )
-from orchestrator.cost.predictor import Predictor, spare_bytes
-from orchestrator.cost.products import Attention, Product, Small, Timer
-from orchestrator.cost.speeds import FILE, OWN, UPSTREAM, Speeds, model_costs
 from orchestrator.events import SKIP
-from orchestrator.memory.footprint import vocabulary_size
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
 from orchestrator.policy.dynaexq import DynaExq
 
 LAYERS, EXPERTS, USED = 3, 8, 2
-DISK = Reading(1e6, latency_s=1e-3)
+
+DISK = Bandwidth(1e6, latency_s=1e-3)
 
 
 def costs(expert_s: float = 0.010, dense_s: float = 0.030) -> Costs:
@@ -61,7 +52,7 @@ def costs(expert_s: float = 0.010, dense_s: float = 0.030) -> Costs:
 
 
 def all_there() -> Residency:
-    uses = uniform_uses(LAYERS, EXPERTS, USED)
+    uses = np.full((LAYERS, EXPERTS), USED / EXPERTS)
     return resident(np.zeros((LAYERS, EXPERTS), int), uses, 1)
 
 
@@ -72,36 +63,36 @@ def missing(share: float, foreseen: float = 0.0) -> Residency:
 
 
 def test_a_token_with_everything_in_memory_is_the_sum_of_its_parts() -> None:
-    found = Prediction(costs(), all_there(), DISK, 512)
+    found = PlanTime(costs(), all_there(), DISK, 512)
     assert found.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
     assert found.token_s(100) - found.token_s() == pytest.approx(100 * 1e-5)
-    assert (found.hit_rate, found.read_bytes) == (1.0, 0.0)
+    assert (found.residency.hit_rate, found.read_bytes) == (1.0, 0.0)
 
 
 def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked_about() -> None:
     besides = replace(costs(), step_s=0.5, asked_s=0.25)
-    alone = Prediction(costs(), all_there(), DISK, 512).token_s()
-    unasked = Prediction(besides, all_there(), DISK, 512)
+    alone = PlanTime(costs(), all_there(), DISK, 512).token_s()
+    unasked = PlanTime(besides, all_there(), DISK, 512)
     assert unasked.token_s() == pytest.approx(alone + 0.5)
     assert replace(unasked, asked=True).token_s() == pytest.approx(alone + 0.5 + LAYERS * 0.25)
 
 
 def test_reads_hide_behind_what_is_there_and_no_more() -> None:
     # 5 + 1 ms of reading one expert hide behind the 20 ms of two; of two, 11 ms do
-    hidden = Prediction(costs(), missing(0.5), DISK, 512)
-    assert hidden.token_s() == pytest.approx(hidden.compute_s())
+    hidden = PlanTime(costs(), missing(0.5), DISK, 512)
+    assert hidden.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
     assert hidden.read_bytes == pytest.approx(LAYERS * USED * 0.5 * 5000)
     # at a tenth of the speed: none, one or two of two experts miss, with 1, 2 and 1 of 4 chances
-    slow = Prediction(costs(), missing(0.5), Reading(1e5, latency_s=1e-3), 512)
+    slow = PlanTime(costs(), missing(0.5), Bandwidth(1e5, latency_s=1e-3), 512)
     tail = 0.020 / 6
     layer = 0.25 * 0.020 + 0.5 * (0.051 + tail) + 0.25 * (0.101 + tail)
     assert slow.token_s() == pytest.approx(LAYERS * (layer + 0.010) + 0.004)
 
 
 def test_what_is_foreseen_hides_behind_the_dense_weights_as_well() -> None:
-    disk = Reading(4e5, latency_s=0.0)
-    late = Prediction(costs(), missing(1.0), disk, 512)
-    early = Prediction(costs(), missing(1.0, foreseen=1.0), disk, 512)
+    disk = Bandwidth(4e5, latency_s=0.0)
+    late = PlanTime(costs(), missing(1.0), disk, 512)
+    early = PlanTime(costs(), missing(1.0, foreseen=1.0), disk, 512)
     # 25 ms of reading, 10 of dense weights, 20 of experts; the first layer is not foreseen
     waits = 0.010 + 0.025 + 0.020 / 6
     assert late.token_s() == pytest.approx(LAYERS * waits + 0.004)
@@ -112,12 +103,11 @@ def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait() ->
     """5 ms of reading an expert, and 4 of a core."""
 
     def took(bytes_per_s: float, foreseen: float = 0.0) -> float:
-        disk = Reading(bytes_per_s, latency_s=0.0, core_s_per_byte=0.004 / 5000)
-        free = Reading(bytes_per_s, latency_s=0.0)
+        disk = Bandwidth(bytes_per_s, latency_s=0.0, core_s_per_byte=0.004 / 5000)
+        free = Bandwidth(bytes_per_s, latency_s=0.0)
         there = missing(1.0, foreseen)
-        one, other = (Prediction(costs(), there, each, 64) for each in (disk, free))
+        one, other = (PlanTime(costs(), there, each, 64) for each in (disk, free))
         assert disk.disturbs_s(0, 0.0) == 0.0
-        assert other.compute_s() == one.compute_s()
         assert one.prompt_s(64) > other.prompt_s(64)
         return (one.token_s() - other.token_s()) / LAYERS
 
@@ -128,20 +118,20 @@ def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait() ->
 
 
 def test_a_prompt_reads_each_expert_once_a_part() -> None:
-    disk = Reading(1e3, latency_s=0.0)  # 5 s an expert
-    whole = Prediction(costs(0.0, 0.0), missing(1.0), disk, 64).prompt_s(64)
+    disk = Bandwidth(1e3, latency_s=0.0)  # 5 s an expert
+    whole = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 64).prompt_s(64)
     # the last layer computes the last token alone
     n_read = (LAYERS - 1) * EXPERTS * (1 - 0.75**64) + EXPERTS * 0.25
     assert whole == pytest.approx(5 * n_read, rel=0.02)
-    halves = Prediction(costs(0.0, 0.0), missing(1.0), disk, 32).prompt_s(64)
+    halves = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 32).prompt_s(64)
     assert halves == pytest.approx(whole * 2 * (1 - 0.75**32) / (1 - 0.75**64), rel=0.1)
-    warm = Prediction(costs(0.0, 0.0), missing(0.5), disk, 64)
+    warm = PlanTime(costs(0.0, 0.0), missing(0.5), disk, 64)
     assert warm.prompt_s(64, first=True) == pytest.approx(whole, rel=1e-6)
     assert warm.prompt_s(64) == pytest.approx(whole / 2, rel=0.02)
 
 
 def test_what_is_loaded_before_the_first_token_makes_no_prompt_wait() -> None:
-    found = Prediction(costs(), all_there(), DISK, 64)
+    found = PlanTime(costs(), all_there(), DISK, 64)
     assert found.prompt_s(64, first=True) == found.prompt_s(64)
     assert found.prompt_s(256) > 3.5 * found.prompt_s(64)
 
@@ -149,10 +139,10 @@ def test_what_is_loaded_before_the_first_token_makes_no_prompt_wait() -> None:
 def test_skipped_experts_cost_nothing() -> None:
     tiers = np.zeros((LAYERS, EXPERTS), int)
     tiers[:, EXPERTS // 2 :] = SKIP
-    there = resident(tiers, uniform_uses(LAYERS, EXPERTS, USED), 1)
-    found = Prediction(costs(), there, DISK, 64)
+    there = resident(tiers, np.full((LAYERS, EXPERTS), USED / EXPERTS), 1)
+    found = PlanTime(costs(), there, DISK, 64)
     assert found.token_s() == pytest.approx(LAYERS * USED / 2 * 0.010 + 0.030 + 0.004)
-    assert found.read_bytes == 0 and found.hit_rate == 1.0
+    assert found.read_bytes == 0 and found.residency.hit_rate == 1.0
 
 
 def test_rows_between_and_beyond_what_was_measured() -> None:
@@ -225,11 +215,11 @@ def test_two_tiers_in_slots_of_their_own() -> None:
     shape = ModelShape(4, 2, ("high", "low"), (({0: 100}, {0: 50}),))
     slots = SlotPlan((SlotGroup(100, 4), SlotGroup(50, 1)), {(0, 0, 0): 0, (0, 0, 1): 1})
     mix = np.tile([0.75, 0.25], (1, 4, 1))
-    there = cached(shape, slots, uniform_uses(1, 4, 2), mix)
+    there = cached(shape, slots, np.full((1, 4), 0.5), mix)
     assert there.mix[0, 0] == pytest.approx([0.75, 0.25])
     assert there.hit_rate == pytest.approx(1.0)  # what is there in high answers low as well
     fewer = SlotPlan((SlotGroup(100, 2), SlotGroup(50, 4)), slots.group_of)
-    there = cached(shape, fewer, uniform_uses(1, 4, 2), mix)
+    there = cached(shape, fewer, np.full((1, 4), 0.5), mix)
     assert there.hit_rate == pytest.approx(0.75 * 0.5 + 0.25, abs=1e-6)
 
 
@@ -266,172 +256,21 @@ def bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bindings:
     return Bindings.load()
 
 
-def test_products_are_timed(bindings: Bindings) -> None:
-    with Timer(bindings.api._lib, 1) as timer:
-
-        def seconds(what: Product | Small | Attention) -> float:
-            """The least of some: a machine may stand still while one is timed."""
-            return min(timer.seconds(what) for _ in range(3))
-
-        for routed in (False, True):
-            one, many = (
-                seconds(Product(GGMLType.Q4_K, 512, 256, rows, routed=routed)) for rows in (1, 256)
-            )
-            assert 0 < one < many < 1
-        assert seconds(Small(256, 1)) < seconds(Small(256, 256))
-        short, long = (seconds(Attention(4, 2, 64, 64, 1, n)) for n in (256, 4096))
-        assert 0 < short < long
-        if bindings.library().interleaves(GGMLType.Q4_K, 512, 256):
-            repacked = Product(GGMLType.Q4_K, 512, 256, 1, repacked=True, routed=True)
-            assert 0 < seconds(repacked) < 1
-
-
-def test_attention_reads_a_cache_that_is_not_in_the_processors(bindings: Bindings) -> None:
-    """As in llama.cpp: a cell's heads lie side by side, and a token goes through all layers."""
-    keys: list[int] = []
-    steps: list[tuple[int, ...]] = []
-    with Timer(bindings.api._lib, 1, pool_bytes=8 << 20) as timer:
-        attend, view = timer.flash_attn_ext, timer.view_3d
-
-        def attended(*args: Any) -> int:
-            keys.extend(args[2:4])
-            return attend(*args)
-
-        def viewed(*args: Any) -> int:
-            steps.append(args[2:])
-            return view(*args)
-
-        vars(timer).update(flash_attn_ext=attended, view_3d=viewed)
-        begin_s = perf_counter()
-        assert 0 < timer.seconds(Attention(4, 2, 64, 64, 1, 512)) < perf_counter() - begin_s
-        layer_bytes = 512 * 2 * (64 + 64) * 2
-        assert len(set(keys)) == len(keys) == 2 * min(48, (8 << 20) // layer_bytes)
-        assert set(steps) == {(64, 512, 2, 2 * 64 * 2, 64 * 2, 0)}
-        keys.clear()
-        timer.seconds(Attention(4, 2, 64, 64, 64, 512))
-        assert len(keys) == 2  # many queries reuse what they read
-
-
-@pytest.mark.parametrize(("others", "expected"), [(0.0, 3e-3), (0.5, 1e-3)])
-def test_half_of_the_runs_or_what_nobody_interrupted(
-    bindings: Bindings, monkeypatch: pytest.MonkeyPatch, others: float, expected: float
-) -> None:
-    """Runs of 1, 3 and 9 ms in turn. Nine of ten may be slow for others' sake, where there are
-    others."""
-    runs, now = itertools.cycle([1e-3, 3e-3, 9e-3]), 0.0
-    monkeypatch.setattr(products_module, "perf_counter", lambda: now)
-    monkeypatch.setattr(products_module.Disturbance, "share", lambda self: others)
-
-    def compute(*_: object) -> int:
-        nonlocal now
-        now += next(runs)
-        return 0
-
-    with Timer(bindings.api._lib, 1) as timer:
-        vars(timer).update(backend_graph_compute=compute)
-        assert timer.seconds(Product(GGMLType.Q4_K, 256, 64, 4)) == pytest.approx(expected / 2)
-
-
-def test_what_was_measured_is_kept(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speeds_module.Disturbance, "share", lambda self: 0.0)
-    product = Product(GGMLType.Q4_K, 256, 64, 1)
-    with Speeds(bindings, 1) as speeds:
-        found = speeds.seconds(product)
-    monkeypatch.setattr(speeds_module, "Timer", None)
-    with Speeds(bindings, 1) as speeds:
-        assert speeds.seconds(product) == found
-    with Speeds(bindings, 2) as speeds, pytest.raises(TypeError):
-        speeds.seconds(product)  # other threads are another machine
-    with Speeds(bindings, 1, fresh=True) as speeds, pytest.raises(TypeError):
-        speeds.seconds(product)
-
-
-def test_a_cap_holds_for_measuring_too(
-    bindings: Bindings, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With few weights, which a cache may hold, figures are rough: nobody else shall have them."""
-    product, taken = Product(GGMLType.Q4_K, 256, 64, 1), []
-    allocate = Timer._allocate
-    monkeypatch.setattr(
-        Timer,
-        "_allocate",
-        lambda self, *args: (taken.append(self._pool_bytes), allocate(self, *args)),
-    )
-    with ExpertModel.open(model) as opened:
-        config = Config.build(model=model, ctx=256, threads=1, ram=120 << 20)
-        assert 8 << 20 <= spare_bytes(config, opened) < 48 << 20
-        with Predictor(bindings, config, opened, Reading(1e9), fresh=True) as predictor:
-            predictor._speeds.seconds(product)
-    assert taken and max(taken) < 48 << 20
-    monkeypatch.setattr(speeds_module, "Timer", None)
-    with Speeds(bindings, 1) as speeds, pytest.raises(TypeError):
-        speeds.seconds(product)
-
-
-@pytest.mark.parametrize(
-    ("layout", "ratios"),
-    [(FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))],
-)
-def test_dense_weights_are_repacked_with_the_experts(
-    model: Path, layout: str, ratios: tuple[float, ...]
-) -> None:
-    """On a machine that is played, where repacked rows are slow for many activations: slots' own
-    layout takes tiles, from 8 on, and upstream's does not."""
-
-    class Played:
-        def seconds(self, what: Product | Small | Attention) -> float:
-            if not isinstance(what, Product):
-                return 1e-9
-            if what.repacked:
-                return 2.0 if what.rows < 8 else 6.0
-            return 4.0 if what.routed else 8.0
-
-        def again(self) -> bool:
-            return False
-
-    library = SimpleNamespace(interleaves=lambda *_: True)
-    played = SimpleNamespace(library=lambda: library)
-    with ExpertModel.open(model) as opened:
-        found = model_costs(Played(), played, opened, (0,), layout)  # type: ignore[arg-type]
-    assert found.dense_s[:3] / found.dense_s[0] == pytest.approx(np.array(ratios) / ratios[0])
-
-
-def test_a_step_and_a_decision_count_as_small_operations(model: Path) -> None:
-    """On a machine that is played, where each number of an operation takes a second."""
-    played = SimpleNamespace(seconds=lambda what: float(what.n * what.rows))
-    with ExpertModel.open(model) as opened:
-        width, words = opened.hparams.embedding_length, vocabulary_size(opened)
-        found = speeds_module._besides_seconds(cast(Speeds, played), opened)
-    assert found == (200 * width + 2 * words, 16 * width) and words > 1
-
-
-def test_a_damaged_file_of_speeds_is_measured_again(bindings: Bindings) -> None:
-    product = Product(GGMLType.Q4_K, 256, 64, 1)
-    with Speeds(bindings, 1) as speeds:
-        speeds.seconds(product)
-        path = speeds._path
-    for text in ("{", '{"format": "moe-edge speed", "seconds": {"x": -1.0}}', "[]"):
-        path.write_text(text)
-        with Speeds(bindings, 1) as speeds:
-            begin_s = perf_counter()
-            assert 0 < speeds.seconds(product) < perf_counter() - begin_s
-
-
 def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256, threads=1, force_managed=True)
         machine = Machine(8 << 30)
-        with Predictor(bindings, config, opened, Reading(1e8)) as predictor:
+        with TimeModel(bindings, config, opened, Bandwidth(1e8)) as predictor:
             assert not predictor.profiled
 
-            def predicted(**settings: object) -> Prediction:
+            def predicted(**settings: object) -> PlanTime:
                 asked = config.with_changes(**settings)
                 return predictor.of_plan(plan_memory(asked, opened, machine), asked)
 
             whole = predicted(policy="lru")
-            assert whole.hit_rate == 1.0 and whole.token_s() == whole.compute_s()
+            assert whole.residency.hit_rate == 1.0 and whole.read_bytes == 0.0
             half = predicted(policy="lru", expert_ram=opened.tier_bytes[0] // 2)
-            assert 0.4 < half.hit_rate < 0.6
+            assert 0.4 < half.residency.hit_rate < 0.6
             assert half.token_s() > whole.token_s() and half.read_bytes > 0
             assert half.prompt_s(64, first=True) > half.prompt_s(64) > whole.prompt_s(64)
             skipping = predicted(
@@ -444,15 +283,55 @@ def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
             assert skipping.asked and not half.asked
             plain = predicted(policy="plain", force_managed=False)
             # The same kernels compute a token on both paths, and no timing sets them apart.
-            assert plain.hit_rate == 1.0 and plain.token_s() == whole.token_s()
+            assert plain.residency.hit_rate == 1.0 and plain.token_s() == whole.token_s()
             mixed = predicted(policy="dynaexq", low_tier="q2_k")
-            assert mixed.hit_rate == 1.0
+            assert mixed.residency.hit_rate == 1.0
+            low = predicted(policy="lru", high_tier="q2_k")
+            assert low.costs.expert_bytes.sum() < whole.costs.expert_bytes.sum()
+            assert predicted(policy="lru").costs is whole.costs
 
-            high = np.zeros((opened.n_layers, opened.n_expert), int)
-            in_file = predictor.of_tiers(high, 64, FILE)
-            assert in_file.token_s() == pytest.approx(
-                predicted(policy="lru", layout="file").token_s()
-            )
-            assert predictor.of_tiers(high, 64, OWN).costs is predictor.costs((0,), OWN)
-            low = predictor.of_tiers(high + 1, 64, FILE)
-            assert low.costs.expert_bytes.sum() < in_file.costs.expert_bytes.sum()
+
+def half_there() -> Residency:
+    """Two layers of four experts, two a token; the first half of each is in memory."""
+    present = np.tile([1.0, 1.0, 0.25, 0.0], (2, 1))
+    return Residency(np.full((2, 4), 0.5), np.ones((2, 4, 1)), present)
+
+
+NATS = np.array([[1.0, 1.0, 4.0, 2.0], [1.0, 1.0, 3.0, 9.0]])
+
+
+def lost(before: Residency, after: Residency) -> float:
+    skipped = before.uses * (before.mix - after.mix).sum(axis=2)
+    return float((skipped * NATS).sum())
+
+
+def test_the_cheapest_misses_are_skipped_until_the_loss_is_spent() -> None:
+    known, sizes = half_there(), np.array([1, 1])
+    same = with_skips(known, Skips(NATS, 0.0), sizes)
+    assert (same.mix == known.mix).all() and (same.present == known.present).all()
+    # 0.5 uses of expert 3 of the first layer miss; of those one half is the token's top one.
+    some = with_skips(known, Skips(NATS, 0.25), sizes)
+    assert lost(known, some) == pytest.approx(0.25)
+    changed = np.argwhere(some.mix[..., 0] < 1).tolist()
+    assert changed == [[0, 3]]
+    more = with_skips(known, Skips(NATS, 1.2), sizes)
+    assert lost(known, more) == pytest.approx(1.2)
+    assert np.argwhere(more.mix[..., 0] < 1).tolist() == [[0, 2], [0, 3], [1, 2]]
+    # What is found in memory stays, as a number of uses.
+    assert more.mix[..., 0] * more.present == pytest.approx(known.present)
+    assert more.hit_rate > some.hit_rate > known.hit_rate
+
+
+def test_all_that_may_be_skipped() -> None:
+    """One expert of a token in each layer stays."""
+    known = half_there()
+    everything = with_skips(known, Skips(NATS, 1e3), np.array([1, 1]))
+    assert everything.mix[..., 0] == pytest.approx(1 - 0.5 * (1 - known.present))
+
+
+def test_a_larger_expert_saves_more() -> None:
+    """At equal cost; so the second layer's come first."""
+    known = half_there()
+    even = np.ones((2, 4))
+    found = with_skips(known, Skips(even, 0.1), np.array([1, 2]))
+    assert {layer for layer, _ in np.argwhere(found.mix[..., 0] < 1).tolist()} == {1}

@@ -1,4 +1,5 @@
-"""What a token and a prompt will take under a plan: arithmetic over what was measured.
+"""What a token and a prompt will take under a plan, in seconds: arithmetic over what
+`orchestrator.cost.speeds` and `orchestrator.cost.disk` measured of this machine.
 
 A token goes through the layers one after the other. Of a layer's k experts m miss, with the chances
 of a binomial distribution. What is there is computed while the missing ones are read:
@@ -18,66 +19,33 @@ reads each expert that it uses and that is not there.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
 from orchestrator.allocation.slots import ModelShape, SlotPlan
-from orchestrator.events import SKIP
+from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
+from orchestrator.config import Config
+from orchestrator.cost.disk import Bandwidth
+from orchestrator.cost.losses import Skips
+from orchestrator.cost.products import POOL_BYTES
+from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, Speeds
+from orchestrator.errors import ProfileError
+from orchestrator.events import SKIP, Phase
+from orchestrator.memory.footprint import process_bytes
+from orchestrator.memory.layouts import wants_own_layout
+from orchestrator.memory.machine import probe
+from orchestrator.memory.plan import MemoryPlan
+from orchestrator.native.llama import Bindings
 
-# Rows of activations for which costs are known; between them they grow evenly, and beyond the last
-# one with the rows.
-ROWS = (1, 4, 16, 64, 256)
 # Of the experts of the next layer, look-ahead finds so many (docs/experiments/firm.md).
 FORESEEN = 0.8
 _MOST_STEPS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Seconds that the parts of a model take on one machine, for each number of ROWS.
-
-    expert_s: float64 [n_layers, n_tiers, len(ROWS)], one expert with so many rows; expert_bytes:
-    int64 [n_layers, n_tiers], what reading it moves. dense_s: float64 [len(ROWS)], all other
-    weights and the small operations with so many tokens, but for output_s, the product with the
-    vocabulary for one token. attention_s: all layers, for one token and one cell of the cache,
-    alone and among many tokens. step_s: what a step takes besides: its batch, the choice of a
-    token, the text. asked_s: what a policy takes that is asked about a layer.
-    """
-
-    expert_s: np.ndarray
-    expert_bytes: np.ndarray
-    dense_s: np.ndarray
-    output_s: float
-    attention_s: tuple[float, float]
-    step_s: float = 0.0
-    asked_s: float = 0.0
-
-    @property
-    def n_layers(self) -> int:
-        return len(self.expert_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The disk: bytes per second with several reads under way, and seconds until a first byte.
-    core_s_per_byte: what reading takes of a core on which a thread computes meanwhile; the others
-    wait for that one at the next barrier."""
-
-    bytes_per_s: float
-    latency_s: float = 1e-4
-    core_s_per_byte: float = 0.0
-
-    def seconds(self, n_bytes: float) -> float:
-        """Of so many bytes that are asked for together; 0 for none."""
-        return n_bytes / self.bytes_per_s + self.latency_s if n_bytes > 0 else 0.0
-
-    def disturbs_s(self, n_bytes: float, waited_s: float) -> float:
-        """By how much reading so many bytes delays what is computed beside it. While threads wait
-        for a read, which they do for waited_s, it takes nothing from them."""
-        seconds = self.seconds(n_bytes)
-        beside = max(0.0, 1.0 - waited_s / seconds) if seconds else 0.0
-        return beside * n_bytes * self.core_s_per_byte
+# A cap that leaves less is too small for any model.
+_LEAST_SPARE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +75,15 @@ class Residency:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a plan takes. Make one of costs, what is resident, the disk, the tokens of a prompt that
-    are computed at once, and whether a policy is asked about each layer of a token."""
+class PlanTime:
+    """What one plan takes. n_ubatch: the tokens of a prompt that are computed at once; asked:
+    whether a policy is asked about each layer of a token."""
 
     costs: Costs
     residency: Residency
-    reading: Reading
+    disk: Bandwidth
     n_ubatch: int
     asked: bool = False
-
-    @property
-    def hit_rate(self) -> float:
-        """As of Residency."""
-        return self.residency.hit_rate
 
     @property
     def read_bytes(self) -> float:
@@ -134,11 +97,6 @@ class Prediction:
         layers = sum(self._layer_s(layer, dense) for layer in range(costs.n_layers))
         asked = costs.n_layers * costs.asked_s if self.asked else 0.0
         return costs.step_s + asked + layers + costs.output_s + cells * costs.attention_s[0]
-
-    def compute_s(self, cells: int = 0) -> float:
-        """The same where everything is in memory."""
-        there = replace(self.residency, present=np.ones_like(self.residency.present))
-        return replace(self, residency=there).token_s(cells)
 
     def prompt_s(self, n_tokens: int, first: bool = False) -> float:
         """Seconds until the first token of the answer to a prompt of so many tokens. first: the
@@ -170,13 +128,13 @@ class Prediction:
         experts = float((asked * self.costs.expert_s[layer, :, 0]).sum())
         n_asked, n_missed, each = self._missed(layer)
         n = max(1, round(n_asked))
-        tail, seconds = experts / (3 * n), self.reading.seconds
+        tail, seconds = experts / (3 * n), self.disk.seconds
         total = 0.0
         for m, chance in enumerate(_binomial(n, min(1.0, n_missed / max(n_asked, 1e-300)))):
             late = seconds(self._unforeseen(layer) * m * each)
             there = max(experts, late + tail if late else 0.0)
             took = max(dense_s + there, seconds(m * each))
-            delay = self.reading.disturbs_s(m * each, took - dense_s - experts)
+            delay = self.disk.disturbs_s(m * each, took - dense_s - experts)
             total += chance * (took + delay)
         return total
 
@@ -196,9 +154,9 @@ class Prediction:
                 for tier, curve in enumerate(costs.expert_s[layer])
             )
             read = (1.0 - found) * float((used * costs.expert_bytes[layer]).sum())
-            late = self.reading.seconds(self._unforeseen(layer) * read)
-            took = max(dense + max(experts, late), self.reading.seconds(read))
-            total += took + self.reading.disturbs_s(read, took - dense - experts)
+            late = self.disk.seconds(self._unforeseen(layer) * read)
+            took = max(dense + max(experts, late), self.disk.seconds(read))
+            total += took + self.disk.disturbs_s(read, took - dense - experts)
         return total
 
 
@@ -210,11 +168,6 @@ def interpolated(curve: np.ndarray, rows: float | np.ndarray) -> np.ndarray:
 
 def _binomial(n: int, p: float) -> list[float]:
     return [math.comb(n, m) * p**m * (1.0 - p) ** (n - m) for m in range(n + 1)]
-
-
-def uniform_uses(n_layers: int, n_expert: int, n_used: int) -> np.ndarray:
-    """Uses of Residency where all experts are alike."""
-    return np.full((n_layers, n_expert), n_used / n_expert)
 
 
 def chances(counts: np.ndarray, n_used: int) -> np.ndarray:
@@ -312,3 +265,123 @@ def scanned(share: float, several_layers: bool) -> tuple[float, float]:
     if share >= 1.0 or not several_layers:
         return min(1.0, share), min(1.0, share)
     return share + (1.0 - share) * math.log1p(-share), 0.0
+
+
+def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Residency:
+    """What tokens use where of their missing experts those are skipped that cost least a byte,
+    until they cost what is allowed in the mean. What is skipped is read behind, so that as many
+    uses of an expert find it in memory as without skipping.
+
+    known: without skipping. expert_bytes: [n_layers], what reading one moves. Of each token's
+    experts in a layer one at least is never skipped. The gates of an expert's uses differ, and
+    those with the least are skipped first, which is better than the mean says.
+    """
+    asked = known.uses * known.mix.sum(axis=2)
+    missing = asked * (1.0 - known.present)
+    most = 1.0 - 1.0 / max(1.0, float(asked.sum(axis=1).mean()))
+    order = np.argsort((skips.nats / np.asarray(expert_bytes)[:, None]).ravel(), kind="stable")
+    cost = (missing * skips.nats * most).ravel()[order]
+    before = np.cumsum(cost) - cost
+    part = np.clip((skips.allowed - before) / np.maximum(cost, 1e-30), 0.0, 1.0)
+    share = np.zeros(missing.size)
+    share[order] = most * part
+    skipped = (1.0 - known.present) * share.reshape(missing.shape)
+    left = 1.0 - skipped
+    return replace(
+        known, mix=known.mix * left[..., None], present=known.present / np.maximum(left, 1e-300)
+    )
+
+
+def expected(plan: MemoryPlan, uses: np.ndarray) -> Residency:
+    """What a managed plan will have in memory, where tokens use experts with these chances: each
+    in the tier in which its policy starts it, where all stay in memory; else what was used last."""
+    assert plan.policy is not None and plan.shape is not None and plan.slots is not None
+    policy = plan.policy
+    if policy.wants.all_resident:
+        return resident(plan.started(uses), uses, len(plan.shape.tiers))
+    foreseen = FORESEEN if policy.wants.n_ahead else 0.0
+    return cached(plan.shape, plan.slots, uses, policy.asked_mix(uses), foreseen)
+
+
+def spare_bytes(config: Config, model: ExpertModel) -> int:
+    """What measuring this machine may take for a moment: most of what the cap leaves beside the
+    process, before a model is loaded."""
+    free = probe().memory_bytes
+    left = min(config.ram or free, free) - process_bytes(model, config)
+    return max(_LEAST_SPARE_BYTES, left * 3 // 4)
+
+
+def known_uses(config: Config, model: ExpertModel) -> tuple[np.ndarray, bool]:
+    """How often a token uses each expert, as of Residency, and whether earlier runs said so: else
+    it is as if all experts were used alike."""
+    remembered = config.with_changes(remember=True)
+    counts = UsageKeeper(remembered, model).recall()
+    if counts is None:
+        with suppress(ProfileError, OSError):
+            counts = HotnessKeeper(remembered, model).recall()
+    known = counts is not None
+    alike = np.ones((model.n_layers, model.n_expert))
+    return chances(alike if counts is None else counts, model.n_expert_used), known
+
+
+class TimeModel:
+    """What plans of one model take on this machine, with so many threads and this disk. Close it:
+    it keeps what it measured for the next one.
+
+    uses: as of Residency. profiled: earlier runs said so.
+    """
+
+    def __init__(
+        self,
+        bindings: Bindings,
+        config: Config,
+        model: ExpertModel,
+        disk: Bandwidth,
+        uses: np.ndarray | None = None,
+        fresh: bool = False,
+    ) -> None:
+        """disk: beside the threads that compute. uses: None for what earlier runs said. fresh: what
+        is known of this processor is measured again."""
+        self._config, self._model, self._disk = config, model, disk
+        pool = min(POOL_BYTES, spare_bytes(config, model))
+        self._speeds = Speeds(bindings, config.threads or default_threads(), fresh, pool)
+        self._costs: dict[tuple[tuple[int, ...], str], Costs] = {}
+        self.uses, self.profiled = known_uses(config, model) if uses is None else (uses, True)
+
+    def of_plan(
+        self, plan: MemoryPlan, config: Config | None = None, skips: Skips | None = None
+    ) -> PlanTime:
+        """Of a plan that plan_memory made with a config, in the layout that it would have. skips:
+        what its policy may skip of what is missing. Measures what is not known of this machine,
+        for some seconds. Raises NativeError."""
+        config = config or self._config
+        asked = False
+        if plan.policy is None or plan.shape is None or plan.slots is None:
+            layout = FILE if config.use_extra_bufts is False else UPSTREAM
+            there = resident(np.zeros(self.uses.shape, np.int64), self.uses, 1)
+        else:
+            layout = OWN if wants_own_layout(config, plan) else FILE
+            there = expected(plan, self.uses)
+            asked = Phase.DECODE in plan.policy.wants.asked_in
+        at = plan.tiers, layout
+        if at not in self._costs:
+            self._costs[at] = self._speeds.costs(self._model, *at)
+        costs = self._costs[at]
+        if skips is not None:
+            there = with_skips(there, skips, costs.expert_bytes[:, 0])
+        return PlanTime(costs, there, self._disk, plan.n_ubatch, asked)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs ran whenever something was measured that was asked for."""
+        return self._speeds.disturbed
+
+    def close(self) -> None:
+        """Keeps what was measured."""
+        self._speeds.close()
+
+    def __enter__(self) -> TimeModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

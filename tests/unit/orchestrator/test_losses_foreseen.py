@@ -1,8 +1,9 @@
-"""What lower precisions are foreseen to cost: by gates, of a whole plan, and added up in a run."""
+"""What lower precisions cost, foreseen in nats: by a table, by uses, and while a model runs."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +14,21 @@ from shapes import make_decision, make_event, make_shape, make_view
 
 from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.cost import losses
-from orchestrator.cost.losses import Candidate, Fit, LossKeeper, LossTable
+from orchestrator.cost.losses import Fit, LossModel, LossTable, TablePrecision
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT, SKIP, Phase
 
 SHAPE = make_shape(n_layers=3, n_expert=8, k=2)
+
 SIZE = (SHAPE.n_layers, SHAPE.n_expert)
+
 RNG = np.random.default_rng(3)
+
 NATS = np.sort(RNG.random((*SIZE, 3)), axis=2)
+
 NATS[..., 0] = 0
+
 ESTIMATE = KlEstimate("q4_k", NATS, RNG.random(SIZE))
 
 
@@ -100,7 +106,7 @@ def table(fit: Fit | None = None, names: tuple[str, ...] = ("q8_0", "q4_k", "q2_
     n = len(names)
     loss = np.broadcast_to(np.arange(n, dtype=np.float64), (*SIZE, n)).copy()
     counts = np.ones(SIZE, np.int64)
-    candidates = [Candidate(name, 8.0 - at, True) for at, name in enumerate(names)]
+    candidates = [TablePrecision(name, 8.0 - at, True) for at, name in enumerate(names)]
     power, gates = np.full(SIZE, 9.0), np.full(SIZE, 0.25)
     counts[0, 0], power[0, 0], gates[0, 0] = 0, np.nan, np.nan
     loss[0, 0] = np.nan
@@ -133,14 +139,14 @@ def test_each_tier_has_its_own_scale() -> None:
     assert np.allclose(costs, plain * np.array([0.5, 0.5, 2.0, 3.0]))
 
 
-def keeper(folder: Path, monkeypatch: pytest.MonkeyPatch, found: LossTable | None) -> LossKeeper:
+def keeper(folder: Path, monkeypatch: pytest.MonkeyPatch, found: LossTable | None) -> LossModel:
     """Of a model in a folder, with this table beside it."""
     path = folder / "m.gguf"
     if found is not None:
         losses.default_path(path).touch()
         monkeypatch.setattr(losses, "load", lambda *_: found)
     config, model = SimpleNamespace(given=lambda _: None), SimpleNamespace(path=path)
-    return LossKeeper(config, model)  # type: ignore[arg-type]
+    return LossModel(config, model)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -169,3 +175,32 @@ def test_who_needs_it_is_told_what_to_run(
 def test_what_was_fitted_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = keeper(tmp_path, monkeypatch, table(FIT))
     assert known.needed(["q4_k", "q2_k"]).base == "q4_k"
+
+
+def uneven_table() -> LossTable:
+    """Two layers of three experts; one of them saw no token."""
+    loss = np.array(
+        [[[0.0, 1.0], [0.0, 2.0], [np.nan, np.nan]], [[0.0, 3.0], [0.0, 4.0], [0.0, 5.0]]]
+    )
+    counts = np.array([[1, 3, 0], [2, 2, 2]])
+    gates = np.array([[0.5, 0.25, np.nan], [0.1, 0.2, 0.3]])
+    candidates = [TablePrecision("q8_0", 8.5, True), TablePrecision("q2_k", 2.6, True)]
+    power = np.where(counts > 0, 10.0, np.nan)
+    fit = Fit((2.0, 0.5), ("q8_0", "q2_k"), "text", 1.2)
+    return LossTable(candidates, loss, power, counts, "", "rtn", "text", 8, gates, fit)
+
+
+def test_factor_and_gates_weigh_the_losses() -> None:
+    """An expert without a token has the means of its layer."""
+    nats = uneven_table().per_use(("q8_0", "q2_k"))
+    assert nats is not None and (nats[..., 0] == 0).all()
+    gate, lost = (0.5 + 3 * 0.25) / 4, (1 + 3 * 2) / 4
+    assert nats[0, :, 1] == pytest.approx([2 * 0.5 * 1, 2 * 0.25 * 2, 2 * gate * lost])
+    assert nats[1, :, 1] == pytest.approx([0.5 * 0.1 * 3, 0.5 * 0.2 * 4, 0.5 * 0.3 * 5])
+
+
+def test_without_a_fit_they_are_the_losses() -> None:
+    for less in ({"fit": None}, {"gates": None}):
+        found = replace(uneven_table(), **less)
+        assert (found.per_use(("q2_k",)) == found.of_tiers(("q2_k",))).all()
+    assert uneven_table().per_use(("q3_k",)) is None

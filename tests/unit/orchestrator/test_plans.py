@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,24 +14,21 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator.cli.frontier_text import draw, render
+from orchestrator.cli.pictures import draw_plans
+from orchestrator.cli.plan import render
 from orchestrator.config import Config
-from orchestrator.cost.frontier import (
-    AS_FAST,
-    Candidate,
-    Frontier,
-    Knowledge,
-    choose,
-    frontier,
-)
-from orchestrator.cost.timings import AGREE, DISTURBED
+from orchestrator.cost.losses import foreseen
+from orchestrator.cost.planner import Planner
+from orchestrator.cost.plans import AS_FAST, Candidate, Frontier, TakenPlans, choose
+from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.events import SKIP
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS
 
 TIERS = ("q8_0", "q4_k", "q2_k")
+
 # Nats of a use in each tier of the file, and skipped.
 NATS = {0: 0.0, 1: 0.001, 2: 0.01, SKIP: 0.1}
 
@@ -52,10 +51,7 @@ class Takes:
     """Absent bytes take ten times as long as present ones."""
 
     plan: MemoryPlan
-
-    @property
-    def hit_rate(self) -> float:
-        return 1.0
+    residency = SimpleNamespace(hit_rate=1.0)
 
     @property
     def read_bytes(self) -> float:
@@ -70,13 +66,35 @@ class Takes:
         return n_tokens * self.token_s() * (2 if first else 1)
 
 
-def known(model: ExpertModel, estimate: Nats | None = Nats()) -> Knowledge:  # noqa: B008
-    uses = np.full((model.n_layers, model.n_expert), model.n_expert_used / model.n_expert)
+class Played(Planner):
+    """A machine of 64 GiB that takes what Takes says, without what earlier runs learned of it."""
 
-    def plan(config: Config) -> MemoryPlan:
-        return plan_memory(config, model, Machine(1 << 36))
+    def __init__(self, model: ExpertModel, estimate: Nats | None, disturbed: bool = False) -> None:
+        self._config, self._model = Config.build(model=model.path), model
+        self.gpu, self.machine = None, Machine(1 << 36)
+        self._probe = nullcontext()
+        self._uses = np.full((model.n_layers, model.n_expert), model.n_expert_used / model.n_expert)
+        self.losses = SimpleNamespace(
+            of_file=(estimate, "" if estimate else "calibrate first"),
+            foreseen=lambda plan, uses: foreseen(plan, uses, estimate, TIERS[0]),
+            skips=lambda plan: None,
+        )
+        self._times = SimpleNamespace(of_plan=lambda plan, *_: Takes(plan), disturbed=disturbed)
 
-    return Knowledge(plan, lambda plan, _: Takes(plan), uses, estimate, "calibrate first")
+    def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
+        return plan_memory(config, self._model, self.machine)
+
+    def times(self, fresh: bool = False) -> Any:
+        return nullcontext(self._times)
+
+
+def frontier(
+    config: Config,
+    model: ExpertModel,
+    estimate: Nats | None = Nats(),  # noqa: B008
+    disturbed: bool = False,
+) -> Frontier:
+    return Played(model, estimate, disturbed).frontier(config)
 
 
 def ask(model: ExpertModel, share: float, **settings: Any) -> Config:
@@ -98,7 +116,7 @@ def by_label(found: Frontier) -> Mapping[str, Candidate]:
 
 @pytest.fixture(scope="module")
 def found(model: ExpertModel) -> Frontier:
-    return frontier(ask(model, 0.6), model, known(model))
+    return frontier(ask(model, 0.6), model)
 
 
 def test_all_policies_and_uniform_types_are_on_it(model: ExpertModel, found: Frontier) -> None:
@@ -108,12 +126,12 @@ def test_all_policies_and_uniform_types_are_on_it(model: ExpertModel, found: Fro
     assert found.taken.tiers == (*usual.tier_names, *(["skip"] if usual.skip else []))
     assert found.taken.tiers == ("q8_0",) and found.taken.kl == 0.0
     assert found.why.endswith("lossless, as nothing less is asked for.")
-    labels = by_label(found)
+    labels, uses = by_label(found), model.n_layers * model.n_expert_used
     assert {each.name for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
     for tier in ("q4_k", "q2_k"):
         uniform = labels[f"lru, high-tier {tier}"]
         assert uniform.resident and uniform.tiers == (tier,)
-        assert uniform.kl == pytest.approx(NATS[TIERS.index(tier)] * known(model).uses.sum())
+        assert uniform.kl == pytest.approx(NATS[TIERS.index(tier)] * uses)
     lossless = labels["lru, high-tier q8_0"]
     assert not lossless.resident and lossless.kl == 0.0
     # What everyone computes alike is there once.
@@ -148,7 +166,7 @@ def test_nobody_beats_the_best_ones(found: Frontier) -> None:
 @pytest.mark.parametrize("allowed", [0.0, 0.004, 0.02, 1.0])
 def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float) -> None:
     config = ask(model, 0.4, max_loss=allowed)
-    found = frontier(config, model, known(model))
+    found = frontier(config, model)
     within = [each for each in found.candidates if each.kl <= allowed]
     assert found.taken in within
     fastest = min(each.token_s for each in within)
@@ -163,7 +181,7 @@ def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float
     spent = {
         each.tiers[0]: each.asked[ALLOWED_LOSS] for each in found.candidates if each.name == "floor"
     }
-    total = known(model).uses.sum()
+    total = model.n_layers * model.n_expert_used
     for tier, left in spent.items():
         assert left == pytest.approx(allowed - NATS[TIERS.index(tier)] * total)
         assert left > 0
@@ -171,8 +189,8 @@ def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float
 
 def test_what_is_not_fitted_is_refused_where_a_loss_is_allowed(model: ExpertModel) -> None:
     with pytest.raises(ConfigError, match="calibrate first"):
-        frontier(ask(model, 0.6, max_loss=0.1), model, known(model, None))
-    found = frontier(ask(model, 0.6), model, known(model, None))
+        frontier(ask(model, 0.6, max_loss=0.1), model, None)
+    found = frontier(ask(model, 0.6), model, None)
     assert {each.kl for each in found.candidates} <= {0.0, None}
     assert "?" in render(found, "q8_0")
 
@@ -223,10 +241,10 @@ def test_only_what_asks_for_less_gets_less(
 ) -> None:
     """A file with several tiers asks for nothing; what is lossless is so without a table."""
     config = ask(model, 0.6, **asked)
-    found = frontier(config, model, known(model, None))
+    found = frontier(config, model, None)
     assert (found.taken.tiers, found.taken.kl) == (taken, kl)
     assert ("lossless" in found.why) == (kl == 0.0)
-    fitted = frontier(config, model, known(model)).taken
+    fitted = frontier(config, model).taken
     assert (fitted.kl == 0.0) == (kl == 0.0)
     for each in found.candidates:
         if each.asked.get("retention") == 1.0 and each.tiers[0] == "q8_0":
@@ -235,13 +253,13 @@ def test_only_what_asks_for_less_gets_less(
 
 def test_what_was_measured_beside_other_programs_is_told(model: ExpertModel) -> None:
     config = ask(model, 0.8)
-    assert not frontier(config, model, known(model)).disturbed
-    assert frontier(config, model, replace(known(model), disturbed=lambda: True)).disturbed
+    assert not frontier(config, model).disturbed
+    assert frontier(config, model, disturbed=True).disturbed
 
 
 def test_no_plan_at_all(model: ExpertModel) -> None:
     with pytest.raises(BudgetError):
-        frontier(Config.build(model=model.path, ram=1 << 20), model, known(model))
+        frontier(Config.build(model=model.path, ram=1 << 20), model)
 
 
 def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
@@ -253,7 +271,50 @@ def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
     busy = render(replace(found, disturbed=True), TIERS[0])
     assert busy == f"{text}\n{DISTURBED}"
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    draw(found, "three.gguf", tmp_path / "a.svg")
-    draw(found, "three.gguf", tmp_path / "b.svg")
+    draw_plans(found, "three.gguf", tmp_path / "a.svg")
+    draw_plans(found, "three.gguf", tmp_path / "b.svg")
     drawn = (tmp_path / "a.svg").read_bytes()
     assert drawn == (tmp_path / "b.svg").read_bytes() and b"mixed" in drawn
+
+
+def config_of(model: ExpertModel, **settings: Any) -> Config:
+    return Config.build(model=model.path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("asked", "same"),
+    [
+        ({"max_loss": 0.01}, True),
+        ({"max_loss": 0.01, "temp": 0.1, "max_tokens": 9}, True),
+        ({"max_loss": 0.01, "prompt_cache_limit": 1 << 20}, True),
+        ({"max_loss": 0.01, "conversations": True}, False),
+        ({"max_loss": 0.01, "sequences": 4}, False),
+        ({"max_loss": 0.01, "scored": 4}, False),
+        ({"max_loss": 0.01, "beside": 1 << 20}, False),
+        ({"max_loss": 0.01, "beside_token": 8}, False),
+        ({"max_loss": 0.01, "cache_ram": 0}, False),
+        ({"max_loss": 0.01, "logits_all": True}, False),
+        ({"max_loss": 0.02}, False),
+        ({"max_loss": 0.01, "ram": 1 << 30}, False),
+        ({"max_loss": 0.01, "threads": 1}, False),
+    ],
+)
+def test_a_command_is_known_by_what_it_asks_of_the_model(
+    model: ExpertModel, asked: dict[str, Any], same: bool
+) -> None:
+    settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
+    TakenPlans(config_of(model, max_loss=0.01), model).keep(settings)
+    found = TakenPlans(config_of(model, **asked), model).recall()
+    kept = {"policy": "floor", "high_tier": "q4_k", "low_tier": None}
+    assert found == (kept if same else None)
+
+
+def test_what_is_damaged_counts_as_nothing(model: ExpertModel, user_folder: Path) -> None:
+    taken = TakenPlans(config_of(model), model)
+    taken.keep({"policy": "lru"})
+    (path,) = (user_folder / "cache" / "moe-edge" / "plans").iterdir()
+    for text in ("", "[]", '{"format": "moe-edge plans 1", "taken": 3}', "{"):
+        path.write_text(text)
+        assert taken.recall() is None
+        taken.keep({"policy": "lru"})
+        assert taken.recall() == {"policy": "lru"}
