@@ -25,26 +25,26 @@ _U8, _U32, _U64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_uint64
 _I16, _I32, _I64 = ctypes.c_int16, ctypes.c_int32, ctypes.c_int64
 
 
-def _of(ctype: Any, names: str) -> list[tuple[str, Any]]:
+def fields_of(ctype: Any, names: str) -> list[tuple[str, Any]]:
     """Fields of one type."""
     return [(name, ctype) for name in names.split()]
 
 
 class CSlices(ctypes.Structure):
     _fields_ = [
-        *_of(_U64, "offset expert_bytes"),
-        *_of(_I32, "file type group interleaved_rows"),
+        *fields_of(_U64, "offset expert_bytes"),
+        *fields_of(_I32, "file type group interleaved_rows"),
         ("checksums", ctypes.POINTER(_U32)),
         ("compute_us", _F64),
     ]
 
 
 class CGroup(ctypes.Structure):
-    _fields_ = [("slot_bytes", _U64), *_of(_I32, "n_slots n_passing place reserved")]
+    _fields_ = [("slot_bytes", _U64), *fields_of(_I32, "n_slots n_passing place reserved")]
 
 
 class CLayer(ctypes.Structure):
-    _fields_ = [*_of(_I32, "il reserved"), ("slices", (CSlices * MAX_TIERS) * N_KINDS)]
+    _fields_ = [*fields_of(_I32, "il reserved"), ("slices", (CSlices * MAX_TIERS) * N_KINDS)]
 
 
 class CConfig(ctypes.Structure):
@@ -53,9 +53,9 @@ class CConfig(ctypes.Structure):
         ("layers", ctypes.POINTER(CLayer)),
         ("groups", ctypes.POINTER(CGroup)),
         ("device", _POINTER),
-        *_of(_U64, "budget_bytes host_bytes"),
-        *_of(_F64, "copy_bytes_per_s read_bytes_per_s round_trip_us"),
-        *_of(
+        *fields_of(_U64, "budget_bytes host_bytes"),
+        *fields_of(_F64, "copy_bytes_per_s read_bytes_per_s round_trip_us"),
+        *fields_of(
             _I32,
             "misses n_host_threads n_files n_layers n_groups n_tiers n_expert n_expert_used "
             "max_tokens n_ahead n_io_threads flags importance_window reserved",
@@ -65,9 +65,9 @@ class CConfig(ctypes.Structure):
 
 class CEvent(ctypes.Structure):
     _fields_ = [
-        *_of(_I32, "layer phase n_tokens n_ahead has_importance reserved"),
+        *fields_of(_I32, "layer phase n_tokens n_ahead has_importance reserved"),
         ("step", _I64),
-        *_of(
+        *fields_of(
             _POINTER,
             "ids weights tokens phases sequences ahead_ids ahead importance resident missing",
         ),
@@ -78,46 +78,49 @@ class CStep(ctypes.Structure):
     _fields_ = [
         ("step", _I64),
         ("us", _U64),
-        *_of(_I32, "phase n_tokens n_starts n_prompt_ends n_ends reserved"),
-        *_of(ctypes.POINTER(_I32), "starts prompt_ends ends"),
+        *fields_of(_I32, "phase n_tokens n_starts n_prompt_ends n_ends reserved"),
+        *fields_of(ctypes.POINTER(_I32), "starts prompt_ends ends"),
     ]
 
 
 class CPrefetch(ctypes.Structure):
-    _fields_ = [*_of(_I16, "layer expert"), *_of(_U8, "tier kinds"), ("passing", _I16)]
+    _fields_ = [*fields_of(_I16, "layer expert"), *fields_of(_U8, "tier kinds"), ("passing", _I16)]
 
 
 class CDecision(ctypes.Structure):
-    _fields_ = [*_of(_POINTER, "tier passing prefetch"), *_of(_I32, "n_prefetch renormalize")]
+    _fields_ = [
+        *fields_of(_POINTER, "tier passing prefetch"),
+        *fields_of(_I32, "n_prefetch renormalize"),
+    ]
 
 
 class CStats(ctypes.Structure):
     _fields_ = [
-        *_of(
+        *fields_of(
             _U64 * 2,
             "requests hits demand_bytes prefetch_bytes wait_us host_hits copy_bytes "
             "copy_wait_us in_place in_place_bytes host_computed callback_us callbacks",
         ),
         ("routed", _U64 * (MAX_TIERS + 1) * 2),
         ("computed", _U64 * MAX_TIERS * 2),
-        *_of(
+        *fields_of(
             _U64,
             "waves promotions evictions prefetch_used prefetch_wasted prefetch_cancelled "
             "slot_bytes_in_use slot_bytes_peak budget_bytes read_us experts_promoted "
             "experts_demoted transitions_rejected transitions_failed transition_bytes "
             "host_bytes",
         ),
-        *_of(_I32, "direct_io host_pinned misses reserved"),
+        *fields_of(_I32, "direct_io host_pinned misses reserved"),
     ]
 
 
 class CDeviceInfo(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char * 128), *_of(_U64, "free_bytes total_bytes")]
+    _fields_ = [("name", ctypes.c_char * 128), *fields_of(_U64, "free_bytes total_bytes")]
 
 
 class CBandwidths(ctypes.Structure):
     _fields_ = [
-        *_of(
+        *fields_of(
             _F64,
             "pinned_bytes_per_s pageable_bytes_per_s round_trip_us read_bytes_per_s "
             "compute_bytes_per_s",
@@ -126,7 +129,7 @@ class CBandwidths(ctypes.Structure):
 
 
 class CMemory(ctypes.Structure):
-    _fields_ = [*_of(_U64 * 2, "weights cache scratch")]
+    _fields_ = [*fields_of(_U64 * 2, "weights cache scratch")]
 
 
 # What the header's structs measure on a 64-bit machine. The library is built from the
