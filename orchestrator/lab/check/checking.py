@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gguf_tools.experts import ExpertModel
 from gguf_tools.inspect import describe
 from gguf_tools.pack import export
@@ -26,7 +28,6 @@ from orchestrator.lab.check.budgets import (
     plain,
     three_budgets,
 )
-from orchestrator.lab.check.compare import compare_rows, first_layer
 from orchestrator.lab.check.job import CheckJob, Result, run_job, settings_of
 from orchestrator.memory.machine import Machine
 from orchestrator.native.llama import Bindings
@@ -306,20 +307,74 @@ class _Check:
             self.problems.append(sentence)
 
 
+def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
+    """Both files hold float32 [n, n_vocab]. first: the first row that differs in a bit, None for
+    none; first_error, most: the largest difference in that row and in any, None where it is no
+    number; choices: in how many rows the likeliest token is another one; finite: whether all is a
+    number.
+
+    One row at a time is in memory.
+    """
+    size = 4 * n_vocab
+    n, n_reference = rows.stat().st_size // size, reference.stat().st_size // size
+    first, choices, finite = None, 0, True
+    errors: list[float | None] = []
+    with rows.open("rb") as ours, reference.open("rb") as theirs:
+        for row in range(min(n, n_reference)):
+            mine = ours.read(size)
+            other = theirs.read(size)
+            a, b = np.frombuffer(mine, np.float32), np.frombuffer(other, np.float32)
+            finite = finite and bool(np.isfinite(a).all())
+            if mine == other:
+                continue
+            if first is None:
+                first = row
+            errors.append(largest(a, b))
+            choices += int(a.argmax() != b.argmax())
+    if first is None and n != n_reference:
+        first = min(n, n_reference)
+    return {
+        "rows": n,
+        "equal": first is None,
+        "first": first,
+        "first_error": errors[0] if errors else 0.0,
+        "most": None if None in errors else max((e for e in errors if e is not None), default=0.0),
+        "choices": choices,
+        "finite": finite,
+    }
+
+
+def largest(a: np.ndarray, b: np.ndarray) -> float | None:
+    """The largest difference, None where it is no number."""
+    error = float(np.abs(a.astype(np.float64) - b).max())
+    return error if np.isfinite(error) else None
+
+
+def first_layer(ours: Path, reference: Path) -> tuple[int, float | None] | None:
+    """The first layer whose experts give something else, and the largest difference there; None
+    where they agree in all layers."""
+    with np.load(ours) as mine, np.load(reference) as other:
+        for name in sorted(set(mine.files) & set(other.files), key=int):
+            a, b = mine[name], other[name]
+            if a.tobytes() != b.tobytes():
+                return int(name), largest(a, b)
+    return None
+
+
 def describe_difference(found: Result, layer: tuple[int, float | None] | None) -> str:
     """Where the bits differ, and by how much, as a sentence."""
+
+    def amount(error: float | None) -> str:
+        return "what is no number" if error is None else f"{error:.3g}"
+
     row = found["first"]
     where = "behind the prompt" if row == 0 else f"behind token {row} of the answer"
-    text = f"other logits than llama.cpp's {where}, by {_amount(found['first_error'])}, and by "
-    text += f"{_amount(found['most'])} at most; the likeliest token is another one in "
+    text = f"other logits than llama.cpp's {where}, by {amount(found['first_error'])}, and by "
+    text += f"{amount(found['most'])} at most; the likeliest token is another one in "
     text += f"{found['choices']} of {found['rows']} rows"
     if layer is None:
         return f"{text}; read in one batch, the experts of all layers give the same"
-    return f"{text}; the first layer whose experts differ is {layer[0]}, by {_amount(layer[1])}"
-
-
-def _amount(error: float | None) -> str:
-    return "what is no number" if error is None else f"{error:.3g}"
+    return f"{text}; the first layer whose experts differ is {layer[0]}, by {amount(layer[1])}"
 
 
 def describe_machine(machine: Machine) -> dict[str, Any]:

@@ -150,6 +150,15 @@ def test_the_papers_speedups_with_one_rate_of_migrations(
     )
 
 
+def test_a_gpu_alone_copies_what_it_does_not_hold_once_a_prompt():
+    """It holds 218 of 256 experts, and copying the others takes longer than computing all."""
+    runs, asked = runs_of(SMALL, 4, 0.5, 3.0)
+    missing = 256 - (80e9 - 2 * 1.6e9) / SMALL.expert_bytes()
+    for name in ("gpu-lru", "hobbit"):
+        assert runs[name].prompts[0] == pytest.approx(3 * [missing * 14.09 + 32 * 0.025], rel=0.01)
+    assert len(asked.workload.lengths) == 3
+
+
 # Hot experts of each sequence, those that the usual use has, and those that each of them moves in
 # a layer: it finds what the sequence before it left, and the first one what the usual use asked
 # for, or the first experts where nothing is known.
