@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from orchestrator.chat.console import Console, strip_controls
 from orchestrator.cli.files import AT_LEAST_1, FILE, FORCE, Number, refuse_taken
 from orchestrator.cli.options import given, make_config, model_options, size
 from orchestrator.lab.registry import load_study, studies_by_paper
+from orchestrator.lab.table import Table
 
 
 @click.command("eval")
@@ -115,20 +117,31 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     if chosen["uniform"] is not None:
         chosen["uniform"] = tuple(name.strip() for name in chosen["uniform"].split(","))
     config, wanted = make_config(options), EvalOptions(**given(chosen))
-    if study is not None and out is not None:
-        refuse_taken(out / f"{study}.md", click.get_current_context())
-        interrupts.ends_with(out / f"{study}.md")
+    check_study(study, out)
     console = Console()
     try:
         if study is None:
-            if out is not None:
-                raise click.UsageError("--out is where a study writes: give --study NAME")
             result = run(config, wanted, console.bar)
             text = render(result)
         else:
             tables = load_study(study).publish(config, wanted, out, console.bar, console.note)
-            result = {"study": study, "tables": [table.as_dict() for table in tables]}
-            text = "\n\n".join(table.markdown() for table in tables)
+            result, text = study_result(study, tables)
     finally:
         console.end_bar()
     click.echo(json.dumps(result) if as_json else strip_controls(text))
+
+
+def check_study(study: str | None, out: Path | None) -> None:
+    """Raises click's errors where --study and --out do not go together, or a result is there."""
+    if out is None:
+        return
+    if study is None:
+        raise click.UsageError("--out is where a study writes: give --study NAME")
+    refuse_taken(out / f"{study}.md", click.get_current_context())
+    interrupts.ends_with(out / f"{study}.md")
+
+
+def study_result(study: str, tables: Sequence[Table]) -> tuple[dict[str, Any], str]:
+    """A study's tables for JSON, and as text."""
+    result = {"study": study, "tables": [table.as_dict() for table in tables]}
+    return result, "\n\n".join(table.markdown() for table in tables)

@@ -14,7 +14,8 @@ from gguf_tools import interrupts
 from gguf_tools.units import format_size
 from orchestrator.allocation.placement import PlacementSettings
 from orchestrator.chat.console import Console, strip_controls
-from orchestrator.cli.files import AT_LEAST_1, FILE, FORCE, NEW_FILE, Number, refuse_taken
+from orchestrator.cli.eval import check_study, study_result
+from orchestrator.cli.files import AT_LEAST_1, FILE, FORCE, NEW_FILE, Number
 from orchestrator.cli.options import (
     bad_option,
     given,
@@ -193,10 +194,7 @@ def _near_options() -> list[Callable[..., Any]]:
 )
 @together(*_near_options())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.pass_context
 def replay(
-    ctx: click.Context,
-    /,
     file: Path | None,
     near_data: bool,
     study: str | None,
@@ -238,21 +236,15 @@ def replay(
         asked = ReplayOptions(**chosen, settings=settings)
     except SettingError as error:
         raise bad_option(error) from error
-    recorded = read_trace(file)
-    if study is not None:
-        if out is not None:
-            refuse_taken(out / f"{study}.md", ctx)
-            interrupts.ends_with(out / f"{study}.md")
-        library = Bindings.load().library()
+    check_study(study, out)
+    recorded, library = read_trace(file), Bindings.load().library()
+    if study is None:
+        result = run(library, recorded, asked)
+        text = render(result)
+    else:
         tables = load_replay_study(study).publish(library, recorded, asked, out)
-        found = {"study": study, "tables": [table.as_dict() for table in tables]}
-        text = "\n\n".join(table.markdown() for table in tables)
-        click.echo(json.dumps(found) if as_json else strip_controls(text))
-        return
-    if out is not None:
-        raise click.UsageError("--out is where a study writes: give --study NAME")
-    result = run(Bindings.load().library(), recorded, asked)
-    click.echo(json.dumps(result) if as_json else strip_controls(render(result)))
+        result, text = study_result(study, tables)
+    click.echo(json.dumps(result) if as_json else strip_controls(text))
 
 
 def _replay_near_data(file: Path | None, chosen: dict[str, Any], as_json: bool) -> None:
