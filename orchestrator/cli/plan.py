@@ -13,8 +13,7 @@ from gguf_tools.columns import aligned
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.chat.console import progress_bar, strip_controls
-from orchestrator.cli.files import FORCE, NEW_FILE
-from orchestrator.cli.options import chat_config, model_options
+from orchestrator.cli.options import FORCE, NEW_FILE, chat_config, model_options
 from orchestrator.cost.planner import Planner
 from orchestrator.cost.plans import PROMPT_TOKENS, Candidate, Frontier
 from orchestrator.cost.speeds import DISTURBED

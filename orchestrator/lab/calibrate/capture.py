@@ -23,10 +23,10 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, parse_expert_name
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
-from orchestrator.engine.observe import Node
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.lab.calibrate.spill import Rows, spill_folder
 from orchestrator.lab.calibrate.within import CalibrationRoom, ObserverWithin
+from orchestrator.lab.observe import Node
 
 WINDOW = 512
 SPILL_BYTES = 8 << 30

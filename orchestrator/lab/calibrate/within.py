@@ -14,8 +14,8 @@ from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loaded, Loader
-from orchestrator.engine.observe import Node, Observer
 from orchestrator.errors import BudgetError, NativeError
+from orchestrator.lab.observe import Node, Observer
 from orchestrator.policy import BASELINE
 
 # Copies of a window's activations that live at once: as they come, in half precision, scaled.

@@ -190,7 +190,7 @@ def counted(engine: Engine) -> Result:
 
 def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
     """Reads the tokens in one batch, and keeps what the experts of each layer give."""
-    from orchestrator.engine.observe import Node, Observer
+    from orchestrator.lab.observe import Node, Observer
 
     seen: dict[str, np.ndarray] = {}
 

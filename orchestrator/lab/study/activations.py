@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.engine.observe import Node
 from orchestrator.errors import NativeError
 from orchestrator.lab.calibrate.within import CalibrationRoom, ObserverWithin
+from orchestrator.lab.observe import Node
 
 _NAME = re.compile(r"([a-z_]+)-(\d+)")
 
