@@ -78,8 +78,8 @@ class PredictionScore:
         self._seen: list[tuple[int, Collection[int], Collection[int]]] = []
 
     def expect(self, layer: int, experts: Collection[int]) -> None:
-        """What was asked for ahead in a layer; the next observe() is compared with it. Both keep
-        what they are given."""
+        """What was asked for ahead in a layer; the next observe() is compared with it. Neither
+        copies what it is given."""
         self._layer, self._experts = layer, experts
 
     def observe(self, layer: int, experts: Collection[int]) -> None:

@@ -53,7 +53,7 @@ def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
 def token_order(
     ids: np.ndarray, heavy: np.ndarray | None, n_expert: int, first: np.ndarray | None = None
 ) -> tuple[np.ndarray, int]:
-    """(experts [n_expert], the most important first; how many of them any token uses).
+    """(experts [n_expert], the most important first; how many of them are used at all).
 
     The importance of an expert is the number of heavy hitters routed to it, eq. 2; among
     equals that of all tokens decides, then whether it is one of `first` (bool [n_expert], as
@@ -128,9 +128,9 @@ class Prompts:
 
     critical(layer, n_used): how many of the n_used experts that a prompt uses in a layer are asked
     for in tier 0; the others are asked for in tier low. heavy_share: of a prompt's tokens, those
-    whose experts come first, where their importance is known. passes: whether anything passes.
-    gated: what an answer's tokens need in tier 0; None for all of it. room: of each layer, its
-    slots in tier 0 and in tier low; after plan.
+    whose experts come first, where their importance is known. passes: whether the others pass; else
+    they may take all slots. gated: what an answer's tokens need in tier 0; None for all of it.
+    room: of each layer, its slots in tier 0 and in tier low; after plan.
     """
 
     rules: Rules

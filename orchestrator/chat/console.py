@@ -321,6 +321,14 @@ class Console:
                 sys.stderr.write("\r\x1b[K")
                 sys.stderr.flush()
 
+    @contextmanager
+    def bars(self) -> Iterator[Console]:
+        """At the end of the block no bar is shown."""
+        try:
+            yield self
+        finally:
+            self.end_bar()
+
     def ask(self, mark: str = ">") -> str | None:
         """The next line that the person types behind `mark`, None at the end of the input.
 
@@ -416,11 +424,8 @@ class ProgressBar:
 @contextmanager
 def progress_bar(label: str) -> Iterator[ProgressBar]:
     """A bar on stderr that is gone at the end."""
-    console = Console()
-    try:
+    with Console().bars() as console:
         yield ProgressBar(console, label)
-    finally:
-        console.end_bar()
 
 
 def _time_of(passed_s: float, fraction: float | None) -> str:

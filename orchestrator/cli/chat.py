@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.chat.console import Console
-from orchestrator.cli.files import model_path
 from orchestrator.cli.options import (
     answer_options,
     chat_config,
     conversation_options,
     model_options,
+    model_path,
     open_engine,
 )
 

@@ -20,18 +20,18 @@ from orchestrator.chat.console import Console, strip_controls
 from orchestrator.cli.options import chat_config, model_options
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth, bytes_per_s, kept_bandwidth, read_bandwidth
-from orchestrator.cost.losses import Foreseen
 from orchestrator.cost.planner import Planner, Runs
 from orchestrator.cost.plans import PROMPT_TOKENS, Candidate
 from orchestrator.cost.speeds import DISTURBED
 from orchestrator.cost.time import spare_bytes
 from orchestrator.errors import MoeEdgeError
 from orchestrator.memory.machine import Accelerator, more_than_there, one_of_several
-from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Bandwidths, measure_device
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import PLAIN, known_policies
 
+# Of a plan, for --json.
+_SHOWN = ("policy", "token_ms", "first_prompt_ms", "prompt_ms", "hit_rate", "read_bytes")
 _MEMORY_BYTES = 256 * 2**20
 _MEMORY_SECONDS = 0.5
 
@@ -39,11 +39,11 @@ _MEMORY_SECONDS = 0.5
 @dataclass(frozen=True, slots=True)
 class Health:
     """What was found. Speeds in bytes per second, sizes in bytes; expert_bytes: of an expert in the
-    best precision. gpu_note: why there is no GPU, or that there are others; loses: what the plan
-    is foreseen to lose; chosen: why a loss that is allowed chose it; plan_note: why the model would
-    not start; ram_note: what is wrong with the cap on memory. expected: what is predicted on the
-    CPU of what runs, and then of each other policy that fits; profiled: by what earlier runs used,
-    and not as if all experts were alike; disturbed: while other programs ran."""
+    best precision. gpu_note: why there is no GPU, or that there are others; runs: what would run;
+    chosen: why a loss that is allowed chose it; plan_note: why the model would not start; ram_note:
+    what is wrong with the cap on memory. expected: what is predicted on the CPU of what runs, and
+    then of each other policy that fits; profiled: by what earlier runs used, and not as if all
+    experts were alike; disturbed: while other programs ran."""
 
     threads: int
     memory_bytes: int
@@ -56,8 +56,7 @@ class Health:
     gpu: Accelerator | None
     gpu_note: str
     copies: Bandwidths | None
-    plan: MemoryPlan | None
-    loses: Foreseen | None
+    runs: Runs | None
     chosen: str
     plan_note: str
     ram_note: str
@@ -68,11 +67,11 @@ class Health:
     @property
     def plan_line(self) -> str:
         """What runs, what it loses, and where it lies; or why nothing does."""
-        plan = self.plan
-        if plan is None:
+        if self.runs is None:
             return self.plan_note
+        plan = self.runs.plan
         how = plan.reason if plan.managed else f"plain upstream path: {plan.reason}"
-        how += self.loses.text if self.loses else ""
+        how += self.runs.loses.text
         where = f"on {plan.device.name}" if plan.device else "in main memory"
         size = format_size(plan.total_bytes)
         return f"{how}; {size} {where}; context {plan.n_ctx} tokens"
@@ -91,21 +90,13 @@ class Health:
             "gpu": asdict(self.gpu.device) if self.gpu else None,
             "gpu_note": self.gpu_note,
             "copies": self.copies._asdict() if self.copies else None,
-            "plan": self.plan_line if self.plan else None,
-            "kl": self.loses.kl if self.loses else None,
+            "plan": self.plan_line if self.runs else None,
+            "kl": self.runs.loses.kl if self.runs else None,
             "plan_note": self.plan_note,
             "ram_note": self.ram_note,
             "expected": [
-                {
-                    "policy": each.name,
-                    "tiers": "/".join(each.tiers),
-                    "token_ms": 1e3 * each.token_s,
-                    "first_prompt_ms": 1e3 * each.first_prompt_s,
-                    "prompt_ms": 1e3 * each.prompt_s,
-                    "hit_rate": each.hit_rate,
-                    "read_bytes": each.read_bytes,
-                    "chosen": number == 0,
-                }
+                {name: value for name, value in each.as_dict().items() if name in _SHOWN}
+                | {"tiers": "/".join(each.tiers), "chosen": number == 0}
                 for number, each in enumerate(self.expected)
             ],
             "profiled": self.profiled,
@@ -155,8 +146,7 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
         gpu=gpu,
         gpu_note=note,
         copies=measure_device(bindings.library(), gpu.info, threads) if gpu else None,
-        plan=found.plan if found else None,
-        loses=found.loses if found else None,
+        runs=found,
         chosen=planner.chosen or "",
         plan_note=plan_note,
         ram_note=more_than_there(config.ram, machine) or "",

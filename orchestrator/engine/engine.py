@@ -24,7 +24,7 @@ from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Store, context_memory
-from orchestrator.native.llama import Context, Model, SamplerChain
+from orchestrator.native.llama import LlamaContext, Model, SamplerChain
 from orchestrator.policy import Policy
 
 __all__ = ["Engine", "GenerationStats", "Sampling"]
@@ -319,7 +319,7 @@ class Engine:
         return self._loaded.model
 
     @property
-    def context(self) -> Context:
+    def context(self) -> LlamaContext:
         """llama.cpp's context; as llama. Who decodes with it keeps to its own sequences."""
         return self._loaded.context
 

@@ -22,10 +22,10 @@ from orchestrator.memory.footprint import output_tokens
 from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import FreeCores, Store, find_device
-from orchestrator.native.llama import Context, Model
+from orchestrator.native.llama import LlamaContext, Model
 
 Progress = Callable[[float], None]
-Part = FreeCores | Context | Store | Model
+Part = FreeCores | LlamaContext | Store | Model
 
 # Of a GPU's cap: so much less than was estimated is given to experts by loading again. Some memory
 # is left for what later steps may take, in each case.
@@ -45,7 +45,7 @@ class Loaded:
     runs: Runs
     driver: PlainDriver
     model: Model
-    context: Context
+    context: LlamaContext
     steps: Steps
     parts: Sequence[Part]
 
@@ -152,7 +152,7 @@ class Loader:
                 model = self._weights(config, plan, _part_of(progress, 0.0, share))
                 parts.append(model)
             driver.prepare(first, _part_of(progress, share, 1.0))
-            context = Context(
+            context = LlamaContext(
                 self.bindings,
                 model,
                 n_ctx=plan.n_ctx,

@@ -15,7 +15,7 @@ import numpy as np
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.errors import ConfigError, NativeError, PolicyError
 from orchestrator.events import Phase
-from orchestrator.native.llama import Context
+from orchestrator.native.llama import LlamaContext
 
 # A copy in memory begins with a magic and the sequence's number, which a file lacks.
 COPY_HEAD_BYTES = 8
@@ -45,7 +45,7 @@ class SequenceState:
     layers, and the keys and values of layers with a window. It is small, and the rest can be cut.
     """
 
-    def __init__(self, context: Context, sequence: int = 0) -> None:
+    def __init__(self, context: LlamaContext, sequence: int = 0) -> None:
         self._context = context
         self._sequence = sequence
 
@@ -124,7 +124,7 @@ class Sequences:
     """How far n sequences of one context have come. Number s, 0 to n - 1, is llama.cpp's s + 1;
     its 0 is the engine's own sequence. All share the context's cells."""
 
-    def __init__(self, context: Context, n: int) -> None:
+    def __init__(self, context: LlamaContext, n: int) -> None:
         self._context = context
         self.lengths = [0] * n  # tokens that each one holds
 
@@ -194,7 +194,7 @@ class Steps:
 
     def __init__(
         self,
-        context: Context,
+        context: LlamaContext,
         driver: PlainDriver,
         sequences: Sequences,
         complaint: Callable[[], str],

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from gguf_tools.experts import DEFAULT_KV, ExpertModel, Slice, Tier
-from gguf_tools.file.layout import DOWN, KINDS, POOL_ALIGNMENT, device_slot_bytes, slot_bytes
+from gguf_tools.experts import DEFAULT_KV, ExpertModel, Tier
+from gguf_tools.file.layout import (
+    DOWN,
+    KINDS,
+    POOL_ALIGNMENT,
+    GGMLType,
+    device_slot_bytes,
+    slot_bytes,
+)
 from gguf_tools.file.reader import metadata_value
 from gguf_tools.units import format_size
 from orchestrator.allocation.slots import ModelShape
@@ -306,9 +313,6 @@ class Experts(Protocol):
     def slices(self) -> Sequence[Sequence[Sequence[Placed | None]]]: ...
 
 
-_P = TypeVar("_P", bound=Placed)
-
-
 def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
     """The model as policies see it, reduced to some of its tiers, with slots in the host's
     memory."""
@@ -316,26 +320,23 @@ def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
     def size(_layer: int, _kind: int, each: Placed) -> int:
         return slot_bytes(each.offset, each.expert_bytes, model.n_expert)
 
-    return _shape(model, model.slices, tiers, size)
+    return _shape(model, tiers, size)
 
 
 def device_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
     """The same with slots in a device's memory, or in the host's behind it."""
 
-    def size(layer: int, kind: int, each: Slice) -> int:
+    def size(layer: int, kind: int, each: Placed) -> int:
         shape = model.shapes[layer][kind]
         assert shape is not None
-        return device_slot_bytes(each.type, each.expert_bytes, shape[0])
+        return device_slot_bytes(GGMLType(each.type), each.expert_bytes, shape[0])
 
-    found = _shape(model, model.slices, tiers, size)
+    found = _shape(model, tiers, size)
     return replace(found, shares_slots=False, host_slots=model_shape(model, tiers).slots)
 
 
 def _shape(
-    model: Experts,
-    slices: Sequence[Sequence[Sequence[_P | None]]],
-    tiers: tuple[int, ...],
-    size: Callable[[int, int, _P], int],
+    model: Experts, tiers: tuple[int, ...], size: Callable[[int, int, Placed], int]
 ) -> ModelShape:
     slots = tuple(
         tuple(
@@ -346,7 +347,7 @@ def _shape(
             }
             for tier in tiers
         )
-        for layer, kinds in enumerate(slices)
+        for layer, kinds in enumerate(model.slices)
     )
     names = tuple(model.tiers[tier].name for tier in tiers)
     bits = tuple(model.tiers[tier].bpw for tier in tiers)

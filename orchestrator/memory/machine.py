@@ -18,7 +18,7 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.memory.footprint import PROCESS_BYTES, output_tokens
 from orchestrator.native import DeviceInfo, Misses, find_device, host_scratch, measure_device
-from orchestrator.native.llama import Bindings, Context, Model
+from orchestrator.native.llama import Bindings, LlamaContext, Model
 
 _HEADROOM_SHARE = 0.1
 _HEADROOM_BYTES = (256 * 2**20, 2 * 2**30)
@@ -324,7 +324,7 @@ class Probe:
     def _measured(self, n_ctx: int, n_ubatch: int) -> int | None:
         config = self._config
         try:
-            context = Context(
+            context = LlamaContext(
                 self._bindings,
                 self._model,
                 n_ctx=n_ctx,

@@ -59,10 +59,10 @@ class Precisions:
     """The precisions that a policy works with, and which ones of a file it takes where the user
     left that open.
 
-    least, most: how many. keeps: what every expert is kept in one of, as "two precisions", where
-    none may be skipped. skips: it may skip experts, whatever its lower tiers are; where none is
-    named, it has none. lossless: values of its settings with which every expert is computed in the
-    best tier; None where there are none.
+    least, most: how many. keeps: where each expert is kept in one of them and none may be skipped,
+    what to call them, as "two precisions". skips: it may skip experts, whatever its lower tiers
+    are; it has a lower tier only where one is named. lossless: values of its settings with which
+    every expert is computed in the best tier; None where there are none.
     """
 
     least: int = 1

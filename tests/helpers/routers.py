@@ -12,8 +12,8 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.observe import Node, Observer
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
+from orchestrator.lab.observe import Node, Observer
 from orchestrator.policy import Policy
 from orchestrator.policy.base import EVERY_STEP, Wants
 

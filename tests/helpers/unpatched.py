@@ -94,7 +94,7 @@ def find() -> Unpatched | str:
 
 def _logits(model: Path, out: Path, prompt: list[int], answer: list[int]) -> None:
     """In the process of its own: as the engine computes a model that it does not manage."""
-    from orchestrator.native.llama import Bindings, Context, Model
+    from orchestrator.native.llama import Bindings, LlamaContext, Model
 
     bindings = Bindings.load()
     lib = bindings.api._lib
@@ -103,7 +103,7 @@ def _logits(model: Path, out: Path, prompt: list[int], answer: list[int]) -> Non
     if hasattr(lib, "moe_edge_abi_version"):
         sys.exit(f"{lib._name} has our patches")
     opened = Model(bindings, model, managed=False, use_extra_bufts=False, use_mmap=True)
-    context = Context(
+    context = LlamaContext(
         bindings,
         opened,
         n_ctx=256,

@@ -48,7 +48,7 @@ def save_table(path: Path, of: Path, tiers: tuple[str, ...] = FIVE) -> np.ndarra
         size = model.n_layers, model.n_expert
         found = np.sort(RNG.random((*size, len(tiers))) ** 4, axis=2).round(6)
         table = losses.LossTable(
-            [losses.Candidate(name, 4.0, True) for name in tiers],
+            [losses.TablePrecision(name, 4.0, True) for name in tiers],
             found,
             np.ones(size),
             np.ones(size, np.int64),
@@ -235,7 +235,7 @@ def test_its_replay_knows_sequences_and_kept_tokens(
     simulate(Bindings.load().library(), trace, setup, *clock, as_recorded=True)
     assert isinstance(setup.policy, ContextAware)
     use = setup.policy.use
-    for mine, its in zip((use.counts, use.gates, use.past), known, strict=True):
+    for mine, its in zip((*use.sums, use.past), known, strict=True):
         assert mine == pytest.approx(its, rel=1e-6)
     # A policy that knows nothing of sequences plays it too.
     replay(Bindings.load().library(), trace, ReplayOptions(policy="lru", expert_ram=1 << 22))

@@ -207,8 +207,8 @@ def test_all_say_the_same_of_what_runs(
     finally:
         if not table:
             fitted.with_name("aside").rename(losses.default_path(fitted))
-    assert health.plan is not None and health.plan.tier_names == tiers
-    assert health.loses == runs.loses
+    assert health.runs is not None and health.runs.plan.tier_names == tiers
+    assert health.runs.loses == runs.loses
     for line in (mode, health.plan_line):
         if not said:
             assert runs.loses.kl == 0.0 and "nats" not in line and "no table" not in line

@@ -57,6 +57,16 @@ def share(part: np.ndarray, whole: np.ndarray) -> Estimate:
     return Estimate(ratio, mean(part - ratio * whole).error / abs(base))
 
 
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """exp of the mean logarithm."""
+    return math.exp(float(np.mean(np.log(ratios))))
+
+
+def pair(estimate: Estimate) -> list[float | None]:
+    """[value, standard error], nan as None: fit for JSON."""
+    return [None if math.isnan(each) else each for each in (estimate.value, estimate.error)]
+
+
 def kl_divergence(reference: np.ndarray, other: np.ndarray) -> float:
     """KL(reference || other) = sum of p * (log p - log q) in nats, of log-probabilities
     [n_vocab]; a token that the reference rules out adds nothing."""

@@ -298,9 +298,10 @@ def _check_events(trace: Trace) -> None:
     """The order of route events, and each one against its step."""
     a = trace.arrays
     step, layer = a["event_step"], a["event_layer"].astype(int)
-    if not np.array_equal(np.unique(step), np.arange(len(a["step_phase"]))) or (
-        (np.diff(step) < 0) | (np.diff(step) == 0) & (np.diff(layer) <= 0)
-    ).any():
+    if (
+        not np.array_equal(np.unique(step), np.arange(len(a["step_phase"])))
+        or ((np.diff(step) < 0) | (np.diff(step) == 0) & (np.diff(layer) <= 0)).any()
+    ):
         raise _Wrong("its events are not in the order of their steps and layers")
     if (a["event_ahead"] > np.minimum(MAX_AHEAD, trace.n_layers - 1 - layer)).any():
         raise _Wrong("an event looks ahead beyond the last layer")

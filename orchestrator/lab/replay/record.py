@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
@@ -305,26 +306,36 @@ def record_text(engine: Engine, text: str, n_tokens: int | None = None, prefill:
         raise ConfigError("the text is empty")
     if prefill > len(tokens):
         raise ConfigError(f"--prefill {prefill} is more than the {len(tokens)} tokens to evaluate")
-    engine.reset()
-    disk = measured(engine)
-    with Recorder(engine) as recorder:
+
+    def play() -> None:
         if prefill:
             engine.eval(tokens[:prefill], 0, phase=Phase.PREFILL)
         for pos in range(prefill, len(tokens)):
             engine.eval(tokens[pos : pos + 1], pos, phase=Phase.DECODE)
-    return _finished(engine, recorder, disk)
+
+    return _recorded(engine, play)
 
 
 def record_answer(engine: Engine, prompt: str, sampling: Sampling, n_tokens: int) -> Trace:
     """Records an answer of at most n_tokens tokens, the prompt as the chat renders it.
     Raises ConfigError for a prompt that does not fit."""
     messages = [{"role": "user", "content": prompt}]
+
+    def play() -> None:
+        for _ in engine.generate(engine.render_chat(messages), sampling, n_tokens):
+            pass
+
+    return _recorded(engine, play)
+
+
+def _recorded(engine: Engine, play: Callable[[], None]) -> Trace:
+    """What play computes, with this disk's speed and the share outside the experts."""
     engine.reset()
     disk = measured(engine)
     with Recorder(engine) as recorder:
-        for _ in engine.generate(engine.render_chat(messages), sampling, n_tokens):
-            pass
-    return _finished(engine, recorder, disk)
+        play()
+    trace = recorder.trace(disk)
+    return replace(trace, header=replace(trace.header, dense_share=dense_share(engine, trace)))
 
 
 def measured(engine: Engine) -> Disk:
@@ -335,11 +346,6 @@ def measured(engine: Engine) -> Disk:
     one = read_bandwidth(engine.model, tier=tier, threads=1, seconds=0.5)
     latency_s = one.slice_bytes * (1 / one.bytes_per_s - 1 / many.bytes_per_s)
     return Disk(int(many.bytes_per_s), max(0, round(1e6 * latency_s)))
-
-
-def _finished(engine: Engine, recorder: Recorder, disk: Disk) -> Trace:
-    trace = recorder.trace(disk)
-    return replace(trace, header=replace(trace.header, dense_share=dense_share(engine, trace)))
 
 
 def dense_share(engine: Engine, trace: Trace) -> tuple[float, float]:

@@ -18,10 +18,9 @@ from orchestrator.allocation.slots import ModelShape
 from orchestrator.cache import profile
 from orchestrator.cost import losses
 from orchestrator.lab.eval import arithmetic
-from orchestrator.lab.eval.arithmetic import Estimate
+from orchestrator.lab.eval.arithmetic import Estimate, pair
 from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.lab.eval.report import share_with_error, with_error
-from orchestrator.lab.eval.run import pair
 from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import distances

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.experts.hparams import SIGMOID, SOFTMAX
 from gguf_tools.process import default_threads
 from orchestrator.allocation.placement import PlacementSettings, importance
 from orchestrator.allocation.pools import shares
@@ -36,8 +37,6 @@ COUNTS, OWN = "own prompt, P", "own prompt, S"
 RIGHT, WRONG, ALIKE, ORACLE = "others", "other domains", "uniform", "answer"
 # What is looked at by layer.
 BY_LAYER = (COUNTS, OWN, RIGHT, ALIKE)
-# Of a router, as the metadata has it.
-_SIGMOID = 2
 USUAL_PRIOR = int(PlacementSettings().prior_tokens)
 
 
@@ -222,7 +221,7 @@ def read_usages(on: Subject) -> list[Usage]:
     with ExpertModel.open(config.model) as model:
         layers = model.layer_ids
         router = dense(model, f"blk.{layers[-1]}.ffn_gate_inp.weight")
-        gating = model.metadata.get(f"{model.hparams.arch}.expert_gating_func")
+        gating = model.hparams.gating
         longest = max(len(window.tokens) for window in windows)
         threads = config.threads or default_threads()
         with ActivationRecorder(config.model, longest, threads, config.ram) as recorder:
@@ -239,14 +238,14 @@ def usage_of(
     layer_ids: Sequence[int],
     router: np.ndarray | None,
     n_expert: int,
-    gating: int | None = None,
+    gating: int = SOFTMAX,
 ) -> Usage:
     """What a window used, from its activations: the experts that the model chose, with the weights
     that it applied.
 
-    router [n_expert, width]: of the last layer, None where its own choices have to do; gating: its
-    function, as the metadata has it, None for softmax. It ranks the input of the layer before, as
-    the hook does for the policy, and its gates are the scores of all experts.
+    router [n_expert, width]: of the last layer, None where its own choices have to do; gating: as
+    of Hyperparameters. The router ranks the input of the layer before, as the hook does for the
+    policy, and its gates are the scores of all experts.
     """
     n = prompt_tokens(window)
     size = len(layer_ids), n_expert
@@ -264,9 +263,9 @@ def usage_of(
     return Usage(window.domain, n, len(window.tokens) - n, counts, gates, answer)
 
 
-def _scores(logits: np.ndarray, gating: int | None) -> np.ndarray:
+def _scores(logits: np.ndarray, gating: int) -> np.ndarray:
     """What a router makes of its logits, float64 [T, n_expert]."""
-    if gating == _SIGMOID:
+    if gating == SIGMOID:
         sigmoid: np.ndarray = 1 / (1 + np.exp(-logits.astype(np.float64)))
         return sigmoid
     powers = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))

@@ -17,9 +17,9 @@ from orchestrator.allocation.slots import ModelShape
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError
 from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.compare import Reference
 from orchestrator.lab.eval.report import with_error
-from orchestrator.lab.eval.run import pair
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import (
     COMPUTED_LOW,

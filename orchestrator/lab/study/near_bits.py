@@ -22,9 +22,9 @@ from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import StepReport
 from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.lab.eval.report import with_error
-from orchestrator.lab.eval.run import pair
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.context import read_usages, with_prompts
 from orchestrator.lab.study.figures import ANSWERS, answers_of, distances, quality, quality_of

@@ -13,8 +13,8 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.report import share_with_error
-from orchestrator.lab.eval.run import pair
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.activations import (
     ROUTER_INPUT,

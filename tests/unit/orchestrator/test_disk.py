@@ -1,4 +1,6 @@
-"""The probe of the disk, which reads as the store does."""
+"""The probe of the disk, which reads as the store does, and what is kept of it."""
+
+from __future__ import annotations
 
 import os
 import random
@@ -6,6 +8,7 @@ import re
 import threading
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +18,11 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.config import Config
 from orchestrator.cost import disk
+from orchestrator.cost.disk import Bandwidth, kept_bandwidth
+from orchestrator.cost.speeds import APART_S
 
 HANG_S = 600  # only what hangs takes so long
+
 NATIVE = Path(__file__).resolve().parents[3] / "patches" / "native"
 
 
@@ -127,3 +133,59 @@ def test_read_bandwidth_measures_such_reads(tmp_path):
     # Threads that begin when the time is over, as on a busy machine.
     assert disk.read_bandwidth(model, threads=2, seconds=0).bytes_per_s > 0
     assert found.slice_bytes >= model.slices[1][0][0].expert_bytes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
+    path = tmp_path_factory.mktemp("taken") / "two.gguf"
+    return ExpertModel.open(synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k")))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "moe-edge"
+
+
+def ask(model: ExpertModel, **settings: Any) -> Config:
+    return Config.build(model=model.path, **settings)
+
+
+def test_a_disk_keeps_its_speed(model: ExpertModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is measured once a moment, though the first ones agree: both may have been disturbed. The
+    best of all stands. What was measured for another reason counts as well."""
+    now, speeds = [1e9], [4e8, 4.1e8, 1e9, 1e9, 9e8, 1e9]
+    measured: list[float] = []
+
+    def read_bandwidth(*_: object, **__: object) -> Bandwidth:
+        measured.append(speeds[len(measured)])
+        return Bandwidth(measured[-1], True, 4096, 0.0, 0.0)
+
+    monkeypatch.setattr(disk, "read_bandwidth", read_bandwidth)
+    monkeypatch.setattr(disk, "time", lambda: now[0])
+    config = ask(model)
+    for times, wait, best in (
+        (1, 0.0, 4e8),
+        (1, 1.0, 4e8),
+        (2, APART_S, 4.1e8),
+        (3, APART_S, 1e9),
+        *((each, APART_S, 1e9) for each in (4, 5, 6)),
+        (6, 10 * APART_S, 1e9),
+    ):
+        now[0] += wait
+        assert kept_bandwidth(model, config).bytes_per_s == pytest.approx(best)
+        assert len(measured) == times
+    told = Bandwidth(2e9, True, 4096, 0.0, 0.0)
+    for found in (kept_bandwidth(model, config, told), kept_bandwidth(model, config)):
+        assert found.bytes_per_s == pytest.approx(2e9)
+
+
+def test_a_disk_is_known_by_its_device(
+    model: ExpertModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another disk may be mounted at the same place, with the same file on it."""
+    for device, speed in enumerate((1e9, 2e9, 1e9)):
+        monkeypatch.setattr(disk, "device_of", lambda _path, at=device: at)
+        told = Bandwidth(speed, True, 4096, 0.0, 0.0)
+        assert kept_bandwidth(model, ask(model), told).bytes_per_s == pytest.approx(speed)
+    assert len(list((cache / "speed").iterdir())) == 3

@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_said_instead_of_a_plan(model: Path) -> None:
     pytest.importorskip("llama_cpp.llama_cpp")
     assert "is more than" in render(examine(Config.build(model=model, device="cpu", ram=1 << 50)))
     health = examine(Config.build(model=model, device="cpu", ram=1 * MIB))
-    assert health.plan is None
+    assert health.runs is None
     assert "smallest --ram that works" in render(health)
 
 
@@ -94,7 +94,7 @@ def test_copies_to_a_device_are_timed(model: Path) -> None:
     health = examine(Config.build(model=model, device="host", threads=1, force_managed=True))
     assert health.gpu is not None and health.copies is not None
     assert health.copies.pageable > 0
-    assert health.plan is not None and health.plan.device is not None
+    assert health.runs is not None and health.runs.plan.device is not None
     text = render(health)
     assert "there and back" in text and "all are copied: host memory cannot be pinned" in text
 

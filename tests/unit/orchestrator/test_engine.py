@@ -138,7 +138,7 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
     for module, name, fake in (
         (planner_module, "Bindings", FakeBindings),
         (load_module, "Model", FakeModel),
-        (load_module, "Context", FakeContext),
+        (load_module, "LlamaContext", FakeContext),
         (engine_module, "SamplerChain", FakeChain),
     ):
         monkeypatch.setattr(module, name, fake)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gguf_tools import synthetic
+from gguf_tools.experts.hparams import SIGMOID, SOFTMAX
 from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study.activations import (
     CHOSEN,
@@ -101,7 +102,7 @@ def test_a_window_is_a_prompt_and_an_answer():
                 gates[expert] += weight
         return counts, gates
 
-    for gating in (None, 2):
+    for gating in (SOFTMAX, SIGMOID):
         made = usage_of(found, window, [3, 5], router, 4, gating)
         counts, gates = sums(chosen[3][:10], weights[3][:10])
         assert made.counts[0].tolist() == counts.tolist()
@@ -110,7 +111,7 @@ def test_a_window_is_a_prompt_and_an_answer():
         for x in found[ROUTER_INPUT, 3][:10]:
             logits = router @ x
             powers = np.exp(logits)
-            score = powers / powers.sum() if gating is None else 1 / (1 + 1 / powers)
+            score = powers / powers.sum() if gating == SOFTMAX else 1 / (1 + 1 / powers)
             best = sorted(range(4), key=lambda e: -logits[e])[:2]
             ids.append(best)
             scores.append(score[best])

@@ -1,28 +1,21 @@
-"""The prediction: its arithmetic, its model of what is in memory, and what it is made of here."""
+"""What a token and a prompt take: the arithmetic, and its model of what is in memory."""
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import GGMLType
 from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan
 from orchestrator.config import Config
-from orchestrator.cost import products as products_module
-from orchestrator.cost import speeds as speeds_module
 from orchestrator.cost.disk import Bandwidth
-from orchestrator.cost.products import Attention, Product, Small, Timer
-from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, Speeds
+from orchestrator.cost.losses import Skips
+from orchestrator.cost.speeds import ROWS, Costs
 from orchestrator.cost.time import (
     PlanTime,
     Residency,
@@ -33,16 +26,16 @@ from orchestrator.cost.time import (
     recently_used,
     resident,
     scanned,
-    spare_bytes,
+    with_skips,
 )
 from orchestrator.events import SKIP
-from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
 from orchestrator.policy.dynaexq import DynaExq
 
 LAYERS, EXPERTS, USED = 3, 8, 2
+
 DISK = Bandwidth(1e6, latency_s=1e-3)
 
 
@@ -263,158 +256,6 @@ def bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bindings:
     return Bindings.load()
 
 
-def test_products_are_timed(bindings: Bindings) -> None:
-    with Timer(bindings.api._lib, 1) as timer:
-
-        def seconds(what: Product | Small | Attention) -> float:
-            """The least of some: a machine may stand still while one is timed."""
-            return min(timer.seconds(what) for _ in range(3))
-
-        for routed in (False, True):
-            one, many = (
-                seconds(Product(GGMLType.Q4_K, 512, 256, rows, routed=routed)) for rows in (1, 256)
-            )
-            assert 0 < one < many < 1
-        assert seconds(Small(256, 1)) < seconds(Small(256, 256))
-        short, long = (seconds(Attention(4, 2, 64, 64, 1, n)) for n in (256, 4096))
-        assert 0 < short < long
-        if bindings.library().interleaves(GGMLType.Q4_K, 512, 256):
-            repacked = Product(GGMLType.Q4_K, 512, 256, 1, repacked=True, routed=True)
-            assert 0 < seconds(repacked) < 1
-
-
-def test_attention_reads_a_cache_that_is_not_in_the_processors(bindings: Bindings) -> None:
-    """As in llama.cpp: a cell's heads lie side by side, and a token goes through all layers."""
-    keys: list[int] = []
-    steps: list[tuple[int, ...]] = []
-    with Timer(bindings.api._lib, 1, pool_bytes=8 << 20) as timer:
-        attend, view = timer.flash_attn_ext, timer.view_3d
-
-        def attended(*args: Any) -> int:
-            keys.extend(args[2:4])
-            return attend(*args)
-
-        def viewed(*args: Any) -> int:
-            steps.append(args[2:])
-            return view(*args)
-
-        vars(timer).update(flash_attn_ext=attended, view_3d=viewed)
-        begin_s = perf_counter()
-        assert 0 < timer.seconds(Attention(4, 2, 64, 64, 1, 512)) < perf_counter() - begin_s
-        layer_bytes = 512 * 2 * (64 + 64) * 2
-        assert len(set(keys)) == len(keys) == 2 * min(48, (8 << 20) // layer_bytes)
-        assert set(steps) == {(64, 512, 2, 2 * 64 * 2, 64 * 2, 0)}
-        keys.clear()
-        timer.seconds(Attention(4, 2, 64, 64, 64, 512))
-        assert len(keys) == 2  # many queries reuse what they read
-
-
-@pytest.mark.parametrize(("others", "expected"), [(0.0, 3e-3), (0.5, 1e-3)])
-def test_half_of_the_runs_or_what_nobody_interrupted(
-    bindings: Bindings, monkeypatch: pytest.MonkeyPatch, others: float, expected: float
-) -> None:
-    """Runs of 1, 3 and 9 ms in turn. Nine of ten may be slow for others' sake, where there are
-    others."""
-    runs, now = itertools.cycle([1e-3, 3e-3, 9e-3]), 0.0
-    monkeypatch.setattr(products_module, "perf_counter", lambda: now)
-    monkeypatch.setattr(products_module.Disturbance, "share", lambda self: others)
-
-    def compute(*_: object) -> int:
-        nonlocal now
-        now += next(runs)
-        return 0
-
-    with Timer(bindings.api._lib, 1) as timer:
-        vars(timer).update(backend_graph_compute=compute)
-        assert timer.seconds(Product(GGMLType.Q4_K, 256, 64, 4)) == pytest.approx(expected / 2)
-
-
-def test_what_was_measured_is_kept(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speeds_module.Disturbance, "share", lambda self: 0.0)
-    product = Product(GGMLType.Q4_K, 256, 64, 1)
-    with Speeds(bindings, 1) as speeds:
-        found = speeds.seconds(product)
-    monkeypatch.setattr(speeds_module, "Timer", None)
-    with Speeds(bindings, 1) as speeds:
-        assert speeds.seconds(product) == found
-    with Speeds(bindings, 2) as speeds, pytest.raises(TypeError):
-        speeds.seconds(product)  # other threads are another machine
-    with Speeds(bindings, 1, fresh=True) as speeds, pytest.raises(TypeError):
-        speeds.seconds(product)
-
-
-def test_a_cap_holds_for_measuring_too(
-    bindings: Bindings, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With few weights, which a cache may hold, figures are rough: nobody else shall have them."""
-    product, taken = Product(GGMLType.Q4_K, 256, 64, 1), []
-    allocate = Timer._allocate
-    monkeypatch.setattr(
-        Timer,
-        "_allocate",
-        lambda self, *args: (taken.append(self._pool_bytes), allocate(self, *args)),
-    )
-    with ExpertModel.open(model) as opened:
-        config = Config.build(model=model, ctx=256, threads=1, ram=120 << 20)
-        assert 8 << 20 <= spare_bytes(config, opened) < 48 << 20
-        with TimeModel(bindings, config, opened, Bandwidth(1e9), fresh=True) as predictor:
-            predictor._speeds.seconds(product)
-    assert taken and max(taken) < 48 << 20
-    monkeypatch.setattr(speeds_module, "Timer", None)
-    with Speeds(bindings, 1) as speeds, pytest.raises(TypeError):
-        speeds.seconds(product)
-
-
-@pytest.mark.parametrize(
-    ("layout", "ratios"),
-    [(FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))],
-)
-def test_dense_weights_are_repacked_with_the_experts(
-    model: Path, layout: str, ratios: tuple[float, ...]
-) -> None:
-    """On a machine that is played, where repacked rows are slow for many activations: slots' own
-    layout takes tiles, from 8 on, and upstream's does not."""
-
-    class Played(Speeds):
-        def seconds(self, what: Product | Small | Attention) -> float:
-            if not isinstance(what, Product):
-                return 1e-9
-            if what.repacked:
-                return 2.0 if what.rows < 8 else 6.0
-            return 4.0 if what.routed else 8.0
-
-        def again(self) -> bool:
-            return False
-
-    library = SimpleNamespace(interleaves=lambda *_: True)
-    api = SimpleNamespace(llama_print_system_info=lambda: b"played")
-    played = SimpleNamespace(library=lambda: library, api=api)
-    with ExpertModel.open(model) as opened:
-        found = Played(played, 1).costs(opened, (0,), layout)  # type: ignore[arg-type]
-    assert found.dense_s[:3] / found.dense_s[0] == pytest.approx(np.array(ratios) / ratios[0])
-
-
-def test_a_step_and_a_decision_count_as_small_operations(model: Path) -> None:
-    """On a machine that is played, where each number of an operation takes a second."""
-    played = SimpleNamespace(seconds=lambda what: float(what.n * what.rows))
-    with ExpertModel.open(model) as opened:
-        width, words = opened.hparams.embedding_length, vocabulary_size(opened)
-        found = Speeds._besides_seconds(cast(Speeds, played), opened)
-    assert found == (200 * width + 2 * words, 16 * width) and words > 1
-
-
-def test_a_damaged_file_of_speeds_is_measured_again(bindings: Bindings) -> None:
-    product = Product(GGMLType.Q4_K, 256, 64, 1)
-    with Speeds(bindings, 1) as speeds:
-        speeds.seconds(product)
-        path = speeds._path
-    for text in ("{", '{"format": "moe-edge speed", "seconds": {"x": -1.0}}', "[]"):
-        path.write_text(text)
-        with Speeds(bindings, 1) as speeds:
-            begin_s = perf_counter()
-            assert 0 < speeds.seconds(product) < perf_counter() - begin_s
-
-
 def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256, threads=1, force_managed=True)
@@ -448,3 +289,49 @@ def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
             low = predicted(policy="lru", high_tier="q2_k")
             assert low.costs.expert_bytes.sum() < whole.costs.expert_bytes.sum()
             assert predicted(policy="lru").costs is whole.costs
+
+
+def half_there() -> Residency:
+    """Two layers of four experts, two a token; the first half of each is in memory."""
+    present = np.tile([1.0, 1.0, 0.25, 0.0], (2, 1))
+    return Residency(np.full((2, 4), 0.5), np.ones((2, 4, 1)), present)
+
+
+NATS = np.array([[1.0, 1.0, 4.0, 2.0], [1.0, 1.0, 3.0, 9.0]])
+
+
+def lost(before: Residency, after: Residency) -> float:
+    skipped = before.uses * (before.mix - after.mix).sum(axis=2)
+    return float((skipped * NATS).sum())
+
+
+def test_the_cheapest_misses_are_skipped_until_the_loss_is_spent() -> None:
+    known, sizes = half_there(), np.array([1, 1])
+    same = with_skips(known, Skips(NATS, 0.0), sizes)
+    assert (same.mix == known.mix).all() and (same.present == known.present).all()
+    # 0.5 uses of expert 3 of the first layer miss; of those one half is the token's top one.
+    some = with_skips(known, Skips(NATS, 0.25), sizes)
+    assert lost(known, some) == pytest.approx(0.25)
+    changed = np.argwhere(some.mix[..., 0] < 1).tolist()
+    assert changed == [[0, 3]]
+    more = with_skips(known, Skips(NATS, 1.2), sizes)
+    assert lost(known, more) == pytest.approx(1.2)
+    assert np.argwhere(more.mix[..., 0] < 1).tolist() == [[0, 2], [0, 3], [1, 2]]
+    # What is found in memory stays, as a number of uses.
+    assert more.mix[..., 0] * more.present == pytest.approx(known.present)
+    assert more.hit_rate > some.hit_rate > known.hit_rate
+
+
+def test_all_that_may_be_skipped() -> None:
+    """One expert of a token in each layer stays."""
+    known = half_there()
+    everything = with_skips(known, Skips(NATS, 1e3), np.array([1, 1]))
+    assert everything.mix[..., 0] == pytest.approx(1 - 0.5 * (1 - known.present))
+
+
+def test_a_larger_expert_saves_more() -> None:
+    """At equal cost; so the second layer's come first."""
+    known = half_there()
+    even = np.ones((2, 4))
+    found = with_skips(known, Skips(even, 0.1), np.array([1, 2]))
+    assert {layer for layer, _ in np.argwhere(found.mix[..., 0] < 1).tolist()} == {1}

@@ -1,18 +1,44 @@
-"""Which of several timings stands, and what is timed again."""
+"""How fast this machine computes: how it is timed, which timing stands, and what is kept."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
+from orchestrator.config import Config
+from orchestrator.cost import products as products_module
 from orchestrator.cost import speeds as speeds_module
-from orchestrator.cost.products import Attention, Product, Small
-from orchestrator.cost.speeds import APART_S, MOST_MOMENTS, OLD_S, Speeds, Timing, Timings
+from orchestrator.cost.disk import Bandwidth
+from orchestrator.cost.products import Attention, Product, Small, Timer
+from orchestrator.cost.speeds import (
+    APART_S,
+    FILE,
+    MOST_MOMENTS,
+    OLD_S,
+    OWN,
+    UPSTREAM,
+    Speeds,
+    Timing,
+    Timings,
+)
+from orchestrator.cost.time import (
+    TimeModel,
+    spare_bytes,
+)
+from orchestrator.memory.footprint import vocabulary_size
+from orchestrator.native.llama import Bindings
 
 DAY = 86400.0
 
@@ -83,7 +109,7 @@ def test_what_is_damaged_counts_as_nothing(damage: object) -> None:
     assert Timings.read(damage, DAY).as_dict() == {}
 
 
-class Machine:
+class Played:
     """Stands for products.Timer, the clock, and other programs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -105,7 +131,7 @@ class Machine:
         pass
 
 
-class Bindings:
+class Unbound:
     """As far as speeds ask."""
 
     class api:
@@ -120,18 +146,18 @@ WHAT = Product(GGMLType.Q4_K, 256, 64, 1)
 
 
 def session(
-    machine: Machine, seconds: float, after_s: float, others: float = 0.0, **settings: int
+    machine: Played, seconds: float, after_s: float, others: float = 0.0, **settings: int
 ) -> tuple[float, bool]:
     """(what stands, whether it was disturbed) of a use of this machine."""
     machine.seconds_of_all, machine.others = seconds, others
     machine.now += after_s
-    with Speeds(Bindings(), **{"threads": 1} | settings) as speeds:  # type: ignore[arg-type]
+    with Speeds(Unbound(), **{"threads": 1} | settings) as speeds:  # type: ignore[arg-type]
         return speeds.seconds(WHAT), speeds.disturbed
 
 
 def test_a_disturbed_moment_does_not_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Other programs made a product take ten times as long when it was first measured."""
-    machine = Machine(monkeypatch, tmp_path)
+    machine = Played(monkeypatch, tmp_path)
     assert session(machine, 10.0, 0, others=1.0) == (10.0, True)
     assert session(machine, 1.0, 5) == (1.0, False)
     assert session(machine, 10.0, 5) == (1.0, False) and machine.asked == 2
@@ -144,7 +170,7 @@ def test_disturbed_moments_go_on_until_there_is_a_quiet_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """However many there were; of the same moment, no more than a few."""
-    machine = Machine(monkeypatch, tmp_path)
+    machine = Played(monkeypatch, tmp_path)
     for number in range(2 * MOST_MOMENTS):
         assert session(machine, 10.0 + number, APART_S, others=1.0) == (10.0, True)
     assert session(machine, 10.0, 5, others=1.0) == (10.0, True)
@@ -159,7 +185,7 @@ def test_what_is_known_is_not_timed_with_few_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """They lie in caches, and would be too fast."""
-    machine = Machine(monkeypatch, tmp_path)
+    machine = Played(monkeypatch, tmp_path)
     session(machine, 5.0, 0)
     assert session(machine, 1.0, DAY, pool_bytes=1 << 20) == (5.0, False)
     assert machine.asked == 1
@@ -168,14 +194,14 @@ def test_what_is_known_is_not_timed_with_few_weights(
 def test_threads_without_a_core_of_their_own_are_no_disturbance(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    machine = Machine(monkeypatch, tmp_path)
+    machine = Played(monkeypatch, tmp_path)
     assert session(machine, 5.0, 0, others=1.0, threads=10_000) == (5.0, False)
 
 
 def test_a_moment_nobody_saw_to_be_disturbed_does_not_stay(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    machine = Machine(monkeypatch, tmp_path)
+    machine = Played(monkeypatch, tmp_path)
     assert session(machine, 10.0, 0) == (10.0, False)
     assert session(machine, 1.0, APART_S) == (1.0, False)
     assert session(machine, 1.0, APART_S) == (1.0, False)
@@ -185,7 +211,7 @@ def test_a_moment_nobody_saw_to_be_disturbed_does_not_stay(
 def test_a_file_of_the_form_before_is_measured_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    machine = Machine(monkeypatch, tmp_path)
+    machine = Played(monkeypatch, tmp_path)
     session(machine, 5.0, 0)
     (path,) = (tmp_path / "moe-edge" / "speed").iterdir()
     data = json.loads(path.read_text())
@@ -221,20 +247,20 @@ def test_what_a_token_takes_is_timed_in_rounds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The middle of three quiet rounds stands; prompts, whose products take long, have one."""
-    machine = Machine(monkeypatch, tmp_path)
+    machine = Played(monkeypatch, tmp_path)
     many, small = WHAT._replace(rows=4), Small(64, 1)
     found = {WHAT: [4.0, 1.0, 2.0], small: [6.0, 7.0, 0.5], many: [3.0]}
     beside = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found[what].pop(0))
     monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
-    with Speeds(Bindings(), 2) as speeds:  # type: ignore[arg-type]
+    with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [4.0, 3.0, 6.0]
         assert speeds.again() and not any(found.values())
         # 0.5 was not timed on a quiet machine
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again() and not speeds.disturbed
     machine.now += 5
-    with Speeds(Bindings(), 2) as speeds:  # type: ignore[arg-type]
+    with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again()
 
@@ -244,11 +270,176 @@ def test_a_timing_that_others_disturbed_is_repeated(
 ) -> None:
     """Twice something ran beside the first of two products: it is timed until nothing does. Then
     nothing is left for the second one."""
-    machine = Machine(monkeypatch, tmp_path)
+    machine = Played(monkeypatch, tmp_path)
     monkeypatch.setattr(speeds_module, "_REPEATS", 2)
     found, beside = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found.pop(0))
     monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
-    with Speeds(Bindings(), 2) as speeds:  # type: ignore[arg-type]
+    with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
         assert speeds.seconds(WHAT) == 1.0 and not speeds.disturbed
         assert speeds.seconds(WHAT._replace(rows=4)) == 7.0 and speeds.disturbed
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k"))
+
+
+@pytest.fixture
+def bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bindings:
+    pytest.importorskip("llama_cpp.llama_cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return Bindings.load()
+
+
+def test_products_are_timed(bindings: Bindings) -> None:
+    with Timer(bindings.api._lib, 1) as timer:
+
+        def seconds(what: Product | Small | Attention) -> float:
+            """The least of some: a machine may stand still while one is timed."""
+            return min(timer.seconds(what) for _ in range(3))
+
+        for routed in (False, True):
+            one, many = (
+                seconds(Product(GGMLType.Q4_K, 512, 256, rows, routed=routed)) for rows in (1, 256)
+            )
+            assert 0 < one < many < 1
+        assert seconds(Small(256, 1)) < seconds(Small(256, 256))
+        short, long = (seconds(Attention(4, 2, 64, 64, 1, n)) for n in (256, 4096))
+        assert 0 < short < long
+        if bindings.library().interleaves(GGMLType.Q4_K, 512, 256):
+            repacked = Product(GGMLType.Q4_K, 512, 256, 1, repacked=True, routed=True)
+            assert 0 < seconds(repacked) < 1
+
+
+def test_attention_reads_a_cache_that_is_not_in_the_processors(bindings: Bindings) -> None:
+    """As in llama.cpp: a cell's heads lie side by side, and a token goes through all layers."""
+    keys: list[int] = []
+    steps: list[tuple[int, ...]] = []
+    with Timer(bindings.api._lib, 1, pool_bytes=8 << 20) as timer:
+        attend, view = timer.flash_attn_ext, timer.view_3d
+
+        def attended(*args: Any) -> int:
+            keys.extend(args[2:4])
+            return attend(*args)
+
+        def viewed(*args: Any) -> int:
+            steps.append(args[2:])
+            return view(*args)
+
+        vars(timer).update(flash_attn_ext=attended, view_3d=viewed)
+        begin_s = perf_counter()
+        assert 0 < timer.seconds(Attention(4, 2, 64, 64, 1, 512)) < perf_counter() - begin_s
+        layer_bytes = 512 * 2 * (64 + 64) * 2
+        assert len(set(keys)) == len(keys) == 2 * min(48, (8 << 20) // layer_bytes)
+        assert set(steps) == {(64, 512, 2, 2 * 64 * 2, 64 * 2, 0)}
+        keys.clear()
+        timer.seconds(Attention(4, 2, 64, 64, 64, 512))
+        assert len(keys) == 2  # many queries reuse what they read
+
+
+@pytest.mark.parametrize(("others", "expected"), [(0.0, 3e-3), (0.5, 1e-3)])
+def test_half_of_the_runs_or_what_nobody_interrupted(
+    bindings: Bindings, monkeypatch: pytest.MonkeyPatch, others: float, expected: float
+) -> None:
+    """Runs of 1, 3 and 9 ms in turn. Nine of ten may be slow for others' sake, where there are
+    others."""
+    runs, now = itertools.cycle([1e-3, 3e-3, 9e-3]), 0.0
+    monkeypatch.setattr(products_module, "perf_counter", lambda: now)
+    monkeypatch.setattr(products_module.Disturbance, "share", lambda self: others)
+
+    def compute(*_: object) -> int:
+        nonlocal now
+        now += next(runs)
+        return 0
+
+    with Timer(bindings.api._lib, 1) as timer:
+        vars(timer).update(backend_graph_compute=compute)
+        assert timer.seconds(Product(GGMLType.Q4_K, 256, 64, 4)) == pytest.approx(expected / 2)
+
+
+def test_what_was_measured_is_kept(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds_module.Disturbance, "share", lambda self: 0.0)
+    product = Product(GGMLType.Q4_K, 256, 64, 1)
+    with Speeds(bindings, 1) as speeds:
+        found = speeds.seconds(product)
+    monkeypatch.setattr(speeds_module, "Timer", None)
+    with Speeds(bindings, 1) as speeds:
+        assert speeds.seconds(product) == found
+    with Speeds(bindings, 2) as speeds, pytest.raises(TypeError):
+        speeds.seconds(product)  # other threads are another machine
+    with Speeds(bindings, 1, fresh=True) as speeds, pytest.raises(TypeError):
+        speeds.seconds(product)
+
+
+def test_a_cap_holds_for_measuring_too(
+    bindings: Bindings, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few weights, which a cache may hold, figures are rough: nobody else shall have them."""
+    product, taken = Product(GGMLType.Q4_K, 256, 64, 1), []
+    allocate = Timer._allocate
+    monkeypatch.setattr(
+        Timer,
+        "_allocate",
+        lambda self, *args: (taken.append(self._pool_bytes), allocate(self, *args)),
+    )
+    with ExpertModel.open(model) as opened:
+        config = Config.build(model=model, ctx=256, threads=1, ram=120 << 20)
+        assert 8 << 20 <= spare_bytes(config, opened) < 48 << 20
+        with TimeModel(bindings, config, opened, Bandwidth(1e9), fresh=True) as predictor:
+            predictor._speeds.seconds(product)
+    assert taken and max(taken) < 48 << 20
+    monkeypatch.setattr(speeds_module, "Timer", None)
+    with Speeds(bindings, 1) as speeds, pytest.raises(TypeError):
+        speeds.seconds(product)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ratios"),
+    [(FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))],
+)
+def test_dense_weights_are_repacked_with_the_experts(
+    model: Path, layout: str, ratios: tuple[float, ...]
+) -> None:
+    """On a machine that is played, where repacked rows are slow for many activations: slots' own
+    layout takes tiles, from 8 on, and upstream's does not."""
+
+    class PlayedSpeeds(Speeds):
+        def seconds(self, what: Product | Small | Attention) -> float:
+            if not isinstance(what, Product):
+                return 1e-9
+            if what.repacked:
+                return 2.0 if what.rows < 8 else 6.0
+            return 4.0 if what.routed else 8.0
+
+        def again(self) -> bool:
+            return False
+
+    library = SimpleNamespace(interleaves=lambda *_: True)
+    api = SimpleNamespace(llama_print_system_info=lambda: b"played")
+    played = SimpleNamespace(library=lambda: library, api=api)
+    with ExpertModel.open(model) as opened:
+        found = PlayedSpeeds(played, 1).costs(opened, (0,), layout)  # type: ignore[arg-type]
+    assert found.dense_s[:3] / found.dense_s[0] == pytest.approx(np.array(ratios) / ratios[0])
+
+
+def test_a_step_and_a_decision_count_as_small_operations(model: Path) -> None:
+    """On a machine that is played, where each number of an operation takes a second."""
+    played = SimpleNamespace(seconds=lambda what: float(what.n * what.rows))
+    with ExpertModel.open(model) as opened:
+        width, words = opened.hparams.embedding_length, vocabulary_size(opened)
+        found = Speeds._besides_seconds(cast(Speeds, played), opened)
+    assert found == (200 * width + 2 * words, 16 * width) and words > 1
+
+
+def test_a_damaged_file_of_speeds_is_measured_again(bindings: Bindings) -> None:
+    product = Product(GGMLType.Q4_K, 256, 64, 1)
+    with Speeds(bindings, 1) as speeds:
+        speeds.seconds(product)
+        path = speeds._path
+    for text in ("{", '{"format": "moe-edge speed", "seconds": {"x": -1.0}}', "[]"):
+        path.write_text(text)
+        with Speeds(bindings, 1) as speeds:
+            begin_s = perf_counter()
+            assert 0 < speeds.seconds(product) < perf_counter() - begin_s

@@ -1,8 +1,9 @@
-"""What lower precisions are foreseen to cost: by gates, of a whole plan, and added up in a run."""
+"""What lower precisions cost, foreseen in nats: by a table, by uses, and while a model runs."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,15 @@ from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT, SKIP, Phase
 
 SHAPE = make_shape(n_layers=3, n_expert=8, k=2)
+
 SIZE = (SHAPE.n_layers, SHAPE.n_expert)
+
 RNG = np.random.default_rng(3)
+
 NATS = np.sort(RNG.random((*SIZE, 3)), axis=2)
+
 NATS[..., 0] = 0
+
 ESTIMATE = KlEstimate("q4_k", NATS, RNG.random(SIZE))
 
 
@@ -169,3 +175,32 @@ def test_who_needs_it_is_told_what_to_run(
 def test_what_was_fitted_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = keeper(tmp_path, monkeypatch, table(FIT))
     assert known.needed(["q4_k", "q2_k"]).base == "q4_k"
+
+
+def uneven_table() -> LossTable:
+    """Two layers of three experts; one of them saw no token."""
+    loss = np.array(
+        [[[0.0, 1.0], [0.0, 2.0], [np.nan, np.nan]], [[0.0, 3.0], [0.0, 4.0], [0.0, 5.0]]]
+    )
+    counts = np.array([[1, 3, 0], [2, 2, 2]])
+    gates = np.array([[0.5, 0.25, np.nan], [0.1, 0.2, 0.3]])
+    candidates = [TablePrecision("q8_0", 8.5, True), TablePrecision("q2_k", 2.6, True)]
+    power = np.where(counts > 0, 10.0, np.nan)
+    fit = Fit((2.0, 0.5), ("q8_0", "q2_k"), "text", 1.2)
+    return LossTable(candidates, loss, power, counts, "", "rtn", "text", 8, gates, fit)
+
+
+def test_factor_and_gates_weigh_the_losses() -> None:
+    """An expert without a token has the means of its layer."""
+    nats = uneven_table().per_use(("q8_0", "q2_k"))
+    assert nats is not None and (nats[..., 0] == 0).all()
+    gate, lost = (0.5 + 3 * 0.25) / 4, (1 + 3 * 2) / 4
+    assert nats[0, :, 1] == pytest.approx([2 * 0.5 * 1, 2 * 0.25 * 2, 2 * gate * lost])
+    assert nats[1, :, 1] == pytest.approx([0.5 * 0.1 * 3, 0.5 * 0.2 * 4, 0.5 * 0.3 * 5])
+
+
+def test_without_a_fit_they_are_the_losses() -> None:
+    for less in ({"fit": None}, {"gates": None}):
+        found = replace(uneven_table(), **less)
+        assert (found.per_use(("q2_k",)) == found.of_tiers(("q2_k",))).all()
+    assert uneven_table().per_use(("q3_k",)) is None

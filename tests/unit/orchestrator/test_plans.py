@@ -14,11 +14,12 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator.cli.frontier_text import draw, render
+from orchestrator.cli.pictures import draw_plans
+from orchestrator.cli.plan import render
 from orchestrator.config import Config
 from orchestrator.cost.losses import foreseen
 from orchestrator.cost.planner import Planner
-from orchestrator.cost.plans import AS_FAST, Candidate, Frontier, choose
+from orchestrator.cost.plans import AS_FAST, Candidate, Frontier, TakenPlans, choose
 from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.events import SKIP
@@ -27,6 +28,7 @@ from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS
 
 TIERS = ("q8_0", "q4_k", "q2_k")
+
 # Nats of a use in each tier of the file, and skipped.
 NATS = {0: 0.0, 1: 0.001, 2: 0.01, SKIP: 0.1}
 
@@ -269,7 +271,50 @@ def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
     busy = render(replace(found, disturbed=True), TIERS[0])
     assert busy == f"{text}\n{DISTURBED}"
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    draw(found, "three.gguf", tmp_path / "a.svg")
-    draw(found, "three.gguf", tmp_path / "b.svg")
+    draw_plans(found, "three.gguf", tmp_path / "a.svg")
+    draw_plans(found, "three.gguf", tmp_path / "b.svg")
     drawn = (tmp_path / "a.svg").read_bytes()
     assert drawn == (tmp_path / "b.svg").read_bytes() and b"mixed" in drawn
+
+
+def config_of(model: ExpertModel, **settings: Any) -> Config:
+    return Config.build(model=model.path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("asked", "same"),
+    [
+        ({"max_loss": 0.01}, True),
+        ({"max_loss": 0.01, "temp": 0.1, "max_tokens": 9}, True),
+        ({"max_loss": 0.01, "prompt_cache_limit": 1 << 20}, True),
+        ({"max_loss": 0.01, "conversations": True}, False),
+        ({"max_loss": 0.01, "sequences": 4}, False),
+        ({"max_loss": 0.01, "scored": 4}, False),
+        ({"max_loss": 0.01, "beside": 1 << 20}, False),
+        ({"max_loss": 0.01, "beside_token": 8}, False),
+        ({"max_loss": 0.01, "cache_ram": 0}, False),
+        ({"max_loss": 0.01, "logits_all": True}, False),
+        ({"max_loss": 0.02}, False),
+        ({"max_loss": 0.01, "ram": 1 << 30}, False),
+        ({"max_loss": 0.01, "threads": 1}, False),
+    ],
+)
+def test_a_command_is_known_by_what_it_asks_of_the_model(
+    model: ExpertModel, asked: dict[str, Any], same: bool
+) -> None:
+    settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
+    TakenPlans(config_of(model, max_loss=0.01), model).keep(settings)
+    found = TakenPlans(config_of(model, **asked), model).recall()
+    kept = {"policy": "floor", "high_tier": "q4_k", "low_tier": None}
+    assert found == (kept if same else None)
+
+
+def test_what_is_damaged_counts_as_nothing(model: ExpertModel, user_folder: Path) -> None:
+    taken = TakenPlans(config_of(model), model)
+    taken.keep({"policy": "lru"})
+    (path,) = (user_folder / "cache" / "moe-edge" / "plans").iterdir()
+    for text in ("", "[]", '{"format": "moe-edge plans 1", "taken": 3}', "{"):
+        path.write_text(text)
+        assert taken.recall() is None
+        taken.keep({"policy": "lru"})
+        assert taken.recall() == {"policy": "lru"}
