@@ -21,12 +21,10 @@ from orchestrator.lab.study.context import (
     ORACLE,
     OWN,
     RIGHT,
-    USUAL_PRIOR,
     WRONG,
     Usage,
     _by_domain,
     _by_layer,
-    _by_length,
     blend,
     captured,
     choices,
@@ -62,21 +60,12 @@ def test_every_choice_knows_what_it_should():
     assert known[RIGHT] == pytest.approx(np.array([[0.5, 0.5]]))
     assert known[WRONG] == pytest.approx(np.array([[0.75, 0.25]]))
     assert known[ORACLE] == pytest.approx(np.array([[0.0, 9.0]]))
-    assert known[blend(RIGHT, 16)] == pytest.approx(np.array([[(8 + 8) / 24, 8 / 24]]))
+    assert known[blend(RIGHT)] == pytest.approx(np.array([[(8 + 32) / 72, 32 / 72]]))
     assert choices(usages, 3, 1)[RIGHT] is None
     rows = {(row["domain"], row["by"]): row for row in _by_domain(usages, [known] * 4, 1)}
     assert rows["chat", ALIKE]["mass"] == 0.5
     assert rows["chat", OWN]["mass"] == 1 / 40
     assert rows["documents", RIGHT]["mass"] == 0.75
-
-
-def test_prompts_are_grouped_by_their_length():
-    usages = [usage("", [1, 0], [1, 0], n) for n in (10, 31, 32, 200, 600)]
-    every = [choices(usages, at, 1) for at in range(5)]
-    rows = list(_by_length(usages, every, 1))
-    assert [row["tokens"] for row in rows] == ["10 to 31", "32 to 32", "200 to 200", "600 to 600"]
-    assert [row["n"] for row in rows] == [2, 1, 1, 1]
-    assert all(row[blend(RIGHT, USUAL_PRIOR)] == 1.0 for row in rows)
 
 
 def test_figure_4_is_of_how_often_experts_are_used():

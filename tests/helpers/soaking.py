@@ -1,8 +1,8 @@
 """A server under load for a long time: its memory, and that nothing but 429 is refused.
 
-    python tests/soaking.py clients [--model M] [--clients 8] [--seconds 600] [--share 0.6]
-    python tests/soaking.py requests [--model M] [--requests 1000] [--cache-ram 8MiB]
-    python tests/soaking.py signals [--model M] [--times 10]
+    python tests/helpers/soaking.py clients [--model M] [--clients 8] [--seconds 600] [--share 0.6]
+    python tests/helpers/soaking.py requests [--model M] [--requests 1000] [--cache-ram 8MiB]
+    python tests/helpers/soaking.py signals [--model M] [--times 10]
 
 clients: so many at once, some of whom leave in the middle, with slots for that share of the
 experts in the best precision. The server has a queue for half of them, so that some get 429. Fails
@@ -31,7 +31,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Any
 from urllib.parse import urlsplit
 
-HERE = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(HERE))
 
 import psutil  # noqa: E402

@@ -1,6 +1,6 @@
 """The memory of every command that loads a model, each in a memory cgroup of its own ``--ram``.
 
-    python tests/capped.py --model PACKED.gguf --ram 1GiB --text TEXT.txt [COMMAND ...]
+    python tests/helpers/capped.py --model PACKED.gguf --ram 1GiB --text TEXT.txt [COMMAND ...]
 
 The kernel ends a process that needs more than the cgroup's limit. What may be dropped at any time,
 pages of files, counts for nobody; peak is what may not, read every few milliseconds. Beside it
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from orchestrator.settings import parse_size
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 ROOT = Path("/sys/fs/cgroup")
 LOOK_S = 0.005
 # Reading a process's maps takes long.

@@ -1,4 +1,4 @@
-"""Commands on small models, for tests/interrupting.py: a second or a few each."""
+"""Commands on small models, for tests/helpers/interrupting.py: a second or a few each."""
 
 from __future__ import annotations
 

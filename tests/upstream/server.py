@@ -1,13 +1,13 @@
 """llama.cpp's own tests of its server, run against `moe-edge serve` with the demo model.
 
-    python tests/upstream_tests.py [FILE ...] [-k EXPRESSION]
+    python tests/upstream/server.py [FILE ...] [-k EXPRESSION]
 
 The tests are those of the pinned source in the user cache; they need requests, wget, filelock,
 prometheus-client and openai. They start a server with llama-server's options: this script is that
 server, too, and starts ours with what it has of them.
 
 Many of them assert words or token counts of the model that they were written for, or what we leave
-out: tests/upstream_known.py has the list. A test that fails for words is run again without those
+out: tests/upstream/known.py has the list. A test that fails for words is run again without those
 assertions. The status is 1 where a test fails and nobody knows why.
 """
 
@@ -25,9 +25,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from upstream_known import LOOSE, loosened, reason_to_fail
+from known import LOOSE, loosened, reason_to_fail
 
-HERE = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parents[2]
 DEMO = HERE / "models/demo/moe-edge-demo.gguf"
 FILES = (
     "basic chat_completion compat_anthropic compat_oai_responses completion ignore_eos metrics "

@@ -1,7 +1,7 @@
 """llama.cpp as upstream publishes it, without our patches, to compare with: the library, and its
 own llama-quantize and llama-imatrix.
 
-    python tests/unpatched.py FOLDER               builds them from the pinned source: minutes
+    python tests/helpers/unpatched.py FOLDER       builds them from the pinned source: minutes
     MOE_EDGE_UNPATCHED=FOLDER python -m pytest tests/unit/convert/test_unpatched.py
 
 Without that variable, the tests that need it are skipped.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 VARIABLE = "MOE_EDGE_UNPATCHED"
 # Read here: each test gets an environment without such variables.
 FOLDER = os.environ.get(VARIABLE)
@@ -88,7 +88,7 @@ class Unpatched:
 def find() -> Unpatched | str:
     """The build that the environment names, or why there is none."""
     if not FOLDER:
-        return f"needs upstream without our patches: {VARIABLE}, see tests/unpatched.py"
+        return f"needs upstream without our patches: {VARIABLE}, see tests/helpers/unpatched.py"
     return Unpatched(Path(FOLDER))
 
 

@@ -18,7 +18,7 @@ from real_cache import REAL_CACHE
 from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 DEMO = REPO / "models/demo/moe-edge-demo.gguf"
 # Only what hangs takes so long.
 HANG_S = 300

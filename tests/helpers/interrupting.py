@@ -1,7 +1,7 @@
 """One Ctrl-C at a random moment of a command, and what it leaves.
 
-    python tests/interrupting.py --times 100 eval trace     all commands where none is named
-    python tests/interrupting.py --signal TERM pack         another signal that ends a command
+    python tests/helpers/interrupting.py --times 100 eval trace   all commands where none is named
+    python tests/helpers/interrupting.py --signal TERM pack       another signal that ends a command
 
 A command ends quietly with status 130 (128 and the signal's number) and leaves no file, or it was
 through before and all that it says and writes is that of a run which nobody interrupts. The moment
@@ -28,7 +28,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 # Only what hangs takes so long.
 HANG_S = 300
 # A machine that stands still for longer than this is not what a command took.
@@ -291,7 +291,7 @@ def main() -> int:
     number = signal.Signals[f"SIG{args.signal}"]
     # A script in the background ignores Ctrl-C, and what it starts inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.path[:0] = [str(REPO), str(REPO / "tests")]
+    sys.path[:0] = [str(REPO), str(REPO / "tests" / "helpers")]
     from small_commands import commands
 
     failed = False
