@@ -13,8 +13,8 @@ from threading import Event
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.serve.backend import State
 from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.state import State
 
 # Only what hangs takes so long.
 HANG_S = 120.0
@@ -176,6 +176,10 @@ class FakeBackend:
     def request(self, route: str, body: bytes) -> FakeRequest:
         self.asked.append((route, body))
         return self.requests[len(self.asked) - 1]
+
+    def count_tokens(self, text: str) -> tuple[int, int]:
+        """Of prose."""
+        return len(text) // 4, 12
 
     def costs(self) -> Any:
         return lambda: {"hit_rate": 0.5}

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from orchestrator.errors import NativeError
 from orchestrator.serve import answer
-from orchestrator.serve import state as state_module
+from orchestrator.serve import backend as state_module
 from orchestrator.serve.app import application
 from orchestrator.serve.wire import with_costs
 
@@ -222,6 +222,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_stream_begins(
         long = await asyncio.wait_for(Client(app, "POST", path, body).run(), HANG_S)
         error = long.json()["error"]
         assert long.status == 400 and error["type"] == "exceed_context_size_error"
+        assert (error["n_prompt_tokens"], error["n_ctx"]) == (512, 512)  # as upstream says it
         assert "512" in error["message"]
         short = await streamed(app, hold, path, {**data, "stream": True})
         assert short.status == 200 and short.parts[0].startswith(b":")

@@ -17,7 +17,7 @@ from served import serving
 from starlette.routing import Route
 
 from orchestrator.serve.app import application
-from orchestrator.serve.openapi import document
+from orchestrator.serve.schemas import document
 
 # What a server must never do to any request, and what holds of each answer.
 CHECKS = (

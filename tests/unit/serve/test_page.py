@@ -12,7 +12,7 @@ pytest.importorskip("starlette", reason="starlette is missing: run `make build`"
 from asgi import FakeBackend, ask, state_with
 
 from orchestrator.serve.app import application
-from orchestrator.serve.page import PAGE
+from orchestrator.serve.views import PAGE
 
 
 class Elements(HTMLParser):

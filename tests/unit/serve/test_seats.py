@@ -15,8 +15,8 @@ from asgi import Client, FakeBackend, FakeRequest, ask, state_with
 from served import Served, serving
 from speaking import CAPITAL, post
 
+from orchestrator.serve.admission import Conversation, Seats, conversation_of, with_seat
 from orchestrator.serve.app import application
-from orchestrator.serve.seats import Conversation, Seats, conversation_of, with_seat
 
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You are a helper who knows many countries. " * 6}

@@ -12,7 +12,7 @@ pytest.importorskip("starlette", reason="starlette is missing: run `make build`"
 from asgi import FakeBackend, FakeRequest, ask, state_with
 
 from orchestrator.serve.app import application
-from orchestrator.serve.requests import LIMITS
+from orchestrator.serve.wire import LIMITS
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 NATIVE = "/completion"
