@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.texts import log_softmax
 from orchestrator.native.llama import Model
 from orchestrator.serve.admission import outlasting
 from orchestrator.serve.backend import STOPPING, Backend, Stopped, sentence_of
