@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
+from starlette.applications import Starlette
+
 from orchestrator.errors import ConfigError
+from orchestrator.serve.app import application
 from orchestrator.serve.backend import State
 from orchestrator.serve.settings import ServeSettings
 
@@ -199,3 +202,8 @@ def state_with(backend: Any, **settings: Any) -> State:
     state = State(ServeSettings(**settings))
     state.backend = backend
     return state
+
+
+def app_for(backend: Any, **settings: Any) -> Starlette:
+    """The application that answers with a backend."""
+    return application(state_with(backend, **settings), lambda _line: None)

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
-from asgi import HANG_S, Client, FakeBackend, FakeRequest, ask, state_with
+from asgi import HANG_S, Client, FakeBackend, FakeRequest, app_for, ask, state_with
 
 from orchestrator.serve import requests as app_module
 from orchestrator.serve.admission import BODY_FACTOR, KEPT, Bodies, Body
@@ -162,9 +162,7 @@ def test_bodies_are_looked_at_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
         usual(*arguments)
 
     monkeypatch.setattr(app_module, "settle_fields", settle)
-    app = application(
-        state_with(FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2)))), quiet
-    )
+    app = app_for(FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2))))
     assert ask(app, COMPLETIONS, {"prompt": "a"}).status == 200
     assert ask(app, "/tokenize", {"content": "a"}).status == 200
     assert len(threads) == 2 and all("quick" in name for name in threads)
@@ -195,7 +193,7 @@ def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
     data = {"content": text} if path == "/tokenize" else {"prompt": text}
     if "messages" in path:
         data = {"messages": [{"role": "user", "content": text}]}  # type: ignore[dict-item]
-    reply = ask(application(state_with(backend), quiet), path, data)
+    reply = ask(app_for(backend), path, data)
     assert (reply.status, bool(backend.asked)) == ((200, True) if passes else (400, False))
     says = "raise --body-limit" if path == "/tokenize" or word > 12 else "available context size"
     assert passes or says in reply.json()["error"]["message"]

@@ -11,11 +11,10 @@ import pytest
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
-from asgi import FakeBackend, FakeRequest, ask, state_with
+from asgi import FakeBackend, FakeRequest, app_for, ask
 from real_cache import REAL_CACHE
 
 from orchestrator.serve import requests
-from orchestrator.serve.app import application
 from orchestrator.serve.requests import request_schema
 from orchestrator.serve.schemas import (
     COUNTING,
@@ -65,7 +64,7 @@ def asked(path: str, data: dict[str, Any], most_body_bytes: int = 2**20) -> tupl
     """(status, what llama.cpp got, or else the sentence)."""
     backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
     backend.most_body_bytes = most_body_bytes
-    reply = ask(application(state_with(backend, parallel=2), lambda _line: None), path, data)
+    reply = ask(app_for(backend, parallel=2), path, data)
     if not backend.asked:
         return reply.status, reply.json()["error"]["message"]
     got = json.loads(backend.asked[0][1])
@@ -299,7 +298,7 @@ def test_a_count_reads_a_request_as_the_answer_does() -> None:
         (RESPONSES, {"input": "a", "text": {"format": {"type": "json_object"}}}),
     ):
         backend = FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2)))
-        app = application(state_with(backend), lambda _line: None)
+        app = app_for(backend)
         count = next(each for each, form in COUNTING.items() if form == path)
         assert [ask(app, each, data).status for each in (path, count)] == [200, 200]
         (answered, body), (counted, same) = backend.asked
