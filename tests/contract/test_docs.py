@@ -172,7 +172,7 @@ def test_every_section_of_an_experiment_has_a_day(name: str) -> None:
 
 def test_every_native_source_has_its_line() -> None:
     """A header that goes with a source of its name needs no line of its own."""
-    text = text_of("ARCHITECTURE.md")
+    text = text_of("docs/native.md")
     native = REPO / "patches" / "native"
     sources = set(native.rglob("*.c*"))
     stems = {path.with_suffix("") for path in sources}
@@ -182,14 +182,14 @@ def test_every_native_source_has_its_line() -> None:
         for path in sorted(sources)
         if f"`{path.relative_to(native)}`" not in text and f"`{path.name}`" not in text
     ]
-    assert sources and not missing, f"ARCHITECTURE.md does not name {', '.join(missing)}"
+    assert sources and not missing, f"docs/native.md does not name {', '.join(missing)}"
 
 
 def test_every_patch_has_its_line() -> None:
-    text = text_of("ARCHITECTURE.md")
+    text = text_of("docs/native.md")
     patches = sorted((REPO / "patches").glob("*.patch"))
     missing = [path.name for path in patches if f"`patches/{path.name}`" not in text]
-    assert patches and not missing, f"ARCHITECTURE.md does not name {', '.join(missing)}"
+    assert patches and not missing, f"docs/native.md does not name {', '.join(missing)}"
 
 
 @pytest.mark.parametrize("name", WRITTEN)

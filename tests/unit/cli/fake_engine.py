@@ -201,6 +201,6 @@ def install(modules) -> None:
 
 if __name__ == "__main__":
     install(sys.modules)
-    from orchestrator.cli import main
+    from orchestrator.cli.main import main
 
     main()

@@ -108,7 +108,12 @@ def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
         asked.append(config)
         raise MoeEdgeError("seen")
 
-    for name in ("cli_chat.open_engine", "doctor.examine", "check.examine", "planner.Planner"):
+    for name in (
+        "cli.chat.open_engine",
+        "cli.doctor.examine",
+        "lab.check.examine",
+        "cost.planner.Planner",
+    ):
         monkeypatch.setattr(f"orchestrator.{name}", takes)
     monkeypatch.setattr(ExpertModel, "open", lambda *_: nullcontext())
     commands = (["chat", "-p", "x"], ["plan"], ["doctor"], ["check"])
