@@ -20,7 +20,7 @@ from gguf_tools.experts.slices import Slice
 from gguf_tools.file.layout import COMPUTE_ORDER, IO_BLOCK_BYTES, pad
 from gguf_tools.workers import in_order, workers
 
-# As the store reads: MOE_EDGE_PART_BYTES of patches/native/moe-edge-store.h.
+# As the store reads: MOE_EDGE_PART_BYTES of patches/native/moe-edge-reads.h.
 PART_BYTES = 512 * 2**10
 # What each thread reads into: more than a core's own caches hold.
 _SLOTS_BYTES = 8 * 2**20
